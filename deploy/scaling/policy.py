@@ -42,6 +42,7 @@ class ScalingPolicy:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
+        self._began_s: float | None = None
         self._recent: deque[tuple[float, tuple[int, ...]]] = deque()
         """Time and need, falling: an earlier need that is not higher in any stage than a later one has no effect and is not kept."""
 
@@ -52,18 +53,21 @@ class ScalingPolicy:
 
         Args:
             reports: the last report of each leader, None if it is too old. If all are None, the workers stay as they are. If some are
-                None, workers are started but not stopped, because the load of those leaders is not known.
+                None, workers are started but not stopped, because the load of those leaders is not known. The same holds for the first
+                `down_after_s`, because an earlier load is not known.
             workers: names of the workers that run, are starting or will be restarted. Workers that are being stopped are not included.
         """
         known = [report for report in reports if report is not None]
         if not known:
             return None
         need = self._highest_need(combine((report.wanted for report in known), self._limits.replicas), now_s)
+        self._began_s = now_s if self._began_s is None else self._began_s
         limits = self._limits
         count = min(limits.most, max(limits.least, sum(need) + limits.spares))
         if count > len(workers):
             return Grow(count)
-        if count < len(workers) and len(known) == len(reports):
+        knows_enough = now_s - self._began_s >= limits.down_after_s and len(known) == len(reports)
+        if count < len(workers) and knows_enough:
             return _surplus(need, known, workers)
         return None
 

@@ -1,9 +1,14 @@
 """A Ray cluster of several nodes on this machine.
 
 The nodes run in a program of their own, `python -m tests.ray.cluster NODE=CPUS …`, which `RayCluster` controls. It prints the address
-of the head, then executes the lines of its standard input. `kill NODE` ends all processes of a node at once, as a machine that is switched
-off; `end_actor NAME` ends the process of an actor; `add NODE CPUS PATH` adds a node whose Python searches PATH first. At the end of the
-input it ends the cluster.
+of the head, then executes the lines of its standard input:
+
+    kill NODE             end all processes of a node at once, as a machine that is switched off
+    add NODE CPUS [PATH]  add a node, whose Python searches PATH first
+    end_actor NAME        end the process of an actor; Ray starts it again
+    kill_gcs, start_gcs   end and start the process on the head that manages the cluster
+
+At the end of the input it ends the cluster.
 """
 
 import contextlib
@@ -29,13 +34,14 @@ class RayCluster:
 
     Args:
         nodes: NODE=CPUS, the head first.
+        redis: HOST:PORT of the Redis that keeps the head's state; by default the state is lost with it.
     """
 
-    def __init__(self, *nodes: str) -> None:
+    def __init__(self, *nodes: str, redis: str | None = None) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, *nodes],
             cwd=_ROOT,
-            env=_ENVIRONMENT | _HEALTH_CHECK,
+            env=_ENVIRONMENT | _HEALTH_CHECK | ({} if redis is None else {"RAY_REDIS_ADDRESS": redis}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -143,6 +149,10 @@ def _main(arguments: list[str]) -> None:
                 nodes.kill(*words)
             elif command == "end_actor":
                 nodes.end_actor(*words)
+            elif command == "kill_gcs":
+                nodes.cluster.head_node.kill_gcs_server()
+            elif command == "start_gcs":
+                nodes.cluster.head_node.start_gcs_server()
             else:
                 nodes.add(words[0], int(words[1]), *words[2:])
             print("done", flush=True)

@@ -22,21 +22,36 @@ def report(wanted: Sequence[float], *serving: Sequence[str]) -> CapacityReport:
     return CapacityReport(tuple(wanted), tuple(tuple(names) for names in serving))
 
 
+def experienced() -> ScalingPolicy:
+    """A policy that has seen no load for long enough."""
+    policy = ScalingPolicy(LIMITS)
+    assert policy.decide([report((0.0, 0.0), "ac", "bd")], "abcd", -LIMITS.down_after_s) is None
+    return policy
+
+
+def test_no_worker_is_stopped_before_the_load_of_the_whole_time_is_known() -> None:
+    policy, low = ScalingPolicy(LIMITS), report((1.0, 1.0), "ace", "bdf")
+    assert policy.decide([None], "abcdef", 0.0) is None
+    assert policy.decide([low], "abcdef", 10.0) is None
+    assert policy.decide([low], "abcdef", 69.0) is None
+    assert isinstance(policy.decide([low], "abcdef", 70.0), Stop)
+
+
 def test_workers_are_started_at_once_when_the_load_rises() -> None:
-    policy, workers = ScalingPolicy(LIMITS), "abcd"
+    policy, workers = experienced(), "abcd"
     assert policy.decide([report((0.5, 0.5), "ac", "bd")], workers, 0.0) is None
     assert policy.decide([report((2.5, 3.5), "ac", "bd")], workers, 0.5) == Grow(7)
 
 
 def test_never_more_workers_than_allowed_and_never_fewer_than_redundancy_needs() -> None:
-    policy = ScalingPolicy(LIMITS)
+    policy = experienced()
     assert policy.decide([report((20.0, 20.0), "ac", "bd")], "abcd", 0.0) == Grow(10)
-    assert ScalingPolicy(LIMITS).decide([report((0.0, 0.0), "ac", "bd")], "abcd", 0.0) is None
-    assert ScalingPolicy(LIMITS).decide([report((0.0, 0.0), "ac", "b")], "abc", 0.0) == Grow(4)
+    assert experienced().decide([report((0.0, 0.0), "ac", "bd")], "abcd", 0.0) is None
+    assert experienced().decide([report((0.0, 0.0), "ac", "b")], "abc", 0.0) == Grow(4)
 
 
 def test_a_worker_is_stopped_only_after_the_need_has_been_low_for_the_whole_time() -> None:
-    policy, workers = ScalingPolicy(LIMITS), "abcdef"
+    policy, workers = experienced(), "abcdef"
     high, low = (report(wanted, "ace", "bdf") for wanted in ((3.0, 3.0), (1.0, 1.0)))
     assert policy.decide([high], workers, 0.0) is None
     assert policy.decide([low], workers, 59.0) is None
@@ -46,7 +61,7 @@ def test_a_worker_is_stopped_only_after_the_need_has_been_low_for_the_whole_time
 
 
 def test_the_stage_with_the_most_replicas_above_its_need_loses_the_worker_that_was_started_last() -> None:
-    policy = ScalingPolicy(LIMITS)
+    policy = experienced()
     serving = ["local-0", "local-2", "local-9", "local-10"], ["local-1", "local-3", "local-11"]
     decision = policy.decide([report((1.0, 2.9), *serving)], [name for names in serving for name in names], 0.0)
     assert decision == Stop("local-10")
@@ -54,24 +69,24 @@ def test_the_stage_with_the_most_replicas_above_its_need_loses_the_worker_that_w
 
 def test_no_stage_falls_below_redundancy_when_workers_have_not_joined() -> None:
     """Six workers run for a need of four, but two are not in service: stopping another one would leave a stage with one."""
-    assert ScalingPolicy(LIMITS).decide([report((0.0, 0.0), "ac", "bd")], "abcdef", 0.0) is None
+    assert experienced().decide([report((0.0, 0.0), "ac", "bd")], "abcdef", 0.0) is None
 
 
 def test_needs_of_leaders_are_added_before_rounding() -> None:
     shares = report((1.2, 0.6), "ac", "bd")
-    assert ScalingPolicy(LIMITS).decide([shares, shares], "abcd", 0.0) == Grow(5)
+    assert experienced().decide([shares, shares], "abcd", 0.0) == Grow(5)
 
 
 def test_a_worker_is_not_stopped_when_a_leader_lacks_it_or_does_not_report() -> None:
     low, lacking = report((0.0, 0.0), "ace", "bd"), report((0.0, 0.0), "ac", "bd")
-    assert ScalingPolicy(LIMITS).decide([low, low], "abcde", 0.0) == Stop("e")
-    assert ScalingPolicy(LIMITS).decide([low, lacking], "abcde", 0.0) is None
-    assert ScalingPolicy(LIMITS).decide([low, None], "abcde", 0.0) is None
-    assert ScalingPolicy(LIMITS).decide([None, None], "abcde", 0.0) is None
+    assert experienced().decide([low, low], "abcde", 0.0) == Stop("e")
+    assert experienced().decide([low, lacking], "abcde", 0.0) is None
+    assert experienced().decide([low, None], "abcde", 0.0) is None
+    assert experienced().decide([None, None], "abcde", 0.0) is None
 
 
 def test_workers_are_started_although_a_leader_does_not_report() -> None:
-    assert ScalingPolicy(LIMITS).decide([report((3.0, 3.0), "ac", "bd"), None], "abcd", 0.0) == Grow(6)
+    assert experienced().decide([report((3.0, 3.0), "ac", "bd"), None], "abcd", 0.0) == Grow(6)
 
 
 def test_supervisor_keeps_the_last_report_of_a_leader_until_it_is_old_or_the_leader_has_ended(
