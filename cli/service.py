@@ -82,10 +82,11 @@ class AdminPort:
         str,
         value(
             "URL",
-            "URL of the admin port of the service (the port of /metrics), or of its HTTP API, which tells where the admin port is.",
+            "URL of the admin port of the service (the port of /metrics), or of its HTTP API, which tells where the admin port is; "
+            "the first, if there are several with commas.",
             "--operations-url",
             "--url",
-            envvar="MULTIWORLD_OPERATIONS_URL",
+            envvar=["MULTIWORLD_OPERATIONS_URL", "MULTIWORLD_URL"],
         ),
     ] = DEFAULT_OPERATIONS_URL
     token_file: Annotated[
@@ -100,7 +101,8 @@ class AdminPort:
 
     def open_client(self, access: Access, timeout_s: float) -> "httpx.Client":
         """Return an HTTP client with the API key of an administrator, otherwise with the join token. Raises UserError."""
-        return open_client(self.operations_url, timeout_s, access.credentials(self.token_file, join_token=True))
+        url = self.operations_url.partition(",")[0].strip()
+        return open_client(url, timeout_s, access.credentials(self.token_file, join_token=True))
 
 
 class ServiceError(Exception):
