@@ -138,7 +138,9 @@ def _usage(error: typer.TyperException) -> str:
 
 
 def _fail(message: str, status: int) -> int:
-    print("multiworld: error:", " ".join(message.split()), file=sys.stderr)
+    sys.stderr.write(
+        f"multiworld: error: {' '.join(message.split())}\n"
+    )  # one write: other processes log to the same file
     return status
 
 

@@ -61,7 +61,7 @@ def _row(parameter: Any) -> str:
     is_argument = parameter.param_type_name == "argument"
     value = "" if getattr(parameter, "is_flag", False) else parameter.metavar or ""
     names = [value] if is_argument else [f"{option} {value}".strip() for option in parameter.opts]
-    names += [parameter.envvar] if isinstance(parameter.envvar, str) else []
+    names += [parameter.envvar] if isinstance(parameter.envvar, str) else parameter.envvar or []
     cells = ["<br>".join(f"`{name}`" for name in names), _default(parameter), _plain(parameter.help or "")]
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 

@@ -82,10 +82,11 @@ class AdminPort:
         str,
         value(
             "URL",
-            "URL of the admin port of the service (the port of /metrics), or of its HTTP API, which tells where the admin port is.",
+            "URL of the admin port of the service (the port of /metrics), or of its HTTP API, which tells where the admin port is; "
+            "the first, if there are several with commas.",
             "--operations-url",
             "--url",
-            envvar="MULTIWORLD_OPERATIONS_URL",
+            envvar=["MULTIWORLD_OPERATIONS_URL", "MULTIWORLD_URL"],
         ),
     ] = DEFAULT_OPERATIONS_URL
     token_file: Annotated[
@@ -100,7 +101,8 @@ class AdminPort:
 
     def open_client(self, access: Access, timeout_s: float) -> "httpx.Client":
         """Return an HTTP client with the API key of an administrator, otherwise with the join token. Raises UserError."""
-        return open_client(self.operations_url, timeout_s, access.credentials(self.token_file, join_token=True))
+        url = self.operations_url.partition(",")[0].strip()
+        return open_client(url, timeout_s, access.credentials(self.token_file, join_token=True))
 
 
 class ServiceError(Exception):
@@ -220,8 +222,11 @@ def http_errors(url: str, *, option: str = "--url", timeout_s: float | None = No
         if "certificate" in str(error).lower():
             advice = "give its CA with --ca-file, and use a host name that the certificate contains"
             raise ServiceUnreachableError(f"the certificate of {url} cannot be verified: {error}; {advice}") from error
+        if "SSL" in str(error):
+            advice = f"if the service has no certificate, give a URL with http:// with {option}"
+            raise ServiceUnreachableError(f"no TLS connection to {url} ({error}): {advice}") from error
         advice = f"start the service with `multiworld serve`, or give its URL with {option}"
-        raise ServiceUnreachableError(f"nothing answers at {url}: {advice}") from error
+        raise ServiceUnreachableError(f"nothing answers at {url} ({error}): {advice}") from error
     except httpx.TransportError as error:
         if isinstance(error, httpx.RemoteProtocolError) and "illegal" in str(error):
             advice = f"it may be the join port of workers; give the URL of the HTTP API with {option}"

@@ -69,17 +69,19 @@ def _table(stages: list[dict[str, Any]]) -> "Table":
 
     hosts = {replica.get("host") for stage in stages for replica in stage["replicas"]} - {None}
     host = ("host",) if len(hosts) > 1 else ()
-    columns = ("replica", "state", "worker", *host, "device", "world", "in flight", "done", "last failure")
-    rows = table(*columns, numbers=("in flight", "done"), collapse_padding=True)  # fits into 80 columns
+    columns = ("replica", "state", "worker", *host, "pid", "device", "in flight", "done", "last failure")
+    rows = table(*columns, numbers=("pid", "in flight", "done"), collapse_padding=True)  # fits into 80 columns
     for stage in stages:
         for replica in stage["replicas"]:
             rows.add_row(
-                f"s{stage['index']}.r{replica['slot']}",
+                f"{replica['world']}@{replica['generation']}"
+                if replica["world"]
+                else f"s{stage['index']}.r{replica['slot']}",
                 Text(replica["state"], style=_STYLES.get(replica["state"], "")),
                 Text(replica["worker"] or "-"),
                 *(Text(replica.get("host") or "-") for _ in host),
+                str(replica.get("pid") or "-"),
                 Text(replica["device"] or "-"),
-                Text(f"{replica['world']}@{replica['generation']}" if replica["world"] else "-"),
                 str(replica["in_flight"]),
                 str(replica["batches_done"]),
                 Text(_failure(replica["last_failure"])),

@@ -148,4 +148,4 @@ def _describe(value: Any) -> str:
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0].partition('. ')[0][:200]}" if lines else type(error).__name__

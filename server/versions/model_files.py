@@ -9,7 +9,7 @@ from multiworld_serving.server.leader_settings import LeaderSettings
 
 
 def check_model_files(settings: LeaderSettings) -> None:
-    """Check that the files exist. Reads none of them.
+    """Check that the files and folders exist. Reads none of them.
 
     Raises:
         models.ModelError: there is no such file or folder.
@@ -25,6 +25,8 @@ def check_model_files(settings: LeaderSettings) -> None:
         raise WeightsError(f"--weights {settings.weights}: there is no such file")
     if settings.labels is not None and not Path(settings.labels).is_file():
         raise LabelsError(f"--labels {settings.labels}: there is no such file")
+    if settings.weights_dir is not None and not settings.weights_dir.is_dir():
+        raise WeightsError(f"--weights-dir {settings.weights_dir}: there is no such folder")
 
 
 def bundle_path(settings: LeaderSettings) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -191,7 +192,14 @@ class BundleSource:
 
     def version(self, weights: str | None, first: Bundle) -> Bundle:
         """See `ModelSource`."""
-        return self._read(self.path if weights is None else path_in_weights_dir(self.settings.weights_dir, weights))
+        if weights is None:
+            return self._read(self.path)
+        path = path_in_weights_dir(self.settings.weights_dir, weights)
+        if not os.path.exists(path):  # Path.exists raises OSError if the name is too long
+            raise BundleError(
+                f"there is no bundle {weights[:64]!r} in --weights-dir {self.settings.weights_dir}; give its path as seen from there"
+            )
+        return self._read(path)
 
     def _read(self, path: Path) -> Bundle:
         bundle = read_bundle(path)

@@ -144,6 +144,8 @@ def test_image_is_classified_by_keyboard_alone(small_service: LocalService, chro
     page.keyboard.press("Enter")
     page.wait_for_selector("#answer .wrong")
     assert "image" in page.locator("#answer .wrong").inner_text()
+    page.set_input_files("#image", {"name": "notes.md", "mimeType": "text/markdown", "buffer": b"no image"})
+    page.wait_for_selector("#answer .wrong:has-text('notes.md is not a JPEG, PNG or WebP image')")
     visit.complaints = [each for each in visit.complaints if "422" not in each]  # the browser logs the rejection
     visit.assert_clean(small_service.url)
     page.close()

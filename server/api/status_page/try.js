@@ -46,6 +46,7 @@ function startImages() {
 
 function take(file) {
   if (!file) return;
+  if (!$("image").accept.split(",").includes(file.type)) return answer(element("p", `${file.name} is not a JPEG, PNG or WebP image.`, { class: "wrong" }));
   image = file;
   const reader = new FileReader(); // a data: URL, because the page's policy allows no other images
   reader.addEventListener("load", () => { $("preview").src = reader.result; $("preview").hidden = false; });

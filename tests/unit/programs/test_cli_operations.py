@@ -106,6 +106,16 @@ def test_restart_finds_the_admin_port_from_either_url(
     assert shown == ["1/2 w0 (s0.r0): stopped after 0.5 s, serving after 2.5 s", "1 workers restarted"]
 
 
+@pytest.mark.parametrize("more", ["", ",http://127.0.0.1:1"], ids=["one", "several"])
+def test_restart_uses_the_service_of_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: str
+) -> None:
+    with service(RESTARTING, RESTARTED, {"state": "done", "restarted": 1}) as urls:
+        monkeypatch.setenv("MULTIWORLD_URL", urls[0] + more)
+        assert main(["rolling-restart"]) == 0
+    assert "1 workers restarted" in capsys.readouterr().out
+
+
 def test_status_finds_the_http_port_from_the_admin_port(capsys: pytest.CaptureFixture[str]) -> None:
     with service() as (_, admin_url):
         assert main(["status", "--json", "--url", admin_url]) == 0

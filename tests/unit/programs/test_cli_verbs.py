@@ -398,7 +398,24 @@ def test_unreachable_service_prints_one_line_with_instructions(
     with serving(FakeService) as url:
         pass
     assert main([*arguments, "--url", url]) == 1
-    assert "multiworld serve" in one_line(capsys)
+    line = one_line(capsys)
+    assert "Connection refused" in line
+    assert "multiworld serve" in line
+
+
+def test_https_url_of_a_service_without_a_certificate_is_named(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", url.replace("http", "https")]) == 1
+    line = one_line(capsys)
+    assert "give a URL with http://" in line
+    assert "nothing answers" not in line
+
+
+def test_error_is_one_write_because_other_processes_log_to_the_same_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    writes: list[str] = []
+    monkeypatch.setattr(sys.stderr, "write", writes.append)
+    assert main(["status", "--url", "localhost"]) == 2
+    assert len(writes) == 1
+    assert writes[0].endswith("\n")
 
 
 def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,11 +442,12 @@ def test_status_fits_into_80_columns_and_says_how_many_workers_can_be_lost(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     broken = {"cause": "exit", "detail": "", "at_unix_s": time.time() - 3599}
-    replicas = [{**REPLICA, "slot": slot, "world": f"s1.r{slot}", "last_failure": broken} for slot in range(3)]
+    workers = [{**REPLICA, "slot": slot, "world": f"s1.r{slot}", "pid": 4194304 - slot} for slot in range(3)]
+    replicas = [{**worker, "last_failure": broken} for worker in workers]
     monkeypatch.setattr(FakeService, "status", {**SNAPSHOT, "stages": [{"index": 1, "replicas": replicas}]})
     assert main(["status", "--url", url]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^ s1\.r2 +ready +local-0 +cpu +s1\.r2@3 +1 +42 +exit, 59 min ago *$", out, re.MULTILINE)
+    assert re.search(r"^ s1\.r2@3 +ready +local-0 +4194302 +cpu +1 +42 +exit, 59 min ago *$", out, re.MULTILINE)
     assert "each stage can lose 2 workers" in out
 
 

@@ -25,13 +25,14 @@ sys.exit("torch was imported" if "torch" in sys.modules else status)
         ("--model", "classifier.bundle"),
         ("--weights", "nowhere.pth"),
         ("--labels", "nowhere.txt"),
+        ("--weights-dir", "nowhere"),
     ],
 )
-def test_serve_prints_one_line_when_a_file_of_the_model_is_missing(option: str, file: str) -> None:
+def test_serve_prints_one_line_when_a_file_or_folder_of_the_model_is_missing(option: str, file: str) -> None:
     ports = [each for name in ("http", "join", "metrics") for each in (f"--{name}-port", "0")]
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, "serve", option, file, *ports], capture_output=True, text=True, check=False
     )
     assert ended.stderr.splitlines() == [ended.stderr.rstrip("\n")]
-    assert ended.stderr.startswith(f"multiworld: error: {option} {file}: there is no such file")
+    assert ended.stderr.startswith(f"multiworld: error: {option} {file}: there is no such ")
     assert ended.returncode == 2

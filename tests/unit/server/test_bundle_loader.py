@@ -54,6 +54,13 @@ def test_version_with_another_interface_is_refused_with_the_difference(folder: P
         loader.load("logits", VersionTable(plan))
 
 
+@pytest.mark.parametrize("name", ["bundles/two", "random:1", "x" * 1000])
+def test_missing_bundle_is_named_with_the_folder_when_a_version_is_loaded(folder: Path, name: str) -> None:
+    _, loader, plan = open_model(settings(folder), NO_TUNING)
+    with pytest.raises(BundleError, match=f"there is no bundle '{name[:64]}' in --weights-dir {folder};"):
+        loader.load(name, VersionTable(plan))
+
+
 @pytest.mark.parametrize("name", ["../two", "/etc/passwd", "missing", "two\0", "x" * 2000])
 def test_only_bundles_below_the_folder_are_loaded(folder: Path, name: str) -> None:
     _, loader, plan = open_model(settings(folder, weights_dir=folder / "one"), NO_TUNING)
