@@ -138,9 +138,8 @@ def _usage(error: typer.TyperException) -> str:
 
 
 def _fail(message: str, status: int) -> int:
-    sys.stderr.write(
-        f"multiworld: error: {' '.join(message.split())}\n"
-    )  # one write: other processes log to the same file
+    # One write, because other processes log to the same file.
+    sys.stderr.write(f"multiworld: error: {' '.join(message.split())}\n")
     return status
 
 
