@@ -256,6 +256,11 @@ def test_bad_input_prints_one_line_and_exits_with_2(
     one_line(capsys)
 
 
+def test_model_without_its_option_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "my.bundle"]) == 2
+    assert "(my.bundle); the model is given with --model" in capsys.readouterr().err
+
+
 def test_misspelled_option_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     main(["serve", "--stagse", "2"])
     assert "--stages" in one_line(capsys)
