@@ -56,6 +56,8 @@ lines for each row of a tile: ResNet-50 in bfloat16 takes 1.6 times as long with
 _MEASURE_S = 120.0
 """Longest time for comparing compiled code. """
 _UNPACKED = "unpacked"
+_GROUP_NICE = 10
+"""Of the session of the compile process: a tenth of what a busy worker gets, so that compiling ends on a busy machine, too."""
 
 
 class CompileError(ModelError):
@@ -285,7 +287,7 @@ def main(packages: str, folder: str) -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(19)
     with suppress(OSError):  # the kernel groups processes by session, and the nice value orders only those of a group
-        Path("/proc/self/autogroup").write_text("19")
+        Path("/proc/self/autogroup").write_text(str(_GROUP_NICE))
     with suppress(OSError):  # short of memory, the kernel ends this process and not a worker
         Path("/proc/self/oom_score_adj").write_text("1000")
     torch.set_num_threads(1)
