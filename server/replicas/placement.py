@@ -77,32 +77,15 @@ class Placement:
     def of_stage(self, stage: int | None) -> list[Slot]:
         return [slot for slot in self.all if slot.stage == stage]
 
-    def choose(
-        self,
-        host: str = "",
-        elsewhere: Collection[int] = (),
-        former: Collection[int] = (),
-        *,
-        strength: int = 0,
-        too_large: Collection[int] = (),
-        intended: int | None = None,
-    ) -> Slot:
-        """Choose the slot for a joining worker on `host`.
+    def free_slot(self, stage: int, *, may_be_spare: bool = True) -> Slot:
+        """A free slot of this stage for a joining worker.
 
-        If that stage has no free slot, the worker becomes a spare or gets an extra slot.
-
-        Args:
-            intended: the stage to which the worker is being moved; it gets an extra slot if that stage has no free one. Ignored if a
-                stage has no worker. For the others, see `choose_stage`.
+        If there is none, the worker becomes a spare if spares are wanted and it may be one, or else gets an extra slot of the stage.
         """
-        if moving := intended is not None and next(self.stages_without_worker(), None) is None:
-            stage = intended
-        else:
-            stage = self.choose_stage(host, elsewhere, former, strength, too_large)
         for slot in self.of_stage(stage):
             if slot.free:
                 return slot
-        if len(self.spares) < self.spares_wanted and not moving:
+        if may_be_spare and len(self.spares) < self.spares_wanted:
             taken = {link.world_name for link in self.links()}
             index = next(index for index in range(len(taken) + 1) if f"spare{index}" not in taken)
             self.spares.append(slot := Slot(None, index))
@@ -126,8 +109,8 @@ class Placement:
         A stage without replicas (serving or joining) is first. Then a stage of `elsewhere` with a free slot, because the worker has it
         in memory. Then the stage with the fewest replicas; among equals, one of `elsewhere` or `former`, then the one with the most
         work for a strong worker and with the least for a weak one, then the one with the fewest replicas on that host, because a host may
-        fail as a whole, then the earliest. If all stages have `replicas`, a stage of
-        `elsewhere` is first, because the other leaders have chosen it, and then the one with the fewest replicas for its load.
+        fail as a whole, then the earliest. If all stages have `replicas`, a stage of `elsewhere` is first, because the other leaders have
+        chosen it, and then the one with the fewest replicas for its load.
 
         Args:
             strength: of the worker, see `strength`.
@@ -167,7 +150,10 @@ class Placement:
         return found
 
     def strength(self, request: JoinRequest) -> int:
-        """1 if a worker is clearly faster than the median of those that are connected, -1 if it is clearly slower, else 0."""
+        """Compare a worker's speed with the median of the connected workers.
+
+        Returns 1 if it is at least `CLEARLY_FASTER` times the median, -1 if the median is at least that many times its speed, otherwise 0.
+        """
         known, place = self.speeds(), (request.host, request.device)
         own = max(known.get(place, 0.0), request.gflops)
         others = [known[link.request.host, link.request.device] for link in self.links()]

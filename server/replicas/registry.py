@@ -199,14 +199,11 @@ class WorkerRegistry:
         if too_large:
             limits = request.memory_mb, ", ".join(map(str, too_large))
             logger.warning("worker=%s has %d MB of memory, too little for the stages %s", request.worker, *limits)
-        return placement.choose(
-            request.host,
-            elsewhere,
-            former,
-            strength=placement.strength(request),
-            too_large=too_large,
-            intended=self._intended.get(request.worker),
-        )
+        intended = self._intended.get(request.worker)
+        if intended is not None and next(placement.stages_without_worker(), None) is None:
+            return placement.free_slot(intended, may_be_spare=False)
+        strength = placement.strength(request)
+        return placement.free_slot(placement.choose_stage(request.host, elsewhere, former, strength, too_large))
 
     async def _run(self, link: WorkerLink) -> None:
         settings = self._settings

@@ -39,7 +39,7 @@ class FakeLink:
 
 
 def join(slots: Placement, worker: str, host: str = "h") -> str:
-    slot = slots.choose(host)
+    slot = slots.free_slot(slots.choose_stage(host))
     slot.link = cast(WorkerLink, FakeLink(worker, slot.id, host=host))
     return slot.id.name
 
@@ -267,7 +267,7 @@ async def test_slot_of_a_crashed_worker_stays_when_another_worker_has_taken_it(m
 
 
 def join_elsewhere(slots: Placement, worker: str, *elsewhere: int, former: tuple[int, ...] = ()) -> str:
-    slot = slots.choose("h", elsewhere, former)
+    slot = slots.free_slot(slots.choose_stage("h", elsewhere, former))
     slot.link = cast(WorkerLink, FakeLink(worker, slot.id))
     return slot.id.name
 

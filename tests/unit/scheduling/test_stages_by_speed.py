@@ -34,7 +34,7 @@ class Link:
 
 def join(placement: Placement, worker: str, gflops: float, host: str = "") -> int | None:
     strength = placement.strength(JoinRequest(worker, "cpu", host or worker, 1, gflops=gflops))
-    slot = placement.choose(host or worker, strength=strength)
+    slot = placement.free_slot(placement.choose_stage(host or worker, strength=strength))
     slot.link = cast(WorkerLink, Link(worker, gflops, slot.id, host))
     return slot.stage
 
