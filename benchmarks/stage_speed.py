@@ -39,6 +39,7 @@ from multiworld_serving.models import (
     read_bundle,
 )
 from multiworld_serving.models.optimize.execution_modes import has_fast_int8, has_native_bfloat16
+from multiworld_serving.server.versions.cut_bundle import CutBundle
 from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan
 
 MAX_BATCH_SIZE = 64
@@ -68,7 +69,7 @@ def whole_model(name: str, image_size: int | None) -> tuple[BundleStage, tuple[i
 def whole_plan(name: str, bundle: Path | None, image_size: int | None) -> tuple[StagePlan, bytearray]:
     """A ResNet with random weights, or a bundle, as one stage, and the file of weights that a worker receives."""
     read = read_bundle(bundle) if bundle is not None else _resnet(name, image_size)
-    (plan,) = make_bundle_plan(read, 1)
+    (plan,) = make_bundle_plan(CutBundle.of(read, 1))
     return plan, bytearray(b"".join(chunk.numpy().tobytes() for chunk in plan.weights.chunks()))
 
 

@@ -38,9 +38,9 @@ from multiworld_serving.server.replicas.replica_ids import (
     draining_events,
     link_id,
     lost_events,
+    plan_number,
     replica_id,
     replica_ids,
-    version_number,
 )
 from multiworld_serving.server.replicas.rolling_restart import RollingRestart
 from multiworld_serving.server.replicas.worker_link import WorkerLink
@@ -93,7 +93,7 @@ class Leader:
         self._registry = WorkerRegistry(plan, settings, metrics, self._manager, self, guarded(self._states_changed))
         context = DriverContext(
             model=model,
-            number_of=self._versions.number_served,
+            find_plan=self._versions.plan,
             find_link=self._registry.link,
             on_released=self._on_released,
             after_event=guarded(self._after_event),
@@ -102,9 +102,6 @@ class Leader:
         self._driver = SchedulerDriver(settings, len(plan.stages), metrics, context)
         self._exclusive = ExclusiveOperation()
         self._rolling_restart = RollingRestart(self._registry.placement, settings.join_timeout_s, self._exclusive)
-        self._rebalancer = Rebalancer(
-            self._registry, self._exclusive, settings.rebalance_after_s, settings.join_timeout_s
-        )
         self._rollout = VersionRollout(
             self,
             self._registry.placement,
@@ -113,6 +110,13 @@ class Leader:
             settings.join_timeout_s,
             self._exclusive,
             self._states_changed,
+        )
+        self._rebalancer = Rebalancer(
+            self._registry,
+            self._rollout.recut,
+            self._exclusive,
+            after_s=settings.rebalance_after_s,
+            timeout_s=settings.join_timeout_s,
         )
         self.open_requests = OpenRequests()
         self.weights: str | None = None
@@ -312,14 +316,14 @@ class Leader:
         """See `WorkerEvents`."""
         for event in draining_events(link):
             self._driver.submit_event(event)
-        if not link.active_versions:
+        if not link.active_plans:
             link.close()
 
     def on_ended(self, link: WorkerLink) -> None:
         """See `WorkerEvents`."""
         for event in lost_events(link):
             self._driver.submit_event(event)
-        link.active_versions.clear()
+        link.active_plans.clear()
         self._driver.on_ended(link)
 
     def on_result(self, link: WorkerLink, message: Message) -> None:
@@ -345,15 +349,19 @@ class Leader:
         """Send new requests to `plan`, which the serving links have loaded. Requests that have begun end with the old version."""
         former = self.version
         forgotten = self._versions.switch_to(plan)
-        self._registry.plan = plan
-        logger.info("version %s (number %d) -> %s (number %d)", former.name, former.number, *reversed(plan.version))
+        self._registry.use(plan)
+        if plan.version == former:
+            cuts = ", ".join(stage.spec.blocks[-1] for stage in plan.stages[:-1])
+            logger.info("version %s has other stages, cut after %s", former.name, cuts)
+        else:
+            self._into_service()
+            logger.info("version %s (number %d) -> %s (number %d)", former.name, former.number, *reversed(plan.version))
         for link in self._registry.serving():
             if link.state == "ready":  # a draining link must not get new batches, or it would never become empty
                 self.on_serving(link)
         self._metrics.version_serves(self._model, plan.version)
         for version in forgotten:
             self._metrics.version_retired(self._model, version)
-        self._into_service()
         self._states_changed()
 
     def _into_service(self) -> None:
@@ -368,31 +376,31 @@ class Leader:
         """Retire the previous version when its last batch has ended."""
         self._rollout.check_retired()
         retiring, scheduler = self._versions.retiring, self._driver.scheduler
-        if retiring is None or scheduler.current_version != self.version.name:
+        if retiring is None or scheduler.current_version != self._versions.current.key:
             return
-        if not scheduler.batches_of(retiring.version.name):
+        if not scheduler.batches_of(retiring.key):
             self._versions.retiring = None
-            self._retire(retiring.version.number)
+            self._retire(retiring.number)
 
     def _retire(self, number: int) -> None:
         for slot in (*self._registry.placement.all, *self._registry.placement.spares):
             link = slot.link
             if link is None or slot.free:
                 continue
-            if number in link.active_versions:
+            if number in link.active_plans:
                 self._driver.submit_event(ReplicaDraining(replica_id(link, number)))
-            elif number in link.loaded_versions:
+            elif number in link.loaded_plans:
                 link.unload(number)
 
     def _on_released(self, replica: ReplicaId) -> None:
         link = self._registry.link(link_id(replica))
         if link is None:
             return
-        number = version_number(replica)
-        link.active_versions.discard(number)
-        if number != self.version.number and link.state == "ready":
+        number = plan_number(replica)
+        link.active_plans.discard(number)
+        if number != self._versions.current.number and link.state == "ready":
             link.unload(number)
-        elif not link.active_versions:
+        elif not link.active_plans:
             link.close()
 
     def _in_flight(self, link: WorkerLink) -> int:

@@ -218,8 +218,9 @@ class LeaderSettings(ServiceSettings):
     rebalance_after_s: float = setting(
         60.0,
         "Failure",
-        "How long the workers must be unchanged before a fast worker of a stage with little work is exchanged with a slower one of a stage "
-        "with more, if that makes the slowest stage 10 % faster; 0 disables this.",
+        "How long the workers must be unchanged before a leader exchanges a fast worker with a slower one of the slowest stage, or "
+        "cuts the model into other stages, if that makes the slowest stage 10 % faster; five times as long while replicas are missing; "
+        "0 disables this.",
         ge=0,
         le=86400,
     )

@@ -15,15 +15,16 @@ from multiworld_serving.models import (
     load_model,
 )
 from multiworld_serving.models.weights.received import received_tensors
-from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan
+from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.server.versions.stage_weights import StageWeights
+from tests.cut_bundles import bundle_plan
 
 MAX_BATCH_SIZE = 8
 
 
 def plan_of(model: LoadedModel, num_stages: int, tuning: Tuning = NO_TUNING, number: int = 1) -> tuple[StagePlan, ...]:
     """The stages of a model."""
-    return make_bundle_plan(classifier_bundle(model, MAX_BATCH_SIZE), num_stages, tuning, number)
+    return bundle_plan(classifier_bundle(model, MAX_BATCH_SIZE), num_stages, tuning, number)
 
 
 def resnet_plan(

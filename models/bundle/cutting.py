@@ -32,7 +32,7 @@ class Cut:
 
     Attributes:
         positions: after which a stage ends, without the last one.
-        stage_s: seconds of each stage per row.
+        stage_s: seconds of each stage per row, on the device that took the costs.
         boundary_bytes: bytes per row that cross each cut, with variable dimensions of their largest lengths.
     """
 
@@ -106,6 +106,7 @@ def cut_graph(
     lengths: Mapping[str, int],
     *,
     link_bytes_per_s: float = _LINK_BYTES_PER_S,
+    speeds: Sequence[float] | None = None,
 ) -> Cut:
     """Cut the graph so that the slowest stage is as fast as possible.
 
@@ -113,11 +114,12 @@ def cut_graph(
         num_stages: None: the largest number up to `MAX_AUTO_STAGES` with stages of nearly equal time.
         lengths: the largest lengths of the variable dimensions, for the bytes that cross a boundary.
         link_bytes_per_s: speed of a transfer between two stages.
+        speeds: of the devices of each stage, compared with the device that took `costs_s`, if `num_stages` is given. None: the same.
     Raises:
         StageError: the graph has fewer places to cut.
     """
     if num_stages is not None:
-        return _cut(graph, costs_s, num_stages, lengths, link_bytes_per_s)
+        return _cut(graph, costs_s, num_stages, lengths, link_bytes_per_s, speeds)
     best = _cut(graph, costs_s, 1, lengths, link_bytes_per_s)
     for count in range(2, MAX_AUTO_STAGES + 1):
         try:
@@ -130,7 +132,12 @@ def cut_graph(
 
 
 def _cut(
-    graph: Graph, costs_s: Sequence[float], num_stages: int, lengths: Mapping[str, int], link_bytes_per_s: float
+    graph: Graph,
+    costs_s: Sequence[float],
+    num_stages: int,
+    lengths: Mapping[str, int],
+    link_bytes_per_s: float,
+    speeds: Sequence[float] | None = None,
 ) -> Cut:
     found = _positions(graph, costs_s, lengths)
     positions = sorted(found)
@@ -143,7 +150,7 @@ def _cut(
         raise StageError(
             f"{num_stages} stages, but the model can be cut into at most {len(blocks_s)}; choose 1 to {len(blocks_s)} stages"
         )
-    ranges = partition(blocks_s, num_stages, [float(size) for size in sizes], transfers=transfers)
+    ranges = partition(blocks_s, num_stages, [float(size) for size in sizes], transfers=transfers, speeds=speeds)
     return Cut(
         tuple(positions[end - 1] for _, end in ranges[:-1]),
         tuple(sum(blocks_s[first:end]) for first, end in ranges),

@@ -50,8 +50,12 @@ class BatchTraces:
         """The request has its outcome."""
         self._requests.pop(request, None)
 
-    def sent(self, action: SendBatch, link: WorkerLink) -> list[TraceContext]:
-        """A batch is sent. Returns the trace contexts for the worker."""
+    def sent(self, action: SendBatch, link: WorkerLink, version: str) -> list[TraceContext]:
+        """A batch is sent. Returns the trace contexts for the worker.
+
+        Args:
+            version: the name of the version.
+        """
         requests = [self._requests[request] for request in action.requests if request in self._requests]
         if not requests:
             return []
@@ -65,7 +69,9 @@ class BatchTraces:
         for stage in self._stages[action.batch]:
             if action.kind != "hedge":
                 self._begin("queue", stage, since_ns, {}).end(now_ns)
-            transfers.append(self._begin("transfer", stage, now_ns, _attributes(action, link), kind=self._client))
+            transfers.append(
+                self._begin("transfer", stage, now_ns, _attributes(action, link, version), kind=self._client)
+            )
         contexts = (transfer.get_span_context() for transfer in transfers)
         return [TraceContext(context.trace_id, context.span_id) for context in contexts]
 
@@ -106,12 +112,12 @@ class BatchTraces:
         )
 
 
-def _attributes(action: SendBatch, link: WorkerLink) -> dict[str, str | int | bool]:
+def _attributes(action: SendBatch, link: WorkerLink, version: str) -> dict[str, str | int | bool]:
     return {
         "multiworld.world": link.world_name,
         "multiworld.generation": link.generation,
         "multiworld.worker": link.worker,
-        "multiworld.version": action.version,
+        "multiworld.version": version,
         "multiworld.images": len(action.requests),
         "multiworld.kind": action.kind,
         "multiworld.attempt": action.attempt,

@@ -331,9 +331,9 @@ class SchedulerDriver:
         )
         # Otherwise the link has just ended, and the scheduler is about to receive `ReplicaLost`.
         if link is not None and link.state != "broken":
-            traced = self._traces.sent(action, link) if self._traces is not None else None
-            version, fetchers = self._context.number_of(action.version), self._fetchers(action.requests)
-            self.edges.send(action, link, stored, version, fetchers, traced or ())
+            plan = self._context.find_plan(action.version)
+            traced = self._traces.sent(action, link, plan.version.name) if self._traces is not None else None
+            self.edges.send(action, link, stored, plan.number, self._fetchers(action.requests), traced or ())
             self._metrics.batch_sent(action.stage, link.slot.index, relayed_bytes(stored))
         self._counts.sent(action)
 
@@ -343,7 +343,7 @@ class SchedulerDriver:
     def _answer(self, action: Answer) -> None:
         output = self._arrived_output()
         times = self._tensors.times[action.batch]
-        number = self._context.number_of(action.version)
+        version = self._context.find_plan(action.version).version
         now_s = time.monotonic()
         for request, row in action.rows:
             pending = self._pending.get(request)
@@ -355,8 +355,8 @@ class SchedulerDriver:
                 Prediction(
                     output=_NO_OUTPUT if isinstance(output, KeptOutput) else output[row],
                     model=self._context.model,
-                    version=action.version,
-                    version_number=number,
+                    version=version.name,
+                    version_number=version.number,
                     queue_s=max(0.0, now_s - pending.arrived_s - times.compute_s - times.transfer_s),
                     compute_s=times.compute_s,
                     transfer_s=times.transfer_s,

@@ -13,6 +13,7 @@ from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.predictor import Prediction
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.events import ReplicaId
+from multiworld_serving.server.versions.version_table import VersionPlan
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class DriverContext:
 
     Attributes:
         model: the name of the model.
-        number_of: returns the number of a version by its name.
+        find_plan: returns a plan in service by its key in the scheduler.
         find_link: returns the live link with this id.
         on_released: called with the id of a draining replica that has no batches in flight any more.
         after_event: called after every event.
@@ -61,7 +62,7 @@ class DriverContext:
     """
 
     model: str
-    number_of: Callable[[str], int]
+    find_plan: Callable[[str], VersionPlan]
     find_link: Callable[[str], WorkerLink | None]
     on_released: Callable[[str], None]
     after_event: Callable[[], None]

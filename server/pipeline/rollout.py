@@ -1,4 +1,4 @@
-"""Version rollout: switches the service to other weights without failing a request.
+"""Version rollout: switches the service to other weights, or to other cuts of the model, without failing a request.
 
     load, partition, compute the reference   in the leader; invalid weights fail here
     each worker in turn                      loads its stage of the new version beside the old one and passes the self-test
@@ -28,6 +28,7 @@ from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOper
 from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError
 from multiworld_serving.server.replicas.placement import Placement, ready_links
 from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.versions.cut_bundle import CutBundle
 from multiworld_serving.server.versions.version_table import Loader, VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
@@ -90,8 +91,15 @@ class VersionRollout:
             models.ModelError: see `Loader.load`.
             VersionFailedError: a worker could not load it, failed the self-test, or was lost meanwhile.
         """
+        return await self._shielded("loading a version", lambda loader: loader.load(weights, self._versions))
+
+    async def recut(self, cut: CutBundle) -> None:
+        """Switch to the current version with other cuts, like `run`, and with the same exceptions."""
+        await self._shielded("cutting the model into other stages", lambda loader: loader.recut(cut, self._versions))
+
+    async def _shielded(self, operation: str, make_plan: Callable[[Loader], VersionPlan]) -> ModelVersion:
         cancelled = asyncio.Event()
-        change = asyncio.create_task(self._change(weights, cancelled))
+        change = asyncio.create_task(self._change(operation, make_plan, cancelled))
         self._changes.add(change)
         change.add_done_callback(self._changes.discard)
         try:
@@ -108,11 +116,13 @@ class VersionRollout:
                 change.cancel()
             await asyncio.gather(*changes, return_exceptions=True)
 
-    async def _change(self, weights: str | None, cancelled: asyncio.Event) -> ModelVersion:
-        with self._exclusive.acquire("loading a version"), self._showing_progress():
+    async def _change(
+        self, operation: str, make_plan: Callable[[Loader], VersionPlan], cancelled: asyncio.Event
+    ) -> ModelVersion:
+        with self._exclusive.acquire(operation), self._showing_progress():
             self._cancelled = cancelled
-            plan = await self._plan(weights)
-            if plan.version == self._versions.current.version:
+            plan = await self._plan(make_plan)
+            if plan.number == self._versions.current.number:
                 return plan.version
             began_s = time.monotonic()
             self.loading = plan.version.name
@@ -121,7 +131,7 @@ class VersionRollout:
             except BaseException as error:
                 logger.warning("rollout of version %s failed: %s", plan.version.name, error or type(error).__name__)
                 for link in self._links():
-                    link.unload(plan.version.number)
+                    link.unload(plan.number)
                 raise
             finally:
                 self.loading = None
@@ -146,14 +156,14 @@ class VersionRollout:
     def _progress_of(self, plan: VersionPlan) -> RolloutProgress:
         """The workers that have loaded it already, while none is loading."""
         links = self._links()
-        passed = tuple(link.worker for link in links if plan.version.number in link.loaded_versions)
+        passed = tuple(link.worker for link in links if plan.number in link.loaded_plans)
         return RolloutProgress("loading", passed=passed, workers=len(links))
 
-    async def _plan(self, weights: str | None) -> VersionPlan:
+    async def _plan(self, make_plan: Callable[[Loader], VersionPlan]) -> VersionPlan:
         if self._loader is None:
             raise VersionFailedError("this service cannot load other versions: it was started without a version loader")
         threads = DaemonThreadPool(1, "version")
-        loading = asyncio.wrap_future(threads.submit(partial(self._loader.load, weights, self._versions)))
+        loading = asyncio.wrap_future(threads.submit(partial(make_plan, self._loader)))
         # Retrieve the exception, because after a cancel no one awaits the future.
         loading.add_done_callback(lambda done: done.cancelled() or done.exception())
         threads.close()
@@ -185,7 +195,7 @@ class VersionRollout:
         deadline_s = time.monotonic() + self._timeout_s
         await self._load_on_ready_workers(plan)
         while missing := [
-            stage for stage in range(self._placement.num_stages) if not self._has_loaded(stage, plan.version.number)
+            stage for stage in range(self._placement.num_stages) if not self._has_loaded(stage, plan.number)
         ]:
             if time.monotonic() > deadline_s:
                 raise VersionFailedError(
@@ -198,8 +208,8 @@ class VersionRollout:
 
     async def _load_on_ready_workers(self, plan: VersionPlan) -> None:
         """Load the version on all ready workers, one after another."""
-        number = plan.version.number
-        while (link := next((link for link in self._links() if number not in link.loaded_versions), None)) is not None:
+        number = plan.number
+        while (link := next((link for link in self._links() if number not in link.loaded_plans), None)) is not None:
             self._raise_if_cancelled()
             self._report(replace(self._progress_of(plan), worker=link.worker, world=link.world_name))
             try:
@@ -237,12 +247,12 @@ class VersionRollout:
         """Check whether the previous version is retired. Called after every event."""
         if self._retired.is_set():
             return
-        current = self._versions.current.version.number
-        if self._versions.retiring is None and not any(link.active_versions - {current} for link in self._links()):
+        current = self._versions.current.number
+        if self._versions.retiring is None and not any(link.active_plans - {current} for link in self._links()):
             self._retired.set()
 
     def _links(self) -> list[WorkerLink]:
         return ready_links((*self._placement.all, *self._placement.spares))
 
     def _has_loaded(self, stage: int, number: int) -> bool:
-        return any(number in link.loaded_versions for link in ready_links(self._placement.of_stage(stage)))
+        return any(number in link.loaded_plans for link in ready_links(self._placement.of_stage(stage)))

@@ -176,10 +176,14 @@ class Placement:
         return self.choose_stage(host, elsewhere) not in elsewhere and any(map(self._has_free_slot, elsewhere))
 
     @property
+    def settled(self) -> bool:
+        """Whether no worker is joining or draining."""
+        return all(slot.ready or slot.free for slot in (*self.all, *self.spares))
+
+    @property
     def fully_replicated(self) -> bool:
         """Whether every stage has at least `replicas` ready replicas, and no worker is joining or draining."""
-        settled = all(slot.ready or slot.free for slot in self.all)
-        return settled and all(self._ready_in(stage) >= self.replicas for stage in range(self.num_stages))
+        return self.settled and all(self._ready_in(stage) >= self.replicas for stage in range(self.num_stages))
 
     def remove_extra_slot(self, slot: Slot) -> None:
         """Remove this slot if its stage has more than `replicas` slots. Call when its worker has left for good."""

@@ -65,8 +65,7 @@ class WorkerRegistry:
     ) -> None:
         self.placement = Placement(len(plan.stages), settings.replicas, settings.spares)
         self.port = settings.join_port
-        self.plan = plan
-        """The version that joining workers load. Setting it does not affect connected workers."""
+        self.use(plan)
         self._settings = settings
         self._metrics = metrics
         self._manager = manager
@@ -86,6 +85,11 @@ class WorkerRegistry:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._listening_since_s = float("-inf")
+
+    def use(self, plan: VersionPlan) -> None:
+        """Let joining workers load this plan. Connected workers are not affected."""
+        self.plan = plan
+        self.placement.costs = tuple(stage.cost_s for stage in plan.stages)
 
     def listen(self) -> None:
         """Listen for workers. Raises OSError if the port is not available."""
@@ -193,7 +197,6 @@ class WorkerRegistry:
 
     def _choose_slot(self, request: JoinRequest, elsewhere: frozenset[int], former: frozenset[int]) -> Slot:
         placement, stages = self.placement, self.plan.stages
-        placement.costs = tuple(stage.cost_s for stage in stages)
         needs_mb = {stage.spec.index: COPIES_OF_WEIGHTS * stage.weights.size / 1e6 for stage in stages}
         too_large = [stage for stage, needed_mb in needs_mb.items() if 0 < request.memory_mb < needed_mb]
         if too_large:
@@ -224,7 +227,7 @@ class WorkerRegistry:
     def on_link_state(self, link: WorkerLink) -> None:
         """See `LinkListener`."""
         if link.state == "ready":
-            if self.plan.version.number not in link.loaded_versions:
+            if self.plan.number not in link.loaded_plans:
                 logger.info("worker=%s has loaded a version that is no longer served: it joins again", link.worker)
                 link.close()
             elif link.slot.stage is not None:

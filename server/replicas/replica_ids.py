@@ -1,6 +1,6 @@
-"""Maps worker links to the scheduler's replicas: one link and one version are one replica.
+"""Maps worker links to the scheduler's replicas: one link and one `VersionPlan` are one replica.
 
-The replica id "s0.r0#1@2" is the link "s0.r0#1" for version number 2. A link that serves two versions is two replicas.
+The replica id "s0.r0#1@2" is the link "s0.r0#1" for plan number 2. A link that serves two versions, or two cuts of one, is two replicas.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from multiworld_serving.server.versions.version_table import VersionTable
 
 
 def replica_id(link: WorkerLink, number: int) -> ReplicaId:
-    """The replica of this link for version `number`."""
+    """The replica of this link for plan `number`."""
     return f"{link.id}@{number}"
 
 
@@ -29,23 +29,22 @@ def link_id(replica: ReplicaId) -> str:
     return replica.partition("@")[0]
 
 
-def version_number(replica: ReplicaId) -> int:
-    """The number of the version that this replica serves."""
+def plan_number(replica: ReplicaId) -> int:
+    """The number of the plan that this replica serves."""
     return int(replica.partition("@")[2])
 
 
 def replica_ids(link: WorkerLink) -> list[ReplicaId]:
     """The active replicas of this link."""
-    return [replica_id(link, number) for number in sorted(link.active_versions)]
+    return [replica_id(link, number) for number in sorted(link.active_plans)]
 
 
 def activate(link: WorkerLink, versions: VersionTable) -> Iterator[Event]:
-    """Activate every version in service that the link has loaded. Yields the events for the scheduler."""
+    """Activate every plan in service that the link has loaded. Yields the events for the scheduler."""
     for plan in (versions.current, *([versions.retiring] if versions.retiring else [])):
-        number, name = plan.version
-        if number in link.loaded_versions and number not in link.active_versions:
-            link.active_versions.add(number)
-            yield ReplicaReady(replica_id(link, number), link.stage, name)
+        if plan.number in link.loaded_plans and plan.number not in link.active_plans:
+            link.active_plans.add(plan.number)
+            yield ReplicaReady(replica_id(link, plan.number), link.stage, plan.key)
 
 
 def draining_events(link: WorkerLink) -> list[Event]:

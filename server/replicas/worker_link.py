@@ -81,8 +81,8 @@ class WorkerLink:
         since_s: when `state` changed last, as `time.monotonic()`.
         ready_at_s: when it first was "ready", as `time.monotonic()`.
         edges: on which the worker fetches, as it reported.
-        loaded_versions: numbers of the versions that the worker has loaded and that passed the self-test.
-        active_versions: numbers of the versions for which the scheduler may send it batches. Set by the leader.
+        loaded_plans: numbers of the plans (`VersionPlan.number`) that the worker has loaded and that passed the self-test.
+        active_plans: numbers of the plans for which the scheduler may send it batches. Set by the leader.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class WorkerLink:
         self.ready_at_s: float | None = None
         self.batches_done = 0
         self.edges: tuple[EdgeState, ...] = ()
-        self.loaded_versions: set[int] = set()
-        self.active_versions: set[int] = set()
+        self.loaded_plans: set[int] = set()
+        self.active_plans: set[int] = set()
         self._listener = listener
         self._batches = batches
         self._world: World | None = None
@@ -221,7 +221,7 @@ class WorkerLink:
         """Tell the worker to free a version, also one that it has loaded only partly."""
         if self.state in ("ready", "draining"):
             self._post(Message(MessageKind.UNLOAD, version=version))
-        self.loaded_versions.discard(version)
+        self.loaded_plans.discard(version)
         self._validator.version_unloaded(version)
 
     def request_restart(self) -> None:
@@ -268,7 +268,7 @@ class WorkerLink:
     async def _load_stages(self, plans: tuple[StagePlan, ...]) -> None:
         for plan in plans:
             await self._assign_stage(plan)
-        self.loaded_versions |= {plan.number for plan in plans}
+        self.loaded_plans |= {plan.number for plan in plans}
 
     async def _assign_stage(self, plan: StagePlan) -> None:
         """Send one stage to the worker, unless it has it already, and compare its output for the self-test input with the reference."""

@@ -12,7 +12,7 @@ BatchId: TypeAlias = int
 """Requests that are sent together. Chosen by the scheduler; never reused."""
 
 ReplicaId: TypeAlias = str
-"""One worker link that serves one version of one stage: world name, generation and version. Never reused."""
+"""One worker link that serves one stage of a version: world name, generation and version. Never reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class ReplicaReady:
     replica: ReplicaId
     stage: int
     version: str
+    """Identifies a version of the model that is cut into stages in one way."""
 
 
 @dataclass(frozen=True, slots=True)

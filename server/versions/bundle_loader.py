@@ -1,4 +1,4 @@
-"""Opens the model that is served, and loads further versions of it with the same interface."""
+"""Opens the model that is served, and loads further versions of it with the same interface, or other cuts of it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from multiworld_serving.models import Bundle, BundleError, Tuning
 from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.predictor import ImageSizes, ServedModel
+from multiworld_serving.server.predictor import ImageSizes, ModelVersion, ServedModel
+from multiworld_serving.server.versions.cut_bundle import CutBundle
 from multiworld_serving.server.versions.model_source import ModelSource, source_of
-from multiworld_serving.server.versions.stage_plan import cuts_of, make_bundle_plan
+from multiworld_serving.server.versions.stage_plan import make_bundle_plan
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
@@ -17,15 +18,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BundleLoader:
-    """Loads versions with the interface of the first one.
-
-    Attributes:
-        cuts: of the first version. A version with the same graph is cut there, too.
-    """
+    """Loads versions with the interface of the first one."""
 
     source: ModelSource
     first: Bundle
-    cuts: tuple[int, ...]
 
     def load(self, weights: str | None, versions: VersionTable) -> VersionPlan:
         """Load, check and partition a version (None: that of the settings). Blocks.
@@ -45,10 +41,19 @@ class BundleLoader:
             )
         if manifest.version == versions.current.version.name:
             return versions.current
-        same = bundle.graph.to_json() == self.first.graph.to_json()
-        cuts = self.cuts if same else cuts_of(bundle, len(stages))
-        number = versions.number_of(manifest.version)
-        return VersionPlan.of(make_bundle_plan(bundle, cuts, stages[0].tuning, number))
+        current = versions.current.cut
+        cut = CutBundle.of(bundle, len(stages)) if current is None else current.of_version(bundle)
+        version = ModelVersion(versions.number_of(manifest.version), manifest.version)
+        return _plan(version, cut, stages[0].tuning, versions.next_plan())
+
+    def recut(self, cut: CutBundle, versions: VersionTable) -> VersionPlan:
+        """See `multiworld_serving.server.versions.version_table.Loader`."""
+        current = versions.current
+        return _plan(current.version, cut, current.stages[0].tuning, versions.next_plan())
+
+
+def _plan(version: ModelVersion, cut: CutBundle, tuning: Tuning, number: int) -> VersionPlan:
+    return VersionPlan(version, make_bundle_plan(cut, tuning, number), number, cut)
 
 
 def open_model(settings: LeaderSettings, tuning: Tuning) -> tuple[ServedModel, BundleLoader, VersionPlan]:
@@ -61,9 +66,9 @@ def open_model(settings: LeaderSettings, tuning: Tuning) -> tuple[ServedModel, B
     first = source.first()
     manifest = first.manifest
     logger.debug("partitioning %s@%s into %d stages", manifest.name, manifest.version, settings.stages)
-    cuts = cuts_of(first, settings.stages, measured=settings.cut == "measured")
-    plan = VersionPlan.of(make_bundle_plan(first, cuts, tuning))
-    return _served(first), BundleLoader(source, first, cuts), plan
+    cut = CutBundle.of(first, settings.stages, measured=settings.cut == "measured")
+    plan = _plan(ModelVersion(1, manifest.version), cut, tuning, 1)
+    return _served(first), BundleLoader(source, first), plan
 
 
 def _served(bundle: Bundle) -> ServedModel:

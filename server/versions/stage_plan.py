@@ -16,19 +16,15 @@ from multiworld_serving.models import (
     Graph,
     Tuning,
     WeightsError,
-    cut_graph,
     deviation,
-    measure_nodes,
     stage_specs,
-    times_of_blocks,
     weights_head,
 )
+from multiworld_serving.server.versions.cut_bundle import CutBundle
 from multiworld_serving.server.versions.stage_weights import FileRange, StageWeights
 
 logger = logging.getLogger(__name__)
 
-_MEASURED_ROWS = 4
-"""Batch size for measuring."""
 _TOLERANCE = {"float32": 1e-2, "bfloat16": 4e-2, "float16": 1e-2, "int8": 2.5e-1}
 """Maximum `deviation` of a worker's self-test output from the reference, by precision. In float32, other thread counts, kernels and
 devices differ by 1e-6 to 1e-3; a wrong weight, a flipped bit or a NaN differs by more. The tolerance with which a worker chooses its
@@ -40,7 +36,7 @@ class StagePlan:
     """One stage of one version.
 
     Attributes:
-        number: the version's number for workers and clients. Its name is `spec.version`.
+        number: by which workers know the stages of a version that are cut in this way. The version's name is `spec.version`.
         input_shape: of one row of the input. Rows of variable length have at most this many bytes.
         self_test_input: one row.
         self_test_output: the output of this stage for `self_test_input`, computed in float32.
@@ -135,52 +131,24 @@ class StagePlan:
         return None
 
 
-def cuts_of(bundle: Bundle, num_stages: int, *, measured: bool = False) -> tuple[int, ...]:
-    """Where to cut a bundle into this number of stages: its own cuts if the number is the same.
+def make_bundle_plan(cut: CutBundle, tuning: Tuning = NO_TUNING, number: int = 1) -> tuple[StagePlan, ...]:
+    """The stages of a bundle. The weights stay in its file. Reference outputs that the bundle does not have are computed here.
 
     Args:
-        measured: cut by times that are measured here, in place of those in the bundle.
-    Raises:
-        StageError: it can be cut into fewer stages.
-    """
-    manifest, costs_s = bundle.manifest, bundle.manifest.costs_s
-    if measured:
-        weights = bundle.weights(node.target for node in bundle.graph.weights)
-        inputs = [bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs]
-        rows = min(_MEASURED_ROWS, manifest.max_batch_size)
-        examples = [tensor.repeat(rows, *[1] * (tensor.dim() - 1)) for tensor in inputs]
-        costs_s = times_of_blocks(costs_s, measure_nodes(bundle.graph, weights, examples))
-    elif num_stages == len(manifest.cuts) + 1:
-        return manifest.cuts
-    cut = cut_graph(bundle.graph, costs_s, num_stages, bundle.manifest.lengths[-1])
-    if measured:
-        logger.info("measured: the slowest stage takes %.1f ms per row", 1e3 * max(cut.stage_s))
-    return cut.positions
-
-
-def make_bundle_plan(
-    bundle: Bundle, stages: int | Sequence[int], tuning: Tuning = NO_TUNING, number: int = 1
-) -> tuple[StagePlan, ...]:
-    """Split a bundle into stages. The weights stay in its file.
-
-    Args:
-        stages: how many, or the positions of the cuts. If these are not the bundle's own, the reference outputs are computed here.
-        number: the number of this version of the model.
+        number: by which workers know these stages.
     Raises:
         ModelError: the model cannot be cut there, computes NaN or infinity, or is to compute in int8 without calibration.
     """
+    bundle = cut.bundle
     if tuning.precision == "int8" and bundle.manifest.int8 is None:
         raise BundleError(
             f"{bundle.manifest.name} has no calibration for int8; export it with --calibration, or choose another --precision"
         )
-    cuts = cuts_of(bundle, stages) if isinstance(stages, int) else stages
-    graphs, outputs = _stages_of(bundle, cuts)
+    graphs, outputs = _stages_of(bundle, cut.positions)
     specs = stage_specs(bundle.manifest, graphs)
     tensors: Sequence[Tensor] = [bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs]
     plans = []
-    ends = (*(cut + 1 for cut in cuts), None)
-    costs_s = [sum(bundle.manifest.costs_s[begin:end]) for begin, end in zip((0, *ends), ends, strict=False)]
-    for spec, stage, output, cost_s in zip(specs, graphs, outputs, costs_s, strict=True):
+    for spec, stage, output, cost_s in zip(specs, graphs, outputs, cut.stage_costs_s, strict=True):
         row_shape = spec.input_rows.row_shape or (spec.input_rows.max_row_bytes,)
         rows = spec.input_rows.pack(tensors)
         entries = {node.target: bundle.weights_file.entry(node.target) for node in stage.weights}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.versions.cut_bundle import CutBundle
 from multiworld_serving.server.versions.stage_plan import StagePlan
 
 _NUMBERS_KEPT = 8
@@ -14,19 +15,23 @@ _NUMBERS_KEPT = 8
 
 @dataclass(frozen=True)
 class VersionPlan:
-    """One version of the model, ready to be sent to workers."""
+    """One version of the model, cut into stages, ready to be sent to workers.
+
+    Attributes:
+        number: by which workers and the scheduler know it. Never used again, because late messages of a worker may refer to it. Unlike
+            the version's number, it differs for other cuts.
+        cut: where the model is cut; None: it cannot be cut otherwise.
+    """
 
     version: ModelVersion
     stages: tuple[StagePlan, ...]
-
-    @classmethod
-    def of(cls, stages: tuple[StagePlan, ...]) -> VersionPlan:
-        """The version made of these stages, which must be all of its stages."""
-        return cls(ModelVersion(stages[0].number, stages[0].spec.version), stages)
+    number: int
+    cut: CutBundle | None = None
 
     @property
-    def weights_bytes(self) -> int:
-        return sum(plan.weights.size for plan in self.stages)
+    def key(self) -> str:
+        """Its name in the scheduler."""
+        return str(self.number)
 
     def stages_for(self, stage: int | None) -> tuple[StagePlan, ...]:
         """The stages that a worker of this stage must load; a spare (None) loads all stages."""
@@ -45,6 +50,14 @@ class Loader(Protocol):
         """
         ...
 
+    def recut(self, cut: CutBundle, versions: VersionTable) -> VersionPlan:
+        """The current version, cut otherwise. Blocks.
+
+        Raises:
+            models.ModelError: it cannot be cut there.
+        """
+        ...
+
 
 class VersionTable:
     """The current version, and the previous one until the requests that began with it have ended."""
@@ -55,21 +68,29 @@ class VersionTable:
         self._numbers = {first.version.name: first.version.number}
         """Of the latest versions in service, by name; the current one is last."""
         self._last_number = first.version.number
+        self._last_plan = first.number
 
     def number_of(self, name: str) -> int:
-        """The number of a version; allocates a new number for an unknown version.
+        """The number of a version for clients; allocates a new number for an unknown version.
 
-        A new number is stored when the version goes into service. A number is never reused, also if workers could not load the
-        version: late messages of a worker may still refer to it.
+        A new number is stored when the version goes into service.
         """
         if name not in self._numbers:
             self._last_number += 1
             return self._last_number
         return self._numbers[name]
 
-    def number_served(self, name: str) -> int:
-        """The number of a version that is or was recently in service. Raises KeyError for other versions."""
-        return self._numbers[name]
+    def next_plan(self) -> int:
+        """The number of the next `VersionPlan`."""
+        self._last_plan += 1
+        return self._last_plan
+
+    def plan(self, key: str) -> VersionPlan:
+        """The plan in service with this key. Raises KeyError."""
+        for plan in (self.current, self.retiring):
+            if plan is not None and plan.key == key:
+                return plan
+        raise KeyError(key)
 
     def switch_to(self, plan: VersionPlan) -> list[ModelVersion]:
         """Make `plan` the current version and the current version the retiring one. Returns the versions that lose their number."""

@@ -35,12 +35,13 @@ from multiworld_serving.models import (
 from multiworld_serving.models.optimize import compiling
 from multiworld_serving.models.optimize.padded_stage import batch_sizes
 from multiworld_serving.models.optimize.selection import example_rows
-from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan
+from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute import compiler
 from multiworld_serving.workers.compute.compiler import Compiler
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.stage_store import LoadedStage
 from tests.bundles import classifier_bundle, text_bundle, two_outputs_bundle
+from tests.cut_bundles import bundle_plan
 from tests.resnets import sent_weights
 
 pytestmark = [
@@ -58,7 +59,7 @@ LARGEST = 2
 @cache
 def plans() -> tuple[StagePlan, ...]:
     with tempfile.TemporaryDirectory() as folder:
-        return make_bundle_plan(classifier_bundle(Path(folder) / "bundle"), 2)
+        return bundle_plan(classifier_bundle(Path(folder) / "bundle"), 2)
 
 
 def request_for(plan: StagePlan) -> CompileRequest:
@@ -104,7 +105,7 @@ def test_stages_of_images_and_of_several_tensors_are_compiled(tmp_path: Path) ->
     """In bfloat16 where the stage takes images; packed rows where it returns two tensors."""
     packages = CompiledStageCache(tmp_path / "compiled")
     images = dataclasses.replace(request_for(plans()[0]), precision="bfloat16", max_batch_size=1)
-    several = request_for(make_bundle_plan(two_outputs_bundle(tmp_path / "bundle"), 1)[0])
+    several = request_for(bundle_plan(two_outputs_bundle(tmp_path / "bundle"), 1)[0])
     for request in (images, dataclasses.replace(several, max_batch_size=1)):
         packages.compile(request)
         compiled, stage = packages.load(request), stage_of(request)
@@ -266,7 +267,7 @@ async def test_one_process_of_the_machine_compiles_and_the_others_wait_for_its_r
 async def test_rows_of_different_lengths_are_not_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache, request = (
         CompiledStageCache(tmp_path / "compiled"),
-        request_for(make_bundle_plan(text_bundle(tmp_path / "bundle"), 1)[0]),
+        request_for(bundle_plan(text_bundle(tmp_path / "bundle"), 1)[0]),
     )
     assert not await Compiler(cache).compile(request)
     assert "its rows have different lengths" in caplog.text

@@ -13,6 +13,7 @@ from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.server.versions.version_table import VersionPlan
+from tests.cut_bundles import version_of
 from tests.resnets import resnet_plan
 
 SECRET = "a-secret-of-this-test"
@@ -68,7 +69,7 @@ BAD = {
 
 @pytest.fixture(scope="module")
 def plan() -> VersionPlan:
-    return VersionPlan.of(resnet_plan("random:0", 1, image_size=32))
+    return version_of(resnet_plan("random:0", 1, image_size=32))
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from multiworld import WorldManager, ask
 from multiworld_serving.common.wire import WORLD_BACKEND, JoinOffer, JoinRequest
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.settings import ServeSettings
-from multiworld_serving.server.versions.version_table import VersionPlan
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.session import Session
+from tests.cut_bundles import version_of
 from tests.resnets import resnet_plan
 
 WAIT_S = 60.0
@@ -39,7 +39,7 @@ class Failing:
 async def test_leader_serves_when_every_observer_fails(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    plan = VersionPlan.of(resnet_plan("random:0", 1, image_size=32))
+    plan = version_of(resnet_plan("random:0", 1, image_size=32))
     settings = ServeSettings(token=SecretStr(SECRET), join_port=0, stages=1, replicas=1)
     metrics, traces, others = Failing(), Failing(), Failing()
     engine = Engine(torch.device("cpu"))

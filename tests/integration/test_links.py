@@ -490,14 +490,14 @@ async def test_link_serves_two_versions_until_one_is_dropped(
     torch.testing.assert_close(await answered(pair, link, 2, version=1), old)
     async with asyncio.timeout(WAIT_S):
         await loading
-    assert link.loaded_versions == {1, 2}
+    assert link.loaded_plans == {1, 2}
     new = await answered(pair, link, 3, version=2)
     assert not torch.allclose(new, old)
     torch.testing.assert_close(await answered(pair, link, 4, version=1), old)
     link.unload(1)
     torch.testing.assert_close(await answered(pair, link, 5, version=2), new)
     assert (1, 0) not in session.queue._stages
-    assert (link.state, link.loaded_versions) == ("ready", {2})
+    assert (link.state, link.loaded_plans) == ("ready", {2})
 
 
 def none_left(needed_bytes: int) -> None:
@@ -532,7 +532,7 @@ async def test_link_continues_serving_when_a_version_cannot_be_loaded(
         await answered(pair, link, 1, version=1)
         monkeypatch.undo()
         await link.load(second[:1])
-    assert (link.state, link.loaded_versions) == ("ready", {1, 2})
+    assert (link.state, link.loaded_plans) == ("ready", {1, 2})
 
 
 async def test_load_ends_when_the_link_breaks(

@@ -15,8 +15,9 @@ from multiworld_serving.models.bundle.files import Bundle
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.weights.received import safetensors_head
-from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan
+from multiworld_serving.server.versions.stage_plan import StagePlan
 from tests.bundles import Text, classifier_bundle, text_bundle
+from tests.cut_bundles import bundle_plan
 from tests.unit.models.hostile_graphs import HOSTILE
 
 
@@ -48,7 +49,7 @@ def received(plan: StagePlan) -> torch.nn.Module:
 def test_stages_of_a_text_model_compute_what_the_model_computes(
     text: Bundle, num_stages: int, count: int, tokens: int
 ) -> None:
-    plans = make_bundle_plan(text, num_stages)
+    plans = bundle_plan(text, num_stages)
     ids = torch.randint(0, 50, (count, tokens))
     mask = ids > 10
     values = plans[0].spec.input_rows.pack([ids, mask])
@@ -63,7 +64,7 @@ def test_stages_of_a_text_model_compute_what_the_model_computes(
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_self_test_accepts_the_stage_and_refuses_other_weights(classifier: Bundle, num_stages: int) -> None:
-    for plan in make_bundle_plan(classifier, num_stages):
+    for plan in bundle_plan(classifier, num_stages):
         stage = received(plan)
         with torch.inference_mode():
             assert plan.check_self_test(stage(plan.self_test_input)) is None
@@ -74,11 +75,11 @@ def test_self_test_accepts_the_stage_and_refuses_other_weights(classifier: Bundl
 
 def test_more_stages_than_places_to_cut_are_refused(classifier: Bundle) -> None:
     with pytest.raises(StageError, match="at most"):
-        make_bundle_plan(classifier, 60)
+        bundle_plan(classifier, 60)
 
 
 def test_description_survives_json(text: Bundle) -> None:
-    for plan in make_bundle_plan(text, 2):
+    for plan in bundle_plan(text, 2):
         found = BundleStageSpec.from_json(plan.spec.to_json())
         assert found == plan.spec
         assert found.part == plan.spec.part
@@ -106,7 +107,7 @@ SPECS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("case", SPECS)
 def test_worker_refuses_a_hostile_description_with_one_line(classifier: Bundle, case: str) -> None:
-    plan = make_bundle_plan(classifier, 2)[0]
+    plan = bundle_plan(classifier, 2)[0]
     fields = json.loads(plan.spec.to_json())
     SPECS[case](fields)
     with pytest.raises(ModelError) as error:
@@ -168,7 +169,7 @@ HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("case", HEADERS)
 def test_worker_refuses_a_hostile_file_with_one_line(classifier: Bundle, case: str) -> None:
-    plan = make_bundle_plan(classifier, 1)[0]
+    plan = bundle_plan(classifier, 1)[0]
     with pytest.raises(ModelError) as error:
         load_bundle_stage(plan.spec, _changed(plan, HEADERS[case]))
     assert "\n" not in str(error.value)
@@ -177,17 +178,17 @@ def test_worker_refuses_a_hostile_file_with_one_line(classifier: Bundle, case: s
 @pytest.mark.parametrize("file", [b"", b"\0" * 8, b"\xff" * 8, b"\x05\0\0\0\0\0\0\0nojsn", b"\x02\0\0\0\0\0\0\0[]"])
 def test_worker_refuses_a_file_that_is_none(classifier: Bundle, file: bytes) -> None:
     with pytest.raises(ModelError):
-        load_bundle_stage(make_bundle_plan(classifier, 1)[0].spec, bytearray(file))
+        load_bundle_stage(bundle_plan(classifier, 1)[0].spec, bytearray(file))
 
 
 def test_rows_of_another_format_are_refused(classifier: Bundle) -> None:
-    stage = received(make_bundle_plan(classifier, 2)[1])
+    stage = received(bundle_plan(classifier, 2)[1])
     with pytest.raises(BundleError, match="expected"):
         stage(torch.zeros(2, 3, dtype=torch.uint8))
 
 
 def test_other_precision_tolerates_other_integers(text: Bundle) -> None:
-    plan = make_bundle_plan(text, 1)[0]
+    plan = bundle_plan(text, 1)[0]
     vector, count = plan.spec.unpack_output(plan.self_test_output)
     rows_format = plan.spec.output_rows
     other = rows_format.pack([vector, count + 1])
@@ -200,4 +201,4 @@ def test_weights_file_may_be_gone_after_it_was_read(tmp_path: Path) -> None:
     bundle = classifier_bundle(tmp_path / "bundle")
     for file in (tmp_path / "bundle").iterdir():
         file.unlink()
-    assert received(make_bundle_plan(bundle, 1)[0]) is not None
+    assert received(bundle_plan(bundle, 1)[0]) is not None

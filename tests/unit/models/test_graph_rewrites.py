@@ -28,8 +28,8 @@ from multiworld_serving.models.optimize import selection
 from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import FusedConv, FusedLinear, Workload, fusable
 from multiworld_serving.models.optimize.selection import example_rows
-from multiworld_serving.server.versions.stage_plan import make_bundle_plan
 from tests.bundles import SIZE, classifier_bundle, text_bundle
+from tests.cut_bundles import bundle_plan
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not fusable(CPU, torch.float32), reason="torch has no usable oneDNN")
@@ -183,7 +183,7 @@ class File(bytearray):
 def test_rewritten_stage_does_not_keep_the_received_file_in_memory(
     make: Callable[[Path], Bundle], fused: bool, tmp_path: Path
 ) -> None:
-    plan = make_bundle_plan(make(tmp_path / "bundle"), 1)[0]
+    plan = bundle_plan(make(tmp_path / "bundle"), 1)[0]
     file = File(b"".join(chunk.numpy().tobytes() for chunk in plan.weights.chunks()))
     received = weakref.ref(file)
     stage = load_bundle_stage(plan.spec, file)

@@ -29,8 +29,9 @@ from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import Workload, dequantize, quantize
 from multiworld_serving.models.optimize.quantizing import QuantizedConv, QuantizedLinear, _max_pool
 from multiworld_serving.models.preprocessing import Preprocessing
-from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan
+from multiworld_serving.server.versions.stage_plan import StagePlan
 from tests.bundles import CLASSES, SIZE, classifier_bundle
+from tests.cut_bundles import bundle_plan
 from tests.resnets import sent_weights
 
 CPU = torch.device("cpu")
@@ -94,7 +95,7 @@ def int8_stage(plan: StagePlan) -> FoldedStage:
 @needs_int8
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_int8_stages_are_accepted_by_the_self_test_and_keep_their_input(num_stages: int) -> None:
-    for plan in make_bundle_plan(calibrated(), num_stages, INT8):
+    for plan in bundle_plan(calibrated(), num_stages, INT8):
         stage, int8 = received(plan), int8_stage(plan)
         for count in (1, 3, 8):
             rows = plan.self_test_input[:1].repeat(count, *[1] * (plan.self_test_input.dim() - 1))
@@ -109,7 +110,7 @@ def test_int8_stages_are_accepted_by_the_self_test_and_keep_their_input(num_stag
 
 @needs_int8
 def test_self_test_refuses_other_weights_in_int8() -> None:
-    (plan,) = make_bundle_plan(calibrated(), 1, INT8)
+    (plan,) = bundle_plan(calibrated(), 1, INT8)
     stage = received(plan)
     for weight in stage.buffers():
         weight.mul_(-1)
@@ -120,7 +121,7 @@ def test_self_test_refuses_other_weights_in_int8() -> None:
 
 @needs_int8
 def test_values_stay_uint8_between_layers() -> None:
-    (plan,) = make_bundle_plan(calibrated(), 1, INT8)
+    (plan,) = bundle_plan(calibrated(), 1, INT8)
     body = int8_stage(plan).body
     targets = [node.target for node in body.graph.nodes]
     layers = [body.get_submodule(str(node.target)) for node in body.graph.nodes if node.op == "call_module"]
@@ -148,7 +149,7 @@ def test_value_that_float32_operators_also_take_is_converted(tmp_path: Path) -> 
     rows = images(16).float() / 255
     options = ExportOptions(*("branches", "1", ("images",)), max_batch_size=8, calibration=Calibration((rows,), None))
     export_model(Branches(), [torch.zeros(2, 3, SIZE, SIZE)], tmp_path / "bundle", options)
-    (plan,) = make_bundle_plan(read_bundle(tmp_path / "bundle"), 1, INT8)
+    (plan,) = bundle_plan(read_bundle(tmp_path / "bundle"), 1, INT8)
     int8 = int8_stage(plan)
     assert [node.target for node in int8.body.graph.nodes].count(dequantize) == 1
     with torch.inference_mode():
@@ -176,7 +177,7 @@ def test_accuracy_is_part_of_the_bundle() -> None:
 
 @needs_int8
 def test_worker_computes_in_int8_when_asked() -> None:
-    for plan in make_bundle_plan(calibrated(), 2, INT8):
+    for plan in bundle_plan(calibrated(), 2, INT8):
         made = optimize(received(plan), plan.input_shape, 8, INT8, CPU)
         assert str(made.mode) == "fused/int8", made.why
 
@@ -185,7 +186,7 @@ def test_worker_without_int8_computes_in_float32_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(execution_modes, "has_fast_int8", lambda device: False)
-    (plan,) = make_bundle_plan(classifier_bundle(tmp_path / "bundle"), 1)
+    (plan,) = bundle_plan(classifier_bundle(tmp_path / "bundle"), 1)
     with caplog.at_level(logging.WARNING):
         made = optimize(received(plan), plan.input_shape, 8, INT8, CPU)
     assert made.mode.precision == "float32"
@@ -195,7 +196,7 @@ def test_worker_without_int8_computes_in_float32_and_says_so(
 def test_bundle_without_calibration_refuses_int8(tmp_path: Path) -> None:
     bundle = classifier_bundle(tmp_path / "bundle")
     with pytest.raises(BundleError, match="export it with --calibration"):
-        make_bundle_plan(bundle, 1, INT8)
+        bundle_plan(bundle, 1, INT8)
 
 
 @pytest.mark.parametrize("optimize", ["none", "compile"])

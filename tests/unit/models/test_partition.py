@@ -55,3 +55,18 @@ def test_partition_prefers_the_smaller_boundary_when_the_slowest_stage_is_equal(
 
 def test_partition_prefers_the_most_even_split_when_boundaries_are_equal() -> None:
     assert partition([9, 1, 1, 1, 1], 3, [1, 1, 1, 1]) == [(0, 1), (1, 3), (3, 5)]
+
+
+@given(chains(), st.data())
+def test_partition_for_speeds_is_as_good_as_brute_force(
+    chain: tuple[list[int], int, list[int]], data: st.DataObject
+) -> None:
+    costs, num_stages, _ = chain
+    speeds = data.draw(st.lists(st.sampled_from([0.25, 1.0, 4.0]), min_size=num_stages, max_size=num_stages))
+
+    def slowest(ranges: Ranges) -> float:
+        return max(sum(costs[first:end]) / speed for (first, end), speed in zip(ranges, speeds, strict=True))
+
+    cuts = combinations(range(1, len(costs)), num_stages - 1)
+    best = min(slowest(list(pairwise([0, *ends, len(costs)]))) for ends in cuts)
+    assert slowest(partition(costs, num_stages, [0.0] * (len(costs) - 1), speeds=speeds)) == best

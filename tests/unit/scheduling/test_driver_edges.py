@@ -36,6 +36,7 @@ from multiworld_serving.server.predictor import EdgeSnapshot, KeptRow, Predictio
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.scheduling.events import ReplicaLost, ReplicaReady
 from multiworld_serving.server.settings import ServeSettings
+from tests.cut_bundles import plan_without_stages
 
 IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
 FRONTEND = "10.0.0.9:1/f"
@@ -89,7 +90,7 @@ class Bench:
         ]
         by_id = {line.id: line for line in self.lines}
         self.metrics = Metrics()
-        context = DriverContext("m", lambda _: 1, by_id.get, lambda _: None, lambda: None)  # type: ignore[arg-type]
+        context = DriverContext("m", lambda _: plan_without_stages(), by_id.get, lambda _: None, lambda: None)  # type: ignore[arg-type]
         self.driver = SchedulerDriver(settings, 2, self.metrics, context)
         for line in self.lines:
             self.driver.submit_event(ReplicaReady(f"{line.id}@1", line.stage, "v"))

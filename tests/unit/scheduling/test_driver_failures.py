@@ -20,6 +20,7 @@ from multiworld_serving.server.predictor import Prediction
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.scheduling.events import BatchDone, ReplicaLost, ReplicaReady, RequestArrived
 from multiworld_serving.server.settings import ServeSettings
+from tests.cut_bundles import plan_without_stages
 
 WAIT_S = 30.0
 IMAGE = torch.zeros(3, 32, 32, dtype=torch.uint8)
@@ -59,7 +60,13 @@ class Bench:
         )
         slots = [SlotId(stage, index) for stage in range(self.stages) for index in range(self.replicas)]
         self.lines = {line.id: line for line in (Line(slot, slot.stage or 0) for slot in slots)}
-        context = DriverContext("resnet18", lambda _: 1, self.lines.get, lambda _: None, self.after_event)  # type: ignore[arg-type]
+        context = DriverContext(
+            "resnet18",
+            lambda _: plan_without_stages(),
+            self.lines.get,  # type: ignore[arg-type]
+            lambda _: None,
+            self.after_event,
+        )
         self.driver = SchedulerDriver(settings, self.stages, self.metrics, context)
         for line in self.lines.values():
             self.driver.submit_event(ReplicaReady(f"{line.id}@v", line.stage, "v"))

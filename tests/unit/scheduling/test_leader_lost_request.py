@@ -13,6 +13,7 @@ from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
 from multiworld_serving.server.scheduling.actions import Action, Reject
 from multiworld_serving.server.settings import ServeSettings
+from tests.cut_bundles import plan_without_stages
 
 
 class ForgetfulDriver(SchedulerDriver):
@@ -29,7 +30,7 @@ async def test_request_without_an_outcome_is_counted_as_lost(
 ) -> None:
     metrics = Metrics()
     settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0)
-    alone = DriverContext("resnet18", lambda _: 1, lambda _: None, lambda _: None, lambda: None)
+    alone = DriverContext("resnet18", lambda _: plan_without_stages(), lambda _: None, lambda _: None, lambda: None)
     driver = driver_class(settings, 1, metrics, alone)
     image = torch.zeros(3, 32, 32, dtype=torch.uint8)
     with pytest.raises(RequestRejected), caplog.at_level(logging.CRITICAL):

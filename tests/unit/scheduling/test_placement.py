@@ -228,7 +228,7 @@ async def test_extra_replica_that_crashed_is_removed_when_no_worker_takes_its_sl
     monkeypatch.setattr("multiworld_serving.server.replicas.registry._SLOT_RETENTION_S", 0.01, raising=False)
     settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, replicas=1)
     told = asyncio.Event()
-    plan = cast(VersionPlan, SimpleNamespace(stages=(None,)))
+    plan = cast(VersionPlan, SimpleNamespace(stages=(SimpleNamespace(cost_s=1.0),)))
     around = cast(Any, None)
     registry = WorkerRegistry(plan, settings, Metrics(), around, around, told.set)
     slots = registry.placement
@@ -250,7 +250,7 @@ async def test_extra_replica_that_crashed_is_removed_when_no_worker_takes_its_sl
 async def test_slot_of_a_crashed_worker_stays_when_another_worker_has_taken_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multiworld_serving.server.replicas.registry._SLOT_RETENTION_S", 0.0, raising=False)
     settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, replicas=1)
-    plan = cast(VersionPlan, SimpleNamespace(stages=(None,)))
+    plan = cast(VersionPlan, SimpleNamespace(stages=(SimpleNamespace(cost_s=1.0),)))
     around = cast(Any, None)
     registry = WorkerRegistry(plan, settings, Metrics(), around, around, lambda: None)
     slots = registry.placement

@@ -1,6 +1,7 @@
 """Stages for workers of different speed and memory: at the start, and later by exchanges."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,13 +10,15 @@ import torch
 from pydantic import SecretStr
 
 from multiworld_serving.common.wire import JoinRequest
+from multiworld_serving.models.partition import partition
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.replicas.placement import Placement
-from multiworld_serving.server.replicas.rebalancing import better_exchange
+from multiworld_serving.server.replicas.rebalancing import better_cut, better_exchange, stage_devices
 from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.versions.cut_bundle import CutBundle
 from multiworld_serving.server.versions.version_table import VersionPlan
 from multiworld_serving.workers.compute.device_power import free_memory_mb, measured_gflops
 
@@ -51,6 +54,30 @@ def placed(costs: tuple[float, ...], *stages: tuple[float, ...]) -> Placement:
 def exchange(placement: Placement) -> tuple[str, str] | None:
     found = better_exchange(placement)
     return found and (found[0].worker, found[1].worker)
+
+
+class Chain:
+    """Stands for a `CutBundle`: 64 equal blocks, cut anywhere."""
+
+    def __init__(self, *sizes: int, size_bytes: int = 1_000_000) -> None:
+        self.sizes, self._size_bytes = sizes, size_bytes
+
+    def for_speeds(self, speeds: list[float]) -> "Chain":
+        ranges = partition([1.0] * sum(self.sizes), len(speeds), [0.0] * (sum(self.sizes) - 1), speeds=speeds)
+        return Chain(*(end - first for first, end in ranges), size_bytes=self._size_bytes)
+
+    def slowest_s(self, speeds: list[float]) -> float:
+        return max(size / speed for size, speed in zip(self.sizes, speeds, strict=True))
+
+    @property
+    def weights_bytes(self) -> tuple[int, ...]:
+        return tuple(size * self._size_bytes for size in self.sizes)
+
+
+def cut(placement: Placement, chain: Chain) -> tuple[int, ...] | None:
+    devices = stage_devices(placement)
+    found = better_cut(cast(CutBundle, chain), devices) if devices else None
+    return None if found is None else cast(Chain, found).sizes
 
 
 @pytest.mark.parametrize(("third", "stage"), [(300.0, 1), (100.0, 0), (40.0, 0)])
@@ -104,6 +131,42 @@ def test_the_registry_passes_memory_and_work_on_to_placement(caplog: pytest.LogC
     assert registry._choose_slot(unknown, nowhere, nowhere).stage == 0
 
 
+@pytest.mark.parametrize(
+    ("stages", "before", "after"),
+    [
+        (((100.0, 100.0), (100.0,)), (32, 32), (43, 21)),  # a worker of the second stage is gone for good
+        (((100.0, 100.0), (100.0, 100.0)), (43, 21), (32, 32)),  # it is back
+        (((100.0, 70.0), (60.0, 100.0)), (32, 32), None),  # measurements of equal machines differ
+        (((100.0, 100.0), (100.0, 10.0)), (32, 32), (41, 23)),
+        (((0.0, 0.0), (0.0,)), (32, 32), (43, 21)),  # not measured: as many as there are
+        (((100.0,), (100.0,)), (33, 31), None),  # not worth the change
+    ],
+)
+def test_the_model_is_cut_for_the_workers_that_there_are(
+    stages: tuple[tuple[float, ...], ...], before: tuple[int, ...], after: tuple[int, ...] | None
+) -> None:
+    placement = placed((1.0, 1.0), *((*each, *[1.0] * (2 - len(each))) for each in stages))
+    for stage, speeds in enumerate(stages):
+        for slot in placement.of_stage(stage)[len(speeds) :]:
+            slot.link = None
+    assert cut(placement, Chain(*before)) == after
+
+
+def test_the_model_is_not_cut_if_a_stage_is_missing_or_would_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    placement = placed((1.0, 1.0), (100.0, 100.0), (100.0, 10.0))
+    link = placement.of_stage(0)[1].link
+    assert link is not None
+    link.request = replace(link.request, memory_mb=80)
+    assert cut(placement, Chain(32, 32)) is None
+    assert "a larger one needs 82 MB, and a worker has 80" in caplog.text
+    link.request = replace(link.request, memory_mb=82)
+    assert cut(placement, Chain(32, 32)) == (41, 23)
+    for slot in placement.of_stage(1):
+        slot.link = None
+    assert cut(placement, Chain(32, 32)) is None
+
+
 def test_speed_and_memory_of_this_machine_are_known() -> None:
     device = torch.device("cpu")
     one, two = measured_gflops(device, 1), measured_gflops(device, 64)
@@ -140,22 +203,27 @@ def rates(placement: Placement) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_exchanges_end_and_never_make_the_slowest_stage_slower(seed: int) -> None:
+def test_exchanges_and_cuts_end_and_never_make_the_slowest_stage_slower(seed: int) -> None:
     chance = random.Random(seed)
     stages, replicas = chance.randint(2, 5), chance.randint(2, 6)
-    placement = Placement(stages, replicas, costs=tuple(chance.uniform(1, 4) for _ in range(stages)))
+    chain = Chain(*([120 // stages] * stages))
+    placement = Placement(stages, replicas, costs=tuple(map(float, chain.sizes)))
     for number in range(stages * replicas):
         join(placement, f"w{number}", chance.choice([10.0, 30.0, 100.0, 300.0]))
     for _ in range(stages * replicas * 10):
-        if (found := better_exchange(placement)) is None:
+        before, clear = min(rates(placement)), [device.speed for device in stage_devices(placement)]
+        if (found := better_exchange(placement)) is not None:
+            slots = [placement.slot_of(link) for link in found]
+            assert slots[0] is not None
+            assert slots[1] is not None
+            slots[0].link, slots[1].link = found[1], found[0]
+            found[0].slot, found[1].slot = slots[1].id, slots[0].id
+            assert min(rates(placement)) >= before
+        elif (sizes := cut(placement, chain)) is not None:
+            assert Chain(*sizes).slowest_s(clear) * 1.1 <= chain.slowest_s(clear)
+            chain, placement.costs = Chain(*sizes), tuple(map(float, sizes))
+        else:
             break
-        before = min(rates(placement))
-        slots = [placement.slot_of(link) for link in found]
-        assert slots[0] is not None
-        assert slots[1] is not None
-        slots[0].link, slots[1].link = found[1], found[0]
-        found[0].slot, found[1].slot = slots[1].id, slots[0].id
-        assert min(rates(placement)) >= before
     else:
-        pytest.fail(f"seed {seed}: the exchanges do not end")
+        pytest.fail(f"seed {seed}: the changes do not end")
     assert all(slot.link for slot in placement.all)

@@ -27,8 +27,8 @@ class Worker:
     slot: Slot
     state: str = "ready"
     cause: str | None = None
-    loaded_versions: set[int] = field(default_factory=lambda: {1})
-    active_versions: set[int] = field(default_factory=lambda: {1})
+    loaded_plans: set[int] = field(default_factory=lambda: {1})
+    active_plans: set[int] = field(default_factory=lambda: {1})
     dropped: list[int] = field(default_factory=list)
     loading: asyncio.Event = field(default_factory=asyncio.Event)
     proceed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -39,10 +39,10 @@ class Worker:
     async def load(self, plans: object) -> None:
         self.loading.set()
         await self.proceed.wait()
-        self.loaded_versions.add(2)
+        self.loaded_plans.add(2)
 
     def unload(self, version: int) -> None:
-        self.loaded_versions.discard(version)
+        self.loaded_plans.discard(version)
         self.dropped.append(version)
 
 
@@ -59,7 +59,7 @@ class Loader:
 
 
 def plan(number: int) -> VersionPlan:
-    return VersionPlan(ModelVersion(number, f"v{number}"), (cast(StagePlan, None),))
+    return VersionPlan(ModelVersion(number, f"v{number}"), (cast(StagePlan, None),), number)
 
 
 class Service:
@@ -126,7 +126,7 @@ async def test_workers_drop_the_version_when_a_load_is_cancelled_while_one_loads
     first.proceed.set()
     await service.until_idle()
     assert not second.loading.is_set()
-    assert [worker.loaded_versions for worker in service.workers] == [{1}, {1}]
+    assert [worker.loaded_plans for worker in service.workers] == [{1}, {1}]
     assert [worker.dropped for worker in service.workers] == [[2], [2]]
     assert service.versions.current.version.number == 1
     assert service.change.loading is None
@@ -153,7 +153,7 @@ async def test_progress_names_the_worker_that_loads_and_those_that_have_passed()
         assert service.change.progress == RolloutProgress("ending", passed=("a", "b"), workers=2)
         service.versions.retiring = None
         for worker in service.workers:
-            worker.active_versions = {2}
+            worker.active_plans = {2}
         service.change.check_retired()
         await task
     assert service.change.progress is None
@@ -172,7 +172,7 @@ async def test_rollout_completes_when_its_caller_leaves_after_the_switch() -> No
     assert service.busy
     service.versions.retiring = None
     for worker in service.workers:
-        worker.active_versions = {2}
+        worker.active_plans = {2}
     service.change.check_retired()
     await service.until_idle()
     assert service.versions.current.version.number == 2
@@ -196,14 +196,28 @@ async def test_close_returns_when_a_file_cannot_be_read_to_its_end(monkeypatch: 
 def test_version_numbers_are_unique_and_known_ones_are_bounded() -> None:
     versions = VersionTable(plan(1))
     assert versions.number_of("lost") == 2
-    assert versions.number_of("other") == 3, "a worker may still send a message about version 2"
+    assert versions.number_of("other") == 3
     forgotten: list[ModelVersion] = []
     for name in [*(f"n{at}" for at in range(20)), "n18"]:
-        moved = VersionPlan(ModelVersion(versions.number_of(name), name), (cast(StagePlan, None),))
+        version = ModelVersion(versions.number_of(name), name)
+        moved = VersionPlan(version, (cast(StagePlan, None),), versions.next_plan())
+        former = versions.current
         forgotten += versions.switch_to(moved)
+        assert versions.plan(moved.key) is moved
+        assert versions.plan(former.key) is former, "its requests have not ended"
         versions.retiring = None
-        assert versions.number_served(name) == moved.version.number
+        with pytest.raises(KeyError):
+            versions.plan(former.key)
     assert len(versions._numbers) == 8
     assert [version.name for version in forgotten] == ["v1", *(f"n{at}" for at in range(12))]
     assert versions.number_of("n19") == 23, "it was in service recently"
     assert versions.number_of("n0") > 23
+
+
+def test_other_cuts_are_another_plan_of_the_same_version() -> None:
+    versions = VersionTable(plan(1))
+    numbers = [versions.next_plan() for _ in range(3)]
+    assert numbers == [2, 3, 4], "a worker may still send a message about a plan that it could not load"
+    assert versions.switch_to(VersionPlan(plan(1).version, (cast(StagePlan, None),), numbers[-1])) == []
+    assert versions.number_of("v1") == 1
+    assert versions.current.version == plan(1).version
