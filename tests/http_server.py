@@ -1,9 +1,11 @@
 """HTTP servers that tests start in their own process."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 
 class QuietHandler(BaseHTTPRequestHandler):
@@ -20,10 +22,16 @@ class QuietHandler(BaseHTTPRequestHandler):
         pass
 
 
+class QuietServer(ThreadingHTTPServer):
+    """Prints nothing about clients that have closed their connection."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @contextmanager
-def serving(
-    handler: type[BaseHTTPRequestHandler], server: type[ThreadingHTTPServer] = ThreadingHTTPServer
-) -> Iterator[str]:
+def serving(handler: type[BaseHTTPRequestHandler], server: type[ThreadingHTTPServer] = QuietServer) -> Iterator[str]:
     """Serve on a free port of 127.0.0.1 while the block runs; gives its URL."""
     with server(("127.0.0.1", 0), handler) as running:
         thread = threading.Thread(target=running.serve_forever, args=(0.01,))

@@ -270,6 +270,10 @@ def _following(describe: Callable[[], str], timeout_s: float) -> Iterator[None]:
                 text = describe()
             except (KeyError, TypeError, AttributeError):  # the answer of another release
                 text = "waiting for the service"
+            except Exception:
+                if ended.is_set():  # the operation has failed, and the client is closed
+                    return
+                raise
             if ended.is_set():
                 return
             now_s = time.monotonic()
