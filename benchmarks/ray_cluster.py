@@ -139,12 +139,17 @@ def per_second(url: str, clients: int, seconds: float) -> float:
 
 def measure_throughput(cluster: RayCluster, rounds: int, clients: int) -> None:
     with served(cluster) as urls, LocalService(**SETTINGS) as local:
-        pairs = [(per_second(urls[0], clients, 5.0), per_second(local.url, clients, 5.0)) for _ in range(rounds + 1)][
-            1:
-        ]
+        pairs = []
+        for number in range(rounds + 1):
+            turns = dict.fromkeys((urls[0], local.url), 0.0)
+            for url in turns if number % 2 else reversed(turns):  # a drift of the machine's speed affects both
+                turns[url] = per_second(url, clients, 5.0)
+            pairs.append((turns[urls[0]], turns[local.url]))
+        pairs = pairs[1:]
     ray, ours = (statistics.median(each) for each in zip(*pairs, strict=True))
     ratio = statistics.median(one / other for one, other in pairs)
-    print(f"requests/s: Ray {ray:.0f}, local launcher {ours:.0f}, ratio {ratio:.3f}")
+    spread = " ".join(f"{one / other:.2f}" for one, other in pairs)
+    print(f"requests/s: Ray {ray:.0f}, local launcher {ours:.0f}, ratio {ratio:.3f} ({spread})")
 
 
 def main() -> int:
