@@ -268,6 +268,7 @@ class Leader:
             OperationInProgressError, models.ModelError, VersionFailedError: nothing has changed.
         Cancelling is safe, see `VersionRollout.run`.
         """
+        await self._rollout.end_recut()
         if not self._exclusive.busy:
             self._next = (weights, revision)
         version = await self._rollout.run(weights)
@@ -283,6 +284,7 @@ class Leader:
         Raises:
             OperationInProgressError: another operation is in progress.
         """
+        await self._rollout.end_recut()
         with self._exclusive.acquire("unloading the model"):
             self._unloaded, self.revision = True, max(self.revision, revision)
             logger.warning("the model is unloaded: requests are refused until it is loaded")

@@ -78,6 +78,9 @@ class VersionRollout:
         self._on_progress = on_progress
         self._retired = asyncio.Event()
         self._cancelled = asyncio.Event()
+        self._recut_cancelled = asyncio.Event()
+        self._recut_ended = asyncio.Event()
+        self._recut_ended.set()
         self._changes: set[asyncio.Task[ModelVersion]] = set()
 
     async def run(self, weights: str | None) -> ModelVersion:
@@ -91,14 +94,30 @@ class VersionRollout:
             models.ModelError: see `Loader.load`.
             VersionFailedError: a worker could not load it, failed the self-test, or was lost meanwhile.
         """
-        return await self._shielded("loading a version", lambda loader: loader.load(weights, self._versions))
+        return await self._shielded(
+            "loading a version", lambda loader: loader.load(weights, self._versions), asyncio.Event()
+        )
 
     async def recut(self, cut: CutBundle) -> None:
-        """Switch to the current version with other cuts, like `run`, and with the same exceptions."""
-        await self._shielded("cutting the model into other stages", lambda loader: loader.recut(cut, self._versions))
+        """Switch to the current version with other cuts, like `run`, and with the same exceptions. `end_recut` cancels it."""
+        self._recut_ended.clear()
+        self._recut_cancelled = cancelled = asyncio.Event()
+        try:
+            await self._shielded(
+                "cutting the model into other stages", lambda loader: loader.recut(cut, self._versions), cancelled
+            )
+        finally:
+            self._recut_ended.set()
 
-    async def _shielded(self, operation: str, make_plan: Callable[[Loader], VersionPlan]) -> ModelVersion:
-        cancelled = asyncio.Event()
+    async def end_recut(self) -> None:
+        """Cancel `recut` if it has not switched yet, and wait until it has ended: an administrator's operation comes first."""
+        if not self._recut_ended.is_set():
+            self._recut_cancelled.set()
+            await self._recut_ended.wait()
+
+    async def _shielded(
+        self, operation: str, make_plan: Callable[[Loader], VersionPlan], cancelled: asyncio.Event
+    ) -> ModelVersion:
         change = asyncio.create_task(self._change(operation, make_plan, cancelled))
         self._changes.add(change)
         change.add_done_callback(self._changes.discard)

@@ -9,13 +9,14 @@ from typing import cast
 
 import pytest
 
-from multiworld_serving.server.administration import OperationInProgressError
+from multiworld_serving.server.administration import OperationInProgressError, VersionFailedError
 from multiworld_serving.server.pipeline.rollout import VersionRollout
 from multiworld_serving.server.predictor import ModelVersion, RolloutProgress
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
 from multiworld_serving.server.replicas.placement import Placement, Slot
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.bundle_loader import BundleLoader
+from multiworld_serving.server.versions.cut_bundle import CutBundle
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
@@ -56,6 +57,9 @@ class Loader:
         self.begun.set()
         self.proceed.wait()
         return plan(2)
+
+    def recut(self, cut: CutBundle, versions: VersionTable) -> VersionPlan:
+        return VersionPlan(versions.current.version, (cast(StagePlan, None),), 2)
 
 
 def plan(number: int) -> VersionPlan:
@@ -130,6 +134,48 @@ async def test_workers_drop_the_version_when_a_load_is_cancelled_while_one_loads
     assert [worker.dropped for worker in service.workers] == [[2], [2]]
     assert service.versions.current.version.number == 1
     assert service.change.loading is None
+
+
+async def test_other_cuts_are_given_up_for_an_administrator() -> None:
+    service = Service()
+    task = asyncio.create_task(service.change.recut(cast(CutBundle, None)))
+    first, second = service.workers
+    async with asyncio.timeout(30):
+        await first.loading.wait()
+    ending = asyncio.create_task(service.change.end_recut())
+    await asyncio.sleep(0)
+    assert service.busy
+    first.proceed.set()
+    async with asyncio.timeout(30):
+        await ending
+    assert not service.busy
+    with pytest.raises(VersionFailedError, match="cancelled"):
+        await task
+    assert not second.loading.is_set()
+    assert [worker.dropped for worker in service.workers] == [[2], [2]]
+    await service.change.end_recut()  # there is none any more
+
+
+async def test_other_cuts_that_cannot_begin_cancel_no_other_operation() -> None:
+    service = Service()
+    loading = asyncio.create_task(service.change.run("v2"))
+    await asyncio.to_thread(service.loader.begun.wait, 60)
+    refused = asyncio.create_task(service.change.recut(cast(CutBundle, None)))
+    await asyncio.sleep(0)
+    await service.change.end_recut()
+    with pytest.raises(OperationInProgressError):
+        await refused
+    for worker in service.workers:
+        worker.active_plans = {2}
+        worker.proceed.set()
+    service.versions.retiring = None
+    service.loader.proceed.set()
+    async with asyncio.timeout(30):
+        while service.versions.current.number == 1:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.005)
+    service.versions.retiring = None
+    service.change.check_retired()
+    assert (await loading).number == 2
 
 
 async def test_progress_names_the_worker_that_loads_and_those_that_have_passed() -> None:
