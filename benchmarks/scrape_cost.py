@@ -14,7 +14,7 @@ from statistics import median
 from time import process_time
 
 from multiworld_serving.server.observability.metrics import CAUSES, Metrics
-from multiworld_serving.server.predictor import ReplicaSnapshot, StageSnapshot
+from multiworld_serving.server.snapshots import ReplicaSnapshot, StageSnapshot
 
 _STAGES = 4
 _ACCEPT = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.4"

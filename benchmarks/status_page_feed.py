@@ -18,7 +18,7 @@ from playwright import sync_api as playwright
 
 from multiworld_serving.server.observability.event_feed import Event, Point
 from multiworld_serving.server.observability.incidents import Incident
-from multiworld_serving.server.predictor import (
+from multiworld_serving.server.snapshots import (
     FailureSnapshot,
     FrontendSnapshot,
     LeaderSnapshot,

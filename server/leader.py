@@ -26,7 +26,7 @@ from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
 from multiworld_serving.server.pipeline.rollout import VersionRollout
-from multiworld_serving.server.predictor import EdgeSnapshot, ModelVersion, PipelineSnapshot, Prediction
+from multiworld_serving.server.predictor import ModelVersion, Prediction
 from multiworld_serving.server.readiness import readiness_error
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
 from multiworld_serving.server.replicas.placement import ready_links
@@ -45,6 +45,7 @@ from multiworld_serving.server.replicas.replica_ids import (
 from multiworld_serving.server.replicas.rolling_restart import RollingRestart
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.events import Drain, ReplicaDraining, ReplicaId
+from multiworld_serving.server.snapshots import EdgeSnapshot, PipelineSnapshot
 from multiworld_serving.server.versions.version_table import Loader, VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)

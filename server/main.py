@@ -35,7 +35,8 @@ from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
-from multiworld_serving.server.predictor import PipelineSnapshot, ServedModel
+from multiworld_serving.server.predictor import ServedModel
+from multiworld_serving.server.snapshots import PipelineSnapshot
 from multiworld_serving.server.versions.bundle_loader import open_model
 from multiworld_serving.server.versions.version_table import Loader, VersionPlan
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from multiworld_serving.server.errors import DrainingError, NotReadyError, RequestRejected
-from multiworld_serving.server.predictor import PipelineSnapshot
+from multiworld_serving.server.snapshots import PipelineSnapshot
 
 
 def readiness_error(snapshot: PipelineSnapshot) -> RequestRejected:

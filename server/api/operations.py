@@ -19,8 +19,9 @@ from multiworld_serving.server.http.errors import ErrorBody, error_documentation
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_record import RequestRecord
-from multiworld_serving.server.predictor import Pipeline, PipelineSnapshot, ServedModel
+from multiworld_serving.server.predictor import Pipeline, ServedModel
 from multiworld_serving.server.readiness import readiness_error
+from multiworld_serving.server.snapshots import PipelineSnapshot
 
 
 class Scrape(Protocol):

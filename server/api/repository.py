@@ -23,7 +23,8 @@ from multiworld_serving.server.errors import BodyTooLargeError, InferenceRequest
 from multiworld_serving.server.http.disconnect import while_connected
 from multiworld_serving.server.http.errors import error_response
 from multiworld_serving.server.observability.request_record import RequestRecord
-from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot
+from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.snapshots import PipelineSnapshot
 
 _MAX_BODY_BYTES = 64 * 1024
 

@@ -20,8 +20,9 @@ from multiworld_serving.common.wire import WORLD_BACKEND, FrontendJoinRequest, J
 from multiworld_serving.server.administration import OPERATION_ERRORS
 from multiworld_serving.server.frontends.frames import Frame, FrameKind, FrameLink
 from multiworld_serving.server.frontends.messages import LeaderState, parse_model, parse_rejection
-from multiworld_serving.server.predictor import LeaderSnapshot, ServedModel
+from multiworld_serving.server.predictor import ServedModel
 from multiworld_serving.server.settings import FrontendSettings
+from multiworld_serving.server.snapshots import LeaderSnapshot
 
 logger = logging.getLogger(__name__)
 

@@ -52,7 +52,8 @@ from multiworld_serving.server.frontends.request_tensors import KeptInput, Reque
 from multiworld_serving.server.frontends.version_agreement import VersionAgreement
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_traces import current_span_ids
-from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction, ServedModel
+from multiworld_serving.server.predictor import ModelVersion, Prediction, ServedModel
+from multiworld_serving.server.snapshots import PipelineSnapshot
 
 logger = logging.getLogger(__name__)
 

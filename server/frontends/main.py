@@ -46,8 +46,8 @@ from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.inference_statistics import Statistics
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_traces import RequestTraces
-from multiworld_serving.server.predictor import PipelineSnapshot
 from multiworld_serving.server.settings import EXAMPLE, FrontendSettings
+from multiworld_serving.server.snapshots import PipelineSnapshot
 
 if TYPE_CHECKING:  # an extra
     from multiworld_serving.server.api.oip_grpc.server import GrpcPort

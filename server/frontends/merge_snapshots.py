@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from multiworld_serving.server.frontends.messages import LeaderState
-from multiworld_serving.server.predictor import LeaderSnapshot, PipelineSnapshot, StageSnapshot
+from multiworld_serving.server.snapshots import LeaderSnapshot, PipelineSnapshot, StageSnapshot
 
 
 def snapshot_without_leaders(

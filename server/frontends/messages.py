@@ -16,19 +16,15 @@ from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError
 from multiworld_serving.server.errors import InputUnreachableError, RequestRejected
-from multiworld_serving.server.predictor import (
+from multiworld_serving.server.predictor import ImageSizes, KeptRow, ModelVersion, Prediction, ServedModel
+from multiworld_serving.server.snapshots import (
     EdgeSnapshot,
     FailureSnapshot,
     FrontendSnapshot,
-    ImageSizes,
-    KeptRow,
     LeaderSnapshot,
-    ModelVersion,
     PipelineSnapshot,
-    Prediction,
     ReplicaSnapshot,
     RolloutProgress,
-    ServedModel,
     StageSnapshot,
 )
 

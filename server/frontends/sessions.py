@@ -34,7 +34,8 @@ from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_traces import current_span, remote_span
 from multiworld_serving.server.pipeline.batch_tensors import InputRef, InputRow
-from multiworld_serving.server.predictor import FrontendSnapshot, Prediction, ServedModel, Transport
+from multiworld_serving.server.predictor import Prediction, ServedModel
+from multiworld_serving.server.snapshots import FrontendSnapshot, Transport
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Literal
 from multiworld_serving.server.errors import OverloadedError
 from multiworld_serving.server.observability.incidents import Incident, IncidentLog
 from multiworld_serving.server.observability.metrics import Metrics, Totals
-from multiworld_serving.server.predictor import PipelineSnapshot, ReplicaSnapshot
+from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot
 
 logger = logging.getLogger(__name__)
 

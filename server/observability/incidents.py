@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from multiworld_serving.server.observability.metrics import Totals
-from multiworld_serving.server.predictor import ServiceState
+from multiworld_serving.server.snapshots import ServiceState
 
 _SETTLE_S = 5.0
 """Errors that a failure causes arrive within this time after the service is ready again."""

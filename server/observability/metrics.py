@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from multiworld import Cause
 from multiworld_serving.server.observability.request_metrics import RequestMetrics
-from multiworld_serving.server.predictor import ReplicaState, StageSnapshot
+from multiworld_serving.server.snapshots import ReplicaState, StageSnapshot
 
 HedgeOutcome = Literal["won", "lost", "wasted"]
 """Which copy of a hedged batch answered first: won = the second, lost = the first; wasted = the second failed or was not needed."""

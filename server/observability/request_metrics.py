@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 from multiworld_serving.common.metrics import ProgramMetrics
-from multiworld_serving.server.predictor import ModelVersion, ServiceState
+from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.snapshots import ServiceState
 
 InferenceProtocol = Literal["predict", "v2", "grpc"]
 """The inference API of a request."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from multiworld_serving.common.wire import EdgeState, TraceContext
 from multiworld_serving.server.pipeline.batch_tensors import StoredInput, relayed_inputs
-from multiworld_serving.server.predictor import EdgeSnapshot
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.actions import SendBatch
+from multiworld_serving.server.snapshots import EdgeSnapshot
 
 _UNCLAIMED_S = 10.0
 """How long a worker keeps the output of the last stage for frontends that do not fetch it."""

@@ -23,11 +23,12 @@ from multiworld import Cause
 from multiworld_serving.common.config import release_free_memory
 from multiworld_serving.server.administration import VersionFailedError
 from multiworld_serving.server.daemon_threads import DaemonThreadPool
-from multiworld_serving.server.predictor import ModelVersion, RolloutProgress
+from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
 from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError
 from multiworld_serving.server.replicas.placement import Placement, ready_links
 from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.snapshots import RolloutProgress
 from multiworld_serving.server.versions.cut_bundle import CutBundle
 from multiworld_serving.server.versions.version_table import Loader, VersionPlan, VersionTable
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from multiworld_serving.common.wire import JoinRequest
-from multiworld_serving.server.predictor import FailureSnapshot
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.snapshots import FailureSnapshot
 
 CLEARLY_FASTER = 2.0
 """Measured speeds of equal machines differ by less than this factor, also if the sibling threads of one are busy."""

@@ -12,10 +12,10 @@ from multiworld import AskError, Cause, WorldManager
 from multiworld_serving.common.wire import JoinOffer, JoinRequest, WireError
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.predictor import FailureSnapshot, ReplicaSnapshot, StageSnapshot
 from multiworld_serving.server.replicas.breaker import Breaker
 from multiworld_serving.server.replicas.placement import Placement, Slot
 from multiworld_serving.server.replicas.worker_link import BatchListener, WorkerLink
+from multiworld_serving.server.snapshots import FailureSnapshot, ReplicaSnapshot, StageSnapshot
 from multiworld_serving.server.versions.version_table import VersionPlan
 
 logger = logging.getLogger(__name__)

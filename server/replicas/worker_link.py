@@ -24,10 +24,10 @@ from multiworld_serving.common.wire import (
     parse_edge_states,
     trace_message,
 )
-from multiworld_serving.server.predictor import ReplicaState
 from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError, SlotId
 from multiworld_serving.server.replicas.released_outputs import ReleasedOutputs
 from multiworld_serving.server.replicas.reply_validator import ReplyValidator
+from multiworld_serving.server.snapshots import ReplicaState
 from multiworld_serving.server.versions.stage_plan import StagePlan
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,9 @@ from typing import Any
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.server.api.oip.tensors import DATATYPES
 from multiworld_serving.server.errors import UnknownModelError
-from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, ServedModel
+from multiworld_serving.server.predictor import ModelVersion, ServedModel
 from multiworld_serving.server.readiness import readiness_error
+from multiworld_serving.server.snapshots import PipelineSnapshot
 
 _PLATFORM = "pytorch_multiworld"
 _IMAGE_DATATYPES = ("UINT8", "FP32", "BYTES")

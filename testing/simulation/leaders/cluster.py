@@ -16,7 +16,7 @@ from multiworld_serving.server.frontends.frames import Frame, FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.messages import LeaderState, prediction_fields, row_payload
-from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction
+from multiworld_serving.server.predictor import ModelVersion, Prediction
 from multiworld_serving.server.scheduling.scheduler import (
     Answer,
     BatchDone,
@@ -32,6 +32,7 @@ from multiworld_serving.server.scheduling.scheduler import (
     SendBatch,
     Tick,
 )
+from multiworld_serving.server.snapshots import PipelineSnapshot
 
 HEARTBEAT_TIMEOUT_S = 1.0
 _NETWORK_S = 0.0005

@@ -32,10 +32,11 @@ from multiworld_serving.server.pipeline.batch_tensors import InputRef, InputRow
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
 from multiworld_serving.server.pipeline.edge_routing import EdgeRouting, UnreachablePairs
-from multiworld_serving.server.predictor import EdgeSnapshot, KeptRow, Prediction
+from multiworld_serving.server.predictor import KeptRow, Prediction
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.scheduling.events import ReplicaLost, ReplicaReady
 from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.snapshots import EdgeSnapshot
 from tests.cut_bundles import plan_without_stages
 
 IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)

@@ -12,12 +12,12 @@ from pydantic import SecretStr
 from multiworld import Cause
 from multiworld_serving.common.wire import JoinRequest
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.predictor import ReplicaState
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.replicas.placement import Placement
 from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.snapshots import ReplicaState
 from multiworld_serving.server.versions.version_table import VersionPlan
 
 

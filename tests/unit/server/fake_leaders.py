@@ -22,15 +22,8 @@ from multiworld_serving.server.frontends.messages import (
     row_payload,
 )
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.predictor import (
-    ImageSizes,
-    ModelVersion,
-    PipelineSnapshot,
-    Prediction,
-    ReplicaSnapshot,
-    ServedModel,
-    StageSnapshot,
-)
+from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
+from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, StageSnapshot
 
 MODEL = ServedModel.image_classifier("m", "v1", ("a", "b"), ImageSizes(18, 16))
 

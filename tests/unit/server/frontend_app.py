@@ -19,16 +19,8 @@ from multiworld_serving.server.api.app import create_api
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.predictor import (
-    ImageSizes,
-    ModelVersion,
-    PipelineSnapshot,
-    Prediction,
-    ReplicaSnapshot,
-    ReplicaState,
-    ServedModel,
-    StageSnapshot,
-)
+from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
+from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, ReplicaState, StageSnapshot
 
 SIDE = 16
 MODEL = ServedModel.image_classifier("meancolour", "weights v1 ü", ("red", "green", "blue"), ImageSizes(18, SIDE))

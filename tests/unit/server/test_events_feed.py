@@ -12,7 +12,7 @@ import pytest
 from multiworld_serving.server.errors import OverloadedError
 from multiworld_serving.server.observability.event_feed import EventFeed, Subscription
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.predictor import (
+from multiworld_serving.server.snapshots import (
     FailureSnapshot,
     LeaderSnapshot,
     PipelineSnapshot,

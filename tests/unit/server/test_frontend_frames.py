@@ -33,18 +33,15 @@ from multiworld_serving.server.frontends.messages import (
     row_payload,
 )
 from multiworld_serving.server.http.errors import STATUS_OF_REASON
-from multiworld_serving.server.predictor import (
+from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
+from multiworld_serving.server.snapshots import (
     EdgeSnapshot,
     FailureSnapshot,
     FrontendSnapshot,
-    ImageSizes,
     LeaderSnapshot,
-    ModelVersion,
     PipelineSnapshot,
-    Prediction,
     ReplicaSnapshot,
     RolloutProgress,
-    ServedModel,
     StageSnapshot,
 )
 from tests.waiting import until

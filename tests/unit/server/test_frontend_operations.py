@@ -15,7 +15,7 @@ from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
 from multiworld_serving.server.api.operations import OwnMetrics
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.predictor import ReplicaState
+from multiworld_serving.server.snapshots import ReplicaState
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, running_frontend
 from tests.unit.server.text_model import TEXT, TextPredictor
 

@@ -41,15 +41,9 @@ from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.main import _answerer
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.edge_routing import EdgeRouting
-from multiworld_serving.server.predictor import (
-    EdgeSnapshot,
-    ImageSizes,
-    ModelVersion,
-    PipelineSnapshot,
-    Prediction,
-    ServedModel,
-)
+from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.settings import FrontendSettings
+from multiworld_serving.server.snapshots import EdgeSnapshot, PipelineSnapshot
 from tests.waiting import until
 
 SECRET = "a-secret-of-this-test"

@@ -26,15 +26,8 @@ from multiworld_serving.server.frontends import leader_pool, version_agreement
 from multiworld_serving.server.frontends.frames import FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.predictor import (
-    FrontendSnapshot,
-    ImageSizes,
-    ModelVersion,
-    Prediction,
-    RolloutProgress,
-    ServedModel,
-    ServiceState,
-)
+from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
+from multiworld_serving.server.snapshots import FrontendSnapshot, RolloutProgress, ServiceState
 from tests.unit.server.fake_leaders import MODEL, leader_state, pool_of
 from tests.waiting import until
 

@@ -8,7 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.predictor import ModelVersion, ReplicaSnapshot, ReplicaState, StageSnapshot
+from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.snapshots import ReplicaSnapshot, ReplicaState, StageSnapshot
 
 NAMES = {
     "multiworld_requests_total": ("counter", {"model", "version", "protocol", "code", "reason"}),

@@ -23,7 +23,8 @@ from multiworld_serving.server.api.operations import OwnMetrics
 from multiworld_serving.server.api.repository import RepositoryRoutes
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot
+from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.snapshots import PipelineSnapshot
 
 LOAD, UNLOAD = "/v2/repository/models/m/load", "/v2/repository/models/m/unload"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from multiworld_serving.server.predictor import (
+from multiworld_serving.server.snapshots import (
     LeaderSnapshot,
     PipelineSnapshot,
     ReplicaSnapshot,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from multiworld_serving.server.observability.inference_statistics import Inference, Statistics
-from multiworld_serving.server.predictor import Prediction, ReplicaState
+from multiworld_serving.server.predictor import Prediction
+from multiworld_serving.server.snapshots import ReplicaState
 from tests.unit.server.frontend_app import MODEL, SIDE, ColourPredictor, image_bytes, running_frontend
 from tests.unit.server.v2_requests import INFER, binary_tensor, elements, pixels, request
 

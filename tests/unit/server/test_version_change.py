@@ -11,10 +11,11 @@ import pytest
 
 from multiworld_serving.server.administration import OperationInProgressError, VersionFailedError
 from multiworld_serving.server.pipeline.rollout import VersionRollout
-from multiworld_serving.server.predictor import ModelVersion, RolloutProgress
+from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
 from multiworld_serving.server.replicas.placement import Placement, Slot
 from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.snapshots import RolloutProgress
 from multiworld_serving.server.versions.bundle_loader import BundleLoader
 from multiworld_serving.server.versions.cut_bundle import CutBundle
 from multiworld_serving.server.versions.stage_plan import StagePlan

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH
-from multiworld_serving.server.predictor import ImageSizes, PipelineSnapshot, Prediction, ServedModel
+from multiworld_serving.server.predictor import ImageSizes, Prediction, ServedModel
+from multiworld_serving.server.snapshots import PipelineSnapshot
 from tests.unit.server.frontend_app import ColourPredictor
 
 TEXT = ServedModel(
