@@ -92,8 +92,11 @@ def better_cut(current: CutBundle, devices: list[StageDevices]) -> CutBundle | N
     found = current.for_speeds(speeds)
     if found.slowest_s(speeds) * _GAIN > current.slowest_s(speeds):
         return None
-    for index, (stage, size) in enumerate(zip(devices, found.weights_bytes, strict=True)):
-        if stage.memory_mb < (needed_mb := COPIES_OF_WEIGHTS * size / 1e6):
+    for index, (stage, former, size) in enumerate(
+        zip(devices, current.weights_bytes, found.weights_bytes, strict=True)
+    ):
+        needed_mb = (former + COPIES_OF_WEIGHTS * size) / 1e6
+        if stage.memory_mb < needed_mb:
             logger.info(
                 "stage=%d stays as it is: a larger one needs %.0f MB, and a worker has %.0f",
                 *(index, needed_mb, stage.memory_mb),

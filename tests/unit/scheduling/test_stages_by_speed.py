@@ -157,10 +157,10 @@ def test_the_model_is_not_cut_if_a_stage_is_missing_or_would_not_fit(caplog: pyt
     placement = placed((1.0, 1.0), (100.0, 100.0), (100.0, 10.0))
     link = placement.of_stage(0)[1].link
     assert link is not None
-    link.request = replace(link.request, memory_mb=80)
+    link.request = replace(link.request, memory_mb=113)
     assert cut(placement, Chain(32, 32)) is None
-    assert "a larger one needs 82 MB, and a worker has 80" in caplog.text
-    link.request = replace(link.request, memory_mb=82)
+    assert "a larger one needs 114 MB, and a worker has 113" in caplog.text
+    link.request = replace(link.request, memory_mb=114)
     assert cut(placement, Chain(32, 32)) == (41, 23)
     for slot in placement.of_stage(1):
         slot.link = None
