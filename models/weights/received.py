@@ -14,6 +14,8 @@ from torch import Tensor
 from multiworld_serving.models.errors import WeightsError
 
 _LENGTH = struct.Struct("<Q")
+_ALIGNED_BYTES = 64
+"""Alignment of the first tensor in a file that is sent. With less, some processors compute other roundings than for the whole model."""
 _MAX_HEADER_BYTES = 100 << 20
 METADATA = "__metadata__"
 DTYPES = {
@@ -43,7 +45,7 @@ def safetensors_head(entries: Mapping[str, tuple[str, tuple[int, ...], int]], me
         header[key] = {"dtype": dtype, "shape": shape, "data_offsets": (at, at + size)}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH.size)
+    text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNED_BYTES)
     return _LENGTH.pack(len(text)) + text
 
 
