@@ -18,6 +18,7 @@ import logging
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +40,7 @@ _MESSAGE_BYTES = 1 << 16
 _PID_BYTES = 4
 _MAX_FDS = 8
 """Descriptors that a forked process may be given."""
+_REPARENT_POLL_S = 0.0005
 _POLL_S = 0.05
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -318,13 +320,16 @@ def _fork() -> bool:
 
 
 def _fork_or_exit() -> None:
-    """Fork; returns in the child only, the parent exits."""
+    """Fork; the parent exits. Returns in the child only, when its parent has ended, whose end would kill it after `exit_with_parent`."""
+    parent = os.getpid()
     try:
         pid = os.fork()
     except OSError as error:
         os._exit(error.errno or 1)
     if pid:
         os._exit(0)
+    while os.getppid() == parent:
+        time.sleep(_REPARENT_POLL_S)
 
 
 @contextlib.contextmanager

@@ -235,3 +235,28 @@ def test_forked_process_has_its_own_title() -> None:
         shown = said.strip().strip("\0")
         assert title.startswith(shown)
         assert (shown == title) is room or len(shown) > 900
+
+
+SLOW_PARENT = """
+import os, time
+from multiworld_serving.common.config import exit_with_parent
+from multiworld_serving.deploy.processes import fork_server
+
+if os.fork() == 0:
+    end = os._exit
+    os._exit = lambda status: (time.sleep(0.3), end(status))  # as on a busy machine
+    fork_server._fork_or_exit()
+    exit_with_parent()
+    time.sleep(0.6)
+    print("alive", flush=True)
+    end(0)
+os.wait()
+"""
+
+
+def test_child_outlives_the_process_that_forked_it() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW_PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read() == b"alive\n"  # until all have ended
