@@ -16,12 +16,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import uvloop
 
 from benchmarks.connections import Connections, request_bytes
+from multiworld_serving.common.threads import thread_while
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 
@@ -30,25 +31,13 @@ _GFLOPS = 100.0
 _TOKEN = "a-token-of-this-benchmark"
 
 
-@contextlib.contextmanager
-def slowed(pid: int, share: float) -> Iterator[None]:
+def slow_down(pid: int, share: float, ended: threading.Event) -> None:
     """Let a process run for `share` of the time."""
-    ended = threading.Event()
-
-    def run() -> None:
-        while not ended.is_set():
-            os.kill(pid, signal.SIGSTOP)
-            ended.wait((1 - share) * _PERIOD_S)
-            os.kill(pid, signal.SIGCONT)
-            ended.wait(share * _PERIOD_S)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    while not ended.is_set():
+        os.kill(pid, signal.SIGSTOP)
+        ended.wait((1 - share) * _PERIOD_S)
+        os.kill(pid, signal.SIGCONT)
+        ended.wait(share * _PERIOD_S)
 
 
 def wait_until_ready(service: LocalService, worker: str) -> None:
@@ -84,7 +73,7 @@ def main() -> None:
             stack.callback(worker.wait)
             stack.callback(worker.terminate)
             wait_until_ready(service, f"w{core}")
-        stack.enter_context(slowed(worker.pid, options.share))
+        stack.enter_context(thread_while(partial(slow_down, worker.pid, options.share), "slow-down"))
 
         def rates(what: str) -> float:
             found = []

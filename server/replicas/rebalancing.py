@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from itertools import product
-from statistics import median
+from statistics import median_low
 
 from multiworld_serving.models import ModelError
 from multiworld_serving.server.administration import OperationInProgressError, VersionFailedError
@@ -78,7 +78,7 @@ def stage_devices(placement: Placement) -> list[StageDevices]:
         return []
     known = placement.speeds()
     measured = {link: known[link.request.host, link.request.device] for links in stages for link in links}
-    usual = median(filter(None, measured.values())) if any(measured.values()) else 1.0
+    usual = median_low(filter(None, measured.values())) if any(measured.values()) else 1.0
     clear = {link: speed if speed and _differs(speed, usual) else usual for link, speed in measured.items()}
     return [
         StageDevices(sum(clear[link] for link in links), min(link.request.memory_mb or float("inf") for link in links))
@@ -154,8 +154,11 @@ class Rebalancer:
                 seen, since_s, decided = state, time.monotonic(), False
             elif not decided and time.monotonic() - since_s >= self._needed_s() and not self._exclusive.busy:
                 decided = True
-                if not await self._exchange():
-                    await self._cut()
+                try:
+                    if not await self._exchange():
+                        await self._cut()
+                except Exception:
+                    logger.exception("the stages stay as they are until the workers change")
 
     def _needed_s(self) -> float:
         """How long the workers must be unchanged."""
@@ -176,7 +179,7 @@ class Rebalancer:
         logger.info("the workers of a stage have changed: cutting the model into other stages")
         try:
             await self._recut(found)
-        except (ModelError, OperationInProgressError, VersionFailedError) as error:
+        except (ModelError, OSError, OperationInProgressError, VersionFailedError) as error:
             logger.warning("the stages stay as they are: %s", error)
 
     async def _exchange(self) -> bool:

@@ -1,5 +1,6 @@
 """Stages for workers of different speed and memory: at the start, and later by exchanges."""
 
+import asyncio
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,9 +13,10 @@ from pydantic import SecretStr
 from multiworld_serving.common.wire import JoinRequest
 from multiworld_serving.models.partition import partition
 from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.replicas.placement import Placement
-from multiworld_serving.server.replicas.rebalancing import better_cut, better_exchange, stage_devices
+from multiworld_serving.server.replicas.rebalancing import Rebalancer, better_cut, better_exchange, stage_devices
 from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.settings import ServeSettings
@@ -28,6 +30,7 @@ class Link:
 
     def __init__(self, worker: str, gflops: float, slot: SlotId, host: str = "") -> None:
         self.worker, self.slot, self.world_name, self.state = worker, slot, slot.name, "ready"
+        self.id = f"{slot.name}#1"
         self.request = JoinRequest(worker, "cpu", host or worker, 1, gflops=gflops)
 
     @property
@@ -165,6 +168,25 @@ def test_the_model_is_not_cut_if_a_stage_is_missing_or_would_not_fit(caplog: pyt
     for slot in placement.of_stage(1):
         slot.link = None
     assert cut(placement, Chain(32, 32)) is None
+
+
+async def test_cuts_are_tried_again_after_an_error_when_something_has_changed(caplog: pytest.LogCaptureFixture) -> None:
+    plan, tried = SimpleNamespace(cut=Chain(32, 32), number=1), asyncio.Queue[CutBundle]()
+
+    async def recut(cut: CutBundle) -> None:
+        tried.put_nowait(cut)
+        if plan.number == 1:
+            raise OSError("a file with weights has become shorter")
+
+    registry = cast(WorkerRegistry, SimpleNamespace(placement=placed((1.0, 1.0), (100.0,), (20.0,)), plan=plan))
+    rebalancer = Rebalancer(registry, recut, ExclusiveOperation(), after_s=0.01, timeout_s=1.0)
+    rebalancer.start()
+    async with asyncio.timeout(30):
+        assert cast(Chain, await tried.get()).sizes == (54, 10)
+        plan.number = 2
+        await tried.get()
+    rebalancer.stop()
+    assert "a file with weights has become shorter" in caplog.text
 
 
 def test_speed_and_memory_of_this_machine_are_known() -> None:
