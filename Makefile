@@ -10,7 +10,7 @@ ARGS     ?=
 PIP_ARGS ?=
 # Test files that run in parallel.
 TEST_FILES_AT_ONCE ?= 2
-BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost scrape_cost elastic
+BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost elastic
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test containers check dist fmt bench chaos peers throughput gpu soak docs clean

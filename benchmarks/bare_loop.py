@@ -3,7 +3,7 @@
     python -m benchmarks.bare_loop --model resnet50 --seconds 5
 
 With `--on-demand` it reads numbers of seconds from standard input, one per line, and prints images per second after each loop.
-`benchmarks.throughput` and `benchmarks.scaling` use it in child processes.
+`benchmarks.throughput` uses it in a child process.
 """
 
 import argparse
@@ -16,8 +16,19 @@ from contextlib import contextmanager
 
 import torch
 
-from benchmarks.stage_speed import whole_model
-from multiworld_serving.models import Tuning, optimize
+from multiworld_serving.models import BundleStage, Tuning, classifier_bundle, load_bundle_stage, load_model, optimize
+from multiworld_serving.server.versions.cut_bundle import CutBundle
+from multiworld_serving.server.versions.stage_plan import make_bundle_plan
+
+_MAX_BATCH_SIZE = 64
+
+
+def whole_model(name: str, image_size: int | None) -> tuple[BundleStage, tuple[int, ...]]:
+    """A ResNet with random weights as one stage, as a worker loads it, and the shape of a row of its input."""
+    bundle = classifier_bundle(load_model(name, "random:0", image_size=image_size), _MAX_BATCH_SIZE)
+    (plan,) = make_bundle_plan(CutBundle.of(bundle, 1))
+    weights = bytearray(b"".join(chunk.numpy().tobytes() for chunk in plan.weights.chunks()))
+    return load_bundle_stage(plan.spec, weights), plan.input_shape
 
 
 class BareLoop:
@@ -54,6 +65,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--optimize", default="eager")
     parser.add_argument("--precision", default="float32")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--on-demand", action="store_true")
@@ -61,14 +73,16 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     stage, shape = whole_model(chosen.model, None)
     tuning = Tuning(chosen.precision, chosen.optimize)
-    made = optimize(stage, shape, chosen.batch_size, tuning, torch.device("cpu")).module
+    made = optimize(stage, shape, chosen.batch_size, tuning, chosen.device).module
     noise = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (chosen.batch_size, *shape), dtype=torch.uint8, generator=noise)
+    images = torch.randint(0, 256, (chosen.batch_size, *shape), dtype=torch.uint8, generator=noise).to(chosen.device)
     for seconds in map(float, sys.stdin) if chosen.on_demand else [chosen.seconds]:
         count, began_s = 0, time.perf_counter()
         with torch.inference_mode():
             while (took_s := time.perf_counter() - began_s) < seconds or not count:
                 made(images)
+                if chosen.device.type == "cuda":
+                    torch.cuda.synchronize(chosen.device)
                 count += len(images)
         print(count / took_s, flush=True)
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks.ranks import LOOPS, run, started, table
+from benchmarks.ranks import run, started, table
 from multiworld import WorldManager
 
 WAYS = ("c10d", "gloo", "plain", "checked")
@@ -114,11 +114,10 @@ if __name__ == "__main__":
     parser.add_argument("--ways", choices=WAYS, nargs="+", default=["c10d", "plain", "checked"])
     parser.add_argument("--rounds", type=int, default=7, help="turns of each way")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one turn, about")
-    parser.add_argument("--loop", choices=LOOPS, default=LOOPS[0], help="event loop of all processes")
     chosen = parser.parse_args()
     for index, ranks in enumerate(chosen.ranks):
         manager = WorldManager()
         port = manager.listen()
         c10d_port = 20000 + (os.getpid() + index) % 9000
-        with started(chosen.loop, main, range(1, ranks), ranks, port, c10d_port, chosen):
-            run(chosen.loop, main(0, ranks, port, c10d_port, argparse.Namespace(**vars(chosen), manager=manager)))
+        with started(main, range(1, ranks), ranks, port, c10d_port, chosen):
+            run(main(0, ranks, port, c10d_port, argparse.Namespace(**vars(chosen), manager=manager)))

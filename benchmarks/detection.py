@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator
 
 import torch
 
-from benchmarks.ranks import LOOPS, run, start, table
+from benchmarks.ranks import run, start, table
 from multiworld import BrokenWorldException, WorldEvent, WorldManager
 from multiworld_serving.testing.load.statistics import quantile
 
@@ -78,11 +78,11 @@ async def broken_event(events: AsyncIterator[WorldEvent], name: str) -> WorldEve
 
 
 async def one_fault(
-    loop: str, manager: WorldManager, port: int, pauses: Pauses, number: int, state: str, signum: signal.Signals
+    manager: WorldManager, port: int, pauses: Pauses, number: int, state: str, signum: signal.Signals
 ) -> tuple[float, float, float, str]:
     """Milliseconds to the event and to the error, longest interval in the second world in milliseconds, and the cause."""
     name, here = f"world{number}", manager.communicator
-    process = start(loop, victim, port, name)
+    process = start(victim, port, name)
     await manager.initialize_world(name, 0, 2, port=port, timeout=_FORMING_S)
     events = manager.events()
     pending: asyncio.Task[None] | None = None
@@ -112,7 +112,7 @@ async def main(options: argparse.Namespace) -> None:
     rows, number = [], 0
     async with WorldManager() as manager:
         port = manager.listen()
-        beside = start(options.loop, neighbour, port)
+        beside = start(neighbour, port)
         await manager.initialize_world("neighbour", 0, 2, port=port, timeout=_FORMING_S)
         pauses = Pauses(manager)
         playing = asyncio.create_task(pauses.play())
@@ -123,7 +123,7 @@ async def main(options: argparse.Namespace) -> None:
                 known, raised, felt, causes = [], [], [], set()
                 for _ in range(options.repeats):
                     number += 1
-                    outcome = await one_fault(options.loop, manager, port, pauses, number, state, FAULTS[fault])
+                    outcome = await one_fault(manager, port, pauses, number, state, FAULTS[fault])
                     known.append(outcome[0])
                     raised.append(outcome[1])
                     felt.append(outcome[2])
@@ -154,6 +154,5 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=100)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--states", nargs="+", choices=STATES, default=list(STATES))
-    parser.add_argument("--loop", choices=LOOPS, default=LOOPS[0], help="event loop of all processes")
     chosen = parser.parse_args()
-    run(chosen.loop, main(chosen))
+    run(main(chosen))

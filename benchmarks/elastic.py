@@ -1,10 +1,9 @@
-"""Elastic all-reduce compared to `torch.distributed`, ring compared to direct exchange, and the cost of a killed member.
+"""Elastic all-reduce compared to `torch.distributed`, and the cost of a killed member.
 
     python -m benchmarks.elastic throughput            # 1 x 64 MB, 64 x 1 MB, 1000 x 16 KB at 2, 3 and 4 ranks
-    python -m benchmarks.elastic algorithms            # one tensor, by size: where the ring is faster
     python -m benchmarks.elastic kills --kills 50      # how much longer a call takes in which one of four is killed
 
-The variants are measured in turn within one run, in `throughput` in a different order each round; figures are medians over the rounds.
+The variants are measured within one run, in a different order each round; figures are medians over the rounds.
 `one by one` and `async_op` are `torch.distributed.all_reduce` with its global Gloo group; `async_op` starts all operations, then waits.
 """
 
@@ -24,17 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks.ranks import LOOPS, context, run, start, started, table
+from benchmarks.ranks import context, run, start, started, table
 from multiworld.elastic import ElasticManager, ElasticRendezvous, ElasticWorld
-from multiworld.elastic.allreduce import ring
-from multiworld.elastic.allreduce.channel import ByteCounters, TaggedChannel, ViewWorld
-from multiworld.elastic.allreduce.reduction import Reduction
-from multiworld.elastic.allreduce.ring import direct_all_reduce, ring_all_reduce
 from multiworld_serving.testing.load.statistics import quantile
 
 CASES = {"1 x 64 MB": (1, 64 << 20), "64 x 1 MB": (64, 1 << 20), "1000 x 16 KB": (1000, 16 << 10)}
 WAYS = ("one by one", "async_op", "elastic")
-ALGORITHMS = ("direct", "ring")
 SILENCE_S = 10.0
 """Heartbeat timeout in seconds. Long enough that slow scheduling on few cores is not a failure; kills are detected without it."""
 
@@ -84,48 +78,6 @@ async def throughput(rank: int, ranks: int, port: int, c10d_port: int, options: 
     dist.destroy_process_group()
 
 
-async def algorithms(rank: int, ranks: int, port: int, _c10d_port: int, options: argparse.Namespace) -> None:
-    ring.CHUNK_BYTES = options.chunk_bytes
-    async with ElasticManager(heartbeat_timeout_s=SILENCE_S) as manager:
-        world = await manager.join("w", port=port)
-        inner = manager._managers["w"]
-        view_world = ViewWorld(world.rank, world.size, inner.world("w"))
-        rows = []
-        for size in options.sizes:
-            operand = torch.zeros(size // 4)
-            result = torch.empty_like(operand)
-            times, busy = {way: list[float]() for way in ALGORITHMS}, {way: list[float]() for way in ALGORITHMS}
-            for _ in range(options.rounds + 1):
-                for way in ALGORITHMS:
-                    await inner.communicator.barrier("w")
-                    began_s, idle_s = time.perf_counter(), time.process_time()
-                    for _ in range(options.repeat):
-                        if way == "ring":
-                            with TaggedChannel(view_world, 0, ByteCounters()) as channel:
-                                await ring_all_reduce(channel, operand, result, Reduction("SUM"))
-                        else:
-                            result.copy_(operand)
-                            await direct_all_reduce(view_world, result, Reduction("SUM"), ByteCounters())
-                    times[way].append((time.perf_counter() - began_s) / options.repeat)
-                    busy[way].append((time.process_time() - idle_s) / options.repeat)
-            medians = [statistics.median(each[way][1:]) for each in (times, busy) for way in ALGORITHMS]
-            ratios = (f"{medians[1] / medians[0]:.2f}", f"{medians[3] / medians[2]:.2f}")
-            rows.append([size, *(f"{median * 1e3:.3f}" for median in medians), *ratios])
-        if rank == 0:
-            table(
-                f"{ranks} ranks: milliseconds, medians of {options.rounds} rounds, chunks of {options.chunk_bytes}",
-                (
-                    "bytes",
-                    *ALGORITHMS,
-                    *(f"{way}: CPU of rank 0" for way in ALGORITHMS),
-                    "ring / direct",
-                    "CPU: ring / direct",
-                ),
-                rows,
-            )
-        await inner.communicator.barrier("w")
-
-
 async def reduce_until_told(_rank: int, port: int, reports: Connection, options: argparse.Namespace) -> None:
     """Call all-reduce in an endless loop. After each call, report seconds, retries and world size, and admit new members."""
     tensors = [torch.zeros(max(1, (1 << 20) // options.scale // 4)) for _ in range(16)]
@@ -148,7 +100,7 @@ class Fleet:
 
     def add(self) -> None:
         ours, theirs = context().Pipe()
-        self.members[ours] = start(self._options.loop, reduce_until_told, 0, self._port, theirs, self._options)
+        self.members[ours] = start(reduce_until_told, 0, self._port, theirs, self._options)
 
     async def until(self, wanted: Callable[[float, int, int], bool]) -> tuple[float, int, int]:
         """Wait for the first report for which `wanted` returns true; other reports are dropped."""
@@ -199,14 +151,13 @@ async def hold(ports: Connection, ranks: int) -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    main = throughput if options.what == "throughput" else algorithms
     for index, ranks in enumerate(options.ranks):
         ours, theirs = context().Pipe()
-        holder = start(options.loop, hold, theirs, ranks)
+        holder = start(hold, theirs, ranks)
         port, c10d_port = ours.recv(), 20000 + (os.getpid() + index) % 9000
         try:
-            with started(options.loop, main, range(1, ranks), ranks, port, c10d_port, options):
-                run(options.loop, main(0, ranks, port, c10d_port, options))
+            with started(throughput, range(1, ranks), ranks, port, c10d_port, options):
+                run(throughput(0, ranks, port, c10d_port, options))
         finally:
             holder.kill()
             holder.join()
@@ -214,19 +165,15 @@ def compare(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("throughput", "algorithms", "kills"), default="throughput")
+    parser.add_argument("what", nargs="?", choices=("throughput", "kills"), default="throughput")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--rounds", type=int, default=15, help="turns of each way (default: %(default)s)")
     parser.add_argument(
         "--scale", type=int, default=1, help="divide the sizes by this, to try it (default: %(default)s)"
     )
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1 << shift for shift in range(14, 27, 2)])
-    parser.add_argument("--repeat", type=int, default=3, help="of algorithms: how often a turn (default: %(default)s)")
-    parser.add_argument("--chunk-bytes", type=int, default=ring.CHUNK_BYTES, help="of the ring (default: %(default)s)")
     parser.add_argument("--kills", type=int, default=50, help="how many (default: %(default)s)")
-    parser.add_argument("--loop", choices=LOOPS, default=LOOPS[0], help="event loop of all processes")
     chosen = parser.parse_args()
     if chosen.what == "kills":
-        run(chosen.loop, kills(chosen))
+        run(kills(chosen))
     else:
         compare(chosen)

@@ -3,8 +3,7 @@
     python -m benchmarks.hop --bytes 150528 1605632 6422528
 
 Two processes in one world exchange the messages of the service; the worker returns each tensor. CPU time is the sum of both processes per
-round trip. `in place`: the same with messages of the library, whose tensors are made with `World.allocate` and received as views; the
-receiver reads one byte of each page.
+round trip.
 """
 
 import argparse
@@ -31,34 +30,6 @@ async def _world(manager: WorldManager, rank: int, port: int) -> World:
     return await manager.initialize_world("hop", rank, 2, addr="127.0.0.1", port=port, timeout=60.0)
 
 
-async def _send_in_place(world: World, size: int, peer: int) -> None:
-    await world.start_send_message(b"", world.allocate((size,), torch.uint8), peer).finish()
-
-
-async def _receive_in_place(world: World, peer: int) -> None:
-    view = await world.recv_view(lambda _header, _size_bytes: None, peer)
-    view.data[::4096].sum()
-    view.release()
-
-
-async def _exchange_in_place(world: World, sizes: list[int], exchanges: int) -> list[float]:
-    """Median round-trip time in seconds for each size."""
-    medians = []
-    for size in sizes:
-        times_s = []
-        for _ in range(exchanges):
-            started_s = time.perf_counter()
-            if world.rank == 0:
-                await _send_in_place(world, size, 1)
-                await _receive_in_place(world, 1)
-            else:
-                await _receive_in_place(world, 0)
-                await _send_in_place(world, size, 0)
-            times_s.append(time.perf_counter() - started_s)
-        medians.append(statistics.median(times_s))
-    return medians
-
-
 async def worker(rank: int, port: int, sizes: list[int], exchanges: int, report: "mp.SimpleQueue[float]") -> None:
     """Return every batch to the leader. After the last batch of each size, report the CPU time in seconds."""
     async with WorldManager(secret=b"benchmark", verify_collectives=False) as manager:
@@ -72,7 +43,6 @@ async def worker(rank: int, port: int, sizes: list[int], exchanges: int, report:
             if message.stage:
                 report.put(_cpu_s() - began_s)
                 began_s = _cpu_s()
-        await _exchange_in_place(world, sizes, exchanges)
         await asyncio.sleep(0.1)
 
 
@@ -105,8 +75,6 @@ async def leader(port: int, sizes: list[int], exchanges: int, report: "mp.Simple
                 flush=True,
             )
         await channel.send(Message(MessageKind.LEAVING))
-        for size, median_s in zip(sizes, await _exchange_in_place(world, sizes, exchanges), strict=True):
-            print(f"{size / 1024:>9.0f} {1e3 * median_s:>10.3f} in place", flush=True)
         await asyncio.sleep(0.1)
 
 
@@ -119,8 +87,8 @@ def main() -> None:
 
     port = free_port()
     report: mp.SimpleQueue[float] = mp.get_context("forkserver").SimpleQueue()
-    with started("uvloop", worker, [1], port, options.bytes, options.exchanges, report):
-        run("uvloop", leader(port, options.bytes, options.exchanges, report))
+    with started(worker, [1], port, options.bytes, options.exchanges, report):
+        run(leader(port, options.bytes, options.exchanges, report))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.ranks import LOOPS, run, started, table
+from benchmarks.ranks import run, started, table
 from multiworld import WorldManager
 
 
@@ -84,9 +84,8 @@ if __name__ == "__main__":
     parser.add_argument(
         "--seconds", type=float, default=10.0, help="how long to watch each number of worlds doing nothing"
     )
-    parser.add_argument("--loop", choices=LOOPS, default=LOOPS[0], help="event loop of all processes")
     chosen = parser.parse_args()
     host = WorldManager()
     host_port = host.listen()
-    with started(chosen.loop, guest, [1], host_port, chosen.worlds):
-        run(chosen.loop, main(chosen.worlds, chosen.seconds, host, host_port))
+    with started(guest, [1], host_port, chosen.worlds):
+        run(main(chosen.worlds, chosen.seconds, host, host_port))

@@ -1,12 +1,9 @@
 """Requests while random leaders are killed and stopped: how many fail, and how long a client waits at most.
 
     python -m benchmarks.leader_failures --kills 50 --freezes 20
-    python -m benchmarks.leader_failures --kills 0 --freezes 0 --clients 2 --repeat-kills 1000
 
 Starts a service of two leaders, sends requests with HTTP keep-alive in a closed loop, and compares all answers. A killed leader ends by
 SIGKILL; a frozen one by SIGSTOP, until the supervisor kills it. The next fault comes when both leaders are ready again.
-
-`--repeat-kills` always kills the last leader, and prints the memory, descriptors and threads of all other processes, which must not grow.
 """
 
 import argparse
@@ -15,7 +12,6 @@ import random
 import signal
 import time
 
-from multiworld_serving.testing.chaos.system.processes import resources
 from multiworld_serving.testing.load.clients import Load, record_reference_answers, run_load
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
@@ -31,7 +27,6 @@ def main() -> None:
     parser.add_argument("--freezes", type=int, default=20)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--leaders", type=int, default=2)
-    parser.add_argument("--repeat-kills", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     generator = random.Random(options.seed)
@@ -55,34 +50,6 @@ def main() -> None:
                     _wait_until_replaced(service, leader["pid"])
                     time.sleep(_PAUSE_S)
             print(f"{count} x {name}: {_summary(load)}")
-        if options.repeat_kills:
-            with run_load(service.url, requests, clients=options.clients) as load:
-                for number in range(options.repeat_kills):
-                    last = max(_ready_leaders(service, options.leaders), key=lambda leader: str(leader["name"]))
-                    if number % max(1, options.repeat_kills // 10) == 0:
-                        _print_resources(service, number)
-                    os.kill(last["pid"], signal.SIGKILL)
-                    _wait_until_replaced(service, last["pid"])
-                _ready_leaders(service, options.leaders)
-                _print_resources(service, options.repeat_kills)
-            print(f"{options.repeat_kills} x SIGKILL of the last leader: {_summary(load)}")
-
-
-def _print_resources(service: LocalService, kills: int) -> None:
-    """Print the resources of the processes that were not killed."""
-    processes = {"supervisor": service.pid}
-    for kind in ("leader", "frontend", "worker"):
-        processes |= {f"{kind}-{slot}": pid for slot, pid in sorted(service.child_pids(kind).items())}
-    found = {name: resources(pid) for name, pid in processes.items()}
-    print(
-        f"after {kills} kills:",
-        *(
-            f"{name} {each.resident_mib:.0f} MiB {each.descriptors} fds {each.threads} threads"
-            for name, each in found.items()
-        ),
-        sep="  ",
-        flush=True,
-    )
 
 
 def _ready_leaders(service: LocalService, count: int) -> list[dict]:  # type: ignore[type-arg]

@@ -1,10 +1,8 @@
 """Processes and tables for the benchmarks of the library. Processes are forked from a fork server that has imported torch."""
 
-import asyncio
 import contextlib
 import multiprocessing
 import multiprocessing.process
-import statistics
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
@@ -15,20 +13,14 @@ Main = Callable[..., Coroutine[Any, Any, None]]
 """The coroutine function that a process runs. It must be at module level, so that it can be pickled."""
 
 
-LOOPS = ("uvloop", "asyncio")
-
-
-def run(loop: str, coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine with one torch thread, on uvloop if `loop` is "uvloop", else on asyncio's event loop."""
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine with one torch thread on uvloop."""
     torch.set_num_threads(1)
-    if loop == "uvloop":
-        uvloop.run(coroutine)
-    else:
-        asyncio.run(coroutine)
+    uvloop.run(coroutine)
 
 
-def _run(loop: str, main: Main, *arguments: Any) -> None:
-    run(loop, main(*arguments))
+def _run(main: Main, *arguments: Any) -> None:
+    run(main(*arguments))
 
 
 def context() -> multiprocessing.context.ForkServerContext:
@@ -37,19 +29,17 @@ def context() -> multiprocessing.context.ForkServerContext:
     return server
 
 
-def start(loop: str, main: Main, *arguments: Any) -> multiprocessing.process.BaseProcess:
+def start(main: Main, *arguments: Any) -> multiprocessing.process.BaseProcess:
     """Start a process that runs `main(*arguments)`."""
-    process = context().Process(target=_run, args=(loop, main, *arguments), daemon=True)
+    process = context().Process(target=_run, args=(main, *arguments), daemon=True)
     process.start()
     return process
 
 
 @contextlib.contextmanager
-def started(
-    loop: str, main: Main, ranks: Sequence[int], *arguments: Any
-) -> Iterator[list[multiprocessing.process.BaseProcess]]:
+def started(main: Main, ranks: Sequence[int], *arguments: Any) -> Iterator[list[multiprocessing.process.BaseProcess]]:
     """Run `main(rank, *arguments)` in one process per rank. After the block, waits up to 30 s for each process, then kills it."""
-    processes = [start(loop, main, rank, *arguments) for rank in ranks]
+    processes = [start(main, rank, *arguments) for rank in ranks]
     try:
         yield processes
         for process in processes:
@@ -58,11 +48,6 @@ def started(
         for process in processes:
             process.kill()
             process.join()
-
-
-def spread(values: Sequence[float]) -> str:
-    """The values as text: `median (lowest to highest)`."""
-    return f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks.ranks import LOOPS, run, started, table
+from benchmarks.ranks import run, started, table
 from multiworld import Operation, WorldManager
 
 WAYS = ("c10d", "plain", "checked")
@@ -159,10 +159,9 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=7, help="turns of each way")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one turn, about")
     parser.add_argument("--worlds", type=int, default=8, help="how many worlds stream at once")
-    parser.add_argument("--loop", choices=LOOPS, default=LOOPS[0], help="event loop of all processes")
     chosen = parser.parse_args()
     manager = WorldManager()
     port = manager.listen()
     c10d_port = 20000 + os.getpid() % 9000
-    with started(chosen.loop, main, [1], port, c10d_port, chosen):
-        run(chosen.loop, main(0, port, c10d_port, argparse.Namespace(**vars(chosen), manager=manager)))
+    with started(main, [1], port, c10d_port, chosen):
+        run(main(0, port, c10d_port, argparse.Namespace(**vars(chosen), manager=manager)))

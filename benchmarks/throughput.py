@@ -1,12 +1,12 @@
 """Images per second and latency of this service and of other servers, with the same model on the same cores.
 
-    make throughput ARGS="--json throughput.json --plot docs/img/throughput.png"
+    make throughput ARGS="--json throughput.json"
     python -m benchmarks.throughput --only this --clients 1 16 --rounds 2
 
 Requests are JPEG images, answers have five classes. The load is a closed loop of clients. All servers run at the same time and are
 measured in turn in each round, so that other load on the machine affects all of them; figures are medians over the rounds. The peers
-(servers of other projects) are suspended with SIGSTOP outside their turn, because an idle LitServe uses a quarter of a core and an idle
-Ray an eighth. This service uses a hundredth when idle. It is not suspended, because it would detect its workers as hung. CPU ms is the
+(servers of other projects) are suspended with SIGSTOP outside their turn, because an idle LitServe uses a quarter of a core.
+This service uses a hundredth when idle. It is not suspended, because it would detect its workers as hung. CPU ms is the
 CPU time of all processes of a server per image; it is meaningful even when the machine has other load. The peers serve the model of
 torchvision with the transforms of torchvision, as in their documentation, and additionally (`our model`) what a worker of this service
 computes. Every server may use all cores: one worker with torch's default number of threads, or two workers with half of the cores each.
@@ -136,8 +136,6 @@ def servers(jpeg: bytes, options: argparse.Namespace) -> dict[str, Callable[[], 
         "mosec": lambda: theirs("mosec_server", *mosec),
         "mosec, our model": lambda: theirs("mosec_server", *mosec, "--optimised"),
         "mosec, our model, 2 workers": lambda: theirs("mosec_server", *mosec, "--optimised", workers=2),
-        "Ray Serve": lambda: theirs("ray_server"),
-        "Ray Serve, our model": lambda: theirs("ray_server", "--optimised"),
     }
 
 
@@ -205,24 +203,9 @@ def report(figures: dict[tuple[str, int], Figure], options: argparse.Namespace) 
     table(f"{options.model}, {options.precision}, images a second: {machine()}", columns, rows)
     failed = {f"{f.case}, {f.clients} clients": f.failed for f in figures.values() if f.failed}
     print(f"\nrequests not answered with 200: {failed or 'none'}")
-    compare(figures, names, options.clients)
-
-
-def compare(figures: dict[tuple[str, int], Figure], names: list[str], clients: list[int]) -> None:
-    """Print one line for each claim whose measurements exist."""
-    most = max(clients)
-    peers = [name for name in names if not name.startswith(THIS)]
-    for name in (name for name in names if name.startswith(THIS)):
-        for peer_name in peers:
-            ratios = [figures[name, count].rate / figures[peer_name, count].rate for count in clients]
-            said = ", ".join(f"{ratio:.2f} at {count}" for ratio, count in zip(ratios, clients, strict=True))
-            print(f"{name} / {peer_name}: {said} clients")
-        if peers and 1 in clients:
-            best = min(peers, key=lambda each: figures[each, 1].p50)
-            print(f"{name}: p50 of a lone request {figures[name, 1].p50:.1f} ms; {best}: {figures[best, 1].p50:.1f} ms")
-        if (BARE, 0) in figures:
-            tensors, bare = figures[name + TENSORS, most].rate, figures[BARE, 0].rate
-            print(f"{name}: {tensors:.1f} images/s over HTTP with tensors in, {bare:.1f} bare: {tensors / bare:.2f}")
+    for name in (name for name in names if name + TENSORS in {case for case, _ in figures}):
+        tensors, bare = figures[name + TENSORS, max(options.clients)].rate, figures[BARE, 0].rate
+        print(f"{name}: {tensors:.1f} images/s over HTTP with tensors in, {bare:.1f} bare: {tensors / bare:.2f}")
 
 
 def machine() -> str:
@@ -233,29 +216,6 @@ def machine() -> str:
             model = line.partition(":")[2].strip()
             break
     return f"{len(os.sched_getaffinity(0))} cores, {model}, {time.strftime('%Y-%m-%d', time.gmtime())}"
-
-
-def plot(figures: dict[tuple[str, int], Figure], options: argparse.Namespace) -> None:
-    """Plot images per second and median latency over the number of clients."""
-    from matplotlib.figure import Figure as Picture  # noqa: PLC0415 - optional dependency
-
-    picture = Picture(figsize=(11, 5.2), layout="constrained")
-    rates, latencies = picture.subplots(1, 2)
-    for name in dict.fromkeys(name for name, _ in figures if name != BARE and TENSORS not in name):
-        style = {"marker": "o", "linewidth": 2.2 if name.startswith(THIS) else 1.2, "label": name}
-        rates.plot(options.clients, [figures[name, count].rate for count in options.clients], **style)
-        latencies.plot(options.clients, [figures[name, count].p50 for count in options.clients], **style)
-    if (BARE, 0) in figures:
-        rates.axhline(figures[BARE, 0].rate, color="grey", linestyle=":", label="bare loop")
-    rates.set(xlabel="clients", ylabel="images a second", xscale="log", ylim=(0, None))
-    latencies.set(xlabel="clients", ylabel="median latency, ms", xscale="log", yscale="log")
-    for axes in (rates, latencies):
-        axes.set_xticks(options.clients, [str(count) for count in options.clients])
-        axes.minorticks_off()
-        axes.grid(visible=True, alpha=0.3)
-    picture.legend(*rates.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
-    picture.suptitle(f"{options.model}, {options.precision}, JPEG in, top 5 out; {machine()}", fontsize=10)
-    picture.savefig(options.plot, dpi=110)
 
 
 def main() -> int:
@@ -273,7 +233,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement, and more with more clients")
     parser.add_argument("--no-efficiency", action="store_true", help="without tensors in, and without the bare loop")
     parser.add_argument("--json", type=Path, help="write every figure of every round")
-    parser.add_argument("--plot", type=Path, help="draw the figures; needs matplotlib")
     options = parser.parse_args()
     jpeg = image_file(options.image)[0] if options.image else photo(width=options.width, height=options.width * 3 // 4)
     with ExitStack() as stack:
@@ -290,8 +249,6 @@ def main() -> int:
     report(figures, options)
     if options.json:
         options.json.write_text(json.dumps({"machine": machine(), "figures": [asdict(f) for f in figures.values()]}))
-    if options.plot:
-        plot(figures, options)
     return 0
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchvision.models import get_model, get_model_weights
 from torchvision.transforms import v2
 
-from benchmarks.stage_speed import whole_model
+from benchmarks.bare_loop import whole_model
 from multiworld_serving.models import Tuning, optimize
 
 MAX_BATCH_SIZE = 8

@@ -24,7 +24,7 @@ _RECVS_AHEAD = 32
 """Number of receives posted ahead. They need no additional memory, and a sender does not wait for a busy receiver."""
 RING_MIN_BYTES = {2: 1 << 20, 3: 1 << 20, 4: 1 << 22}
 """Smallest tensor in bytes that uses the ring, by number of members; with other numbers of members the ring is not used. The measurements
-are in docs/decisions/0013-elastic-worlds.md; `python -m benchmarks.elastic algorithms` repeats them.
+are in docs/decisions/0013-elastic-worlds.md.
 """
 
 
