@@ -156,12 +156,6 @@ class HttpSettings(ServiceSettings):
         False, "Logging", "Log one line per HTTP request; otherwise, only failed inference requests are logged."
     )
 
-    metric_aliases: bool = setting(
-        False,
-        "Logging",
-        "Export the metrics of requests under the names of Triton (nv_inference_…) and KServe (request_predict_seconds, …), too.",
-    )
-
     http_fd: int | None = setting(None, "Network", "Descriptor of a listening socket for the HTTP API.", hidden=True)
     metrics_fd: int | None = setting(
         None, "Network", "Descriptor of a listening socket for the admin port.", hidden=True

@@ -18,7 +18,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-MetricType = Literal["counter", "gauge", "histogram", "info", "untyped"]
+MetricType = Literal["counter", "gauge", "histogram", "info"]
 
 _lock = threading.Lock()
 """Guards all series. One lock suffices: an update holds it for less than a microsecond."""
@@ -153,8 +153,6 @@ class Family(ABC, Generic[SeriesT]):
         if openmetrics:
             name = name.removesuffix("_total" if self.metric_type == "counter" else "_info")
         metric_type: str = "gauge" if self.metric_type == "info" and not openmetrics else self.metric_type
-        if openmetrics and metric_type == "untyped":
-            metric_type = "unknown"
         head = f"# HELP {name} {self._documentation}\n# TYPE {name} {metric_type}\n"
         return head + "".join([series.text(exemplars=exemplars) for _, series in self.items()])
 
@@ -191,12 +189,6 @@ class Gauge(NumberFamily):
     """Values that increase and decrease."""
 
     metric_type = "gauge"
-
-
-class Untyped(NumberFamily):
-    """Values of another server's counters, whose names lack the suffix `_total` that OpenMetrics demands."""
-
-    metric_type = "untyped"
 
 
 class Info(NumberFamily):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import choose_encoder
 
-from multiworld_serving.common.metrics.families import Counter, Families, Gauge, Histogram, Info, NumberFamily
+from multiworld_serving.common.metrics.families import Counter, Families, Gauge, Histogram, Info
 
 _VERSION = re.compile(r";\s*version\s*=([^;]*)", re.IGNORECASE)
 _OPENMETRICS = "application/openmetrics-text"
@@ -75,10 +75,6 @@ class ProgramMetrics:
     ) -> Histogram:
         """Declare a histogram, `multiworld_NAME`, with these upper bounds."""
         return self._add(Histogram(f"multiworld_{name}", documentation, buckets, labels))
-
-    def include(self, families: Iterable[NumberFamily | Histogram]) -> None:
-        """Add families with names of their own."""
-        self._families.all.extend(families)
 
     def _add(self, family: FamilyT) -> FamilyT:
         self._families.all.append(family)

@@ -45,7 +45,6 @@ from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.query import refuse_unknown_parameters
 from multiworld_serving.server.http.request_tracker import RequestIdMiddleware, RequestObserver, RequestTracker
 from multiworld_serving.server.observability.event_feed import EventFeed
-from multiworld_serving.server.observability.foreign_names import ForeignNames
 from multiworld_serving.server.observability.inference_statistics import Statistics
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_metrics import InferenceProtocol
@@ -80,7 +79,6 @@ def create_api(
     scrape: Scrape | None = None,
     access_log: bool = False,
     admin_port: int | None = None,
-    metric_aliases: bool = False,
     handler: HandlerProcesses | None = None,
     protocols: Sequence[InferenceProtocol] = ("predict", "v2"),
 ) -> Api:
@@ -94,7 +92,6 @@ def create_api(
         scrape: the metrics to serve; None = `metrics` alone.
         access_log: log all requests; otherwise failed inference requests only.
         admin_port: number of the admin port, for requests that belong there.
-        metric_aliases: export the metrics of requests under the names of other servers, too.
         handler: decodes and encodes the bodies of /predict; None = /predict classifies images.
         protocols: those that are served, whose metrics exist from the start.
     """
@@ -126,10 +123,7 @@ def create_api(
     app.add_middleware(DirectRoutes, handlers=inference.predict.direct() | v2_infer.direct())
     metrics.declare_closing_reasons(CLOSING_REASONS)
     metrics.declare_outcomes(model.name, model.version, protocols, {"ok": 200, **STATUS_OF_REASON})
-    aliases = ForeignNames() if metric_aliases else None
-    if aliases is not None:
-        metrics.include(aliases.families)
-    recorder = LocalRequestRecorder(model.name, metrics, statistics, aliases)
+    recorder = LocalRequestRecorder(model.name, metrics, statistics)
     observer = RequestObserver(recorder, traces, AccessLog(every_request=access_log))
     other = None if admin_port is None else OtherPort("the admin port", admin_port, is_admin_path)
     _guard(app, pipeline, observer, authorizer, other)

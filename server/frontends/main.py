@@ -202,7 +202,6 @@ class _Frontend:
             statistics,
             scrape=self._scrape,
             access_log=settings.access_log,
-            metric_aliases=settings.metric_aliases,
             admin_port=self._admin.getsockname()[1],
             handler=self._handler,
             protocols=("predict", "v2") if self._grpc is None else ("predict", "v2", "grpc"),

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from multiworld_serving.server.errors import OverloadedError
-from multiworld_serving.server.observability.incidents import Incident, IncidentLog
 from multiworld_serving.server.observability.metrics import Metrics, Totals
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot
 
@@ -132,9 +131,6 @@ class EventFeed:
         """Whether each leader was ready, by address."""
         self._leader: str | None = None
         self._totals = metrics.totals()
-        self._incidents = IncidentLog(self._totals)
-        self._told: Incident | None = None
-        """The incident that the subscribers know."""
         self._tick_s = time.monotonic()
         self._version: str | None = None
         self._next_id = 1
@@ -166,7 +162,6 @@ class EventFeed:
                     self._compare(stage.index, before, replica)
         if snapshot.draining or self._next_id > next_id:
             self._broadcast("status", asdict(snapshot))
-            self._tell_incident()
         if snapshot.draining:
             self._end_all()
 
@@ -184,8 +179,6 @@ class EventFeed:
         subscription = Subscription()
         subscription.put(b"retry: 2000\n\n" + _message("status", asdict(snapshot)))
         subscription.put(_message("points", [asdict(point) for point in self._points]))
-        if self._incidents.last is not None:
-            subscription.put(_message("incident", asdict(self._incidents.last)))
         missed = [event for event in self._events if event.id > last_id or last_id >= self._next_id]
         for event in missed[-_MAX_WAITING // 2 :]:
             subscription.put(_message("event", asdict(event), event.id))
@@ -209,25 +202,16 @@ class EventFeed:
     def _tick(self, snapshot: PipelineSnapshot) -> None:
         totals, now_s = self._metrics.totals(), time.monotonic()
         point = _point(self._totals, totals, now_s - self._tick_s, self._metrics.take_durations())
-        rerouted = 0
         for stage in snapshot.stages:
             moved = stage.rerouted - self._rerouted.get(stage.index, 0)
             self._rerouted[stage.index] = stage.rerouted
             if moved > 0:  # a leader that was restarted counts from 0
                 self._emit("rerouted", stage.index, detail=f"{moved} {'batch' if moved == 1 else 'batches'}")
-                rerouted += moved
         self._totals, self._tick_s = totals, now_s
         self._points.append(point)
         self._broadcast("status", asdict(snapshot))
         self._broadcast("points", [asdict(point)])
         self.observe(snapshot)
-        self._incidents.tick(time.time(), snapshot.state, totals, rerouted)
-        self._tell_incident()
-
-    def _tell_incident(self) -> None:
-        if self._incidents.last not in (None, self._told):
-            self._told = self._incidents.last
-            self._broadcast("incident", asdict(self._told))
 
     def _compare_leaders(self, snapshot: PipelineSnapshot) -> None:
         for leader in snapshot.leaders:
@@ -238,8 +222,6 @@ class EventFeed:
                 self._emit("leader_ready", None, detail=leader.name or leader.address)
             elif before and not ready:
                 self._emit("leader_lost", None, detail=f"{leader.name or leader.address} is {leader.state}")
-                if leader.state in ("unreachable", "not_ready"):  # otherwise an operator has stopped or unloaded it
-                    self._incidents.failed(time.time(), leader.name or leader.address, None, leader.state)
 
     def _compare(self, stage: int, before: ReplicaSnapshot | None, now: ReplicaSnapshot) -> None:
         if before is not None and (before.state, before.generation, before.world) == (
@@ -269,8 +251,6 @@ class EventFeed:
             where = (replica.slot, replica.worker, replica.generation)
             event = Event(self._next_id, time.time(), what, stage, *where, detail)
         self._next_id += 1
-        if what == "broken":
-            self._incidents.failed(event.at_unix_s, f"s{event.stage}.r{event.replica}", event.worker, event.detail)
         self._events.append(event)
         self._broadcast("event", asdict(event), event.id)
 

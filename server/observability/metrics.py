@@ -36,15 +36,13 @@ _RECOVERY_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120)  # importi
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts of requests by outcome, and of what was sent again."""
+    """Counts of requests by outcome, and of batches that were sent again."""
 
     answered: int
     refused: int
     """Status 4xx: client error or overload."""
     failed: int
     """Status 5xx."""
-    resubmitted: int
-    """Times that a frontend sent a request again."""
     reroutes: dict[int, int]
     """Batches by stage."""
 
@@ -230,5 +228,4 @@ class Metrics(RequestMetrics):
         """Counts since the start."""
         codes = self.statuses()
         reroutes = {int(stage): int(series.value) for (stage,), series in self._reroutes.items()}
-        resubmitted = sum(int(series.value) for _, series in self._resubmitted.items())
-        return Totals(codes["2"], codes["4"], codes["5"], resubmitted, reroutes)
+        return Totals(codes["2"], codes["4"], codes["5"], reroutes)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from multiworld_serving.common.metrics import guarded
-from multiworld_serving.server.observability.foreign_names import ForeignNames
 from multiworld_serving.server.observability.inference_statistics import InferenceTimes, Statistics
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_metrics import InferenceProtocol
@@ -54,16 +53,12 @@ class LocalRequestRecorder:
 
     Args:
         model: its name.
-        aliases: the same under the names of other servers; None = not exported.
     """
 
-    def __init__(
-        self, model: str, metrics: Metrics, statistics: Statistics, aliases: ForeignNames | None = None
-    ) -> None:
+    def __init__(self, model: str, metrics: Metrics, statistics: Statistics) -> None:
         self._model = model
         self._versions: list[str] = []
         """The latest last."""
-        self._aliases = None if aliases is None else guarded(aliases)
         self._metrics = guarded(metrics)
         self._statistics = guarded(statistics)
 
@@ -77,8 +72,6 @@ class LocalRequestRecorder:
         if self._versions[-1:] != [outcome.version]:
             self._use(outcome.version)
         times = outcome.times if outcome.code == 200 else None
-        if self._aliases is not None:
-            self._aliases.request_ended(self._model, outcome.version, outcome.duration_s, times)
         if outcome.code not in _NOT_FOR_THE_MODEL:
             self._statistics.request_finished(times, outcome.duration_s)
         self._metrics.request_finished(
@@ -100,7 +93,4 @@ class LocalRequestRecorder:
             self._metrics.version_answers(self._model, version)
         self._versions.append(version)
         if len(self._versions) > MAX_VERSIONS:
-            former = self._versions.pop(0)
-            self._metrics.requests_retired(self._model, former)
-            if self._aliases is not None:
-                self._aliases.version_retired(former)
+            self._metrics.requests_retired(self._model, self._versions.pop(0))

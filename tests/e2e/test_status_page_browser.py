@@ -103,9 +103,6 @@ def test_page_shows_a_frozen_worker_as_broken_and_its_replacement_as_ready(
         page.wait_for_selector('[data-world="s0.r0"][data-state=ready]')
         rate = page.locator('[data-world="s0.r0"] .batches-s')
         playwright.expect(rate).to_have_text(re.compile(r"[1-9]"), timeout=WAIT_MS)
-        page.wait_for_selector("#hero[data-state=survived]")
-        assert page.locator("#outcome .failed dd").inner_text() == "0"
-        assert "s0.r0" in page.locator("#incident").inner_text()
         page.screenshot(path=tmp_path / "light.png", full_page=True)
     feed = page.locator("#feed li[data-what=broken]").first.inner_text()
     assert "s0.r0" in feed

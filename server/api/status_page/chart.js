@@ -32,7 +32,6 @@ export class Chart {
   #series;
   #unit;
   #points = [];
-  #markS = null;
   #hoverX = null;
   #width = 300;
   #image = svg("svg", { tabindex: "0", role: "img" });
@@ -54,9 +53,9 @@ export class Chart {
       this.#hover(Math.min(this.#width - MARGIN.right, Math.max(MARGIN.left, (this.#hoverX ?? this.#width) + step)));
     });
   }
-  // `markS`: time of the last incident, or null.
-  show(points, markS) {
-    [this.#points, this.#markS] = [points, markS];
+
+  show(points) {
+    this.#points = points;
     this.#draw();
   }
 
@@ -77,7 +76,6 @@ export class Chart {
       const place = minutes === 5 ? "tick start" : minutes === 0 ? "tick end" : "tick";
       if (width > 420 || minutes % 5 === 0) parts.push(svg("text", { x: at, y: HEIGHT - 4, class: place }, minutes ? `${minutes} min` : "now"));
     }
-    if (this.#markS !== null && endS - this.#markS < SPAN_S) parts.push(svg("path", { d: `M${x(this.#markS)} ${MARGIN.top}V${y(0)}`, class: "mark" }));
     for (const [name, style, , zeros] of this.#series) parts.push(svg("path", { d: linePath(points, name, x, y, zeros), class: `curve ${style}` }));
     const nearest = this.#hoverX === null ? null : closest(points, (point) => Math.abs(x(point.at_unix_s) - this.#hoverX));
     if (nearest) parts.push(svg("path", { d: `M${x(nearest.at_unix_s)} ${MARGIN.top}V${y(0)}`, class: "cursor" }));

@@ -4,10 +4,10 @@ import { Chart } from "./chart.js";
 import { $, duration, number, setText } from "./dom.js";
 import { showEvent } from "./events.js";
 import { Graph } from "./graph.js";
-import { lost, noIncident, seen, showIncident, showState } from "./hero.js";
 import { showRollout, startOperating } from "./operate.js";
 import { Rates } from "./rates.js";
 import { ReplicaTable } from "./replicas.js";
+import { lost, seen, showState } from "./state.js";
 import { startTrying } from "./try.js";
 
 const MOST_POINTS = 300;
@@ -20,7 +20,6 @@ const throughput = new Chart($("throughput"), [["answered", "ok", "answered"], [
 const latency = new Chart($("latency"), [["slowest_ms", "slowest", "slowest"], ["p99_ms", "p99", "99th percentile"], ["p50_ms", "p50", "median"]], "ms");
 let points = [];
 let status = null;
-let incidentS = null;
 const view = { byHost: false, onlyProblems: false };
 
 function showStatus(fresh) {
@@ -61,8 +60,8 @@ function showPoints(added) {
 }
 
 function drawCharts() {
-  throughput.show(points, incidentS);
-  latency.show(points, incidentS);
+  throughput.show(points);
+  latency.show(points);
 }
 
 function follow() {
@@ -72,15 +71,7 @@ function follow() {
     show(JSON.parse(message.data));
   });
   on("status", showStatus);
-  on("points", (added) => {
-    noIncident();
-    showPoints(added);
-  });
-  on("incident", (incident) => {
-    incidentS = incident.at_unix_s;
-    drawCharts();
-    showIncident(incident);
-  });
+  on("points", showPoints);
   on("event", showEvent);
   source.addEventListener("error", () => {
     lost();

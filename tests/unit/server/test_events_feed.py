@@ -69,20 +69,6 @@ async def test_feed_emits_broken_and_rejoined_when_a_worker_is_killed() -> None:
     ]
 
 
-async def test_feed_tells_an_incident_at_once_and_to_those_who_come_later() -> None:
-    feed = EventFeed(Metrics())
-    broken = snapshot(replica("broken", last_failure=KILLED))
-    with feed.subscribe(broken) as subscription:
-        feed.observe(snapshot(replica("ready")))
-        read(subscription)
-        feed.observe(broken)
-        told = dict(read(subscription))
-    with feed.subscribe(broken) as later:
-        assert dict(read(later))["incident"] == told["incident"]
-    assert told["status"]["stages"][0]["replicas"][0]["state"] == "broken"
-    assert (told["incident"]["where"], told["incident"]["worker"]) == ("s0.r0", "local-0")
-
-
 async def test_feed_emits_left_when_a_worker_leaves() -> None:
     told = happened(
         snapshot(replica("ready", 2, last_failure=KILLED)),

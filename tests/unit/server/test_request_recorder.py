@@ -1,10 +1,7 @@
-"""Series of requests: of the latest versions only, and under the names of other servers."""
+"""Series of requests: of the latest versions only."""
 
 from __future__ import annotations
 
-import pytest
-
-from multiworld_serving.server.observability.foreign_names import ForeignNames
 from multiworld_serving.server.observability.inference_statistics import ImageTimes, InferenceTimes, Statistics
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_recorder import MAX_VERSIONS, LocalRequestRecorder, RequestOutcome
@@ -22,15 +19,14 @@ def versions(metrics: Metrics, family: str) -> set[str]:
 
 
 def test_series_of_dropped_versions_are_removed() -> None:
-    metrics, aliases = Metrics(), ForeignNames()
-    metrics.include(aliases.families)
+    metrics = Metrics()
     metrics.declare_outcomes("m", "v0", ("v2",), {"ok": 200, "deadline": 504})
-    recorder = LocalRequestRecorder("m", metrics, Statistics(), aliases)
+    recorder = LocalRequestRecorder("m", metrics, Statistics())
     for number in range(MAX_VERSIONS + 2):
         recorder.request_ended(0, outcome(f"v{number}"))
         recorder.request_ended(0, outcome("v1"))  # stays, because it is used
     kept = {"v1", *(f"v{number}" for number in range(3, MAX_VERSIONS + 2))}
-    for family in ("multiworld_requests_total", "multiworld_images_total", "nv_inference_count"):
+    for family in ("multiworld_requests_total", "multiworld_images_total"):
         assert versions(metrics, family) == kept, family
     assert metrics.totals().answered == 2 * (MAX_VERSIONS + 2)
 
@@ -41,28 +37,3 @@ def test_new_version_has_series_with_value_0_before_its_first_failure() -> None:
     LocalRequestRecorder("m", metrics, Statistics()).request_ended(0, outcome("v1"))
     labels = {"model": "m", "version": "v1", "protocol": "v2", "code": "504", "reason": "deadline"}
     assert metrics.registry.get_sample_value("multiworld_requests_total", labels) == 0
-
-
-@pytest.mark.parametrize(("openmetrics", "kind"), [(False, "untyped"), (True, "unknown")])
-def test_requests_have_the_names_of_other_servers(openmetrics: bool, kind: str) -> None:
-    metrics, aliases = Metrics(), ForeignNames()
-    metrics.include(aliases.families)
-    recorder = LocalRequestRecorder("m", metrics, Statistics(), aliases)
-    recorder.request_ended(0, outcome("v"))
-    recorder.request_ended(0, outcome("v", 504))
-    text = metrics.exposition("application/openmetrics-text; version=1.0.0" if openmetrics else "")[0].decode()
-    assert f"# TYPE nv_inference_count {kind}" in text
-    found = {
-        line.partition("{")[0].removeprefix("nv_inference_"): float(line.split()[-1])
-        for line in text.splitlines()
-        if line.startswith("nv_inference_")
-    }
-    assert found == pytest.approx(
-        {
-            **{"request_success": 1, "request_failure": 1, "count": 2, "exec_count": 1, "request_duration_us": 5e5},
-            **{"queue_duration_us": 1000, "compute_input_duration_us": 12000, "compute_infer_duration_us": 2000},
-            "compute_output_duration_us": 16000,
-        }
-    )
-    assert 'request_predict_seconds_bucket{le="0.01",model_name="m"} 1' in text
-    assert 'request_preprocess_seconds_count{model_name="m"} 1' in text
