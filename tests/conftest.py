@@ -3,6 +3,7 @@
 import fcntl
 import os
 import signal
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -20,6 +21,42 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # its workers inherit the size of a ter
         os.environ.pop(name, None)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background jobs and their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+LAYERS = ("unit", "simulation", "chaos", "e2e", "ray", "slurm", "machines", "integration")
+"""The order of the folders: fast tests first, then those with the longest files, so that no process is left with a long file at the end."""
+_SECONDS = pytest.StashKey[defaultdict[str, float]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_SECONDS] = defaultdict(float)
+    config.pluginmanager.register(_FolderTimes(config.stash[_SECONDS]), "folder_times")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {folder: position for position, folder in enumerate(LAYERS)}
+    items.sort(key=lambda item: order.get(_folder(item.nodeid), len(order)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if seconds := config.stash[_SECONDS]:
+        terminalreporter.section("seconds by folder, summed over all processes")
+        for folder, spent_s in sorted(seconds.items(), key=lambda item: -item[1]):
+            terminalreporter.line(f"{spent_s:8.1f} s  tests/{folder}")
+
+
+class _FolderTimes:
+    """Adds up the time of the tests of each folder."""
+
+    def __init__(self, seconds: defaultdict[str, float]) -> None:
+        self._seconds = seconds
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[_folder(report.nodeid)] += report.duration
+
+
+def _folder(nodeid: str) -> str:
+    return nodeid.removeprefix("tests/").partition("/")[0]
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,10 @@
 """Random operations and faults in random worlds: every result is correct, a fault ends only its own worlds, and nothing is left behind.
 
-`MULTIWORLD_TORTURE_S` sets the duration, `MULTIWORLD_TORTURE_SEED` the seed; a failure prints the command that reproduces it.
+`MULTIWORLD_TORTURE_S` sets the duration and `MULTIWORLD_TORTURE_SEED` the seed; the default is fixed, and `make soak` draws new ones. A
+failure prints the command that reproduces it.
 """
 
 import os
-import secrets
 
 import pytest
 
@@ -12,7 +12,7 @@ from tests.torture.schedule import COLLECTIVES, OF_PROCESSES, OF_WORLDS, plan_ro
 from tests.torture.worlds import TortureError, run, torture
 
 DURATION_S = float(os.environ.get("MULTIWORLD_TORTURE_S", "30"))
-SEED = int(os.environ.get("MULTIWORLD_TORTURE_SEED", secrets.randbelow(2**40)))
+SEED = int(os.environ.get("MULTIWORLD_TORTURE_SEED", "1"))
 
 
 @pytest.mark.timeout(DURATION_S + 400)
