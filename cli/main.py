@@ -26,7 +26,6 @@ from multiworld_serving.cli.verbs import (
     config,
     credentials,
     export,
-    plan,
     predict,
     processes,
     simulate,
@@ -67,7 +66,6 @@ _add(processes.frontend, processes.FRONTEND_EPILOG)
 _add(processes.leader, processes.LEADER_EPILOG)
 _add(processes.worker, processes.WORKER_EPILOG)
 _add(predict.predict, predict.EPILOG)
-_add(plan.plan, plan.EPILOG)
 _add(export.export, export.EPILOG)
 _add(status.status, status.EPILOG)
 _add(bench.bench, bench.EPILOG)

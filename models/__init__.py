@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multiworld_serving.models.architectures import MODEL_NAMES, count_blocks
-    from multiworld_serving.models.bundle.cutting import cut_graph, measure_nodes, times_of_blocks
+    from multiworld_serving.models.bundle.cutting import cut_graph
     from multiworld_serving.models.bundle.files import Bundle, read_bundle
     from multiworld_serving.models.bundle.graph import Graph
     from multiworld_serving.models.bundle.stage import (
@@ -85,11 +85,9 @@ __all__ = [
     "load_bundle_stage",
     "load_model",
     "may_be_compiled",
-    "measure_nodes",
     "optimize",
     "read_bundle",
     "stage_specs",
-    "times_of_blocks",
     "torch_threads",
     "weights_head",
 ]

@@ -12,9 +12,7 @@ def partition(
     costs: Sequence[float],
     num_stages: int,
     boundaries: Sequence[float],
-    *,
     transfers: Sequence[float] | None = None,
-    speeds: Sequence[float] | None = None,
 ) -> list[tuple[int, int]]:
     """Partition blocks into `num_stages` contiguous stages that minimise the cost of the slowest stage.
 
@@ -26,7 +24,6 @@ def partition(
         boundaries: data moved after each block except the last, in any unit.
         transfers: cost of receiving or sending the tensor at each boundary, in the unit of `costs`, added to the stages on both
             sides. None: 0.
-        speeds: > 0, of the devices of each stage: the blocks of a stage cost that much less. None: 1.
     Returns:
         (first, end) of each stage, end exclusive, in order.
     Raises:
@@ -38,8 +35,7 @@ def partition(
         )
     assert len(boundaries) == len(costs) - 1
     assert transfers is None or len(transfers) == len(boundaries)
-    assert speeds is None or len(speeds) == num_stages
-    cost_of = _StageCost(costs, transfers or [0.0] * len(boundaries), speeds or [1.0] * num_stages)
+    cost_of = _StageCost(costs, transfers or [0.0] * len(boundaries))
     ends = _best_ends(cost_of, num_stages, _slowest_stage(cost_of, num_stages), boundaries)
     return list(pairwise([0, *ends]))
 
@@ -47,27 +43,22 @@ def partition(
 class _StageCost:
     """Cost of a stage of blocks `first` to `end` (exclusive), including its transfers."""
 
-    def __init__(self, costs: Sequence[float], transfers: Sequence[float], speeds: Sequence[float]) -> None:
+    def __init__(self, costs: Sequence[float], transfers: Sequence[float]) -> None:
         self.num_blocks = len(costs)
-        self._speeds = speeds
         self._before = list(accumulate(costs, initial=0))
         self._crossing = [0.0, *transfers, 0.0]
 
-    def __call__(self, stage: int, first: int, end: int) -> float:
-        return (
-            (self._before[end] - self._before[first]) / self._speeds[stage]
-            + self._crossing[first]
-            + self._crossing[end]
-        )
+    def __call__(self, first: int, end: int) -> float:
+        return self._before[end] - self._before[first] + self._crossing[first] + self._crossing[end]
 
 
 def _slowest_stage(cost_of: _StageCost, num_stages: int) -> float:
     """Cost of the slowest stage in the best partition."""
     num_blocks = cost_of.num_blocks
-    slowest = {end: cost_of(0, 0, end) for end in range(1, num_blocks + 1)}  # with one stage, by its end
+    slowest = {end: cost_of(0, end) for end in range(1, num_blocks + 1)}  # with one stage, by its end
     for stage in range(1, num_stages):
         slowest = {
-            end: min(max(slowest[start], cost_of(stage, start, end)) for start in range(stage, end))
+            end: min(max(slowest[start], cost_of(start, end)) for start in range(stage, end))
             for end in range(stage + 1, num_blocks + 1)
         }
     return slowest[num_blocks]
@@ -81,11 +72,11 @@ def _best_ends(cost_of: _StageCost, num_stages: int, limit: float, boundaries: S
     """
     num_blocks = cost_of.num_blocks
     best: dict[int, tuple[_Score, tuple[int, ...]]] = {0: ((0, 0), ())}  # by end of the last stage so far
-    for stage in range(num_stages):
+    for _ in range(num_stages):
         following: dict[int, tuple[_Score, tuple[int, ...]]] = {}
         for start, ((moved, squares), ends) in best.items():
             for end in range(start + 1, num_blocks + 1):
-                cost = cost_of(stage, start, end)
+                cost = cost_of(start, end)
                 if cost > limit:
                     continue  # a later boundary may be cheaper to cross
                 crossing = boundaries[end - 1] if end < num_blocks else 0

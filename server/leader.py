@@ -30,7 +30,6 @@ from multiworld_serving.server.predictor import ModelVersion, Prediction
 from multiworld_serving.server.readiness import readiness_error
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
 from multiworld_serving.server.replicas.placement import ready_links
-from multiworld_serving.server.replicas.rebalancing import Rebalancer
 from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.replicas.replica_ids import (
     activate,
@@ -112,13 +111,6 @@ class Leader:
             self._exclusive,
             self._states_changed,
         )
-        self._rebalancer = Rebalancer(
-            self._registry,
-            self._rollout.recut,
-            self._exclusive,
-            after_s=settings.rebalance_after_s,
-            timeout_s=settings.join_timeout_s,
-        )
         self.open_requests = OpenRequests()
         self.weights: str | None = None
         self.revision = 0
@@ -136,7 +128,6 @@ class Leader:
     async def __aenter__(self) -> "Leader":
         self._registry.listen()
         self.answer(self._registry.offer)
-        self._rebalancer.start()
         self._metrics.version_serves(self._model, self._versions.current.version)
         self._states_changed()
         return self
@@ -144,7 +135,6 @@ class Leader:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._rebalancer.stop()
         self._draining = True
         self._driver.close()
         await self._rollout.close()
@@ -269,7 +259,6 @@ class Leader:
             OperationInProgressError, models.ModelError, VersionFailedError: nothing has changed.
         Cancelling is safe, see `VersionRollout.run`.
         """
-        await self._rollout.end_recut()
         if not self._exclusive.busy:
             self._next = (weights, revision)
         version = await self._rollout.run(weights)
@@ -285,7 +274,6 @@ class Leader:
         Raises:
             OperationInProgressError: another operation is in progress.
         """
-        await self._rollout.end_recut()
         with self._exclusive.acquire("unloading the model"):
             self._unloaded, self.revision = True, max(self.revision, revision)
             logger.warning("the model is unloaded: requests are refused until it is loaded")
@@ -296,7 +284,6 @@ class Leader:
         """Refuse new requests, and wait at most `timeout_s` until the open ones are answered."""
         logger.info("stopping: waiting for %d open requests", self.open_requests.count)
         self._draining = True
-        self._rebalancer.stop()
         self._registry.stop()
         self._driver.submit_event(Drain(admits=True))
         with contextlib.suppress(TimeoutError):
@@ -353,12 +340,8 @@ class Leader:
         former = self.version
         forgotten = self._versions.switch_to(plan)
         self._registry.use(plan)
-        if plan.version == former:
-            cuts = ", ".join(stage.spec.blocks[-1] for stage in plan.stages[:-1])
-            logger.info("version %s has other stages, cut after %s", former.name, cuts)
-        else:
-            self._into_service()
-            logger.info("version %s (number %d) -> %s (number %d)", former.name, former.number, *reversed(plan.version))
+        self._into_service()
+        logger.info("version %s (number %d) -> %s (number %d)", former.name, former.number, *reversed(plan.version))
         for link in self._registry.serving():
             if link.state == "ready":  # a draining link must not get new batches, or it would never become empty
                 self.on_serving(link)

@@ -123,12 +123,6 @@ class LeaderSettings(ServiceSettings):
         ge=0,
         le=256,
     )
-    cut: Literal["counted", "measured"] = setting(
-        "counted",
-        "Pipeline",
-        "What balances the stages: counted uses the multiply-adds of a ResNet or the times in the bundle, the same on every machine; "
-        "measured uses the time of each operator on this machine, measured at start like `multiworld plan`.",
-    )
     optimize: Literal["none", "eager", "compile", "auto", "measure"] = setting(
         "auto",
         "Pipeline",
@@ -213,16 +207,6 @@ class LeaderSettings(ServiceSettings):
         "How long a stage may have no worker before a worker of a stage with several is reassigned to it; 0 disables this.",
         ge=0,
         le=3600,
-    )
-
-    rebalance_after_s: float = setting(
-        60.0,
-        "Failure",
-        "How long the workers must be unchanged before a leader exchanges a fast worker with a slower one of the slowest stage, or "
-        "cuts the model into other stages, if that makes the slowest stage 10 % faster; five times as long while replicas are missing; "
-        "0 disables this.",
-        ge=0,
-        le=86400,
     )
 
     leader_name: str = setting(

@@ -16,7 +16,7 @@ from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges import Edges
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.common.wire import WORLD_BACKEND, JoinOffer, JoinRequest, WireError
-from multiworld_serving.workers.compute.device_power import free_memory_mb
+from multiworld_serving.workers.compute.device import free_memory_mb
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.exit_timer import EXIT_DEVICE_FAILED, EXIT_STUCK, GRACEFUL_EXIT_S, arm_exit_timer
 from multiworld_serving.workers.join_turns import Joining, JoinTurns
@@ -193,7 +193,6 @@ class LeaderConnection:
                 os.getpid(),
                 *hint,
                 edge,
-                self._engine.gflops,
                 free_memory_mb(self._engine.device),
             ).to_json()
 

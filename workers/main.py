@@ -25,7 +25,6 @@ from multiworld_serving.workers import exit_timer
 from multiworld_serving.workers.compute.compiler import Compiler
 from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.device import check_device
-from multiworld_serving.workers.compute.device_power import measured_gflops
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
 from multiworld_serving.workers.join_turns import JoinTurns
@@ -66,7 +65,6 @@ def run(settings: WorkerSettings) -> int:
 async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracing | None) -> int:
     compiler = Compiler() if device.type == "cpu" else None
     stop, engine = asyncio.Event(), Engine(device, _shared_cores(settings), compiler)
-    engine.gflops = settings.gflops or measured_gflops(device, min(engine.threads))
     traces = ComputeTraces(tracing, settings.name, settings.device) if tracing else None
     metrics = WorkerMetrics(build_labels(torch.__version__))
     loop = asyncio.get_running_loop()

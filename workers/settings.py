@@ -57,14 +57,6 @@ class WorkerSettings(LeadersSettings, EdgePortSettings):
     )
     threads: int = setting(0, "Compute", "Compute threads; 0 takes one per core.", ge=0, le=1024)
 
-    gflops: float = setting(
-        0.0,
-        "Compute",
-        "Speed of the device in 10^9 operations per second, which decides about the stage that it gets; 0 measures it at start.",
-        ge=0,
-        le=1e9,
-    )
-
     cores_file: str | None = setting(
         None,
         "Compute",

@@ -41,7 +41,6 @@ _MAX_FIELDS_CHARS = 200
 EDGE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """By name, the dtypes as which float32 tensors may travel between stages."""
 _SHA256 = re.compile("[0-9a-f]{64}")
-_MAX_GFLOPS = 1e9
 _MAX_MEMORY_MB = 1 << 40
 MAX_PARTS = 64
 """Most parts in a JoinRequest."""
@@ -115,7 +114,6 @@ class JoinRequest(_Json):
         parts: comma-separated `BundleStageSpec.part`s of the stages that other leaders have assigned to it, or else of those that it served
             last. A hint for placement.
         is_shared: whether other leaders have assigned `parts`.
-        gflops: measured speed of the device in float32, in 10^9 operations per second; 0: not known.
         memory_mb: memory that is available for stages, in 10^6 bytes; 0: not known.
         protocol: must be the leader's.
         release: of the worker, for messages.
@@ -130,7 +128,6 @@ class JoinRequest(_Json):
     parts: str = ""
     is_shared: bool = False
     edge: str = ""
-    gflops: float = 0.0
     memory_mb: int = 0
     protocol: int = WORKER_PROTOCOL
     release: str = RELEASE
@@ -148,8 +145,6 @@ class JoinRequest(_Json):
                 )
         if not 0 < self.pid < 1 << 32:
             raise WireError(f"JoinRequest: pid is {self.pid!r:.60}; expected a process id")
-        if not 0 <= self.gflops <= _MAX_GFLOPS:
-            raise WireError(f"JoinRequest: gflops is {self.gflops!r:.60}; expected 0 to {_MAX_GFLOPS:g}")
         if not 0 <= self.memory_mb <= _MAX_MEMORY_MB:
             raise WireError(f"JoinRequest: memory_mb is {self.memory_mb!r:.60}; expected 0 to {_MAX_MEMORY_MB}")
         _check_edge(self.edge)

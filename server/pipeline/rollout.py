@@ -1,4 +1,4 @@
-"""Version rollout: switches the service to other weights, or to other cuts of the model, without failing a request.
+"""Version rollout: switches the service to other weights without failing a request.
 
     load, partition, compute the reference   in the leader; invalid weights fail here
     each worker in turn                      loads its stage of the new version beside the old one and passes the self-test
@@ -29,7 +29,6 @@ from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTe
 from multiworld_serving.server.replicas.placement import Placement, ready_links
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.snapshots import RolloutProgress
-from multiworld_serving.server.versions.cut_bundle import CutBundle
 from multiworld_serving.server.versions.version_table import Loader, VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
@@ -79,9 +78,6 @@ class VersionRollout:
         self._on_progress = on_progress
         self._retired = asyncio.Event()
         self._cancelled = asyncio.Event()
-        self._recut_cancelled = asyncio.Event()
-        self._recut_ended = asyncio.Event()
-        self._recut_ended.set()
         self._changes: set[asyncio.Task[ModelVersion]] = set()
 
     async def run(self, weights: str | None) -> ModelVersion:
@@ -95,31 +91,8 @@ class VersionRollout:
             models.ModelError: see `Loader.load`.
             VersionFailedError: a worker could not load it, failed the self-test, or was lost meanwhile.
         """
-        return await self._shielded(
-            "loading a version", lambda loader: loader.load(weights, self._versions), asyncio.Event()
-        )
-
-    async def recut(self, cut: CutBundle) -> None:
-        """Switch to the current version with other cuts, like `run`, and with the same exceptions. `end_recut` cancels it."""
-        self._recut_ended.clear()
-        self._recut_cancelled = cancelled = asyncio.Event()
-        try:
-            await self._shielded(
-                "cutting the model into other stages", lambda loader: loader.recut(cut, self._versions), cancelled
-            )
-        finally:
-            self._recut_ended.set()
-
-    async def end_recut(self) -> None:
-        """Cancel `recut` if it has not switched yet, and wait until it has ended: an administrator's operation comes first."""
-        if not self._recut_ended.is_set():
-            self._recut_cancelled.set()
-            await self._recut_ended.wait()
-
-    async def _shielded(
-        self, operation: str, make_plan: Callable[[Loader], VersionPlan], cancelled: asyncio.Event
-    ) -> ModelVersion:
-        change = asyncio.create_task(self._change(operation, make_plan, cancelled))
+        cancelled = asyncio.Event()
+        change = asyncio.create_task(self._change(weights, cancelled))
         self._changes.add(change)
         change.add_done_callback(self._changes.discard)
         try:
@@ -136,12 +109,10 @@ class VersionRollout:
                 change.cancel()
             await asyncio.gather(*changes, return_exceptions=True)
 
-    async def _change(
-        self, operation: str, make_plan: Callable[[Loader], VersionPlan], cancelled: asyncio.Event
-    ) -> ModelVersion:
-        with self._exclusive.acquire(operation), self._showing_progress():
+    async def _change(self, weights: str | None, cancelled: asyncio.Event) -> ModelVersion:
+        with self._exclusive.acquire("loading a version"), self._showing_progress():
             self._cancelled = cancelled
-            plan = await self._plan(make_plan)
+            plan = await self._plan(weights)
             if plan.number == self._versions.current.number:
                 return plan.version
             began_s = time.monotonic()
@@ -179,11 +150,11 @@ class VersionRollout:
         passed = tuple(link.worker for link in links if plan.number in link.loaded_plans)
         return RolloutProgress("loading", passed=passed, workers=len(links))
 
-    async def _plan(self, make_plan: Callable[[Loader], VersionPlan]) -> VersionPlan:
+    async def _plan(self, weights: str | None) -> VersionPlan:
         if self._loader is None:
             raise VersionFailedError("this service cannot load other versions: it was started without a version loader")
         threads = DaemonThreadPool(1, "version")
-        loading = asyncio.wrap_future(threads.submit(partial(make_plan, self._loader)))
+        loading = asyncio.wrap_future(threads.submit(partial(self._loader.load, weights, self._versions)))
         # Retrieve the exception, because after a cancel no one awaits the future.
         loading.add_done_callback(lambda done: done.cancelled() or done.exception())
         threads.close()

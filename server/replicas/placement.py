@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from statistics import median
 
-from multiworld_serving.common.wire import JoinRequest
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.snapshots import FailureSnapshot
 
-CLEARLY_FASTER = 2.0
-"""Measured speeds of equal machines differ by less than this factor, also if the sibling threads of one are busy."""
 _LEAST_WEIGHT = 0.01
 """Weight of a stage whose load is not known yet."""
 
@@ -63,8 +59,6 @@ class Placement:
     spares_wanted: int = 0
     all: list[Slot] = field(default_factory=list)
     """The slots of the stages."""
-    costs: tuple[float, ...] = ()
-    """Work of each stage for a row; empty: unknown. Only the ratio matters."""
     wanted: tuple[float, ...] = ()
     """Replicas of each stage that the load needs; empty: unknown. Only their ratio matters, because a leader knows its own load."""
     spares: list[Slot] = field(default_factory=list)
@@ -77,15 +71,15 @@ class Placement:
     def of_stage(self, stage: int | None) -> list[Slot]:
         return [slot for slot in self.all if slot.stage == stage]
 
-    def free_slot(self, stage: int, *, may_be_spare: bool = True) -> Slot:
+    def free_slot(self, stage: int) -> Slot:
         """A free slot of this stage for a joining worker.
 
-        If there is none, the worker becomes a spare if spares are wanted and it may be one, or else gets an extra slot of the stage.
+        If there is none, the worker becomes a spare if spares are wanted, or else gets an extra slot of the stage.
         """
         for slot in self.of_stage(stage):
             if slot.free:
                 return slot
-        if may_be_spare and len(self.spares) < self.spares_wanted:
+        if len(self.spares) < self.spares_wanted:
             taken = {link.world_name for link in self.links()}
             index = next(index for index in range(len(taken) + 1) if f"spare{index}" not in taken)
             self.spares.append(slot := Slot(None, index))
@@ -101,66 +95,37 @@ class Placement:
         host: str = "",
         elsewhere: Collection[int] = (),
         former: Collection[int] = (),
-        strength: int = 0,
         too_large: Collection[int] = (),
     ) -> int:
         """Choose the stage for a joining worker on `host`, which serves the stages `elsewhere` for other leaders, or served `former`.
 
         A stage without replicas (serving or joining) is first. Then a stage of `elsewhere` with a free slot, because the worker has it
-        in memory. Then the stage with the fewest replicas; among equals, one of `elsewhere` or `former`, then the one with the most
-        work for a strong worker and with the least for a weak one, then the one with the fewest replicas on that host, because a host may
-        fail as a whole, then the earliest. If all stages have `replicas`, a stage of `elsewhere` is first, because the other leaders have
-        chosen it, and then the one with the fewest replicas for its load.
+        in memory. Then the stage with the fewest replicas; among equals, one of `elsewhere` or `former`, then the one with the fewest
+        replicas on that host, because a host may fail as a whole, then the earliest. If all stages have `replicas`, a stage of `elsewhere`
+        is first, because the other leaders have chosen it, and then the one with the fewest replicas for its load.
 
         Args:
-            strength: of the worker, see `strength`.
             too_large: stages that do not fit into its memory. They are chosen only if no stage fits.
         """
         taken = [self._taken(stage, host) for stage in range(self.num_stages)]
         extra = all(replicas >= self.replicas for replicas, _ in taken)
 
-        def rank(stage: int) -> tuple[bool, bool, bool, float, bool, float, int]:
+        def rank(stage: int) -> tuple[bool, bool, bool, float, bool, int]:
             replicas, on_host = taken[stage]
             shared = stage in elsewhere and self._has_free_slot(stage)
             chosen = not extra or stage in elsewhere
             fill = replicas / self._weight(stage) if extra else replicas
-            work = -strength * self.costs[stage] if self.costs else 0.0
             return (
                 replicas > 0,
                 not shared,
                 not chosen,
                 fill,
                 stage not in elsewhere and stage not in former,
-                work,
                 on_host,
             )
 
         fitting = [stage for stage in range(self.num_stages) if stage not in too_large]
         return min(fitting or range(self.num_stages), key=rank)
-
-    def speeds(self) -> dict[tuple[str, str], float]:
-        """The highest speed that a connected worker measured, by host and device.
-
-        Workers of one device are alike. If one measured less, others computed meanwhile.
-        """
-        found: dict[tuple[str, str], float] = {}
-        for link in self.links():
-            place = link.request.host, link.request.device
-            found[place] = max(found.get(place, 0.0), link.request.gflops)
-        return found
-
-    def strength(self, request: JoinRequest) -> int:
-        """Compare a worker's speed with the median of the connected workers.
-
-        Returns 1 if it is at least `CLEARLY_FASTER` times the median, -1 if the median is at least that many times its speed, otherwise 0.
-        """
-        known, place = self.speeds(), (request.host, request.device)
-        own = max(known.get(place, 0.0), request.gflops)
-        others = [known[link.request.host, link.request.device] for link in self.links()]
-        if not own or not any(others):
-            return 0
-        usual = median(filter(None, others))
-        return (own >= CLEARLY_FASTER * usual) - (own * CLEARLY_FASTER <= usual)
 
     def _weight(self, stage: int) -> float:
         """The load of a stage relative to that of the most loaded one."""

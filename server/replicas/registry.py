@@ -27,7 +27,7 @@ _RETRY_WHILE_DRAINING_S = 1.0
 _OTHERS_JOIN_S = 6.0
 """After a leader has started, its workers join within this time: the longest pause between their attempts is 5 s."""
 _RETRY_WHILE_OTHERS_JOIN_S = 0.25
-COPIES_OF_WEIGHTS = 2
+_COPIES_OF_WEIGHTS = 2
 """Held by a worker at once while it loads a stage: the received bytes, and the stage's parameters."""
 _SLOT_RETENTION_S = 60.0
 """How long an extra slot of a failed worker is kept for a successor."""
@@ -65,7 +65,7 @@ class WorkerRegistry:
     ) -> None:
         self.placement = Placement(len(plan.stages), settings.replicas, settings.spares)
         self.port = settings.join_port
-        self.use(plan)
+        self.plan = plan
         self._settings = settings
         self._metrics = metrics
         self._manager = manager
@@ -75,8 +75,6 @@ class WorkerRegistry:
         self._links: dict[str, WorkerLink] = {}
         self._serving: set[str] = set()
         """Ids of the links that were reported as serving."""
-        self._intended: dict[str, int] = {}
-        """By worker, the stage to which it is being moved."""
         self._moving: WorkerLink | None = None
         """The worker that is being reassigned to a stage without workers."""
         self._reassigning: asyncio.TimerHandle | None = None
@@ -89,7 +87,6 @@ class WorkerRegistry:
     def use(self, plan: VersionPlan) -> None:
         """Let joining workers load this plan. Connected workers are not affected."""
         self.plan = plan
-        self.placement.costs = tuple(stage.cost_s for stage in plan.stages)
 
     def listen(self) -> None:
         """Listen for workers. Raises OSError if the port is not available."""
@@ -197,16 +194,12 @@ class WorkerRegistry:
 
     def _choose_slot(self, request: JoinRequest, elsewhere: frozenset[int], former: frozenset[int]) -> Slot:
         placement, stages = self.placement, self.plan.stages
-        needs_mb = {stage.spec.index: COPIES_OF_WEIGHTS * stage.weights.size / 1e6 for stage in stages}
+        needs_mb = {stage.spec.index: _COPIES_OF_WEIGHTS * stage.weights.size / 1e6 for stage in stages}
         too_large = [stage for stage, needed_mb in needs_mb.items() if 0 < request.memory_mb < needed_mb]
         if too_large:
             limits = request.memory_mb, ", ".join(map(str, too_large))
             logger.warning("worker=%s has %d MB of memory, too little for the stages %s", request.worker, *limits)
-        intended = self._intended.get(request.worker)
-        if intended is not None and next(placement.stages_without_worker(), None) is None:
-            return placement.free_slot(intended, may_be_spare=False)
-        strength = placement.strength(request)
-        return placement.free_slot(placement.choose_stage(request.host, elsewhere, former, strength, too_large))
+        return placement.free_slot(placement.choose_stage(request.host, elsewhere, former, too_large))
 
     async def _run(self, link: WorkerLink) -> None:
         settings = self._settings
@@ -244,16 +237,6 @@ class WorkerRegistry:
         else:
             link.close()
         self._on_change()
-
-    def move(self, link: WorkerLink, stage: int) -> None:
-        """Make a worker leave, when its batches are done, and join again at this stage."""
-        self._intended[link.worker] = stage
-        link.drain()
-        self.on_leaving(link)
-
-    def moved(self) -> None:
-        """Place workers that join again by themselves as usual, after `move`."""
-        self._intended.clear()
 
     def serving(self) -> list[WorkerLink]:
         """The links that serve a stage."""

@@ -1,4 +1,4 @@
-"""Opens the model that is served, and loads further versions of it with the same interface, or other cuts of it."""
+"""Opens the model that is served, and loads further versions of it with the same interface."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from multiworld_serving.models import Bundle, BundleError, Tuning
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, ServedModel
-from multiworld_serving.server.versions.cut_bundle import CutBundle
 from multiworld_serving.server.versions.model_source import ModelSource, source_of
 from multiworld_serving.server.versions.stage_plan import make_bundle_plan
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
@@ -41,19 +40,8 @@ class BundleLoader:
             )
         if manifest.version == versions.current.version.name:
             return versions.current
-        current = versions.current.cut
-        cut = CutBundle.of(bundle, len(stages)) if current is None else current.of_version(bundle)
         version = ModelVersion(versions.number_of(manifest.version), manifest.version)
-        return _plan(version, cut, stages[0].tuning, versions.next_plan())
-
-    def recut(self, cut: CutBundle, versions: VersionTable) -> VersionPlan:
-        """See `multiworld_serving.server.versions.version_table.Loader`."""
-        current = versions.current
-        return _plan(current.version, cut, current.stages[0].tuning, versions.next_plan())
-
-
-def _plan(version: ModelVersion, cut: CutBundle, tuning: Tuning, number: int) -> VersionPlan:
-    return VersionPlan(version, make_bundle_plan(cut, tuning, number), number, cut)
+        return VersionPlan(version, make_bundle_plan(bundle, len(stages), stages[0].tuning, version.number))
 
 
 def open_model(settings: LeaderSettings, tuning: Tuning) -> tuple[ServedModel, BundleLoader, VersionPlan]:
@@ -66,8 +54,7 @@ def open_model(settings: LeaderSettings, tuning: Tuning) -> tuple[ServedModel, B
     first = source.first()
     manifest = first.manifest
     logger.debug("partitioning %s@%s into %d stages", manifest.name, manifest.version, settings.stages)
-    cut = CutBundle.of(first, settings.stages, measured=settings.cut == "measured")
-    plan = _plan(ModelVersion(1, manifest.version), cut, tuning, 1)
+    plan = VersionPlan(ModelVersion(1, manifest.version), make_bundle_plan(first, settings.stages, tuning))
     return _served(first), BundleLoader(source, first), plan
 
 

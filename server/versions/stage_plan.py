@@ -16,11 +16,11 @@ from multiworld_serving.models import (
     Graph,
     Tuning,
     WeightsError,
+    cut_graph,
     deviation,
     stage_specs,
     weights_head,
 )
-from multiworld_serving.server.versions.cut_bundle import CutBundle
 from multiworld_serving.server.versions.stage_weights import FileRange, StageWeights
 
 logger = logging.getLogger(__name__)
@@ -36,12 +36,11 @@ class StagePlan:
     """One stage of one version.
 
     Attributes:
-        number: by which workers know the stages of a version that are cut in this way. The version's name is `spec.version`.
+        number: of the version, by which workers know its stages. The version's name is `spec.version`.
         input_shape: of one row of the input. Rows of variable length have at most this many bytes.
         self_test_input: one row.
         self_test_output: the output of this stage for `self_test_input`, computed in float32.
         tuning: precision and optimization that workers use.
-        cost_s: seconds that computing a row took when the model was exported, or another measure of it.
     """
 
     spec: BundleStageSpec
@@ -51,7 +50,6 @@ class StagePlan:
     self_test_output: Tensor
     number: int = 1
     tuning: Tuning = NO_TUNING
-    cost_s: float = 0.0
 
     def assignment(self, max_batch_size: int, window: int) -> StageAssignment:
         """The message that tells a worker to load this stage."""
@@ -131,24 +129,27 @@ class StagePlan:
         return None
 
 
-def make_bundle_plan(cut: CutBundle, tuning: Tuning = NO_TUNING, number: int = 1) -> tuple[StagePlan, ...]:
-    """The stages of a bundle. The weights stay in its file. Reference outputs that the bundle does not have are computed here.
+def make_bundle_plan(
+    bundle: Bundle, num_stages: int, tuning: Tuning = NO_TUNING, number: int = 1
+) -> tuple[StagePlan, ...]:
+    """The stages of a bundle, cut at its own positions if it was made with this number of stages.
+
+    The weights stay in its file. Reference outputs that the bundle does not have are computed here.
 
     Args:
         number: by which workers know these stages.
     Raises:
         ModelError: the model cannot be cut there, computes NaN or infinity, or is to compute in int8 without calibration.
     """
-    bundle = cut.bundle
     if tuning.precision == "int8" and bundle.manifest.int8 is None:
         raise BundleError(
             f"{bundle.manifest.name} has no calibration for int8; export it with --calibration, or choose another --precision"
         )
-    graphs, outputs = _stages_of(bundle, cut.positions)
+    graphs, outputs = _stages_of(bundle, _cuts(bundle, num_stages))
     specs = stage_specs(bundle.manifest, graphs)
     tensors: Sequence[Tensor] = [bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs]
     plans = []
-    for spec, stage, output, cost_s in zip(specs, graphs, outputs, cut.stage_costs_s, strict=True):
+    for spec, stage, output in zip(specs, graphs, outputs, strict=True):
         row_shape = spec.input_rows.row_shape or (spec.input_rows.max_row_bytes,)
         rows = spec.input_rows.pack(tensors)
         entries = {node.target: bundle.weights_file.entry(node.target) for node in stage.weights}
@@ -156,9 +157,16 @@ def make_bundle_plan(cut: CutBundle, tuning: Tuning = NO_TUNING, number: int = 1
             weights_head(stage.to_json(), entries),
             [FileRange(bundle.weights_file, entry.offset, entry.size) for entry in entries.values()],
         )
-        plans.append(StagePlan(spec, weights, row_shape, rows, spec.output_rows.pack(output), number, tuning, cost_s))
+        plans.append(StagePlan(spec, weights, row_shape, rows, spec.output_rows.pack(output), number, tuning))
         tensors = output
     return _logged(plans)
+
+
+def _cuts(bundle: Bundle, num_stages: int) -> tuple[int, ...]:
+    manifest = bundle.manifest
+    if num_stages == len(manifest.cuts) + 1:
+        return manifest.cuts
+    return cut_graph(bundle.graph, manifest.costs_s, num_stages, manifest.lengths[-1]).positions
 
 
 def _stages_of(bundle: Bundle, cuts: Sequence[int]) -> tuple[tuple[Graph, ...], list[tuple[Tensor, ...]]]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from multiworld_serving.server.predictor import ModelVersion
-from multiworld_serving.server.versions.cut_bundle import CutBundle
 from multiworld_serving.server.versions.stage_plan import StagePlan
 
 _NUMBERS_KEPT = 8
@@ -15,18 +14,15 @@ _NUMBERS_KEPT = 8
 
 @dataclass(frozen=True)
 class VersionPlan:
-    """One version of the model, cut into stages, ready to be sent to workers.
-
-    Attributes:
-        number: by which workers and the scheduler know it. Never used again, because late messages of a worker may refer to it. Unlike
-            the version's number, it differs for other cuts.
-        cut: where the model is cut; None: it cannot be cut otherwise.
-    """
+    """One version of the model, cut into stages, ready to be sent to workers."""
 
     version: ModelVersion
     stages: tuple[StagePlan, ...]
-    number: int
-    cut: CutBundle | None = None
+
+    @property
+    def number(self) -> int:
+        """By which workers know it."""
+        return self.version.number
 
     @property
     def key(self) -> str:
@@ -50,14 +46,6 @@ class Loader(Protocol):
         """
         ...
 
-    def recut(self, cut: CutBundle, versions: VersionTable) -> VersionPlan:
-        """The current version, cut otherwise. Blocks.
-
-        Raises:
-            models.ModelError: it cannot be cut there.
-        """
-        ...
-
 
 class VersionTable:
     """The current version, and the previous one until the requests that began with it have ended."""
@@ -68,7 +56,6 @@ class VersionTable:
         self._numbers = {first.version.name: first.version.number}
         """Of the latest versions in service, by name; the current one is last."""
         self._last_number = first.version.number
-        self._last_plan = first.number
 
     def number_of(self, name: str) -> int:
         """The number of a version for clients; allocates a new number for an unknown version.
@@ -79,11 +66,6 @@ class VersionTable:
             self._last_number += 1
             return self._last_number
         return self._numbers[name]
-
-    def next_plan(self) -> int:
-        """The number of the next `VersionPlan`."""
-        self._last_plan += 1
-        return self._last_plan
 
     def plan(self, key: str) -> VersionPlan:
         """The plan in service with this key. Raises KeyError."""

@@ -21,7 +21,6 @@ GOOD = {
     **{"worker": "w", "device": "cpu", "host": "node-1", "pid": 12, "parts": "", "is_shared": False},
     **{
         "edge": "10.0.0.5:4000/0123abcd",
-        "gflops": 250.0,
         "memory_mb": 16_000,
         "protocol": WORKER_PROTOCOL,
         "release": RELEASE,
@@ -44,15 +43,12 @@ BAD = {
     "a long edge": ({**GOOD, "edge": "h" * 400 + ":1/a"}, "expected HOST:PORT/INCARNATION"),
     "parts that are none": ({**GOOD, "parts": "0,1"}, "parts is '0,1'"),
     "too many parts": ({**GOOD, "parts": ",".join(["0123456789abcdef"] * 65)}, "at most 64 parts"),
-    "a negative speed": ({**GOOD, "gflops": -1.0}, "gflops is -1.0; expected 0 to 1e\\+09"),
-    "a speed that is no number": ({**GOOD, "gflops": float("nan")}, "gflops is nan"),
-    "an endless speed": ({**GOOD, "gflops": float("inf")}, "gflops is inf"),
     "a negative memory": ({**GOOD, "memory_mb": -1}, "memory_mb is -1; expected 0 to"),
     "a number for a name": ({**GOOD, "worker": 1}, "worker is 1; expected str"),
     "a field too many": ({**GOOD, "more": 1}, "fields unknown more; do both sides run the same release"),
     "a field too few": (
         {"worker": "w", "protocol": WORKER_PROTOCOL},
-        "fields missing device, edge, gflops, host, is_shared, memory_mb, parts, pid, release; do both",
+        "fields missing device, edge, host, is_shared, memory_mb, parts, pid, release; do both",
     ),
     "an earlier protocol": (
         {**GOOD, "protocol": WORKER_PROTOCOL - 1, "release": "0.0.1"},

@@ -54,7 +54,6 @@ class Engine:
 
     Attributes:
         stages: the stages that are loaded, shared by all queues.
-        gflops: speed of the device, which leaders are told; 0: not known.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class Engine:
         self.compiler = compiler
         self._cores = cores
         self.stages = StageStore()
-        self.gflops = 0.0
         self._jobs: FairQueue[EngineQueue, _Job] = FairQueue()
         self._changed = threading.Condition()
         self._closed = False

@@ -1,5 +1,6 @@
 """Partitions compared with brute force."""
 
+import random
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 
@@ -57,16 +58,26 @@ def test_partition_prefers_the_most_even_split_when_boundaries_are_equal() -> No
     assert partition([9, 1, 1, 1, 1], 3, [1, 1, 1, 1]) == [(0, 1), (1, 3), (3, 5)]
 
 
-@given(chains(), st.data())
-def test_partition_for_speeds_is_as_good_as_brute_force(
-    chain: tuple[list[int], int, list[int]], data: st.DataObject
-) -> None:
-    costs, num_stages, _ = chain
-    speeds = data.draw(st.lists(st.sampled_from([0.25, 1.0, 4.0]), min_size=num_stages, max_size=num_stages))
+def slowest(costs: list[float], transfers: list[float], ends: tuple[int, ...]) -> float:
+    """The cost of the slowest stage of this partition, including transfers."""
+    crossing = [0.0, *transfers, 0.0]
+    return max(sum(costs[first:end]) + crossing[first] + crossing[end] for first, end in pairwise((0, *ends)))
 
-    def slowest(ranges: Ranges) -> float:
-        return max(sum(costs[first:end]) / speed for (first, end), speed in zip(ranges, speeds, strict=True))
 
-    cuts = combinations(range(1, len(costs)), num_stages - 1)
-    best = min(slowest(list(pairwise([0, *ends, len(costs)]))) for ends in cuts)
-    assert slowest(partition(costs, num_stages, [0.0] * (len(costs) - 1), speeds=speeds)) == best
+@pytest.mark.parametrize("seed", range(60))
+def test_partition_with_transfer_costs_is_as_good_as_brute_force(seed: int) -> None:
+    chance = random.Random(seed)
+    count = chance.randint(2, 9)
+    costs = [chance.choice((0.0, chance.random(), 1.0)) for _ in range(count)]
+    transfers = [chance.choice((0.0, chance.random() / 2, 3.0)) for _ in range(count - 1)]
+    for stages in range(1, count + 1):
+        found = partition(costs, stages, [1.0] * (count - 1), transfers=transfers)
+        assert [first for first, _ in found] == [0, *(end for _, end in found[:-1])]
+        assert found[-1][1] == count
+        best = min(slowest(costs, transfers, (*inner, count)) for inner in combinations(range(1, count), stages - 1))
+        assert slowest(costs, transfers, tuple(end for _, end in found)) == pytest.approx(best)
+
+
+def test_expensive_boundary_is_avoided() -> None:
+    assert partition([1, 1, 1, 1], 2, [1, 1, 1]) == [(0, 2), (2, 4)]
+    assert partition([1, 1, 1, 1], 2, [1, 1, 1], transfers=[0.1, 5.0, 0.2]) == [(0, 1), (1, 4)]

@@ -228,7 +228,7 @@ async def test_extra_replica_that_crashed_is_removed_when_no_worker_takes_its_sl
     monkeypatch.setattr("multiworld_serving.server.replicas.registry._SLOT_RETENTION_S", 0.01, raising=False)
     settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, replicas=1)
     told = asyncio.Event()
-    plan = cast(VersionPlan, SimpleNamespace(stages=(SimpleNamespace(cost_s=1.0),)))
+    plan = cast(VersionPlan, SimpleNamespace(stages=(None,)))
     around = cast(Any, None)
     registry = WorkerRegistry(plan, settings, Metrics(), around, around, told.set)
     slots = registry.placement
@@ -250,7 +250,7 @@ async def test_extra_replica_that_crashed_is_removed_when_no_worker_takes_its_sl
 async def test_slot_of_a_crashed_worker_stays_when_another_worker_has_taken_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multiworld_serving.server.replicas.registry._SLOT_RETENTION_S", 0.0, raising=False)
     settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, replicas=1)
-    plan = cast(VersionPlan, SimpleNamespace(stages=(SimpleNamespace(cost_s=1.0),)))
+    plan = cast(VersionPlan, SimpleNamespace(stages=(None,)))
     around = cast(Any, None)
     registry = WorkerRegistry(plan, settings, Metrics(), around, around, lambda: None)
     slots = registry.placement
@@ -360,3 +360,21 @@ def test_further_workers_join_the_stage_that_another_leader_has_chosen() -> None
         join(slots, name)
     slots.wanted = (1.0, 3.0)
     assert slots.choose_stage("h", elsewhere=[0]) == 0
+
+
+def test_stage_that_does_not_fit_into_memory_is_not_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    stages = tuple(
+        SimpleNamespace(spec=SimpleNamespace(index=index), weights=SimpleNamespace(size=size))
+        for index, size in enumerate([300_000_000, 100_000_000])
+    )
+    settings, none = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, replicas=2), cast(Any, None)
+    registry = WorkerRegistry(cast(VersionPlan, SimpleNamespace(stages=stages)), settings, Metrics(), none, none, none)
+    nowhere = frozenset[int]()
+
+    def stage(memory_mb: int) -> int | None:
+        return registry._choose_slot(JoinRequest("w", "cpu", "here", 1, memory_mb=memory_mb), nowhere, nowhere).stage
+
+    assert stage(500) == 1, "the first needs 600 MB while it is loaded"
+    assert "worker=w has 500 MB of memory, too little for the stages 0" in caplog.text
+    assert stage(0) == 0, "not known"
+    assert stage(100) == 0, "no stage fits: the worker reports why it fails"

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from multiworld_serving.models import NO_TUNING, BundleError, ModelError, WeightsError
 from multiworld_serving.server.leader_settings import LeaderSettings
@@ -44,27 +43,6 @@ def test_version_of_the_same_interface_is_loaded(folder: Path) -> None:
     assert loader.load(None, versions) is plan
     found = loader.load("two", versions)
     assert (found.version.name, found.version.number, len(found.stages)) == ("2", 2, 2)
-
-
-def test_model_is_cut_otherwise_for_stages_of_other_speed(folder: Path) -> None:
-    _, loader, plan = open_model(settings(folder, stages=2), NO_TUNING)
-    assert plan.cut is not None
-    versions = VersionTable(plan)
-    assert plan.cut.for_speeds([1.0, 1.05]).positions == plan.cut.positions
-    cut = plan.cut.for_speeds([1.0, 8.0])
-    assert cut.positions < plan.cut.positions
-    assert cut.slowest_s([1.0, 8.0]) < plan.cut.slowest_s([1.0, 8.0])
-    other = loader.recut(cut, versions)
-    assert (other.version, other.number) == (plan.version, 2)
-    assert [stage.cost_s for stage in other.stages] == list(cut.stage_costs_s)
-    assert other.stages[0].weights.size < plan.stages[0].weights.size
-    assert sum(cut.weights_bytes) == sum(plan.cut.weights_bytes)
-    assert torch.equal(other.stages[-1].self_test_output, plan.stages[-1].self_test_output)
-    versions.switch_to(other)
-    following = loader.load("two", versions)
-    assert following.cut is not None
-    assert following.cut.positions == cut.positions, "later versions are cut like the current one"
-    assert following.cut.for_speeds([1.0, 1.0]).positions == plan.cut.positions
 
 
 def test_version_with_another_interface_is_refused_with_the_difference(folder: Path) -> None:

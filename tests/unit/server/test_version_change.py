@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from multiworld_serving.server.administration import OperationInProgressError, VersionFailedError
+from multiworld_serving.server.administration import OperationInProgressError
 from multiworld_serving.server.pipeline.rollout import VersionRollout
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
@@ -17,7 +17,6 @@ from multiworld_serving.server.replicas.placement import Placement, Slot
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.snapshots import RolloutProgress
 from multiworld_serving.server.versions.bundle_loader import BundleLoader
-from multiworld_serving.server.versions.cut_bundle import CutBundle
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
@@ -59,12 +58,9 @@ class Loader:
         self.proceed.wait()
         return plan(2)
 
-    def recut(self, cut: CutBundle, versions: VersionTable) -> VersionPlan:
-        return VersionPlan(versions.current.version, (cast(StagePlan, None),), 2)
-
 
 def plan(number: int) -> VersionPlan:
-    return VersionPlan(ModelVersion(number, f"v{number}"), (cast(StagePlan, None),), number)
+    return VersionPlan(ModelVersion(number, f"v{number}"), (cast(StagePlan, None),))
 
 
 class Service:
@@ -137,48 +133,6 @@ async def test_workers_drop_the_version_when_a_load_is_cancelled_while_one_loads
     assert service.change.loading is None
 
 
-async def test_other_cuts_are_given_up_for_an_administrator() -> None:
-    service = Service()
-    task = asyncio.create_task(service.change.recut(cast(CutBundle, None)))
-    first, second = service.workers
-    async with asyncio.timeout(30):
-        await first.loading.wait()
-    ending = asyncio.create_task(service.change.end_recut())
-    await asyncio.sleep(0)
-    assert service.busy
-    first.proceed.set()
-    async with asyncio.timeout(30):
-        await ending
-    assert not service.busy
-    with pytest.raises(VersionFailedError, match="cancelled"):
-        await task
-    assert not second.loading.is_set()
-    assert [worker.dropped for worker in service.workers] == [[2], [2]]
-    await service.change.end_recut()  # there is none any more
-
-
-async def test_other_cuts_that_cannot_begin_cancel_no_other_operation() -> None:
-    service = Service()
-    loading = asyncio.create_task(service.change.run("v2"))
-    await asyncio.to_thread(service.loader.begun.wait, 60)
-    refused = asyncio.create_task(service.change.recut(cast(CutBundle, None)))
-    await asyncio.sleep(0)
-    await service.change.end_recut()
-    with pytest.raises(OperationInProgressError):
-        await refused
-    for worker in service.workers:
-        worker.active_plans = {2}
-        worker.proceed.set()
-    service.versions.retiring = None
-    service.loader.proceed.set()
-    async with asyncio.timeout(30):
-        while service.versions.current.number == 1:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.005)
-    service.versions.retiring = None
-    service.change.check_retired()
-    assert (await loading).number == 2
-
-
 async def test_progress_names_the_worker_that_loads_and_those_that_have_passed() -> None:
     service = Service()
     first, second = service.workers
@@ -247,7 +201,7 @@ def test_version_numbers_are_unique_and_known_ones_are_bounded() -> None:
     forgotten: list[ModelVersion] = []
     for name in [*(f"n{at}" for at in range(20)), "n18"]:
         version = ModelVersion(versions.number_of(name), name)
-        moved = VersionPlan(version, (cast(StagePlan, None),), versions.next_plan())
+        moved = VersionPlan(version, (cast(StagePlan, None),))
         former = versions.current
         forgotten += versions.switch_to(moved)
         assert versions.plan(moved.key) is moved
@@ -259,12 +213,3 @@ def test_version_numbers_are_unique_and_known_ones_are_bounded() -> None:
     assert [version.name for version in forgotten] == ["v1", *(f"n{at}" for at in range(12))]
     assert versions.number_of("n19") == 23, "it was in service recently"
     assert versions.number_of("n0") > 23
-
-
-def test_other_cuts_are_another_plan_of_the_same_version() -> None:
-    versions = VersionTable(plan(1))
-    numbers = [versions.next_plan() for _ in range(3)]
-    assert numbers == [2, 3, 4], "a worker may still send a message about a plan that it could not load"
-    assert versions.switch_to(VersionPlan(plan(1).version, (cast(StagePlan, None),), numbers[-1])) == []
-    assert versions.number_of("v1") == 1
-    assert versions.current.version == plan(1).version

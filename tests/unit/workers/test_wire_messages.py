@@ -149,7 +149,7 @@ def test_text_is_refused_when_the_payload_is_a_tensor() -> None:
     "value",
     [
         JoinRequest("w", "cpu", "node-1", 12),
-        JoinRequest("w", "cpu", "node-1", 12, gflops=250.5, memory_mb=16_000),
+        JoinRequest("w", "cpu", "node-1", 12, memory_mb=16_000),
         JoinOffer("s0.r1", 3),
         JoinOffer("", 0, 1500),
         StageAssignment("{}", 10, "0" * 64, "3x224x224", 8, 2, 1),
