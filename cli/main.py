@@ -23,12 +23,10 @@ from multiworld_serving.cli.verbs import (
     admin,
     bench,
     chaos,
-    config,
     credentials,
     export,
     predict,
     processes,
-    simulate,
     status,
 )
 from multiworld_serving.common.config import UserError
@@ -69,24 +67,24 @@ _add(predict.predict, predict.EPILOG)
 _add(export.export, export.EPILOG)
 _add(status.status, status.EPILOG)
 _add(bench.bench, bench.EPILOG)
-_add(simulate.simulate, simulate.EPILOG)
 _add(chaos.chaos, chaos.EPILOG)
 _add(admin.rolling_restart, admin.RESTART_EPILOG)
 _add(admin.load_version, admin.LOAD_EPILOG)
 _add(admin.unload, admin.UNLOAD_EPILOG)
-_add(config.config, config.EPILOG)
 _add(credentials.key, credentials.KEY_EPILOG)
 _add(credentials.token, credentials.TOKEN_EPILOG)
-_add(config.version)
 
 
 @app.callback(invoke_without_command=True)
 def _without_verb(
     context: typer.Context,
-    show_version: Annotated[bool, flag("--version", "Print the version and exit.")] = False,
+    show_version: Annotated[
+        bool, flag("--version", "Print the versions of multiworld, torch and torchvision, and exit.")
+    ] = False,
 ) -> None:
     if show_version:
-        print("multiworld", installed("multiworld-serving"))
+        versions = {"multiworld": "multiworld-serving", "torch": "torch", "torchvision": "torchvision"}
+        print(", ".join(f"{name} {installed(package)}" for name, package in versions.items()))
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())

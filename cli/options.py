@@ -14,7 +14,7 @@ import typer
 from pydantic.fields import FieldInfo
 from rich.markup import escape
 
-from multiworld_serving.common.config import Settings, UserError, configure_logging, describe, load
+from multiworld_serving.common.config import Settings, UserError, configure_logging, describe, effective_settings, load
 from multiworld_serving.common.config.settings import ENV_PREFIX, bounds, declaration, fields_of, value_type
 from multiworld_serving.common.config.sources import option, variable
 from multiworld_serving.server.leader_settings import LeaderSettings
@@ -123,15 +123,18 @@ def settings_command(cls: type[S], process: Callable[[S], str]) -> Callable[[Cal
 
     def decorate(run: Callable[[S], int]) -> Callable[..., int]:
         @functools.wraps(run)
-        def command(*, config: Path | None, **options: object) -> int:
+        def command(*, config: Path | None, print_settings: bool, **options: object) -> int:
             given = {name: ",".join(value) if isinstance(value, list) else value for name, value in options.items()}
             settings = load(cls, given, config_file=config, programs=PROGRAMS).with_token()
+            if print_settings:
+                print("\n".join(f"{row.name} = {row.value}" for row in effective_settings(settings)))
+                return 0
             configure_logging(settings.log_level, settings.log_format, process=process(settings))
             logger.debug("settings %s", describe(settings))
             return run(settings)
 
         parameters = [
-            _config_parameter(),
+            *_own_parameters(),
             *(_parameter(*item) for item in fields_of(cls).items() if declaration(item[1])["in_argv"]),
         ]
         vars(command)["__signature__"] = inspect.Signature(parameters, return_annotation=int)
@@ -140,12 +143,13 @@ def settings_command(cls: type[S], process: Callable[[S], str]) -> Callable[[Cal
     return decorate
 
 
-def _config_parameter() -> inspect.Parameter:
+def _own_parameters() -> Iterator[inspect.Parameter]:
     text = f"TOML file with settings, in tables \\[serve] and \\[worker]. {_dim(f'{ENV_PREFIX}CONFIG')}"
-    info = typer.Option("--config", metavar="FILE", help=text, show_default=False)
-    return inspect.Parameter(
-        "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, info]
-    )
+    file = typer.Option("--config", metavar="FILE", help=text, show_default=False)
+    shown = typer.Option("--print-settings", help="Print the settings in effect, without secrets, and exit.")
+    for name, kind, default, info in (("config", Path | None, None, file), ("print_settings", bool, False, shown)):
+        annotation = Annotated[kind, info]  # type: ignore[valid-type]
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:

@@ -1,6 +1,7 @@
-"""The tables of `multiworld status`, made from GET /status."""
+"""What `multiworld status` shows: the tables of GET /status, and lines for the messages of GET /events."""
 
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -8,15 +9,13 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_STYLES = {"ready": "green", "broken": "red", "absent": "red", "draining": "yellow", "left": "yellow"}
-_SERVICE_STYLES = {
-    "ready": "green",
-    "degraded": "yellow",
-    "not_ready": "red",
-    "unloaded": "yellow",
-    "draining": "yellow",
+_STYLES = {
+    **dict.fromkeys(("ready", "serves", "rejoined", "leader_ready"), "green"),
+    **dict.fromkeys(("degraded", "unloaded", "draining", "left", "takes_over", "rerouted"), "yellow"),
+    **dict.fromkeys(("broken", "absent", "not_ready", "leader_lost"), "red"),
 }
-_MAX_EDGES = 24
+"""Color of a state of the service or of a replica, and of an event."""
+_BARS = " ▁▂▃▄▅▆▇█"
 
 
 def render_status(snapshot: dict[str, Any]) -> "RenderableType":
@@ -24,22 +23,13 @@ def render_status(snapshot: dict[str, Any]) -> "RenderableType":
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[RenderableType] = [_headline(snapshot), _table(snapshot["stages"])]
-    if spares := snapshot["spares"]:
-        parts.append(Text("spares: " + ", ".join(f"{spare['worker']} ({spare['state']})" for spare in spares)))
-    if leaders := snapshot["leaders"]:
-        parts.append(
-            Text("leaders: " + ", ".join(f"{each['name'] or each['address']} ({each['state']})" for each in leaders))
-        )
-    if frontends := snapshot["frontends"]:
-        named = (
-            f"{each['name']} ({each['connections']} connection{'' if each['connections'] == 1 else 's'})"
-            for each in frontends
-        )
-        parts.append(Text("frontends: " + ", ".join(named)))
-    if edges := snapshot["edges"]:
-        parts.append(_edges(edges))
-    return Group(*parts)
+    lists = {
+        "spares": [f"{each['worker']} ({each['state']})" for each in snapshot["spares"]],
+        "leaders": [f"{each['name'] or each['address']} ({each['state']})" for each in snapshot["leaders"]],
+        "frontends": [f"{each['name']} ({each['connections']} connections)" for each in snapshot["frontends"]],
+    }
+    lines = (Text(f"{kind}: {', '.join(names)}") for kind, names in lists.items() if names)
+    return Group(_headline(snapshot), _table(snapshot["stages"]), *lines)
 
 
 def _headline(snapshot: dict[str, Any]) -> "Text":
@@ -48,7 +38,7 @@ def _headline(snapshot: dict[str, Any]) -> "Text":
     reasons = f" ({'; '.join(snapshot['reasons'])})" if snapshot["reasons"] else ""
     return Text.assemble(
         f"{snapshot['model']} {snapshot['version']}: ",
-        (snapshot["state"].replace("_", " "), _SERVICE_STYLES.get(snapshot["state"], "")),
+        (snapshot["state"].replace("_", " "), _STYLES.get(snapshot["state"], "")),
         f"{reasons}, up {duration(snapshot['uptime_s'])}, "
         f"{snapshot['queue_depth']} waiting, {snapshot['requests_in_flight']} requests in flight",
         _redundancy(snapshot["stages"]),
@@ -59,7 +49,7 @@ def _redundancy(stages: list[dict[str, Any]]) -> str:
     """How many workers each stage can lose; empty if it is none, which the state then says."""
     ready = [sum(replica["state"] == "ready" for replica in stage["replicas"]) for stage in stages]
     count = min(ready, default=0) - 1
-    return f"\neach stage can lose {count} worker{'' if count == 1 else 's'}" if count > 0 else ""
+    return f"\nfailures tolerated per stage: {count}" if count > 0 else ""
 
 
 def _table(stages: list[dict[str, Any]]) -> "Table":
@@ -89,31 +79,37 @@ def _table(stages: list[dict[str, Any]]) -> "Table":
     return rows
 
 
-def _edges(edges: list[dict[str, Any]]) -> "Table":
-    from rich.text import Text
-
-    from multiworld_serving.cli.console import table
-
-    more = len(edges) - _MAX_EDGES
-    caption = f"{more} more edges are in GET /status" if more > 0 else None
-    rows = table("edge: from", "to", "transport", "MB", "fetch ms", numbers=("MB", "fetch ms"), caption=caption)
-    for edge in edges[:_MAX_EDGES]:
-        relayed = edge["transport"] == "relay"
-        rows.add_row(
-            Text(edge["producer"]),
-            Text(edge["consumer"]),
-            Text(edge["transport"].replace("_", " "), style="yellow" if relayed else ""),
-            "-" if relayed else f"{edge['received_bytes'] / 1e6:.1f}",
-            "-" if relayed else f"{edge['fetch_s'] * 1e3:.2f}",
-        )
-    return rows
-
-
 def _failure(failure: dict[str, Any] | None) -> str:
     if failure is None:
         return "-"
     number, unit, *_ = duration(time.time() - failure["at_unix_s"]).split()
     return f"{failure['cause']}, {number} {unit} ago"
+
+
+def throughput(points: Iterable[dict[str, Any]]) -> str:
+    """The answers per second as a bar for each second, and the last second in words."""
+    rates = [float(point["answered"]) for point in points]
+    *_, last = points
+    top = max(*rates, 1.0)
+    bars = "".join(_BARS[round(rate / top * (len(_BARS) - 1))] for rate in rates)
+    times = (("median", "p50_ms"), ("p99", "p99_ms"), ("slowest", "slowest_ms"))
+    latency = "" if last["p50_ms"] is None else "".join(f", {word} {last[name]:.0f} ms" for word, name in times)
+    failed = f", {last['failed']:g} failed" if last["failed"] else ""
+    return f"{bars}\n{last['answered']:g} answers/s{latency}{failed}"
+
+
+def event_line(event: dict[str, Any]) -> "Text":
+    """One event of GET /events as a line."""
+    from rich.text import Text
+
+    where = "leader" if event["what"].startswith("leader") else "model"
+    if event["stage"] is not None:
+        where = f"stage {event['stage']}" + ("" if event["replica"] is None else f" replica {event['replica']}")
+    what = event["what"].removeprefix("leader_").replace("_", " ")
+    worker = f" {event['worker']}@{event['generation']}" if event["worker"] else ""
+    detail = f": {event['detail']}" if event["detail"] else ""
+    at = time.strftime("%H:%M:%S", time.localtime(event["at_unix_s"]))
+    return Text.assemble((at, "dim"), f" {where} ", (what, _STYLES.get(event["what"], "")), f"{worker}{detail}")
 
 
 def duration(seconds: float) -> str:

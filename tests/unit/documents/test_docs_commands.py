@@ -75,7 +75,8 @@ def test_documented_command_is_valid(command: Command) -> None:
     given = group.commands[verb].make_context(verb, arguments).params
     if verb in PROGRAMS:
         options = {name: ",".join(value) if isinstance(value, list) else value for name, value in given.items()}
-        options.pop("config", None)
+        for name in ("config", "print_settings"):
+            options.pop(name, None)
         if verb in ("frontend", "worker") and not options.get("leader"):
             options["leader"] = "leader.example:8001"  # from the settings file
         load(PROGRAMS[verb], options)

@@ -13,7 +13,7 @@ run(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize(("arguments", "status"), [(("version", "--json"), 0), (("config", "--model", "no.bundle"), 2)])
+@pytest.mark.parametrize(("arguments", "status"), [(("--version",), 0), (("serve", "--model", "no.bundle"), 2)])
 def test_program_ends_with_its_output_and_status_but_without_finalizing_the_interpreter(
     arguments: tuple[str, ...], status: int
 ) -> None:
@@ -27,7 +27,7 @@ def test_program_fails_when_its_output_cannot_be_written(monkeypatch: pytest.Mon
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
-            [sys.executable, "-c", PROGRAM, "version"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            [sys.executable, "-c", PROGRAM, "--version"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
     assert ended.returncode == 1
     assert ended.stderr == "multiworld: error: cannot write standard output: No space left on device\n"
