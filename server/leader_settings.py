@@ -131,11 +131,10 @@ class LeaderSettings(ServiceSettings):
         "caches the code on disk, and uses it if it was measured to be faster; auto is compile in bfloat16 and float16 on CPUs, otherwise "
         "eager; measure times these at warm-up, and compiled code if it is cached.",
     )
-    precision: Literal["float32", "bfloat16", "float16", "int8", "auto"] = setting(
+    precision: Literal["float32", "bfloat16", "float16", "auto"] = setting(
         "float32",
         "Pipeline",
-        "Precision inside the stages; auto uses bfloat16 if the worker's device supports it in hardware and it is faster. int8 needs a "
-        "bundle that was exported with --calibration.",
+        "Precision inside the stages; auto uses bfloat16 if the worker's device supports it in hardware and it is faster.",
     )
     edge_dtype: Literal["float32", "bfloat16", "float16"] = setting(
         "float32",
@@ -282,8 +281,6 @@ class LeaderSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _precision_fits(self) -> Self:
-        if self.optimize == "none" and self.precision in ("bfloat16", "float16", "int8"):
+        if self.optimize == "none" and self.precision in ("bfloat16", "float16"):
             raise ValueError(f"precision {self.precision} requires optimize auto or optimize eager; none uses float32")
-        if self.optimize == "compile" and self.precision == "int8":
-            raise ValueError("precision int8 is not compiled; choose optimize eager or auto")
         return self

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -68,14 +68,6 @@ class Inputs:
     input: Annotated[
         list[str] | None,
         value("SPEC", "Instead of an example: NAME:DTYPE\\[batch,N,…], once for each parameter of forward, in order."),
-    ] = None
-    calibration: Annotated[
-        str | None,
-        value(
-            "SOURCE",
-            "Rows for computing in int8: a folder of images, an .npz or .safetensors file with an array per input, or a function that "
-            "returns them.",
-        ),
     ] = None
     dynamic: Annotated[
         list[str] | None,
@@ -145,7 +137,6 @@ def export(
     The model is captured with torch.export, measured on this machine, and compared with the original at batch 1, 2 and the largest.
     """
     from multiworld_serving.cli.console import progress_console
-    from multiworld_serving.models.export.calibration import load_calibration
     from multiworld_serving.models.export.exporter import ExportOptions, export_model
     from multiworld_serving.models.export.sources import load_module, parse_dynamic
 
@@ -167,9 +158,6 @@ def export(
         image=image,
         labels=_labels(images.labels, module, example, source, weights.weights, image),
     )
-    if inputs.calibration is not None:
-        names, classes = options.inputs, options.labels
-        options = replace(options, calibration=load_calibration(inputs.calibration, names, image, classes))
     report = export_model(module, list(example.values()), output, options, steps.print)
     if as_json:
         print(json.dumps(_facts(report, output)))
@@ -271,7 +259,6 @@ def _facts(report: "ExportReport", path: Path) -> dict[str, Any]:
         "balance": report.cut.balance,
         "checked_batch_sizes": list(report.checked),
         "deviation": report.deviation,
-        "int8": None if report.manifest.int8 is None else asdict(report.manifest.int8),
     }
 
 
@@ -286,6 +273,4 @@ def _show(report: "ExportReport", path: Path) -> None:
         f"{report.nodes} nodes of {report.operators} operators, balance {report.cut.balance:.2f}; "
         f"largest difference from the model at batch {batches}: {report.deviation:.2g}"
     )
-    if report.manifest.int8 is not None:
-        out.print(str(report.manifest.int8))
     out.print(f"{path} is complete; serve it: multiworld serve --model {path} --stages {len(report.cut.stage_s)}")

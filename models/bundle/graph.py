@@ -9,7 +9,7 @@ The JSON form has one row per node, in the order of computation:
     ["calls",   name, operator, args, kwargs]                an operator that returns several tensors; `item` picks one
     ["item",    name, dtype, shape, value, index]            one of several tensors
     ["integer", name, operator, args]                        arithmetic on sizes
-    ["range",   name, least, most]                           values that a tensor had in calibration; after all nodes
+    ["range",   name, least, most]                           ignored; earlier releases wrote it for int8
     ["output",  [name, …]]                                   last row
 
 A shape has a number for a fixed dimension, a name for a variable one, and null for a dimension computed from variable ones. Arguments are
@@ -20,9 +20,8 @@ JSON values; `{"value": name}` refers to an earlier node, and `{"dtype": …}`, 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -36,7 +35,6 @@ from multiworld_serving.models.errors import BundleError
 
 MAX_GRAPH_BYTES = 64 << 20
 MAX_NODES = 20_000
-_MAX_RANGE = 1e30
 _VIEWS = dict.fromkeys(("aten.view.default", "aten._unsafe_view.default"), "aten.reshape.default")
 """Operators that are built as others: whether a view is possible depends on strides, and these on the device."""
 
@@ -45,16 +43,12 @@ _VIEWS = dict.fromkeys(("aten.view.default", "aten._unsafe_view.default"), "aten
 class Graph:
     """Nodes in the order of computation, and the names of the outputs.
 
-    Attributes:
-        ranges: least and most value of float32 tensors, by name, for computing in int8. Empty without calibration.
     Raises:
-        BundleError: a node uses a name that no earlier node has, two nodes have one name, an output is not a tensor, or a range is not
-            that of a tensor.
+        BundleError: a node uses a name that no earlier node has, two nodes have one name, or an output is not a tensor.
     """
 
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...]
-    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         known: dict[str, Node] = {}
@@ -70,11 +64,6 @@ class Graph:
                 raise BundleError(f"invalid graph: the output {name!r} is not a tensor of the graph")
         if not self.outputs:
             raise BundleError("invalid graph: it has no output")
-        for name, (least, most) in self.ranges.items():
-            if name not in known or known[name].dtype != torch.float32:
-                raise BundleError(f"invalid graph: the range of {name!r} is not that of a float32 tensor")
-            if not -_MAX_RANGE <= least <= 0 <= most <= _MAX_RANGE:
-                raise BundleError(f"invalid graph: the range of {name!r} is {least} to {most}; expected one around 0")
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
@@ -91,8 +80,7 @@ class Graph:
     # -- JSON ------------------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        ranges = (["range", name, *bounds] for name, bounds in self.ranges.items())
-        rows = [*map(row_of, self.nodes), *ranges, ["output", list(self.outputs)]]
+        rows = [*map(row_of, self.nodes), ["output", list(self.outputs)]]
         return "[\n" + ",\n".join(json.dumps(row, allow_nan=False, separators=(",", ":")) for row in rows) + "\n]"
 
     @classmethod
@@ -110,14 +98,10 @@ class Graph:
             raise BundleError(f"invalid graph: not JSON ({error})") from error
         if not isinstance(rows, list) or not 2 <= len(rows) <= MAX_NODES:
             raise BundleError(f"invalid graph: expected a list of 2 to {MAX_NODES} rows")
-        end = next(
-            (index for index, row in enumerate(rows) if isinstance(row, list) and row[:1] == ["range"]), len(rows) - 1
-        )
-        nodes = tuple(map(node_from, rows[:end]))
-        ranges = dict(map(_range_from, rows[end:-1]))
+        nodes = tuple(node_from(row) for row in rows[:-1] if not (isinstance(row, list) and row[:1] == ["range"]))
         match rows[-1]:
             case ["output", [*names]] if len(names) <= MAX_ITEMS and all(isinstance(name, str) for name in names):
-                return cls(nodes, tuple(names), ranges)
+                return cls(nodes, tuple(names))
         raise BundleError('invalid graph: the last row is not ["output", [name, …]]')
 
     # -- cutting ---------------------------------------------------------------------------------------------------------------
@@ -226,14 +210,12 @@ class Graph:
                 kept.append(self.by_name[name])
                 used.update(self.by_name[name].operands)
         nodes = (*inputs, *reversed(kept))
-        return Graph(nodes, outputs, {node.name: self.ranges[node.name] for node in nodes if node.name in self.ranges})
+        return Graph(nodes, outputs)
 
     # -- building --------------------------------------------------------------------------------------------------------------
 
     def build(self, weights: Mapping[str, Tensor], device: torch.device) -> fx.GraphModule:
         """A module that takes the inputs and returns the tuple of outputs. The weights are not copied.
-
-        The nodes of its graph have their range, if they have one, as `meta["range"]`.
 
         Names of the module's attributes and variables are made here, so that no text of the graph becomes code.
 
@@ -267,8 +249,6 @@ class Graph:
                         _fx_arguments(node.args, values, device),
                         kwargs,
                     )
-            if node.name in self.ranges:
-                made.meta["range"] = self.ranges[node.name]
             values[node.name] = made
         graph.output(tuple(values[name] for name in self.outputs))
         return fx.GraphModule(root, graph)
@@ -280,13 +260,6 @@ class Graph:
                 assert node.shape is not None
                 return node.name, node.shape.index(dimension)
         raise BundleError(f"invalid graph: no input has the dimension {dimension!r}")
-
-
-def _range_from(row: Any) -> tuple[str, tuple[float, float]]:
-    match row:
-        case ["range", str(name), float(least), float(most)] if math.isfinite(least) and math.isfinite(most):
-            return name, (least, most)
-    raise BundleError(f"invalid graph: row {str(row)[:80]!r} is not the range of a tensor")
 
 
 def _weight(weights: Mapping[str, Tensor], node: Node) -> Tensor:

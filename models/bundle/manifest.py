@@ -15,8 +15,8 @@ from multiworld_serving.models.errors import BundleError, PreprocessingError
 from multiworld_serving.models.preprocessing import Preprocessing
 
 FORMAT = 1
-INT8_FORMAT = 2
-"""Of bundles with calibration, which earlier releases cannot read."""
+_INT8_FORMAT = 2
+"""Of bundles that earlier releases made for int8, with a field more. It is ignored."""
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_BATCH_SIZE = 1024
 _MAX_LENGTH = 1 << 31
@@ -46,37 +46,6 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Int8Accuracy:
-    """How a model computes in int8, compared with float32, on the rows with which it was calibrated.
-
-    Attributes:
-        rows: number of them.
-        cosine: mean cosine similarity of the outputs.
-        agreement: share of the rows whose largest output is the same. None if the output is not [batch,classes].
-        accuracy: shares of the rows whose largest output is their label, in float32 and in int8. None without labels.
-    """
-
-    rows: int
-    cosine: float
-    agreement: float | None
-    accuracy: tuple[float, float] | None
-
-    def __post_init__(self) -> None:
-        shares = [each for each in (self.agreement, *(self.accuracy or ())) if each is not None]
-        if self.rows < 1 or not -1.001 <= self.cosine <= 1.001 or not all(0 <= share <= 1 for share in shares):
-            raise _invalid("int8 contains a number that is not a share, a cosine or a number of rows")
-
-    def __str__(self) -> str:
-        """For people, on one line."""
-        parts = [f"cosine similarity with float32 {self.cosine:.4f}"]
-        if self.agreement is not None:
-            parts.append(f"same class for {self.agreement:.1%}")
-        if self.accuracy is not None:
-            parts.append("accuracy {:.1%} in float32 and {:.1%} in int8".format(*self.accuracy))
-        return f"int8, {self.rows} rows of calibration: {', '.join(parts)}"
-
-
-@dataclass(frozen=True)
 class Manifest:
     """See the module.
 
@@ -90,7 +59,6 @@ class Manifest:
         labels: one per class, if the output is the probabilities of classes [B,classes]; else empty.
         made_with: the versions of the programs that made it, for people.
         sha256: digests of the other files, by file name.
-        int8: accuracy in int8; None if the graph has no ranges.
     Raises:
         BundleError: a field is invalid.
     """
@@ -106,7 +74,6 @@ class Manifest:
     labels: tuple[str, ...]
     made_with: str
     sha256: Mapping[str, str]
-    int8: Int8Accuracy | None = None
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
@@ -132,9 +99,7 @@ class Manifest:
         return lengths_to_check(self.dimensions)
 
     def to_json(self) -> str:
-        fields = {"format": FORMAT if self.int8 is None else INT8_FORMAT} | asdict(self)
-        if self.int8 is None:
-            del fields["int8"]
+        fields = {"format": FORMAT} | asdict(self)
         return json.dumps(fields, indent=1, allow_nan=False) + "\n"
 
     @classmethod
@@ -147,11 +112,11 @@ class Manifest:
         if not isinstance(fields, dict) or "format" not in fields:
             raise _invalid("it is not an object with a format")
         found = fields.pop("format")
-        if found not in (FORMAT, INT8_FORMAT):
+        if found not in (FORMAT, _INT8_FORMAT):
             raise _invalid(
-                f"this release reads format {FORMAT} and {INT8_FORMAT}; export the model again, or install the release that made it"
+                f"this release reads format {FORMAT} and {_INT8_FORMAT}; export the model again, or install the release that made it"
             )
-        known = [name for name in cls.__dataclass_fields__ if name != "int8" or found == INT8_FORMAT]
+        known = [*cls.__dataclass_fields__, *(["int8"] if found == _INT8_FORMAT else [])]
         if fields.keys() != set(known):
             raise _invalid(f"expected the fields {', '.join(known)}; got {', '.join(map(str, fields))[:200]}")
         try:
@@ -167,7 +132,6 @@ class Manifest:
                 labels=tuple(_text(label) for label in _list(fields["labels"], _MAX_LABELS)),
                 made_with=_text(fields["made_with"])[:1000],
                 sha256={_text(name): _text(digest) for name, digest in _object(fields["sha256"], 16).items()},
-                int8=None if found == FORMAT else _int8(fields["int8"]),
             )
         except (TypeError, PreprocessingError) as error:
             raise _invalid(str(error)) from error
@@ -186,8 +150,6 @@ class Manifest:
             raise _invalid(f"the graph uses the dimension {sorted(unknown)[0]!r:.60}, which has no range")
         if len(self.costs_s) != len(graph.nodes):
             raise _invalid(f"costs_s has {len(self.costs_s)} numbers for {len(graph.nodes)} nodes")
-        if bool(graph.ranges) != (self.int8 is not None):
-            raise _invalid("the graph has ranges without an accuracy in int8, or none with one")
         graph.cut(self.cuts)
         if self.image is not None:
             size = self.image.crop_size
@@ -249,20 +211,6 @@ def _tensor(fields: Any) -> TensorSpec:
             if all(dim is None or isinstance(dim, str) or type(dim) is int for dim in shape):
                 return TensorSpec(name, dtype, tuple(shape))
     raise _invalid(f"{str(fields)[:80]!r} does not describe a tensor by name, dtype and shape")
-
-
-def _int8(value: Any) -> Int8Accuracy:
-    match value:
-        case {"rows": rows, "cosine": cosine, "agreement": agreement, "accuracy": accuracy, **others} if not others:
-            shares = None if accuracy is None else [_number(share) for share in _list(accuracy, 2)]
-            if shares is None or len(shares) == 2:
-                return Int8Accuracy(
-                    _integer(rows),
-                    _number(cosine),
-                    None if agreement is None else _number(agreement),
-                    None if shares is None else (shares[0], shares[1]),
-                )
-    raise _invalid(f"{str(value)[:80]!r} does not describe an accuracy in int8")
 
 
 def _list(value: Any, most: int) -> list[Any]:

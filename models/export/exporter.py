@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,7 +17,6 @@ from multiworld_serving.models.bundle.graph import Graph
 from multiworld_serving.models.bundle.manifest import MAX_BATCH_SIZE, Manifest, TensorSpec, spec_of
 from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.errors import ExportError
-from multiworld_serving.models.export.calibration import Calibration, int8_accuracy, with_ranges
 from multiworld_serving.models.export.trace import Dynamic, capture
 from multiworld_serving.models.preprocessing import ImageModel, Preprocessing
 
@@ -36,7 +35,6 @@ class ExportOptions:
         num_stages: None: chosen by the measured costs.
         image: the module takes one input of normalised images, float32 [B,3,size,size]. The bundle takes uint8 images and normalises them.
         labels: one per class. The bundle returns probabilities instead of logits.
-        calibration: rows with which the bundle is calibrated for int8. Its first row becomes the self-test.
     """
 
     name: str
@@ -47,7 +45,6 @@ class ExportOptions:
     num_stages: int | None = 1
     image: Preprocessing | None = None
     labels: tuple[str, ...] = ()
-    calibration: Calibration | None = None
 
 
 @dataclass(frozen=True)
@@ -127,11 +124,6 @@ def export_model(
         made_with=f"torch {torch.__version__}",
         sha256={},
     )
-    if (calibration := options.calibration) is not None:
-        progress(f"calibrating for int8 with {len(calibration.inputs[0])} rows")
-        graph = with_ranges(graph, weights, calibration)
-        manifest = replace(manifest, int8=int8_accuracy(graph, weights, manifest, calibration))
-        example = calibration.inputs
     manifest.check_graph(graph)
     check_graph(graph, manifest.lengths)
     progress("writing the bundle")

@@ -10,11 +10,10 @@ import torch
 
 from multiworld_serving.models.errors import StageError
 from multiworld_serving.models.optimize.fusing import fusable
-from multiworld_serving.models.optimize.quantizing import quantizable
 
-Precision = Literal["float32", "bfloat16", "float16", "int8", "auto"]
+Precision = Literal["float32", "bfloat16", "float16", "auto"]
 Optimize = Literal["none", "eager", "compile", "auto", "measure"]
-StagePrecision = Literal["float32", "bfloat16", "float16", "int8"]
+StagePrecision = Literal["float32", "bfloat16", "float16"]
 Method = Literal["none", "eager", "fused", "graphed", "compiled"]
 
 PRECISION: tuple[str, ...] = get_args(Precision)
@@ -23,9 +22,6 @@ OPTIMIZE: tuple[str, ...] = get_args(Optimize)
 _IN_16_BITS = ("bfloat16", "float16")
 _FAST_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 """CPU flags of bfloat16 matrix multiplication: x86 with AMX, x86 with AVX-512, and ARM."""
-_FAST_INT8 = frozenset({"amx_int8", "avx512_vnni", "avx_vnni"})
-"""CPU flags of uint8 by int8 products with exact sums. Without them sums of two products saturate at 16 bits."""
-NO_INT8 = "int8 needs a CPU with AMX, AVX-512 VNNI or AVX-VNNI"
 
 
 @dataclass(frozen=True)
@@ -53,9 +49,7 @@ class Tuning:
         ):
             if value not in known:
                 raise StageError(f"{field} is {value!r}; expected one of {', '.join(known)}")
-        if self.optimize == "compile" and self.precision == "int8":
-            raise StageError("precision int8 is not compiled; choose optimize eager")
-        if self.optimize == "none" and self.precision in ("bfloat16", "float16", "int8"):
+        if self.optimize == "none" and self.precision in ("bfloat16", "float16"):
             raise StageError(f"optimize none computes in float32, not in {self.precision}; choose optimize eager")
         if not (math.isfinite(self.limit_s) and self.limit_s >= 0):
             raise StageError(f"limit_s is {self.limit_s}; expected seconds, 0 or more")
@@ -81,7 +75,7 @@ class ExecutionMode:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of weights and activations inside the stage; in int8, of those that are not integers."""
+        """dtype of weights and activations inside the stage."""
         return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.precision, torch.float32)
 
     def __str__(self) -> str:
@@ -134,8 +128,6 @@ def _precisions(tuning: Tuning, device: torch.device) -> tuple[StagePrecision, .
             return ("bfloat16",)
         case "float16":
             return ("float16",)
-        case "int8" if has_fast_int8(device):
-            return ("int8",)
         case "auto" if has_native_bfloat16(device):
             return ("float32", "bfloat16")
         case _:
@@ -149,14 +141,6 @@ def has_native_bfloat16(device: torch.device) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     flags = next(iter(cpuinfo_lines("flags", "features")), "")
     return not _FAST_BFLOAT16.isdisjoint(flags.split())
-
-
-@lru_cache(maxsize=8)
-def has_fast_int8(device: torch.device) -> bool:
-    """Whether the device computes int8 in hardware, with exact sums, and this torch can use it."""
-    flags = next(iter(cpuinfo_lines("flags")), "")
-    fast = not _FAST_INT8.isdisjoint(flags.split())
-    return device.type == "cpu" and fast and fusable(device, torch.float32) and quantizable()
 
 
 @lru_cache(maxsize=4)

@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.optimize.fusing import Workload, add_in_place, fuse
 from multiworld_serving.models.optimize.precision import lower
-from multiworld_serving.models.optimize.quantizing import quantize_layers
 from multiworld_serving.models.optimize.tracing import (
     add_constant,
     aten,
@@ -19,7 +18,6 @@ from multiworld_serving.models.optimize.tracing import (
     graph_of,
     only_user,
     propagate,
-    range_of,
     value_of,
 )
 
@@ -45,7 +43,6 @@ class FoldedStage(nn.Module):
         stage: not changed, and no weight is shared with it.
         dtype: of weights and activations inside.
         fused: also fuse convolutions and linear layers for this workload (see `fusing`; check `fusable` first).
-        int8: also compute layers in int8 whose input has a range (see `quantizing`; check `quantizable` first).
     """
 
     def __init__(
@@ -55,7 +52,6 @@ class FoldedStage(nn.Module):
         dtype: torch.dtype = torch.float32,
         *,
         fused: bool = False,
-        int8: bool = False,
     ) -> None:
         super().__init__()
         self.spec = stage.spec
@@ -70,9 +66,7 @@ class FoldedStage(nn.Module):
             if dtype != torch.float32:
                 lower(module, dtype)
             _lay_out_weights(module)
-            if int8:
-                quantize_layers(module, workload, _SHAPE_ROWS)
-            elif fused:
+            if fused:
                 fuse(module, workload, _SHAPE_ROWS)
             add_in_place(module)
             module.graph.eliminate_dead_code()
@@ -114,7 +108,6 @@ def fold_batch_norm(module: fx.GraphModule) -> None:
             scale = gamma * scale
         offset = (0.0 if beta is None else beta.double()) - mean * scale
         _scale_output(module, layer, scale, offset)
-        layer.meta["range"] = range_of(picked)
         picked.replace_all_uses_with(layer)
         module.graph.erase_node(picked)
         if legit:
@@ -173,12 +166,8 @@ def _fold_scaling(module: fx.GraphModule) -> None:
                     mean = mean - by
         if node is conv.args[0]:
             continue
-        bounds = range_of(conv.args[0])
         if bool(mean.any()):
             node = _subtract(module, conv, node, mean)
-        if bounds is not None:
-            ends = [0.0, *(end / each for end in bounds for each in scale.tolist())]
-            node.meta.setdefault("range", (min(ends), max(ends)))
         scaled = add_constant(module, conv, weight * scale.to(weight.dtype).view(1, -1, 1, 1))
         conv.args = (node, scaled, *conv.args[2:])
 

@@ -43,26 +43,11 @@ _ACTIVATIONS: dict[Any, str] = {
 Activation = tuple[str, list[float], str]
 """Name in oneDNN, scalars, and algorithm."""
 _NO_ACTIVATION: Activation = ("none", [], "")
-_LEVELS = 255
-
-
-def quantize(values: Tensor, scale: float, zero: int) -> Tensor:
-    """float32 to uint8 of the same shape and layout: `values` divided by `scale`, plus `zero`."""
-    rounding = torch.tensor(zero + 0.5, dtype=values.dtype)
-    return torch.add(rounding, values, alpha=1 / scale).clamp_(0, _LEVELS).to(torch.uint8)
-
-
-def dequantize(values: Tensor, scale: float, zero: int) -> Tensor:
-    """The inverse of `quantize`."""
-    return values.to(torch.float32).sub_(zero).mul_(scale)
-
 
 _NEW_TENSORS = frozenset(_ACTIVATIONS) | {
     aten.max_pool2d.default,
     aten.add.Tensor,
     aten.mul.Tensor,
-    quantize,
-    dequantize,
 }
 """Operators whose result shares no memory with their input."""
 

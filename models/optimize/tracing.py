@@ -51,12 +51,6 @@ def value_of(node: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def range_of(node: Any) -> tuple[float, float] | None:
-    """Least and most value of a node in calibration; None if it is not known."""
-    found: tuple[float, float] | None = node.meta.get("range") if isinstance(node, fx.Node) else None
-    return found
-
-
 def propagate(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
     """Store what each node computes from such inputs, without data."""
     _Shapes(module).run(*(each.to("meta") for each in inputs))

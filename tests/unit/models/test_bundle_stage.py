@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from multiworld_serving.models import BundleError, ModelError, StageError, load_bundle_stage
-from multiworld_serving.models.bundle.files import Bundle
+from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.weights.received import safetensors_head
@@ -83,6 +83,20 @@ def test_description_survives_json(text: Bundle) -> None:
         found = BundleStageSpec.from_json(plan.spec.to_json())
         assert found == plan.spec
         assert found.part == plan.spec.part
+
+
+def test_bundle_that_was_calibrated_by_an_earlier_release_is_read(tmp_path: Path) -> None:
+    """The ranges in its graph and the accuracy in its manifest are ignored."""
+    expected, folder = classifier_bundle(tmp_path / "bundle"), tmp_path / "bundle"
+    graph, manifest = (json.loads((folder / name).read_text()) for name in ("graph.json", "manifest.json"))
+    graph[-1:-1] = [["range", "images", -1.5, 2.5], ["range", graph[-1][1][0], 0.0, 1.0]]
+    (folder / "graph.json").write_text(json.dumps(graph))
+    accuracy = {"rows": 24, "cosine": 0.999, "agreement": 1.0, "accuracy": None}
+    manifest["sha256"]["graph.json"] = hashlib.sha256((folder / "graph.json").read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 2, "int8": accuracy}))
+    found = read_bundle(folder)
+    assert found.graph == expected.graph
+    assert found.manifest == dataclasses.replace(expected.manifest, sha256=found.manifest.sha256)
 
 
 SPECS: dict[str, Callable[[dict[str, Any]], object]] = {

@@ -313,7 +313,6 @@ def test_only_the_requested_precision_is_tried(monkeypatch: pytest.MonkeyPatch) 
         ("float16", "float16", True),
         ("auto", "bfloat16", True),
         ("auto", "float32", False),
-        ("int8", "int8", False),
     ],
 )
 def test_auto_compiles_what_cpus_compute_in_16_bits(
