@@ -1,4 +1,4 @@
-"""Plots of loads, chaos campaigns and forecasts. Need matplotlib (extra `bench`)."""
+"""Plots of loads and forecasts. Need matplotlib (extra `bench`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from multiworld_serving.common.config import UserError
 
 if TYPE_CHECKING:
-    from multiworld_serving.testing.chaos.campaign import CampaignResult
     from multiworld_serving.testing.load.clients import Sample
     from multiworld_serving.testing.planning.forecast import Forecast
 
@@ -50,28 +49,6 @@ def draw_latency(samples: Sequence[Sample], since_s: float, until_s: float, titl
     spread.set(xlabel="latency, ms", ylabel="% of answers within it", xscale="log", ylim=(0, 100.5))
     for axes in (over_time, spread):
         axes.grid(visible=True, alpha=0.3)
-    _write(figure, path)
-
-
-def draw_campaign(result: CampaignResult, path: Path) -> None:
-    """Plot latency over time with the faults marked."""
-    from matplotlib.figure import Figure
-
-    seconds = result.ended_s - result.started_s
-    figure = Figure(figsize=(min(60.0, max(12.0, seconds / 12)), 6.0), layout="constrained")
-    axes = figure.add_subplot()
-    samples = result.load.samples
-    _dots(axes, [sample for sample in samples if not sample.failed], result.started_s, "answered", "tab:blue")
-    _dots(axes, [sample for sample in samples if sample.failed], result.started_s, "failed", "tab:red", "x")
-    for injection in result.injections:
-        at_s = injection.at_s - result.started_s
-        axes.axvline(at_s, color="tab:orange", linewidth=0.8)
-        axes.axvspan(at_s, injection.ended_s - result.started_s, color="tab:orange", alpha=0.12, linewidth=0)
-        name = f"{injection.fault} {' '.join(injection.targets)}"
-        axes.text(at_s, 1.01, name, rotation=60, fontsize=7, transform=axes.get_xaxis_transform())
-    axes.set(xlabel="seconds", ylabel="latency, ms", yscale="log", xlim=(0, seconds))
-    axes.legend(loc="upper right", fontsize=8)
-    axes.grid(visible=True, alpha=0.3)
     _write(figure, path)
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from multiworld_serving.cli.options import Clients, PlotFile, Rate, assignments, duration, flag, value
+from multiworld_serving.cli.options import Clients, Rate, assignments, duration, flag, value
 from multiworld_serving.cli.service import Access, ServiceError
 from multiworld_serving.common.config import UserError
 
@@ -26,7 +26,7 @@ EPILOG = """
 
 multiworld chaos
 
-multiworld chaos --faults kill,freeze --rounds 20 --json chaos.json --plot chaos.png
+multiworld chaos --faults kill,freeze --rounds 20 --json chaos.json
 
 multiworld chaos --duration 30m --every 5s
 
@@ -129,13 +129,6 @@ class FaultOptions:
     ] = "0s"  # type: ignore[assignment]
     settle_s: Annotated[float, duration("Pause between recovery and the next fault.", "--settle")] = "2s"  # type: ignore[assignment]
     seed: Annotated[int, value("N", "Seed of the order of faults, of their targets and of the images.")] = 0
-    protect: Annotated[
-        str,
-        value(
-            "NAME,…",
-            "Workers that are never a target, such as local-0, so that a long run can check their resource usage.",
-        ),
-    ] = ""
 
 
 @dataclass(frozen=True)
@@ -144,26 +137,18 @@ class OutputOptions:
 
     panel: ClassVar[str] = "Output"
     json_file: Annotated[Path | None, value("FILE", "Write the full result as JSON.", "--json")] = None
-    plot_file: PlotFile = None
 
     def check(self) -> None:
         """Raise UserError if a file cannot be written. Call before a long run."""
-        from multiworld_serving.testing.plots import check_plot
-
-        check_plot(self.plot_file)
-        for file in filter(None, (self.json_file, self.plot_file)):
-            if not os.access(file.parent, os.W_OK):
-                raise UserError(f"{file} cannot be written: {file.parent} is not a writable directory")
+        if self.json_file is not None and not os.access(self.json_file.parent, os.W_OK):
+            raise UserError(f"{self.json_file} cannot be written: {self.json_file.parent} is not a writable directory")
 
     def write(self, result: "CampaignResult", report: "Report") -> None:
         """Write the files."""
         from multiworld_serving.testing.chaos.report import to_json
-        from multiworld_serving.testing.plots import draw_campaign
 
         if self.json_file is not None:
             self.json_file.write_text(json.dumps(to_json(result, report), indent=1))
-        if self.plot_file is not None:
-            draw_campaign(result, self.plot_file)
 
 
 def chaos(
@@ -213,7 +198,6 @@ def _plan(running: RunningOptions, started: ServiceOptions, load: LoadOptions, f
         every_s=faults.every_s,
         settle_s=faults.settle_s,
         seed=faults.seed,
-        protected=frozenset(name for name in faults.protect.split(",") if name),
         heartbeat_timeout_s=started.heartbeat_timeout_s,
         grace_s=started.recovery_grace_s,
     )
@@ -265,8 +249,8 @@ def _table(report: "Report") -> "Table":
     from multiworld_serving.cli.console import table
 
     counts = ("times", "failed", "excused", "duplicate")
-    times = ("detect ms", "reroute ms", "recover s", "before ms", "during ms", "after ms")
-    caption = "detect, reroute, recover: median / p99 / max; latency: median / p99"
+    times = ("detect ms", "recover s", "latency ms")
+    caption = "median / p99 / max; latency of requests between fault and recovery"
     rows = table("fault", *counts, *times, numbers=(*counts, *times), caption=caption)
     for row in [*report.rows, report.total]:
         rows.add_row(*_cells(row), end_section=row in report.rows[-1:])
@@ -278,20 +262,15 @@ def _cells(row: "Row") -> list[str]:
         row.fault,
         *(str(count) for count in (row.times, row.failed, row.excused, row.duplicates)),
         _spread(row.detect, 1e3, ".0f"),
-        _spread(row.reroute, 1e3, ".0f"),
         _spread(row.recover, 1, ".2f"),
-        *(_latency(spread) for spread in (row.before, row.during, row.after)),
+        _spread(row.latency, 1e3, ".0f"),
     ]
 
 
-def _spread(spread: "Spread", factor: float, form: str) -> str:
-    if not spread.count:
+def _spread(spread: "Spread | None", factor: float, form: str) -> str:
+    if spread is None:
         return "-"
     return " / ".join(format(value * factor, form) for value in (spread.median, spread.p99, spread.max))
-
-
-def _latency(spread: "Spread") -> str:
-    return f"{spread.median * 1e3:.0f} / {spread.p99 * 1e3:.0f}" if spread.count else "-"
 
 
 def _lines(result: "CampaignResult", report: "Report") -> list[str]:
@@ -301,25 +280,13 @@ def _lines(result: "CampaignResult", report: "Report") -> list[str]:
     return [
         f"{total.times} faults in {result.ended_s - result.started_s:.0f} s, {report.requests} requests: {total.failed} failed, "
         f"{total.excused} excused, {report.refused} refused with 429, {total.duplicates} answered twice",
-        *_resource_lines(result),
+        *(
+            f"{name}: threads {before.threads} -> {after.threads}, descriptors {before.descriptors} -> {after.descriptors}, "
+            f"memory {before.resident_mib:.0f} -> {after.resident_mib:.0f} MiB"
+            for name, (before, after) in sorted(result.resources.items())
+        ),
         *([left_out(late)] if (late := {name: why for name, why in result.skipped.items() if why == NO_TIME}) else []),
         *(f"warning: {warning}" for warning in result.warnings),
         *(f"FAILED: {failure}" for failure in report.verdict),
         *([] if report.verdict else ["ok: no request lost, none answered twice, no unexpected effect"]),
     ]
-
-
-def _resource_lines(result: "CampaignResult") -> list[str]:
-    from multiworld_serving.testing.chaos.resources import RULE, SHORTEST_S
-
-    judged = [series for series in result.resources if series.flat is not None]
-    if not judged:
-        return [
-            f"threads, descriptors and memory: not judged, the run was shorter than {SHORTEST_S:.0f} s; --json has the values"
-        ]
-    lines = (
-        f"{s.process} {s.figure}: first {s.first:.0f}, last {s.last:.0f}, "
-        f"median of the last quarter {s.last_quarter:.0f}: {'flat' if s.flat else 'GROWS'}"
-        for s in judged
-    )
-    return [*lines, RULE]

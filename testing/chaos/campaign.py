@@ -1,5 +1,6 @@
 """Runs a campaign: a load, and one fault after another. Each fault waits until the service has recovered from the last."""
 
+import random
 import subprocess
 import time
 from collections import Counter
@@ -12,13 +13,13 @@ import httpx
 from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
 from multiworld_serving.testing.chaos.faults.fault import NEEDS, Fault, Scope
 from multiworld_serving.testing.chaos.observer import NotRecoveredError, Observer, Outage, Replica, Snapshot
-from multiworld_serving.testing.chaos.resources import ResourceMonitor, Series
-from multiworld_serving.testing.chaos.schedule import FaultTargets, missing_targets_reason, order
+from multiworld_serving.testing.chaos.schedule import choose_targets, missing_targets_reason, order
 from multiworld_serving.testing.chaos.system.containers import (
     ComposeProject,
     ContainerError,
     processes_unavailable_reason,
 )
+from multiworld_serving.testing.chaos.system.processes import Resources, resources
 from multiworld_serving.testing.chaos.system.system_under_test import SystemUnderTest
 from multiworld_serving.testing.load.clients import (
     Load,
@@ -30,11 +31,6 @@ from multiworld_serving.testing.load.clients import (
 from multiworld_serving.testing.local_service import LocalService
 
 _DUPLICATES = "multiworld_duplicate_answers_total"
-_REROUTES = "multiworld_reroute_seconds"
-_CONTAINER_POLL_S = 5.0
-"""Polling interval of containers; longer, because each `docker` command costs CPU time."""
-
-
 NO_TIME = "the campaign ended before their turn"
 
 
@@ -49,7 +45,6 @@ class Plan:
         rounds: injections of each fault; None continues until `duration_s` has passed.
         every_s: minimum time between the starts of two faults.
         settle_s: pause between recovery and the next fault.
-        protected: names of workers that are never targets.
         grace_s: how long the service keeps requests for a stage without replicas.
     """
 
@@ -62,7 +57,6 @@ class Plan:
     every_s: float = 0.0
     settle_s: float = 2.0
     seed: int = 0
-    protected: frozenset[str] = frozenset()
     heartbeat_timeout_s: float = 1.0
     grace_s: float = 15.0
     request_timeout_s: float = 60.0
@@ -74,11 +68,9 @@ class Injection:
 
     Attributes:
         detected_s: until the leader detected the first broken world of a target, or the frontends the lost leader; None if neither.
-        rerouted_s: mean time until the affected batches were sent to another replica; None if there were none.
         recovered_s: until every slot was ready again.
         recovered: whether that happened before the timeout.
         excused: statuses of requests that the fault excuses.
-        counters_reset: whether the metrics of a process may have started again from 0.
         unexpected: descriptions of effects that the fault does not expect.
     """
 
@@ -88,13 +80,10 @@ class Injection:
     ended_s: float
     causes: tuple[str, ...] = ()
     detected_s: float | None = None
-    rerouted_s: float | None = None
-    reroutes: int = 0
     recovered_s: float = 0.0
     recovered: bool = True
     duplicates: int = 0
     excused: tuple[int, ...] = ()
-    counters_reset: bool = False
     unexpected: tuple[str, ...] = ()
 
 
@@ -109,7 +98,8 @@ class CampaignResult:
     load: Load = field(default_factory=Load)
     outages: list[Outage] = field(default_factory=list)
     duplicates: int = 0
-    resources: list[Series] = field(default_factory=list)
+    resources: dict[str, tuple[Resources, Resources]] = field(default_factory=dict)
+    """Resources of each process that lived from the first fault to the end, before and after."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Faults that were not injected, with the reason."""
     warnings: list[str] = field(default_factory=list)
@@ -137,8 +127,6 @@ def run(system: SystemUnderTest, plan: Plan, *, log: Callable[[str], None] = lam
                 f"{pairs} pairs of images have indistinguishable answers: swapping those would not be detected"
             )
         duplicates = observer.metric(_DUPLICATES)
-        every_s = _CONTAINER_POLL_S if isinstance(system, ComposeProject) else 1.0
-        watch = stack.enter_context(ResourceMonitor(system, every_s))
         found.started_s = time.time()
         with run_load(
             system.url,
@@ -150,21 +138,37 @@ def run(system: SystemUnderTest, plan: Plan, *, log: Callable[[str], None] = lam
             credentials=system.credentials,
         ) as found.load:
             time.sleep(plan.settle_s)
+            before = _resources(system)
             try:
                 _inject_all(system, observer, faults, requests[0], found, log)
             except NotRecoveredError as error:
                 found.aborted = str(error)
             except KeyboardInterrupt:
                 found.aborted = "interrupted"
+            found.resources = {name: (before[name], now) for name, now in _resources(system).items() if name in before}
         found.ended_s = time.time()
         if plan.duration_s is not None and found.injections:
             made = {injection.fault for injection in found.injections}
             found.skipped |= {fault.name: NO_TIME for fault in faults if fault.name not in made}
         found.duplicates = sum(injection.duplicates for injection in found.injections)
-        if not any(injection.counters_reset for injection in found.injections):
-            with suppress(httpx.HTTPError):  # Ctrl-C in a terminal also stops a service that this process started
-                found.duplicates = round(observer.metric(_DUPLICATES) - duplicates)
-        found.outages, found.resources = observer.outages(), watch.series()
+        with suppress(httpx.HTTPError):  # Ctrl-C in a terminal also stops a service that this process started
+            late = round(_increase(duplicates, observer.metric(_DUPLICATES)))
+            found.duplicates = max(found.duplicates, late)
+        found.outages = observer.outages()
+    return found
+
+
+def _resources(system: SystemUnderTest) -> dict[str, Resources]:
+    """Return threads, descriptors and memory of the processes of the service that run now, by name and process id."""
+    found: dict[str, Resources] = {}
+    with suppress(httpx.HTTPError, ContainerError):
+        pids = {("supervisor", system.pid), *system.worker_pids().items()}
+        for kind in ("leader", "frontend"):
+            pids |= {(f"{kind}-{slot}", pid) for slot, pid in system.child_pids(kind).items()}
+        for name, pid in pids:
+            if pid is not None:
+                with suppress(OSError):  # ended in the meantime
+                    found[f"{name} pid {pid}"] = resources(pid)
     return found
 
 
@@ -173,7 +177,7 @@ def _available_faults(
 ) -> list[Fault]:
     """Return the faults that are possible on this machine and service; log the others, on one line."""
     for fault in plan.faults:
-        if why := unavailable_reason(fault, system, start, plan.protected):
+        if why := unavailable_reason(fault, system, start):
             found.skipped[fault.name] = why
     if found.skipped:
         log(left_out(found.skipped))
@@ -188,15 +192,9 @@ def left_out(skipped: Mapping[str, str]) -> str:
     return "left out: " + "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())
 
 
-def unavailable_reason(
-    fault: Fault, system: SystemUnderTest, now: Snapshot, protected: frozenset[str] = frozenset()
-) -> str:
+def unavailable_reason(fault: Fault, system: SystemUnderTest, now: Snapshot) -> str:
     """Return why this fault is not possible on this machine and service now; empty if it is."""
-    return (
-        fault.unavailable_reason()
-        or missing_targets_reason(fault, now, protected)
-        or _unreachable_reason(fault, system, now)
-    )
+    return fault.unavailable_reason() or missing_targets_reason(fault, now) or _unreachable_reason(fault, system, now)
 
 
 def _unreachable_reason(fault: Fault, system: SystemUnderTest, now: Snapshot) -> str:
@@ -232,14 +230,14 @@ def _inject_all(
     log: Callable[[str], None],
 ) -> None:
     plan = found.plan
-    targets = FaultTargets(plan.seed, plan.protected)
-    for number, fault in enumerate(order(faults, plan.seed) if faults else ()):
+    generator = random.Random(plan.seed)
+    for number, fault in enumerate(order(faults, generator) if faults else ()):
         if _is_finished(plan, number, len(faults), time.time() - found.started_s):
             return
         before = observer.wait(lambda now: now.complete, WAIT_S, "complete")
         times = sum(injection.fault == fault.name for injection in found.injections)
-        chosen = targets.choose(fault, before)
-        context = FaultContext(system, observer, chosen, plan.heartbeat_timeout_s, request, times)
+        targets = choose_targets(fault, before, generator)
+        context = FaultContext(system, observer, targets, plan.heartbeat_timeout_s, request, times)
         injection = inject(fault, context)
         found.injections.append(injection)
         failed = f"  {len(found.load.failed)} FAILED so far" if found.load.failed else ""
@@ -258,7 +256,7 @@ def _is_finished(plan: Plan, made: int, kinds: int, elapsed_s: float) -> bool:
 def inject(fault: Fault, context: FaultContext) -> Injection:
     """Inject one fault and wait until the service has recovered or the timeout has passed."""
     observer = context.observer
-    before = {name: observer.metric(name) for name in (_DUPLICATES, f"{_REROUTES}_count", f"{_REROUTES}_sum")}
+    duplicates = observer.metric(_DUPLICATES)
     begun_s = time.time()
     recovered = _inject_and_wait(fault, context)
     at_s, ended_s = context.at_s or begun_s, time.time()
@@ -267,9 +265,6 @@ def inject(fault: Fault, context: FaultContext) -> Injection:
     context.unexpected += _unexpected_causes(fault, causes)
     lost_s = [] if context.lost_s is None else [context.lost_s]
     detected_s = min((each_s - at_s for each_s in (*lost_s, *(each_s for _, each_s in broken))), default=None)
-    more = {name: _increase(was, observer.metric(name)) for name, was in before.items()}
-    count = round(more[f"{_REROUTES}_count"])
-    mean_s = more[f"{_REROUTES}_sum"] / count if count else None
     return Injection(
         fault=fault.name,
         targets=(*(f"s{target.stage}.r{target.slot}" for target in context.targets), *filter(None, [context.victim])),
@@ -277,14 +272,11 @@ def inject(fault: Fault, context: FaultContext) -> Injection:
         ended_s=ended_s,
         causes=causes,
         detected_s=detected_s,
-        rerouted_s=None if mean_s is None or detected_s is None else detected_s + mean_s,
-        reroutes=count,
         recovered_s=max(0.0, recovered.at_s - at_s) if broken and recovered else ended_s - at_s,
         recovered=recovered is not None,
-        duplicates=round(more[_DUPLICATES]),
+        duplicates=round(_increase(duplicates, observer.metric(_DUPLICATES))),
         # With two leaders, a fault of one excuses nothing.
         excused=() if fault.scope == "leader" and len(observer.now.leaders) > 1 else tuple(sorted(fault.excused)),
-        counters_reset=fault.scope in ("leader", "frontend", "supervisor"),
         unexpected=tuple(context.unexpected),
     )
 
@@ -344,7 +336,6 @@ def _describe(injection: Injection) -> str:
         "no break"
         if injection.detected_s is None
         else f"detected {injection.detected_s * 1e3:.0f} ms ({causes or 'lost'})",
-        f"{injection.reroutes} rerouted",
         f"recovered {injection.recovered_s:.1f} s",
         *(f"UNEXPECTED: {item}" for item in injection.unexpected),
     ]

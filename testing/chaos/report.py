@@ -1,6 +1,5 @@
 """Summarizes a campaign: excused failures, statistics per fault, and the verdict. Pure."""
 
-import math
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -8,7 +7,6 @@ from typing import Any
 
 from multiworld_serving.testing.chaos.campaign import CampaignResult
 from multiworld_serving.testing.chaos.observer import Outage
-from multiworld_serving.testing.chaos.resources import RULE
 from multiworld_serving.testing.load.clients import Sample
 from multiworld_serving.testing.load.statistics import Spread
 
@@ -18,13 +16,12 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Statistics of one fault. Times in seconds.
+    """Statistics of one fault. Times in seconds; None if there are no values.
 
     Attributes:
         failed: requests that failed and are not excused.
         excused: requests that were refused because a stage had no replica for longer than the recovery grace, or that the fault excuses.
-        before, during, after: latency of requests completed between the previous recovery and the fault, in flight between fault and
-            recovery, and completed between recovery and the next fault.
+        latency: of requests that were in flight between fault and recovery.
     """
 
     fault: str
@@ -32,13 +29,9 @@ class Row:
     failed: int
     excused: int
     duplicates: int
-    detect: Spread
-    reroute: Spread
-    recover: Spread
-    before: Spread
-    during: Spread
-    after: Spread
-    unexpected: tuple[str, ...]
+    detect: Spread | None
+    recover: Spread | None
+    latency: Spread | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +47,14 @@ class Report:
 
 def summarize(result: CampaignResult) -> Report:
     """Compute the report."""
-    forgiven = [_is_excused(sample, result) for sample in result.load.failed]
-    failed = [sample for sample, fine in zip(result.load.failed, forgiven, strict=True) if not fine]
-    excused_ = [sample for sample, fine in zip(result.load.failed, forgiven, strict=True) if fine]
+    failed: list[Sample] = []
+    forgiven: list[Sample] = []
+    for sample in result.load.failed:
+        (forgiven if _is_excused(sample, result) else failed).append(sample)
     kinds = dict.fromkeys(injection.fault for injection in result.injections)
-    rows = [_row(kind, result, failed, excused_) for kind in kinds]
     return Report(
-        rows=rows,
-        total=_row(None, result, failed, excused_),
+        rows=[_row(kind, result, failed, forgiven) for kind in kinds],
+        total=_row(None, result, failed, forgiven),
         requests=len(result.load.samples),
         refused=sum(sample.refused for sample in result.load.samples),
         verdict=_verdict(result, failed),
@@ -92,14 +85,9 @@ def excused(sample: Sample, outages: Sequence[Outage], grace_s: float) -> bool:
 
 
 def to_json(result: CampaignResult, report: Report) -> dict[str, Any]:
-    """Return the full result as JSON values; NaN becomes null."""
-    plan = {name: value for name, value in asdict(result.plan).items() if name not in ("images", "faults", "protected")}
-    document = {
-        "plan": {
-            **plan,
-            "faults": [fault.name for fault in result.plan.faults],
-            "protected": sorted(result.plan.protected),
-        },
+    """Return the full result as JSON values."""
+    return {
+        "seed": result.plan.seed,
         "started_unix_s": result.started_s,
         "duration_s": result.ended_s - result.started_s,
         "requests": report.requests,
@@ -108,39 +96,29 @@ def to_json(result: CampaignResult, report: Report) -> dict[str, Any]:
         "excused": report.total.excused,
         "duplicates": report.total.duplicates,
         "faults": [asdict(row) for row in report.rows],
-        "total": asdict(report.total),
         "injections": [asdict(injection) for injection in result.injections],
         "failures": [asdict(sample) for sample in result.load.failed[:1000]],
         "outages": [asdict(outage) for outage in result.outages],
-        "resources": {"rule": RULE, "series": [asdict(series) for series in result.resources]},
+        "resources": {name: [asdict(each) for each in pair] for name, pair in result.resources.items()},
         "skipped": result.skipped,
         "warnings": result.warnings,
         "verdict": report.verdict or "ok",
     }
-    cleaned: dict[str, Any] = _without_nan(document)
-    return cleaned
 
 
-def _row(kind: str | None, result: CampaignResult, failed: Sequence[Sample], excused_: Sequence[Sample]) -> Row:
+def _row(kind: str | None, result: CampaignResult, failed: Sequence[Sample], forgiven: Sequence[Sample]) -> Row:
     """Return the statistics of one fault, or of all if None."""
-    chosen = [n for n, injection in enumerate(result.injections) if kind in (None, injection.fault)]
-    injections = [result.injections[n] for n in chosen]
-    windows = [_windows(result, n) for n in chosen]
+    injections = [injection for injection in result.injections if kind in (None, injection.fault)]
+    affected = [sample for each in injections for sample in result.load.between(each.at_s, each.ended_s)]
     return Row(
         fault=kind or "all",
         times=len(injections),
         failed=_count_following(failed, result, kind),
-        excused=_count_following(excused_, result, kind),
+        excused=_count_following(forgiven, result, kind),
         duplicates=result.duplicates if kind is None else sum(injection.duplicates for injection in injections),
-        detect=_spread([injection.detected_s for injection in injections]),
-        reroute=_spread([injection.rerouted_s for injection in injections]),
-        recover=_spread(
-            [injection.recovered_s for injection in injections if injection.causes or injection.counters_reset]
-        ),
-        before=_latency([s for window in windows for s in _within(result, *window[0])]),
-        during=_latency([s for window in windows for s in result.load.between(*window[1])]),
-        after=_latency([s for window in windows for s in _within(result, *window[2])]),
-        unexpected=tuple(item for injection in injections for item in injection.unexpected),
+        detect=Spread.of([each.detected_s for each in injections if each.detected_s is not None]),
+        recover=Spread.of([injection.recovered_s for injection in injections]),
+        latency=Spread.of([sample.took_s for sample in affected]),
     )
 
 
@@ -153,30 +131,7 @@ def _count_following(samples: Sequence[Sample], result: CampaignResult, kind: st
     return sum(n >= 0 and result.injections[n].fault == kind for n in last)
 
 
-Window = tuple[float, float]
-
-
-def _windows(result: CampaignResult, number: int) -> tuple[Window, Window, Window]:
-    injection, everything = result.injections[number], result.injections
-    since_s = everything[number - 1].ended_s if number else result.started_s
-    until_s = everything[number + 1].at_s if number + 1 < len(everything) else result.ended_s
-    return (since_s, injection.at_s), (injection.at_s, injection.ended_s), (injection.ended_s, until_s)
-
-
-def _within(result: CampaignResult, since_s: float, until_s: float) -> list[Sample]:
-    return [s for s in result.load.between(since_s, until_s) if s.sent_s >= since_s and s.done_s <= until_s]
-
-
-def _latency(samples: Sequence[Sample]) -> Spread:
-    return Spread.of([sample.took_s for sample in samples])
-
-
-def _spread(values: Sequence[float | None]) -> Spread:
-    return Spread.of([value for value in values if value is not None])
-
-
 def _verdict(result: CampaignResult, failed: Sequence[Sample]) -> list[str]:
-    grown = [f"{series.process}: {series.figure}" for series in result.resources if series.flat is False]
     wanted = {fault.name for fault in result.plan.faults} - result.skipped.keys()
     missing = sorted(wanted - {injection.fault for injection in result.injections})
     checks = [
@@ -186,7 +141,6 @@ def _verdict(result: CampaignResult, failed: Sequence[Sample]) -> list[str]:
         (result.duplicates, f"{result.duplicates} requests were answered twice"),
         (missing, f"not injected before the end: {', '.join(missing)}"),
         *((True, f"{injection.fault}: {item}") for injection in result.injections for item in injection.unexpected),
-        (grown, f"resource usage grows: {', '.join(grown)}"),
     ]
     return [text for wrong, text in checks if wrong]
 
@@ -194,11 +148,3 @@ def _verdict(result: CampaignResult, failed: Sequence[Sample]) -> list[str]:
 def _examples(failed: Sequence[Sample]) -> str:
     kinds = dict.fromkeys(f"{sample.status} {sample.error[:100]}" for sample in failed)
     return "; ".join(list(kinds)[:3])
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

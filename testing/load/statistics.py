@@ -15,7 +15,7 @@ def quantile(values: Iterable[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Summary of a distribution; NaN if there are no values."""
+    """Summary of a distribution."""
 
     count: int
     median: float
@@ -23,5 +23,8 @@ class Spread:
     max: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
+    def of(cls, values: Sequence[float]) -> "Spread | None":
+        """Return the summary; None if there are no values."""
+        if not values:
+            return None
         return cls(len(values), quantile(values, 0.5), quantile(values, 0.99), quantile(values, 1.0))

@@ -42,7 +42,7 @@ def test_chaos_exits_with_0_when_no_request_is_lost(tmp_path: Path) -> None:
         assert 0 < injection["detected_s"] <= injection["recovered_s"]
     for fault in ("kill", "freeze"):
         assert rows[fault][1:5] == ["2", "0", "0", "0"]
-    assert {series["process"] for series in found["resources"]["series"]} >= {"supervisor"}
+    assert any(name.startswith("supervisor") for name in found["resources"])
 
 
 def test_chaos_exits_with_1_when_requests_were_lost(tmp_path: Path) -> None:

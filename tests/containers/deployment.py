@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from multiworld_serving.testing.chaos.faults import ALL_FAULTS
 from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
 from multiworld_serving.testing.chaos.observer import Observer
 from multiworld_serving.testing.chaos.report import interrupted
-from multiworld_serving.testing.chaos.schedule import FaultTargets
+from multiworld_serving.testing.chaos.schedule import choose_targets
 from multiworld_serving.testing.chaos.system.containers import ComposeProject, ContainerError, docker
 from multiworld_serving.testing.load.clients import Load, ReferenceRequest, record_reference_answers, run_load
 from multiworld_serving.testing.load.images import photos
@@ -82,7 +83,7 @@ class Deployment:
         image_name = image or "multiworld-serving:test"
         self.environment = own | SETTINGS | {"IMAGE": image_name} | {n: str(p) for n, p in self._ports.items()}
         self._files = [ROOT / "docker-compose.yml", _faster_prometheus(folder)]
-        self._targets = FaultTargets(seed=0)
+        self._random = random.Random(0)
 
     @property
     def url(self) -> str:
@@ -138,7 +139,7 @@ class Deployment:
             now = observer.wait(lambda now: now.complete, WAIT_S, "complete")
             if why := unavailable_reason(fault, self.project, now):
                 pytest.skip(f"{name}: {why}")
-            targets = self._targets.choose(fault, now)
+            targets = choose_targets(fault, now, self._random)
             with self.load(requests) as load:
                 await_samples(load, CLIENTS)
                 made = inject(fault, FaultContext(self.project, observer, targets, HEARTBEAT_TIMEOUT_S, requests[0]))
@@ -211,11 +212,11 @@ def _faster_prometheus(folder: Path) -> Path:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """The results of all faults, as Markdown."""
-    head = ["fault", "requests", "failed", "leader away", "double", "detect ms", "reroute ms", "recover s", "cause"]
+    head = ["fault", "requests", "failed", "leader away", "double", "detect ms", "recover s", "cause"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
         made = row.injection
-        times = ["-" if s is None else f"{s * 1e3:.0f}" for s in (made.detected_s, made.rerouted_s)]
-        cells = [made.fault, row.requests, row.failed, row.unled, made.duplicates, *times, f"{made.recovered_s:.1f}"]
+        detect = "-" if made.detected_s is None else f"{made.detected_s * 1e3:.0f}"
+        cells = [made.fault, row.requests, row.failed, row.unled, made.duplicates, detect, f"{made.recovered_s:.1f}"]
         lines.append("| " + " | ".join(map(str, [*cells, ", ".join(sorted(set(made.causes))) or "-"])) + " |")
     return lines
