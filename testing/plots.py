@@ -1,9 +1,9 @@
-"""Plots of loads and forecasts. Need matplotlib (extra `bench`)."""
+"""The plot of a load. Needs matplotlib (extra `bench`)."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,6 @@ from multiworld_serving.common.config import UserError
 
 if TYPE_CHECKING:
     from multiworld_serving.testing.load.clients import Sample
-    from multiworld_serving.testing.planning.forecast import Forecast
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -52,31 +51,6 @@ def draw_latency(samples: Sequence[Sample], since_s: float, until_s: float, titl
     _write(figure, path)
 
 
-def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
-    """Plot latency and losses over load, one line per number of replicas."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    latency, losses = figure.subplots(1, 2)
-    _lines(latency, forecasts, lambda each: each.p99_s and each.p99_s * 1e3, style="o-", label="p99, {} replicas")
-    _lines(latency, forecasts, lambda each: each.p50_s and each.p50_s * 1e3, style="o--", label="p50, {} replicas")
-    _lines(losses, forecasts, lambda each: 100 * each.failed, style="o-", label="{} replicas")
-    latency.set(xlabel="load, share of capacity", ylabel="latency, ms", yscale="log")
-    losses.set(xlabel="load, share of capacity", ylabel="requests that fail, %")
-    losses.set_yscale("symlog", linthresh=1e-4)
-    losses.set_ylim(bottom=0)
-    for axes in (latency, losses):
-        axes.grid(visible=True, alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize="small")
-    plan = forecasts[0].plan
-    figure.suptitle(
-        f"{plan.stages} stages, worker MTBF {plan.mtbf_s:g} s, recovery {plan.recovery_s:g} s",
-        fontsize=10,
-    )
-    _write(figure, path)
-
-
 def _write(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=110)
@@ -89,13 +63,3 @@ def _dots(axes: Any, samples: Sequence[Sample], since_s: float, label: str, colo
     took_ms = [max(sample.took_s, 1e-4) * 1e3 for sample in samples]
     size = 3 if marker == "." else 6
     axes.plot(at_s, took_ms, marker, color=color, markersize=size, label=f"{len(samples)} {label}")
-
-
-def _lines(
-    axes: Any, forecasts: Sequence[Forecast], value: Callable[[Forecast], float | None], *, style: str, label: str
-) -> None:
-    for color, replicas in enumerate(sorted({each.plan.replicas for each in forecasts})):
-        points = [(each.plan.load, value(each)) for each in forecasts if each.plan.replicas == replicas]
-        known = sorted((load, height) for load, height in points if height is not None)
-        if known:
-            axes.plot(*zip(*known, strict=True), style, color=f"C{color}", label=label.format(replicas))
