@@ -32,11 +32,12 @@ test: $(STAMP) ## Run all tests, or a part: make test ARGS="tests/unit -k schedu
 containers: $(STAMP) ## Test docker-compose.yml on the local Docker Engine; fails without one.
 	exec $(BIN)/python -m pytest tests/containers --containers $(ARGS)
 
-check: $(STAMP) ## Run the linters, type checks, import contracts and checks of the documentation.
+check: $(STAMP) ## Run the linters, type checks, import contracts, checks of the documentation, and compare sizes with their budgets.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tests.size
 	$(BIN)/python -m pytest --quiet tests/unit/documents
 
 fmt: $(STAMP) ## Format the code and apply the linter's automatic fixes.
