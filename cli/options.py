@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from rich.markup import escape
 
-from multiworld_serving.common.config import Settings, UserError, configure_logging, describe, effective_settings, load
-from multiworld_serving.common.config.settings import ENV_PREFIX, bounds, declaration, fields_of, value_type
+from multiworld_serving.common.config import Settings, UserError, configure_logging, load
+from multiworld_serving.common.config.settings import bounds, panel, public_fields, value_type
 from multiworld_serving.common.config.sources import option, variable
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
@@ -27,6 +28,24 @@ PROGRAMS: tuple[type[Settings], ...] = (ServeSettings, LeaderSettings, FrontendS
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 METAVARS = {"s": "SECONDS", "labels": "FILE", "host": "ADDRESS", "leader": "HOST:PORT"}
 """Placeholder of the value in `--help`, by the last word of the setting's name; the default is that word in capitals."""
+_IN_SHORT_HELP = {
+    *(
+        "model",
+        "weights",
+        "stages",
+        "replicas",
+        "spares",
+        "leaders",
+        "frontends",
+        "autoscale",
+        "device",
+        "precision",
+        "threads",
+    ),
+    *("max_batch_size", "host", "http_port", "grpc_port", "join_host", "join_port", "leader", "name", "leader_name"),
+    *("external_workers", "token_file", "api_keys_file", "tls_cert_file", "log_level"),
+}
+"""The settings that `--help` lists; `--help-all` lists all."""
 
 S = TypeVar("S", bound=Settings)
 
@@ -36,9 +55,9 @@ def value(metavar: str, text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, metavar=metavar, help=text, **more)
 
 
-def flag(name: str, text: str) -> Any:
+def flag(name: str, text: str, **more: Any) -> Any:
     """Return an option without a value."""
-    return typer.Option(name, help=text)
+    return typer.Option(name, help=text, **more)
 
 
 def seconds(text: str) -> float:
@@ -123,33 +142,59 @@ def settings_command(cls: type[S], process: Callable[[S], str]) -> Callable[[Cal
 
     def decorate(run: Callable[[S], int]) -> Callable[..., int]:
         @functools.wraps(run)
-        def command(*, config: Path | None, print_settings: bool, **options: object) -> int:
-            given = {name: ",".join(value) if isinstance(value, list) else value for name, value in options.items()}
-            settings = load(cls, given, config_file=config, programs=PROGRAMS).with_token()
+        def command(
+            *, config: Path | None, settings_json: Path | None, print_settings: bool, help_all: bool, **options: object
+        ) -> int:
+            if settings_json is not None:
+                settings = cls.model_validate_json(settings_json.read_bytes())
+            else:
+                given = {name: ",".join(each) if isinstance(each, list) else each for name, each in options.items()}
+                settings = load(cls, given, config_file=config, programs=PROGRAMS).with_token()
             if print_settings:
-                print("\n".join(f"{row.name} = {row.value}" for row in effective_settings(settings)))
+                print("\n".join(f"{name} = {getattr(settings, name)}" for name in public_fields(cls)))
                 return 0
             configure_logging(settings.log_level, settings.log_format, process=process(settings))
-            logger.debug("settings %s", describe(settings))
+            logger.debug("settings %s", settings)
             return run(settings)
 
-        parameters = [
-            *_own_parameters(),
-            *(_parameter(*item) for item in fields_of(cls).items() if declaration(item[1])["in_argv"]),
-        ]
+        parameters = [*_own_parameters(), *(_parameter(*item) for item in options_of(cls).items())]
         vars(command)["__signature__"] = inspect.Signature(parameters, return_annotation=int)
         return command
 
     return decorate
 
 
+def options_of(cls: type[Settings]) -> dict[str, FieldInfo]:
+    """The settings with an option. Secrets have none, because options are visible in the process list."""
+    return {name: field for name, field in public_fields(cls).items() if value_type(field) is not SecretStr}
+
+
 def _own_parameters() -> Iterator[inspect.Parameter]:
-    text = f"TOML file with settings, in tables \\[serve] and \\[worker]. {_dim(f'{ENV_PREFIX}CONFIG')}"
-    file = typer.Option("--config", metavar="FILE", help=text, show_default=False)
-    shown = typer.Option("--print-settings", help="Print the settings in effect, without secrets, and exit.")
-    for name, kind, default, info in (("config", Path | None, None, file), ("print_settings", bool, False, shown)):
+    """The options of the programs that are not settings."""
+    file = value(
+        "FILE", f"TOML file with settings, in tables such as \\[serve]. {_dim(variable('config'))}", "--config"
+    )
+    handed = value(
+        "FILE", "All settings as JSON, from the process that starts this one.", "--settings-json", hidden=True
+    )
+    shown = flag("--print-settings", "Print the settings in effect, without secrets, and exit.")
+    every = flag("--help-all", "Show all options, and exit.", is_eager=True, callback=_help_all)
+    for name, kind, default, info in (
+        ("config", Path | None, None, file),
+        ("settings_json", Path | None, None, handed),
+        ("print_settings", bool, False, shown),
+        ("help_all", bool, False, every),
+    ):
         annotation = Annotated[kind, info]  # type: ignore[valid-type]
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _help_all(context: typer.Context, asked: bool) -> None:
+    if asked:
+        for parameter in context.command.params:
+            parameter.hidden = parameter.name == "settings_json"  # type: ignore[attr-defined]
+        print(context.get_help())
+        raise typer.Exit
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
@@ -158,28 +203,27 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     info = typer.Option(
         option(name) + (f"/--no-{option(name)[2:]}" if is_flag else ""),
         metavar=None if is_flag else _metavar(name, field),
-        help=_help(name, field),
+        help=_help(field),
         show_default=False,
-        hidden=bool(declaration(field)["hidden"]),
-        rich_help_panel=declaration(field)["panel"],
+        hidden=name not in _IN_SHORT_HELP,
+        rich_help_panel=panel(field),
         autocompletion=_completion(_choices(field)),
     )
-    kind = bool if is_flag else list[str] if declaration(field)["repeatable"] else str
+    kind = bool if is_flag else list[str] if name == "leader" else str
     annotation = Annotated[kind | None, info]  # type: ignore[valid-type]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _help(name: str, field: FieldInfo) -> str:
-    default = "required" if field.is_required() else f"default {_default(field)}"
-    declaration = [", ".join(_choices(field)), " ".join(bounds(field)), default, variable(name)]
-    return f"{escape(field.description or '')} {_dim('; '.join(fact for fact in declaration if fact))}"
+def _help(field: FieldInfo) -> str:
+    facts = [", ".join(_choices(field)), " ".join(bounds(field)), f"default {default_text(field)}"]
+    return f"{escape(' '.join((field.description or '').split()))} {_dim('; '.join(filter(None, facts)))}"
 
 
 def _dim(text: str) -> str:
     return f"[dim]({escape(text)})[/dim]"
 
 
-def _default(field: FieldInfo) -> str:
+def default_text(field: FieldInfo) -> str:
     """Return the default as written on the command line."""
     value = field.default
     if field.default_factory or value is None:
@@ -202,7 +246,4 @@ def _choices(field: FieldInfo) -> tuple[str, ...]:
 
 
 def _completion(choices: tuple[str, ...]) -> Callable[[str], list[str]]:
-    def complete(incomplete: str) -> list[str]:
-        return [choice for choice in choices if choice.startswith(incomplete)]
-
-    return complete
+    return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]

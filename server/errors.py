@@ -199,7 +199,7 @@ class ImageError(InvalidRequestError):
 
 
 class ImageTooLargeError(ImageError):
-    """The image has more pixels than `max_image_pixels`."""
+    """The image has too many pixels."""
 
     reason = "image_too_large"
 

@@ -86,9 +86,7 @@ class Leader:
         self._manager = WorldManager(
             secret=settings.secret,
             verify_collectives=False,  # the message headers of the links carry the sizes
-            heartbeat_interval_s=settings.heartbeat_interval_s,
-            heartbeat_timeout_s=settings.heartbeat_timeout_s,
-            loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
+            **settings.heartbeats,
         )
         self._registry = WorkerRegistry(plan, settings, metrics, self._manager, self, guarded(self._states_changed))
         context = DriverContext(

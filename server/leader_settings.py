@@ -8,6 +8,7 @@ from pydantic import SecretStr, field_validator, model_validator
 
 from multiworld_serving.common.config import Settings, setting
 from multiworld_serving.common.config.addresses import NAME_ALLOWED, NAME_PATTERN, name_after_host, parse_address
+from multiworld_serving.common.config.settings import INTERNAL
 
 _TUNING_S = 2.0
 _CHANNELS = 3
@@ -26,38 +27,17 @@ def _leader_name(settings: dict[str, Any]) -> str:
 class ServiceSettings(Settings):
     """Settings that leaders and frontends share."""
 
-    recovery_grace_s: float = setting(
-        15.0, "Failure", "How long a stage without a replica keeps its batches before it rejects them.", ge=0, le=3600
-    )
-    drain_timeout_s: float = setting(
-        10.0, "Failure", "Maximum time for requests in flight to complete when the service stops.", ge=0, le=3600
-    )
-    queue_limit: int = setting(
-        256,
-        "Limits",
-        "Maximum number of images that wait for a batch; above it, requests are rejected with 429.",
-        ge=1,
-        le=1_000_000,
-    )
-    trace_ratio: float = setting(
-        0.01,
-        "Logging",
-        "Share of the requests without their own `traceparent` that are traced, if an OTLP endpoint is set.",
-        ge=0,
-        le=1,
-    )
+    recovery_grace_s: float = setting(15.0, "Failure", ge=0, le=3600)
+    """How long a stage without a replica keeps its batches before it rejects them."""
+    drain_timeout_s: float = setting(10.0, "Failure", ge=0, le=3600)
+    """Maximum time for requests in flight to complete when the service stops."""
+    queue_limit: int = setting(256, "Limits", ge=1, le=1_000_000)
+    """Maximum number of images that wait for a batch; above it, requests are rejected with 429."""
+    trace_ratio: float = setting(0.01, "Logging", ge=0, le=1)
+    """Share of the requests without their own `traceparent` that are traced, if an OTLP endpoint is set."""
 
-    local_token: SecretStr | None = setting(
-        None,
-        "Access",
-        "Secret of the processes that `multiworld serve` starts.",
-        in_argv=False,
-        hidden=True,
-    )
-
-    exit_with_parent: bool = setting(
-        False, "Process", "Exit at end of file on standard input, which the supervisor holds open.", hidden=True
-    )
+    local_token: SecretStr | None = setting(None, INTERNAL)
+    """Secret of the processes that `multiworld serve` starts."""
 
     @property
     def secret(self) -> bytes:
@@ -75,160 +55,70 @@ class LeaderSettings(ServiceSettings):
 
     section: ClassVar[str] = "leader"
 
-    model: str = setting(
-        "resnet50",
-        "Model",
-        "Model to serve: a model of torchvision for images such as resnet50, or the path of a bundle that `multiworld export` "
-        "wrote. Models other than ResNets are exported first, into ~/.cache/multiworld/bundles.",
-    )
-    weights: str = setting(
-        "DEFAULT",
-        "Model",
-        "Name of torchvision weights (IMAGENET1K_V2, DEFAULT), a .pth, .pt, .ckpt or .safetensors file, random:SEED, or auto "
-        "(DEFAULT if available, else random:0 with a warning).",
-    )
-    weights_dir: Path | None = setting(
-        None,
-        "Model",
-        "Folder with weight files that an administrator may load as new versions while the service runs; none allows no files.",
-    )
-    labels: str | None = setting(
-        None, "Model", "File with one label per line, in the order of the classes; none uses the labels of the weights."
-    )
-    image_size: int | None = setting(
-        None,
-        "Model",
-        "Side in pixels of the square that is cropped from each image; none uses the size of the weights.",
-        ge=8,
-        le=4096,
-    )
-    mean: str | None = setting(
-        None,
-        "Model",
-        "Mean of the red, green and blue values (from 0 to 1) of the training images; none uses that of the weights, or ImageNet's.",
-        allowed=_CHANNELS_ALLOWED,
-    )
-    std: str | None = setting(
-        None,
-        "Model",
-        "Standard deviation of the red, green and blue values of the training images; none uses that of the weights, or ImageNet's.",
-        allowed=_CHANNELS_ALLOWED,
-    )
-    stages: int = setting(2, "Pipeline", "Number of pipeline stages that the model is partitioned into.", ge=1, le=64)
-    replicas: int = setting(2, "Pipeline", "Number of workers per stage.", ge=1, le=256)
-    spares: int = setting(
-        0,
-        "Pipeline",
-        "Number of spare workers, which hold all stages and replace a failed worker immediately.",
-        ge=0,
-        le=256,
-    )
-    optimize: Literal["none", "eager", "compile", "auto", "measure"] = setting(
-        "auto",
-        "Pipeline",
-        "Execution mode of the workers: none runs the model as written, bit for bit; eager folds batch normalization into the "
-        "convolutions and uses channels-last tensors (differs by 1e-6); compile starts like eager, compiles on CPUs in the background, "
-        "caches the code on disk, and uses it if it was measured to be faster; auto is compile in bfloat16 and float16 on CPUs, otherwise "
-        "eager; measure times these at warm-up, and compiled code if it is cached.",
-    )
-    precision: Literal["float32", "bfloat16", "float16", "auto"] = setting(
-        "float32",
-        "Pipeline",
-        "Precision inside the stages; auto uses bfloat16 if the worker's device supports it in hardware and it is faster.",
-    )
-    edge_dtype: Literal["float32", "bfloat16", "float16"] = setting(
-        "float32",
-        "Pipeline",
-        "dtype as which float32 tensors travel between stages; bfloat16 and float16 halve their bytes and round the values.",
-    )
-    join_host: str = setting(
-        "127.0.0.1", "Network", "Address at which workers join: a private network, never a public one."
-    )
+    model: str = setting("resnet50", "Model")
+    """Model to serve: a model of torchvision for images such as resnet50, or the path of a bundle that `multiworld export` wrote.
+    Models other than ResNets are exported first, into ~/.cache/multiworld/bundles."""
+    weights: str = setting("DEFAULT", "Model")
+    """Name of torchvision weights (IMAGENET1K_V2, DEFAULT), a .pth, .pt, .ckpt or .safetensors file, random:SEED, or auto (DEFAULT if
+    available, else random:0 with a warning)."""
+    weights_dir: Path | None = setting(None, "Model")
+    """Folder with weight files that an administrator may load as new versions while the service runs; none allows no files."""
+    labels: str | None = setting(None, "Model")
+    """File with one label per line, in the order of the classes; none uses the labels of the weights."""
+    image_size: int | None = setting(None, "Model", ge=8, le=4096)
+    """Side in pixels of the square that is cropped from each image; none uses the size of the weights."""
+    mean: str | None = setting(None, "Model", allowed=_CHANNELS_ALLOWED)
+    """Mean of the red, green and blue values (from 0 to 1) of the training images; none uses that of the weights, or ImageNet's."""
+    std: str | None = setting(None, "Model", allowed=_CHANNELS_ALLOWED)
+    """Standard deviation of the red, green and blue values of the training images; none uses that of the weights, or ImageNet's."""
+    stages: int = setting(2, "Pipeline", ge=1, le=64)
+    """Number of pipeline stages that the model is partitioned into."""
+    replicas: int = setting(2, "Pipeline", ge=1, le=256)
+    """Number of workers per stage."""
+    spares: int = setting(0, "Pipeline", ge=0, le=256)
+    """Number of spare workers, which hold all stages and replace a failed worker immediately."""
+    optimize: Literal["none", "eager", "compile", "auto", "measure"] = setting("auto", "Pipeline")
+    """Execution mode of the workers: none runs the model as written, bit for bit; eager folds batch normalization into the convolutions
+    and uses channels-last tensors (differs by 1e-6); compile starts like eager, compiles on CPUs in the background, caches the code on
+    disk, and uses it if it was measured to be faster; auto is compile in bfloat16 and float16 on CPUs, otherwise eager; measure times
+    these at warm-up, and compiled code if it is cached."""
+    precision: Literal["float32", "bfloat16", "float16", "auto"] = setting("float32", "Pipeline")
+    """Precision inside the stages; auto uses bfloat16 if the worker's device supports it in hardware and it is faster."""
+    edge_dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "Pipeline")
+    """dtype as which float32 tensors travel between stages; bfloat16 and float16 halve their bytes and round the values."""
+    join_host: str = setting("127.0.0.1", "Network")
+    """Address at which workers join: a private network, never a public one."""
     advertise_host: str | None = setting(
-        None,
-        "Network",
-        "Address that workers are told to join at, if it differs from the one that they connect to first: HOST, or HOST:PORT if "
-        "the port differs too.",
-        allowed="HOST or HOST:PORT, such as leader.example or 203.0.113.7:9001",
+        None, "Network", allowed="HOST or HOST:PORT, such as leader.example or 203.0.113.7:9001"
     )
-    join_port: int = setting(8001, "Network", "Port at which workers join; 0 selects a free one.", ge=0, le=65535)
-    max_batch_size: int = setting(8, "Batching", "Maximum number of images in a batch.", ge=1, le=1024)
-    batching: Literal["adaptive", "fixed"] = setting(
-        "adaptive",
-        "Batching",
-        "adaptive sends a batch immediately if a replica is idle, and otherwise waits for more images until one is nearly idle; "
-        "fixed always waits.",
-    )
-    batch_timeout_s: float = setting(
-        0.002, "Batching", "Maximum time that an image waits for its batch to fill.", ge=0, le=60
-    )
-    target_latency_ms: float | None = setting(
-        None,
-        "Batching",
-        "Latency objective in milliseconds: the number of replicas that a stage needs is computed for it; none counts throughput only.",
-        gt=0,
-        le=3_600_000,
-    )
-    window: int = setting(2, "Batching", "Maximum number of batches in flight on one replica.", ge=1, le=64)
-    max_attempts: int = setting(
-        3, "Failure", "Number of worlds that one image may break before it is rejected as poison.", ge=2, le=100
-    )
-    hang_timeout_s: float = setting(
-        10.0,
-        "Failure",
-        "Maximum time of a worker for one batch; after it, its link is closed as failed.",
-        gt=0,
-        le=3600,
-    )
-    hedge_factor: float = setting(
-        2.0,
-        "Failure",
-        "A batch that takes this many times the usual time of its stage is sent to a second replica too; 0 disables hedging.",
-        ge=0,
-        le=1000,
-        allowed="0, or a number from 1 to 1000",
-    )
-    hedge_floor_s: float = setting(0.05, "Failure", "Minimum time before a batch is hedged.", ge=0, le=3600)
-    hedge_budget: float = setting(
-        0.05, "Failure", "Maximum share of images that are sent a second time by hedging.", ge=0, le=1
-    )
-    breaker_s: float = setting(
-        0.5,
-        "Failure",
-        "How long a worker that fails twice in a row is quarantined; doubles with each further failure.",
-        gt=0,
-        le=3600,
-    )
-    breaker_max_s: float = setting(30.0, "Failure", "Maximum time of a quarantine; 0 disables it.", ge=0, le=86400)
-    reassign_after_s: float = setting(
-        3.0,
-        "Failure",
-        "How long a stage may have no worker before a worker of a stage with several is reassigned to it; 0 disables this.",
-        ge=0,
-        le=3600,
-    )
+    """Address that workers are told to join at, if it differs from the one that they connect to first: HOST, or HOST:PORT if the port
+    differs too."""
+    join_port: int = setting(8001, "Network", ge=0, le=65535)
+    """Port at which workers join; 0 selects a free one."""
+    max_batch_size: int = setting(8, "Batching", ge=1, le=1024)
+    """Maximum number of images in a batch."""
+    batch_timeout_s: float = setting(0.002, "Batching", ge=0, le=60)
+    """Maximum time that an image waits for its batch to fill."""
+    target_latency_ms: float | None = setting(None, "Batching", gt=0, le=3_600_000)
+    """Latency objective in milliseconds: the number of replicas that a stage needs is computed for it; none counts throughput only."""
+    hang_timeout_s: float = setting(10.0, "Failure", gt=0, le=3600)
+    """Maximum time of a worker for one batch; after it, its link is closed as failed."""
+    hedge_factor: float = setting(2.0, "Failure", ge=0, le=1000, allowed="0, or a number from 1 to 1000")
+    """A batch that takes this many times the usual time of its stage is sent to a second replica too; 0 disables hedging."""
 
     leader_name: str = setting(
-        None,
-        "Network",
-        "Name of this leader in logs, metrics and the status; by default HOSTNAME-PORT, with the join port.",
-        default_factory=_leader_name,
-        pattern=NAME_PATTERN,
-        allowed=NAME_ALLOWED,
+        None, "Network", default_factory=_leader_name, pattern=NAME_PATTERN, allowed=NAME_ALLOWED
     )
-    metrics_host: str | None = setting(None, "Network", "Address of the metrics port; none uses 127.0.0.1.")
-    metrics_port: int | None = setting(
-        None,
-        "Network",
-        "Port of this leader's Prometheus metrics and of /healthz and /readyz; by default there is none, since frontends serve the "
-        "metrics of their leaders too.",
-        ge=0,
-        le=65535,
-    )
-    join_fd: int | None = setting(None, "Network", "Descriptor of a listening socket for the join port.", hidden=True)
-    report_capacity: bool = setting(
-        False, "Process", "Report the replicas that the load needs to the supervisor.", hidden=True
-    )
+    """Name of this leader in logs, metrics and the status; by default HOSTNAME-PORT, with the join port."""
+    metrics_host: str | None = setting(None, "Network")
+    """Address of the metrics port; none uses 127.0.0.1."""
+    metrics_port: int | None = setting(None, "Network", ge=0, le=65535)
+    """Port of this leader's Prometheus metrics and of /healthz and /readyz; by default there is none, since frontends serve the metrics
+    of their leaders too."""
+    join_fd: int | None = setting(None, INTERNAL)
+    """Descriptor of a listening socket for the join port."""
+    report_capacity: bool = setting(False, INTERNAL)
+    """Report the replicas that the load needs to the supervisor."""
 
     @property
     def channel_means(self) -> tuple[float, ...] | None:

@@ -8,24 +8,23 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import SecretStr, field_validator, model_validator
+from pydantic import model_validator
 
-from multiworld_serving.common.config import DEVICE_PATTERN, Settings, SettingsError, setting
+from multiworld_serving.common.config import DEVICE_PATTERN, SettingsError, setting
 from multiworld_serving.common.config.addresses import NAME_ALLOWED, NAME_PATTERN, default_name
 from multiworld_serving.common.config.edges import EdgePortSettings, EdgeSettings
 from multiworld_serving.common.config.leaders import LeadersSettings
+from multiworld_serving.common.config.settings import INTERNAL
 from multiworld_serving.server.leader_settings import LeaderSettings, ServiceSettings
 
 _MAX_PORT = 65535
 _MAX_WORKERS = 1024
-_MIN_HUNG_S = 5.0
 JOIN_PORT_STEP = 100
 """Distance between the join ports of the leaders that one `multiworld serve` starts."""
 
 
 def _admin_port() -> Any:
-    text = "Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."
-    return setting(8002, "Network", text, ge=0, le=65535)
+    return setting(8002, "Network", ge=0, le=65535)
 
 
 EXAMPLE = "{example}"
@@ -42,136 +41,63 @@ def _is_installed(module: str) -> bool:
 class HttpSettings(ServiceSettings):
     """Settings of the HTTP API and of the admin port."""
 
-    mutually_exclusive: ClassVar[tuple[frozenset[str], ...]] = (
-        *Settings.mutually_exclusive,
-        frozenset({"api_keys", "api_keys_file"}),
-        frozenset({"admin_keys", "admin_keys_file"}),
-    )
-
-    decoding: Literal["fast", "exact"] = setting(
-        "fast",
-        "Model",
-        "How images are scaled: exact matches torchvision within one grey level; fast decodes large JPEGs at a fraction of their "
-        "size (differs by less than one grey level on average).",
-    )
-    handler: str | None = setting(
-        None,
-        "Model",
-        "FILE.py:CLASS with methods decode and encode, which turn the body of /predict into inputs of the model, and its outputs into the "
-        "answer; runs in processes of its own beside the frontends.",
-        allowed="FILE.py:CLASS, such as tokenizer.py:Handler",
-    )
-    handler_timeout_s: float = setting(
-        10.0, "Limits", "Maximum time of the handler for one body; after it, its process is replaced.", gt=0, le=3600
-    )
-    top_k: int = setting(5, "Model", "Number of most probable classes in a response.", ge=1, le=1000)
-    host: str = setting(
-        "127.0.0.1",
-        "Network",
-        "Address of the HTTP API, and of the admin port unless --metrics-host is set; 0.0.0.0 = all interfaces.",
-    )
-    http_port: int = setting(8000, "Network", "Port of the HTTP API; 0 selects a free one.", ge=0, le=65535)
-    grpc_port: int | None = setting(
-        None,
-        "Network",
-        "Port of the Open Inference Protocol over gRPC, at the address of the HTTP API; 0 selects a free one; none disables it. Needs the "
-        "extra grpc.",
-        ge=0,
-        le=65535,
-    )
+    handler: str | None = setting(None, "Model", allowed="FILE.py:CLASS, such as tokenizer.py:Handler")
+    """FILE.py:CLASS with methods decode and encode, which turn the body of /predict into inputs of the model, and its outputs into the
+    answer; runs in processes of its own beside the frontends."""
+    host: str = setting("127.0.0.1", "Network")
+    """Address of the HTTP API, and of the admin port unless --metrics-host is set; 0.0.0.0 = all interfaces."""
+    http_port: int = setting(8000, "Network", ge=0, le=65535)
+    """Port of the HTTP API; 0 selects a free one."""
+    grpc_port: int | None = setting(None, "Network", ge=0, le=65535)
+    """Port of the Open Inference Protocol over gRPC, at the address of the HTTP API; 0 selects a free one; none disables it. Needs the
+    extra grpc."""
     metrics_port: int = _admin_port()
-    metrics_host: str | None = setting(None, "Network", "Address of the admin port; none uses --host.")
-    api_keys_file: Path | None = setting(
-        None,
-        "Access",
-        "File with the inference keys, one NAME:HASH per line, as printed by `multiworld key`; none disables authentication.",
-    )
-    api_keys: SecretStr | None = setting(
-        None,
-        "Access",
-        "The same keys in an environment variable, separated by spaces.",
-        allowed="NAME:HASH as printed by `multiworld key`, separated by spaces",
-        in_argv=False,
-    )
-    admin_keys_file: Path | None = setting(
-        None,
-        "Access",
-        "File with the admin keys; none uses the join token instead, or, if it was generated, accepts only this machine.",
-    )
-    admin_keys: SecretStr | None = setting(
-        None,
-        "Access",
-        "The same keys in an environment variable, separated by spaces.",
-        allowed="NAME:HASH as printed by `multiworld key`, separated by spaces",
-        in_argv=False,
-    )
-    tls_cert_file: Path | None = setting(
-        None, "Access", "Certificate chain (PEM); HTTP API and admin port then use TLS 1.2 or newer only."
-    )
-    tls_key_file: Path | None = setting(
-        None, "Access", "Private key (PEM) of the certificate; none reads it from --tls-cert-file."
-    )
-    tls_client_ca_file: Path | None = setting(
-        None,
-        "Access",
-        "CA certificates (PEM); every client of the HTTP API must present a certificate signed by one of them.",
-    )
-    metrics_client_ca_file: Path | None = setting(
-        None,
-        "Access",
-        "CA certificates (PEM); every client of the admin port must present a certificate signed by one of them.",
-    )
-    timeout_s: float = setting(
-        30.0, "Limits", "Timeout of a request; the client's header may shorten it.", gt=0, le=3600
-    )
-    max_body_bytes: int = setting(10 * 2**20, "Limits", "Maximum size of a request body.", ge=1, le=2**31)
-    max_image_pixels: int = setting(
-        50_000_000, "Limits", "Maximum size of an image, width times height.", ge=1, le=2**31
-    )
-    max_connections: int = setting(
-        10_000,
-        "Limits",
-        "Maximum number of HTTP connections, limited by the file descriptors; above it, the longest idle one is closed.",
-        ge=1,
-        le=1_000_000,
-    )
-    idle_timeout_s: float = setting(
-        75.0, "Limits", "Maximum time of an HTTP connection without a request.", gt=0, le=86400
-    )
-    header_timeout_s: float = setting(
-        10.0, "Limits", "Maximum time to receive the head of a request, and for the TLS handshake.", gt=0, le=600
-    )
-    stall_timeout_s: float = setting(
-        10.0,
-        "Limits",
-        "Maximum time without progress while a client sends a body or reads a response.",
-        gt=0,
-        le=3600,
-    )
-    max_header_bytes: int = setting(
-        32 * 2**10, "Limits", "Maximum size of the head of a request: request line and headers.", ge=1024, le=2**20
-    )
-    max_headers: int = setting(100, "Limits", "Maximum number of headers of a request.", ge=16, le=10_000)
-    access_log: bool = setting(
-        False, "Logging", "Log one line per HTTP request; otherwise, only failed inference requests are logged."
-    )
+    """Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."""
+    metrics_host: str | None = setting(None, "Network")
+    """Address of the admin port; none uses --host."""
+    api_keys_file: Path | None = setting(None, "Access")
+    """File with the inference keys, one NAME:HASH per line, as printed by `multiworld key`; none disables authentication."""
+    admin_keys_file: Path | None = setting(None, "Access")
+    """File with the admin keys; none uses the join token instead, or, if it was generated, accepts only this machine."""
+    tls_cert_file: Path | None = setting(None, "Access")
+    """Certificate chain (PEM); HTTP API and admin port then use TLS 1.2 or newer only."""
+    tls_key_file: Path | None = setting(None, "Access")
+    """Private key (PEM) of the certificate; none reads it from --tls-cert-file."""
+    tls_client_ca_file: Path | None = setting(None, "Access")
+    """CA certificates (PEM); every client of the HTTP API must present a certificate signed by one of them."""
+    metrics_client_ca_file: Path | None = setting(None, "Access")
+    """CA certificates (PEM); every client of the admin port must present a certificate signed by one of them."""
+    timeout_s: float = setting(30.0, "Limits", gt=0, le=3600)
+    """Timeout of a request; the client's header may shorten it."""
+    max_body_bytes: int = setting(10 * 2**20, "Limits", ge=1, le=2**31)
+    """Maximum size of a request body."""
+    max_connections: int = setting(10_000, "Limits", ge=1, le=1_000_000)
+    """Maximum number of HTTP connections, limited by the file descriptors; above it, the longest idle one is closed."""
+    idle_timeout_s: float = setting(75.0, "Limits", gt=0, le=86400)
+    """Maximum time of an HTTP connection without a request."""
+    header_timeout_s: float = setting(10.0, "Limits", gt=0, le=600)
+    """Maximum time to receive the head of a request, and for the TLS handshake."""
+    stall_timeout_s: float = setting(10.0, "Limits", gt=0, le=3600)
+    """Maximum time without progress while a client sends a body or reads a response."""
+    max_header_bytes: int = setting(32 * 2**10, "Limits", ge=1024, le=2**20)
+    """Maximum size of the head of a request: request line and headers."""
+    max_headers: int = setting(100, "Limits", ge=16, le=10_000)
+    """Maximum number of headers of a request."""
+    access_log: bool = setting(False, "Logging")
+    """Log one line per HTTP request; otherwise, only failed inference requests are logged."""
 
-    http_fd: int | None = setting(None, "Network", "Descriptor of a listening socket for the HTTP API.", hidden=True)
-    metrics_fd: int | None = setting(
-        None, "Network", "Descriptor of a listening socket for the admin port.", hidden=True
-    )
-    grpc_fd: int | None = setting(
-        None, "Network", "Descriptor of a socket that is bound to the gRPC port and does not listen.", hidden=True
-    )
-    supervisor_metrics_file: Path | None = setting(
-        None, "Process", "File with the metrics of the supervisor.", hidden=True
-    )
-    banner: str | None = setting(
-        None, "Process", f"Text to print when the service is ready, with {EXAMPLE} for a request.", hidden=True
-    )
-    http_shares: int = setting(
-        1, "Network", "Number of frontends that share the sockets and the limits.", ge=1, hidden=True
-    )
+    http_fd: int | None = setting(None, INTERNAL)
+    """Descriptor of a listening socket for the HTTP API."""
+    metrics_fd: int | None = setting(None, INTERNAL)
+    """Descriptor of a listening socket for the admin port."""
+    grpc_fd: int | None = setting(None, INTERNAL)
+    """Descriptor of a socket that is bound to the gRPC port and does not listen."""
+    supervisor_metrics_file: Path | None = setting(None, INTERNAL)
+    """File with the metrics of the supervisor."""
+    banner: str | None = setting(None, INTERNAL)
+    """Text to print when the service is ready, with {example} for a request."""
+    http_shares: int = setting(1, INTERNAL, ge=1)
+    """Number of frontends that share the sockets and the limits."""
 
     @property
     def admin_tokens(self) -> tuple[bytes, ...]:
@@ -181,7 +107,7 @@ class HttpSettings(ServiceSettings):
     @property
     def needs_keys(self) -> bool:
         """Whether inference requires a key."""
-        return self.api_keys is not None or self.api_keys_file is not None
+        return self.api_keys_file is not None
 
     @property
     def admin_host(self) -> str:
@@ -190,11 +116,8 @@ class HttpSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _grpc_is_installed(self) -> Self:
-        missing = [name for name in ("grpc", "google.protobuf") if not _is_installed(name)]
-        if self.grpc_port is not None and missing:
-            raise ValueError(
-                f"grpc_port needs {' and '.join(missing)}, which this Python does not have; install multiworld-serving[grpc]"
-            )
+        if self.grpc_port is not None and not (_is_installed("grpc") and _is_installed("google.protobuf")):
+            raise ValueError("--grpc-port requires: pip install 'multiworld-serving[grpc]'")
         return self
 
     @model_validator(mode="after")
@@ -210,14 +133,8 @@ class FrontendSettings(LeadersSettings, EdgePortSettings, HttpSettings):
 
     section: ClassVar[str] = "frontend"
 
-    name: str = setting(
-        None,
-        "Network",
-        "Name of this frontend in logs, metrics and the status; by default HOSTNAME-PID.",
-        default_factory=default_name,
-        pattern=NAME_PATTERN,
-        allowed=NAME_ALLOWED,
-    )
+    name: str = setting(None, "Network", default_factory=default_name, pattern=NAME_PATTERN, allowed=NAME_ALLOWED)
+    """Name of this frontend in logs, metrics and the status; by default HOSTNAME-PID."""
 
 
 class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
@@ -226,78 +143,38 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     section: ClassVar[str] = "serve"
 
     metrics_port: int = _admin_port()
+    """Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."""
 
-    leaders: int = setting(
-        1,
-        "Pipeline",
-        "Number of leader processes. With two, the service survives the loss of one without a failed request. Leader N listens for "
-        f"workers at --join-port + {JOIN_PORT_STEP} * N.",
-        ge=1,
-        le=16,
-    )
-    external_workers: bool = setting(
-        False, "Pipeline", "Start no local workers; wait for `multiworld worker` processes to join."
-    )
+    leaders: int = setting(1, "Pipeline", ge=1, le=16)
+    """Number of leader processes. With two, the service survives the loss of one without a failed request. Leader N listens for workers
+    at --join-port + 100 * N."""
+    external_workers: bool = setting(False, "Pipeline")
+    """Start no local workers; wait for `multiworld worker` processes to join."""
     autoscale: str | None = setting(
         None,
         "Pipeline",
-        "Start and stop workers as the load changes: the least and the largest number of workers, of all stages together; none "
-        "keeps --replicas of each stage.",
         pattern=r"[0-9]{1,4}\.\.[0-9]{1,4}",
         allowed=f"MIN..MAX, such as 4..12, at most {_MAX_WORKERS}",
     )
-    autoscale_down_after_s: float = setting(
-        60.0, "Pipeline", "How long a worker is not needed before --autoscale stops it.", ge=1, le=3600
-    )
-    device: str = setting(
-        "cpu", "Pipeline", "Device of the local workers.", pattern=DEVICE_PATTERN, allowed="cpu, cuda or cuda:N"
-    )
-    worker_threads: int = setting(
-        0,
-        "Pipeline",
-        "Compute threads of each worker; 0 shares the cores: a worker also uses the cores of idle workers. With --launcher ray, the CPUs "
-        "that Ray reserves for each worker, and 0 is 1.",
-        ge=0,
-        le=1024,
-    )
-    replace_hung_after_s: float = setting(
-        10.0,
-        "Failure",
-        "Time after which a local worker that is frozen is killed and replaced; 0 disables this.",
-        ge=0,
-        le=86400,
-        allowed="0, or a number of seconds from 5 to 86,400",
-    )
-    frontends: int = setting(
-        1, "Network", "Number of processes that serve HTTP; use more if one core is not enough.", ge=1, le=64
-    )
+    """Start and stop workers as the load changes: the least and the largest number of workers, of all stages together; none keeps
+    --replicas of each stage."""
+    device: str = setting("cpu", "Pipeline", pattern=DEVICE_PATTERN, allowed="cpu, cuda or cuda:N")
+    """Device of the local workers."""
+    worker_threads: int = setting(0, "Pipeline", ge=0, le=1024)
+    """Compute threads of each worker; 0 shares the cores: a worker also uses the cores of idle workers. With --launcher ray, the CPUs
+    that Ray reserves for each worker, and 0 is 1."""
+    frontends: int = setting(1, "Network", ge=1, le=64)
+    """Number of processes that serve HTTP; use more if one core is not enough."""
 
-    launcher: Literal["local", "ray"] = setting(
-        "local",
-        "Launcher",
-        "What starts the processes: local starts them on this machine and stops them when it ends; ray starts them on the nodes of a Ray "
-        "cluster, where they run until `multiworld down`.",
-    )
-    ray_address: str = setting(
-        "auto",
-        "Launcher",
-        "Ray cluster: auto for the one of this machine, or HOST:PORT of its head.",
-        allowed="auto or HOST:PORT",
-    )
-    ray_namespace: str = setting(
-        "multiworld",
-        "Launcher",
-        "Namespace of the actors in the Ray cluster; several services need different ones.",
-        pattern=NAME_PATTERN,
-        allowed=NAME_ALLOWED,
-    )
-    worker_memory: int = setting(
-        0,
-        "Launcher",
-        "Bytes of memory that Ray reserves for each worker; 0 reserves none.",
-        ge=0,
-        le=1 << 44,
-    )
+    launcher: Literal["local", "ray"] = setting("local", "Launcher")
+    """What starts the processes: local starts them on this machine and stops them when it ends; ray starts them on the nodes of a Ray
+    cluster, where they run until `multiworld down`."""
+    ray_address: str = setting("auto", "Launcher", allowed="auto or HOST:PORT")
+    """Ray cluster: auto for the one of this machine, or HOST:PORT of its head."""
+    ray_namespace: str = setting("multiworld", "Launcher", pattern=NAME_PATTERN, allowed=NAME_ALLOWED)
+    """Namespace of the actors in the Ray cluster; several services need different ones."""
+    worker_memory: int = setting(0, "Launcher", ge=0, le=1 << 44)
+    """Bytes of memory that Ray reserves for each worker; 0 reserves none."""
 
     @property
     def num_workers(self) -> int:
@@ -320,15 +197,6 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     def join_port_of(self, leader: int) -> int:
         """Port at which this leader listens; 0 selects a free one."""
         return self.join_port and self.join_port + JOIN_PORT_STEP * leader
-
-    @field_validator("replace_hung_after_s")
-    @classmethod
-    def _hung_is_longer_than_a_busy_moment(cls, seconds: float) -> float:
-        if 0 < seconds < _MIN_HUNG_S:
-            raise ValueError(
-                f"must be 0, or at least {_MIN_HUNG_S:g}: a busy machine delays a healthy worker by seconds"
-            )
-        return seconds
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
@@ -353,7 +221,7 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
             return self
         (least, most), needed = self.worker_limits, self.stages * self.replicas + self.spares
         if self.external_workers:
-            raise ValueError("autoscale starts workers, and external_workers allows none: use one of them")
+            raise ValueError("--autoscale and --external-workers are mutually exclusive")
         if not least <= most <= _MAX_WORKERS:
             raise ValueError(
                 f"autoscale is {self.autoscale}: expected MIN..MAX, MIN at most MAX, MAX at most {_MAX_WORKERS}"

@@ -27,6 +27,9 @@ from multiworld_serving.workers.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
+_MIN_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 5.0
+"""Pauses between attempts to join: they double from the first to the longest one."""
 _BATCH_STUCK_S = 2.0
 """A batch that still runs this long after its world ended counts as stuck. Only a new process helps."""
 DRAIN_S = 30.0
@@ -250,8 +253,7 @@ class LeaderConnection:
         """Wait before the next join: exponential backoff with jitter and a cap, at least as long as the leader said; 0 after serving."""
         longest_s = 0.0
         if failures:
-            settings = self._settings
-            longest_s = min(settings.rejoin_backoff_max_s, settings.rejoin_backoff_s * 2 ** min(failures - 1, 20))
+            longest_s = min(_MAX_BACKOFF_S, _MIN_BACKOFF_S * 2 ** min(failures - 1, 20))
         pause_s, self._wait_s = max(longest_s * random.uniform(0.5, 1.0), self._wait_s), 0.0
         if pause_s:
             with contextlib.suppress(TimeoutError):

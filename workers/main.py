@@ -17,6 +17,7 @@ from multiworld import WorldManager
 from multiworld_serving.common.config import UserError, exit_with_parent, raise_descriptor_limit
 from multiworld_serving.common.config.addresses import local_host
 from multiworld_serving.common.config.process import notify_systemd
+from multiworld_serving.common.config.settings import LOOP_STALL_TIMEOUT_S
 from multiworld_serving.common.edges import EdgeMetrics, Edges
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels
@@ -76,9 +77,8 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
     status, refusals = 0, list[UserError]()
     try:
         async with contextlib.AsyncExitStack() as stack, notify_systemd(on_thread=True), asyncio.TaskGroup() as tasks:
-            if settings.loop_stall_timeout_s:
-                limit_s = settings.loop_stall_timeout_s + exit_timer.LOOP_BLOCKED_MARGIN_S
-                stack.enter_context(exit_timer.exit_when_blocked(loop, limit_s))
+            limit_s = LOOP_STALL_TIMEOUT_S + exit_timer.LOOP_BLOCKED_MARGIN_S
+            stack.enter_context(exit_timer.exit_when_blocked(loop, limit_s))
             edges = await _open_edges(stack, settings, device, metrics)
             connections, turns = list[LeaderConnection](), JoinTurns()
             await _start_metrics_port(stack, settings, metrics, engine, connections)
@@ -88,9 +88,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
                         secret=settings.secret,
                         verify_collectives=False,  # must equal the leader's
                         bind_host=settings.bind_host or "",
-                        heartbeat_interval_s=settings.heartbeat_interval_s,
-                        heartbeat_timeout_s=settings.heartbeat_timeout_s,
-                        loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
+                        **settings.heartbeats,
                     )
                 )
                 connections.append(

@@ -9,7 +9,7 @@ import typer
 
 from multiworld_serving.cli.options import AsJson
 from multiworld_serving.common.config import UserError
-from multiworld_serving.common.config.keys import hash_key, keys_of_text, read_keys
+from multiworld_serving.common.config.keys import hash_key, parse_keys, read_keys
 from multiworld_serving.common.config.tokens import new_token, read_token, write_new_token
 
 KEY_EPILOG = """
@@ -55,7 +55,7 @@ def key(name: Name, add_to: AddTo = None, out: Out = None, as_json: AsJson = Fal
     """
     new = new_token().get_secret_value()
     line = f"{name}:{hash_key(new)}"
-    keys_of_text(line, f"the name {name!r}")
+    parse_keys(line, f"the name {name!r}")
     if out is not None:
         _write(out, new)
     try:

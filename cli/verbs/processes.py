@@ -54,7 +54,7 @@ def serve(settings: ServeSettings) -> int:
 
     Starts frontends, leaders and workers as processes and restarts those that end. When a worker dies, hangs or loses its network,
     another replica of its stage computes its batches; when a leader does, its requests go to another leader.
-    Every option can also be set by the environment variable shown with it, or in a TOML file. The command line takes
+    Every option can also be set in the environment, as MULTIWORLD_STAGES for --stages, or in a TOML file. The command line takes
     precedence over the environment, and the environment over the file. Ctrl-C drains and stops the service, with exit status 0; a second
     Ctrl-C ends all processes at once.
     """

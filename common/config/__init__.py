@@ -10,13 +10,7 @@ from multiworld_serving.common.config.process import (
     raise_descriptor_limit,
     release_free_memory,
 )
-from multiworld_serving.common.config.settings import (
-    DEVICE_PATTERN,
-    Settings,
-    describe,
-    effective_settings,
-    setting,
-)
+from multiworld_serving.common.config.settings import DEVICE_PATTERN, Settings, setting
 from multiworld_serving.common.config.sources import load
 
 __all__ = [
@@ -29,8 +23,6 @@ __all__ = [
     "available_memory_bytes",
     "check_memory",
     "configure_logging",
-    "describe",
-    "effective_settings",
     "exit_with_parent",
     "load",
     "raise_descriptor_limit",

@@ -5,40 +5,23 @@ from typing import Literal
 from pydantic import SecretStr, field_validator
 
 from multiworld_serving.common.config.addresses import parse_address
-from multiworld_serving.common.config.settings import Settings, setting
+from multiworld_serving.common.config.settings import INTERNAL, Settings, setting
 
 
 class EdgeSettings(Settings):
     """How tensors reach a process and leave it."""
 
-    edges: Literal["auto", "relay"] = setting(
-        "auto",
-        "Network",
-        "auto sends tensors directly from the process that has them to the one that needs them, and through a leader only if that "
-        "fails; relay sends all tensors through the leaders.",
-    )
-    edge_memory: int = setting(
-        1 << 30,
-        "Limits",
-        "Maximum bytes of tensors that a process keeps for others to fetch; above it, tensors go through a leader.",
-        ge=0,
-        le=1 << 44,
-    )
-    edge_min_bytes: int = setting(
-        8192,
-        "Network",
-        "Smallest tensor in bytes that a process keeps for others to fetch. Smaller ones travel in the messages to and from the leader, "
-        "which takes one round trip less.",
-        ge=0,
-        le=1 << 30,
-    )
+    edges: Literal["auto", "relay"] = setting("auto", "Network")
+    """auto sends tensors directly from the process that has them to the one that needs them, and through a leader only if that fails;
+    relay sends all tensors through the leaders."""
+    edge_min_bytes: int = setting(8192, "Network", ge=0, le=1 << 30)
+    """Smallest tensor in bytes that a process keeps for others to fetch. Smaller ones travel in the messages to and from the leader, which
+    takes one round trip less."""
     advertise_edge: str | None = setting(
-        None,
-        "Network",
-        "Address at which other processes fetch tensors: HOST, or HOST:PORT if the port differs too; by default the local address "
-        "of the connection to the first leader.",
-        allowed="HOST or HOST:PORT, such as worker-1.example or 203.0.113.7:9002",
+        None, "Network", allowed="HOST or HOST:PORT, such as worker-1.example or 203.0.113.7:9002"
     )
+    """Address at which other processes fetch tensors: HOST, or HOST:PORT if the port differs too; by default the local address of the
+    connection to the first leader."""
 
     @field_validator("advertise_edge")
     @classmethod
@@ -49,22 +32,12 @@ class EdgeSettings(Settings):
 
 
 class EdgePortSettings(EdgeSettings):
-    """The same, of one process."""
+    """How tensors reach one process and leave it."""
 
-    edge_port: int = setting(
-        0,
-        "Network",
-        "Port at which other processes of the service fetch tensors; 0 selects a free one.",
-        ge=0,
-        le=65535,
-    )
-    edge_token: SecretStr | None = setting(
-        None,
-        "Access",
-        "Secret of edges, if it is not the one with which this process joins.",
-        in_argv=False,
-        hidden=True,
-    )
+    edge_port: int = setting(0, "Network", ge=0, le=65535)
+    """Port at which other processes of the service fetch tensors; 0 selects a free one."""
+    edge_token: SecretStr | None = setting(None, INTERNAL)
+    """Secret of edges, if it is not the one with which this process joins."""
 
     @property
     def edge_secrets(self) -> tuple[bytes, ...]:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from multiworld_serving.common.config.errors import SettingsError
 
-MAX_FILE_BYTES = 2**20
 _ENTRY = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-fA-F]{64})")
 _EXPECTED = "expected NAME:HASH, as `multiworld key NAME` prints it"
 
@@ -58,38 +57,26 @@ def read_keys(path: Path) -> KeySet:
         SettingsError: the file cannot be read, contains no key, or a line is invalid. The message never contains the line's text.
     """
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)
-        text = raw.decode()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not text"
         raise SettingsError(f"cannot read the keys in {path}: {why}") from error
-    if len(raw) > MAX_FILE_BYTES:
-        raise SettingsError(f"{path} is longer than {MAX_FILE_BYTES} bytes: {_EXPECTED}, one a line")
-    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), start=1)]
-    return _key_set(
-        ((f"line {number} of {path}", line) for number, line in lines if line and not line.startswith("#")), str(path)
-    )
+    return parse_keys(text, str(path))
 
 
-def keys_of_text(text: str, where: str) -> KeySet:
-    """Parse keys that are separated by spaces, commas or line breaks. Raises SettingsError as `read_keys` does."""
-    entries = re.split(r"[\s,]+", text.strip())
-    return _key_set(((f"entry {number} of {where}", entry) for number, entry in enumerate(entries, start=1)), where)
-
-
-def _key_set(entries: Iterable[tuple[str, str]], where: str) -> KeySet:
-    keys: dict[str, Key] = {}
-    for place, entry in entries:
-        match = _ENTRY.fullmatch(entry)
+def parse_keys(text: str, where: str) -> KeySet:
+    """Parse the lines of a file of keys. Raises SettingsError as `read_keys` does."""
+    keys: list[Key] = []
+    for number, line in enumerate(map(str.strip, text.splitlines()), start=1):
+        if not line or line.startswith("#"):
+            continue
+        match = _ENTRY.fullmatch(line)
         if match is None:
-            raise SettingsError(f"{place} is not a key: {_EXPECTED}")
-        name, digest = match[1], bytes.fromhex(match[2])
-        if name in keys:
-            raise SettingsError(f"{place}: duplicate key name {name}; give each key its own name")
-        if any(known.digest == digest for known in keys.values()):
-            raise SettingsError(f"{place}: the key of {name} is already listed under another name")
-        keys[name] = Key(name, digest)
+            raise SettingsError(f"line {number} of {where} is not a key: {_EXPECTED}")
+        key = Key(match[1], bytes.fromhex(match[2]))
+        if any(known.name == key.name or known.digest == key.digest for known in keys):
+            raise SettingsError(f"line {number} of {where}: {key.name}, or its key, is already listed")
+        keys.append(key)
     if not keys:
         raise SettingsError(f"{where} contains no key: {_EXPECTED}")
-    return KeySet(keys.values())
+    return KeySet(keys)

@@ -13,25 +13,14 @@ from multiworld_serving.common.config.settings import Settings, setting
 class LeadersSettings(Settings):
     """Which leaders a process joins."""
 
-    mutually_exclusive: ClassVar[tuple[frozenset[str], ...]] = (
-        *Settings.mutually_exclusive,
-        frozenset({"leader", "leaders_file"}),
-    )
+    exclusive: ClassVar[tuple[tuple[str, str], ...]] = (*Settings.exclusive, ("leader", "leaders_file"))
 
-    leader: str | None = setting(
-        None,
-        "Network",
-        "HOST:PORT of a leader's join port; repeat the option, or separate with commas, for several leaders. Required without "
-        "--leaders-file.",
-        allowed="HOST:PORT, such as 10.0.0.1:8001, each leader once",
-        repeatable=True,
-    )
-    leaders_file: Path | None = setting(
-        None,
-        "Network",
-        "Instead of --leader: file with one HOST:PORT per line. It is read again before each attempt to join, so that a leader may "
-        "move to another address; the number of lines must not change.",
-    )
+    leader: str | None = setting(None, "Network", allowed="HOST:PORT, such as 10.0.0.1:8001, each leader once")
+    """HOST:PORT of a leader's join port; repeat the option, or separate with commas, for several leaders. Required without
+    --leaders-file."""
+    leaders_file: Path | None = setting(None, "Network")
+    """Instead of --leader: file with one HOST:PORT per line. It is read again before each attempt to join, so that a leader may move to
+    another address; the number of lines must not change."""
 
     @property
     def leaders(self) -> tuple[Address, ...]:
@@ -65,5 +54,5 @@ class LeadersSettings(Settings):
     @model_validator(mode="after")
     def _leaders_are_given(self) -> Self:
         if self.leader is None and self.leaders_file is None:
-            raise ValueError(f"--leader is missing: {LeadersSettings.model_fields['leader'].description}")
+            raise ValueError("--leader is missing: give HOST:PORT of a leader's join port, or --leaders-file")
         return self

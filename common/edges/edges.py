@@ -25,6 +25,8 @@ from multiworld_serving.common.metrics import guarded
 from multiworld_serving.common.wire import EdgeState, RowRef
 
 _POLL_S = 0.02
+_MAX_KEPT_BYTES = 1 << 30
+"""Of tensors that a process keeps for others to fetch. Above it, tensors go through a leader."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class Edges:
     ) -> None:
         metrics = guarded(metrics)
         self.holder = ""
-        self.store = TensorStore(settings.edge_memory, metrics, settings.edge_min_bytes)
+        self.store = TensorStore(_MAX_KEPT_BYTES, metrics, settings.edge_min_bytes)
         self._settings = settings
         loopback = ipaddress.ip_address(host).is_loopback
         self._host = "0.0.0.0" if loopback and settings.advertise_edge is not None else host  # noqa: S104 - asked for
@@ -62,9 +64,7 @@ class Edges:
         self._manager = WorldManager(
             secret=secret,
             verify_collectives=False,
-            heartbeat_interval_s=settings.heartbeat_interval_s,
-            heartbeat_timeout_s=settings.heartbeat_timeout_s,
-            loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
+            **settings.heartbeats,
             bind_host=bind_host,
             on_shared_memory_missing=metrics.shared_memory_missing,
             register_shared_memory=register,

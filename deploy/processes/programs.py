@@ -1,19 +1,16 @@
-"""The settings of each process of a service, as a TOML file that the process reads, for all launchers.
+"""The settings of each process of a service, as a JSON file that the process reads and validates, for all launchers.
 
 The file is in memory: it has no name in a folder, only processes of this user can read it, and it disappears with the process that made it.
 Neither the command line nor the environment has a secret.
 """
 
 import contextlib
-import json
-import math
 import os
-from collections.abc import Mapping
-from pathlib import Path
 
 from pydantic import SecretStr
 
 from multiworld_serving.common.config import Settings
+from multiworld_serving.common.config.settings import to_json
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
@@ -23,6 +20,7 @@ _STOP_MARGIN_S = 5.0
 _BLOCKED_HEARTBEATS = 3
 _BLOCKED_S = 5.0
 """A leader or frontend that gives no sign of life for this long is killed; at least `_BLOCKED_HEARTBEATS` heartbeat timeouts."""
+_WORKER_BLOCKED_S = 10.0
 
 Values = dict[str, object]
 """Settings by name."""
@@ -71,14 +69,12 @@ def blocked_timeout_s(settings: ServeSettings) -> float:
 
 def worker_blocked_timeout_s(settings: ServeSettings) -> float:
     """The same of a worker. A thread of it gives the signs of life, so only a frozen process is silent."""
-    return settings.replace_hung_after_s or math.inf
+    return _WORKER_BLOCKED_S
 
 
-def settings_file(
-    stack: contextlib.ExitStack | contextlib.AsyncExitStack, section: str, values: Mapping[str, object]
-) -> str:
-    """Path of a TOML file in memory with the settings of a program. `stack` removes it."""
-    return memory_file(stack, section, _toml(section, values))
+def settings_file(stack: contextlib.ExitStack | contextlib.AsyncExitStack, values: Values) -> str:
+    """Path of a JSON file in memory with the settings of a program, secrets included. `stack` removes it."""
+    return memory_file(stack, "settings", to_json(values))
 
 
 def memory_file(stack: contextlib.ExitStack | contextlib.AsyncExitStack, name: str, text: str) -> str:
@@ -94,14 +90,3 @@ def _shared(settings: ServeSettings, cls: type[Settings]) -> Values:
     if values["token_file"] is not None:
         values["token"] = None  # read from the file
     return values
-
-
-def _toml(section: str, values: Mapping[str, object]) -> str:
-    lines = [f"[{section}]"]
-    for name, value in values.items():
-        plain = value.get_secret_value() if isinstance(value, SecretStr) else value
-        if plain is not None:
-            text = str(plain) if isinstance(plain, Path) else plain
-            literal = json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # the only difference to TOML
-            lines.append(f"{name} = {literal}")
-    return "\n".join(lines) + "\n"

@@ -7,6 +7,7 @@ on the same port, and clients that connect meanwhile wait instead of being refus
 import asyncio
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import signal
@@ -15,8 +16,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-from pydantic import SecretStr
 
 from multiworld_serving.common.config import UserError, raise_descriptor_limit
 from multiworld_serving.common.config.process import notify_systemd, on_stop_signal
@@ -70,7 +69,7 @@ def run(settings: ServeSettings) -> int:
     """
     check_model_files(settings)
     raise_descriptor_limit()
-    settings = settings.replace("local_token", SecretStr(new_token().get_secret_value()), "generated")
+    settings = settings.model_copy(update={"local_token": new_token()})
     settings.accepted_secrets  # noqa: B018 - raises if the token file is invalid
     with contextlib.ExitStack() as stack:
         service = _Service(settings, stack)
@@ -150,12 +149,12 @@ class _Service:
 
     def _leaders(self, fork_server: ForkServer) -> Supervisor:
         files = [
-            settings_file(self._stack, "leader", {**leader_values(self._settings, index), "join_fd": sock.fileno()})
+            settings_file(self._stack, {**leader_values(self._settings, index), "join_fd": sock.fileno()})
             for index, sock in enumerate(self._joins)
         ]
         return self._supervisor(
             "leader",
-            lambda slot: ["leader", "--leader-name", f"leader-{slot}", "--config", files[slot]],
+            lambda slot: ["leader", "--leader-name", f"leader-{slot}", "--settings-json", files[slot]],
             self._settings.leaders,
             fork_server,
             lambda slot: [self._joins[slot].fileno()],
@@ -175,14 +174,13 @@ class _Service:
         files = [
             settings_file(
                 self._stack,
-                "frontend",
                 {**frontend_values(settings, index), **own, "banner": self._banner if index == 0 and is_text else None},
             )
             for index in range(settings.frontends)
         ]
         return self._supervisor(
             "frontend",
-            lambda slot: ["frontend", "--name", f"frontend-{slot}", "--config", files[slot]],
+            lambda slot: ["frontend", "--name", f"frontend-{slot}", "--settings-json", files[slot]],
             settings.frontends,
             fork_server,
             lambda _slot: list(fds.values()),
@@ -215,14 +213,16 @@ class _Service:
         settings = self._settings
         threads = compute_threads(settings)
         values = {**worker_values(settings), "leader": self._leader_addresses, "threads": threads}
-        file = settings_file(self._stack, "worker", values)
         device, sharing = _devices(settings), _shared_cores(settings)
+
+        @functools.cache
+        def file(slot: int) -> str:
+            own = {"name": f"{_WORKER_NAME}-{slot}", "device": device(slot), **sharing(slot)}
+            return settings_file(self._stack, {**values, **own})
+
         return Supervisor(
-            # The name comes first, because `ps` may truncate the command line.
-            lambda slot: [
-                *(*PROGRAM, "worker", "--name", f"{_WORKER_NAME}-{slot}", "--device", device(slot), "--config", file),
-                *sharing(slot),
-            ],
+            # The name is for people who read `ps`.
+            lambda slot: [*PROGRAM, "worker", "--name", f"{_WORKER_NAME}-{slot}", "--settings-json", file(slot)],
             0 if settings.external_workers else settings.num_workers,
             environment=worker_environment(threads, self._notify.environment),
             fork_server=fork_server,
@@ -350,16 +350,13 @@ def _devices(settings: ServeSettings) -> Callable[[int], str]:
     return lambda slot: settings.device if index else f"cuda:{slot % count}"
 
 
-def _shared_cores(settings: ServeSettings) -> Callable[[int], list[str]]:
-    """Return a function from slot to the options with which the workers share the cores; no options if threads are configured."""
+def _shared_cores(settings: ServeSettings) -> Callable[[int], Values]:
+    """Return a function from slot to the settings with which the workers share the cores; none if threads are configured."""
     if settings.worker_threads or settings.device != "cpu":
-        return lambda slot: []
+        return lambda slot: {}
     file = f"/proc/{os.getpid()}/fd/{os.memfd_create('cores')}"  # disappears with this process
     count = settings.max_workers
-    return lambda slot: [
-        *("--cores-file", file, "--cores-index", str(slot)),
-        *("--cores-workers", str(max(count, slot + 1))),
-    ]
+    return lambda slot: {"cores_file": file, "cores_index": slot, "cores_workers": max(count, slot + 1)}
 
 
 def _local_host(host: str) -> str:

@@ -155,10 +155,10 @@ class ProcessActor:
                 stack.callback(lookup.cancel)
             if spec.leaders and not await self._leader_is_known():
                 return
-            file = settings_file(stack, spec.role, {**spec.values, **self._local_values()})
+            file = settings_file(stack, {**spec.values, **self._local_values()})
             name_option = "--leader-name" if spec.role == "leader" else "--name"
             self._supervisor = Supervisor(
-                lambda _slot: [*PROGRAM, spec.role, name_option, spec.name, "--config", file],
+                lambda _slot: [*PROGRAM, spec.role, name_option, spec.name, "--settings-json", file],
                 1,
                 kind=spec.role,
                 environment=worker_environment(spec.threads, self._notify.environment),
@@ -188,7 +188,7 @@ class ProcessActor:
         values["leaders_file"] = f"/proc/{os.getpid()}/fd/{self._leaders_fd}"
         if self._spec.role == "frontend":
             return {**values, "host": hosts["http_fd"], "metrics_host": hosts["metrics_fd"]}
-        return {**values, "bind_host": self._node_address, "advertise_host": self._host}
+        return {**values, "name": self._spec.name, "bind_host": self._node_address, "advertise_host": self._host}
 
     def _bind_host(self, host: str) -> str:
         """The address to listen on: the host of the settings if other nodes can reach it, else the address of the node."""

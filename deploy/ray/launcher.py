@@ -123,10 +123,9 @@ def _checked(settings: ServeSettings) -> ServeSettings:
             "--external-workers: the launcher ray starts the workers; further ones may join with --token-file"
         )
     secrets = settings.secrets  # raises if the token file is invalid
-    settings = settings.replace("local_token", SecretStr(new_token().get_secret_value()), "generated")
+    settings = settings.model_copy(update={"local_token": new_token()})
     if settings.token_file is not None:  # nodes need no copy of the file
-        settings = settings.replace("token", SecretStr(secrets[0].decode()), f"file {settings.token_file}")
-        settings = settings.replace("token_file", None, "read")
+        settings = settings.model_copy(update={"token": SecretStr(secrets[0].decode()), "token_file": None})
     return settings
 
 

@@ -30,7 +30,7 @@ def limits_of(settings: ServeSettings) -> Limits | None:
     if settings.worker_limits is None:
         return None
     least, most = settings.worker_limits
-    return Limits(least, most, settings.replicas, settings.spares, settings.autoscale_down_after_s)
+    return Limits(least, most, settings.replicas, settings.spares)
 
 
 class Autoscaler:

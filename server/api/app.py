@@ -156,7 +156,6 @@ class _Inference:
                 decoders=decoders,
                 timeout_s=limits.timeout_s,
                 max_image_pixels=limits.max_image_pixels,
-                exact_images=limits.exact_images,
                 top_k=limits.top_k,
             )
         oip = OipInference(
@@ -166,7 +165,6 @@ class _Inference:
             decoders=decoders,
             timeout_s=limits.timeout_s,
             max_image_pixels=limits.max_image_pixels,
-            exact_images=limits.exact_images,
         )
         return cls(decoders, predict, oip)
 

@@ -1,9 +1,9 @@
 """Decodes a JPEG, PNG or WebP file to the uint8 tensor that the first stage takes.
 
-Exact: scaling and cropping match torchvision's `ImageClassification` transform before normalization, within one grey level,
-so accuracy over HTTP equals accuracy in a notebook. Fast: a JPEG much larger than needed is decoded at 1/2, 1/4 or 1/8 of its
-size, and only the crop is scaled; other images are scaled by torch, in half of Pillow's time. Small images differ by at most
-one grey level, large photographs by less than one on average. Time and memory do not depend on the aspect ratio.
+Scaling and cropping match torchvision's `ImageClassification` transform before normalization, so accuracy over HTTP equals accuracy in a
+notebook. A JPEG much larger than needed is decoded at 1/2, 1/4 or 1/8 of its size, and only the crop is scaled; other images are scaled by
+torch, in half of Pillow's time. Small images differ from torchvision by at most one grey level, large photographs by less than one on
+average. Time and memory do not depend on the aspect ratio.
 
 All functions are synchronous and stateless; `decode_pool` runs them on threads.
 """
@@ -58,7 +58,7 @@ _TRANSPOSED = frozenset({5, 6, 7, 8})
 """Orientations that swap width and height."""
 
 
-def image_tensor(data: bytes, *, resize_size: int, crop_size: int, max_pixels: int, exact: bool = True) -> Tensor:
+def image_tensor(data: bytes, *, resize_size: int, crop_size: int, max_pixels: int) -> Tensor:
     """Decode an image file, apply its orientation, scale its shorter side to `resize_size` and crop the center.
 
     The bytes determine the format, not the declared content type. Transparency is dropped as by `convert("RGB")`; of an
@@ -69,7 +69,6 @@ def image_tensor(data: bytes, *, resize_size: int, crop_size: int, max_pixels: i
         resize_size: pixels, at least `crop_size`.
         crop_size: pixels.
         max_pixels: maximum width times height, checked before decoding.
-        exact: see the module's docstring.
     Returns:
         uint8 [3, crop_size, crop_size], RGB, contiguous.
     Raises:
@@ -81,13 +80,13 @@ def image_tensor(data: bytes, *, resize_size: int, crop_size: int, max_pixels: i
         with file_type(BytesIO(data)) as image:
             _check_size(image, max_pixels)
             size = image.size
-            window = (0.0, 0.0, float(size[0]), float(size[1])) if exact else _reduce(image, resize_size)
+            window = _reduce(image, resize_size)
             upright = _upright_rgb(image)
             orientation = _orientation(image)
             if orientation in _TRANSPOSED:
                 size = size[::-1]
             window = _rotate_window(window, image.size, orientation)
-            return _scale_and_crop(upright, size, window, resize_size, crop_size, exact=exact)
+            return _scale_and_crop(upright, size, window, resize_size, crop_size)
     except ImageError:
         raise
     except Image.DecompressionBombError as error:
@@ -196,8 +195,6 @@ def _scale_and_crop(
     window: tuple[float, float, float, float],
     resize_size: int,
     crop_size: int,
-    *,
-    exact: bool,
 ) -> Tensor:
     """Scale so that the shorter side is `resize_size`, and crop the center.
 
@@ -214,9 +211,6 @@ def _scale_and_crop(
     left, top = round((scaled_width - crop_size) / 2), round((scaled_height - crop_size) / 2)
     right, bottom = left + crop_size, top + crop_size
     ordinary = max(width, height) <= _MAX_SCALED_RATIO * shorter
-    if exact and ordinary:
-        scaled = image.resize((scaled_width, scaled_height), Image.Resampling.BILINEAR)
-        return _planes(scaled.crop((left, top, right, bottom)))
     if ordinary and image.size == size:
         pixels = _interleaved(image).unsqueeze(0)
         scaled_pixels = interpolate(pixels, (scaled_height, scaled_width), mode="bilinear", antialias=True)

@@ -103,7 +103,6 @@ class PredictRoute:
     decoders: DecodePool
     timeout_s: float
     max_image_pixels: int
-    exact_images: bool
     top_k: int
 
     def router(self) -> APIRouter:
@@ -180,7 +179,6 @@ class PredictRoute:
             resize_size=sizes.resize_size,
             crop_size=sizes.crop_size,
             max_pixels=self.max_image_pixels,
-            exact=self.exact_images,
         )
 
 

@@ -9,13 +9,9 @@ import signal
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-
-from pydantic import SecretStr
 
 from multiworld_serving.common.config import SettingsError, UserError
-from multiworld_serving.common.config.keys import KeySet, keys_of_text, read_keys
-from multiworld_serving.common.config.sources import variable
+from multiworld_serving.common.config.keys import KeySet, read_keys
 from multiworld_serving.common.http.server import HttpServer
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.http.tls import TlsFiles, read_tls_files, server_context
@@ -47,8 +43,9 @@ class Credentials:
 
 def read_credentials(settings: HttpSettings) -> Credentials:
     """Read all files. Raises UserError, which names the invalid file."""
-    inference = _configured_keys("api_keys", settings.api_keys, settings.api_keys_file)
-    admin = _configured_keys("admin_keys", settings.admin_keys, settings.admin_keys_file)
+    inference, admin = (
+        KeySet() if file is None else read_keys(file) for file in (settings.api_keys_file, settings.admin_keys_file)
+    )
     if shared := {key.digest for key in inference} & {key.digest for key in admin}:
         names = ", ".join(sorted(key.name for key in inference if key.digest in shared))
         raise SettingsError(f"the same key is used for inference ({names}) and admin; create a separate key for each")
@@ -60,12 +57,6 @@ def read_credentials(settings: HttpSettings) -> Credentials:
         },
         read_tls_files(settings),
     )
-
-
-def _configured_keys(name: str, text: SecretStr | None, file: Path | None) -> KeySet:
-    if file is not None:
-        return read_keys(file)
-    return KeySet() if text is None else keys_of_text(text.get_secret_value(), variable(name))
 
 
 def warn_if_unprotected(settings: HttpSettings, credentials: Credentials) -> None:

@@ -55,6 +55,8 @@ if TYPE_CHECKING:  # an extra
 logger = logging.getLogger(__name__)
 
 _LOAD_INTERVAL_S = 1.0
+_HANDLER_TIMEOUT_S = 10.0
+"""Maximum time of the handler for one body. After it, its process is replaced."""
 
 
 def run(settings: FrontendSettings) -> int:
@@ -87,7 +89,7 @@ def run(settings: FrontendSettings) -> int:
         stack.enter_context(close_on_exit(tracing))
         handler = None
         if settings.handler is not None:
-            handler = stack.enter_context(HandlerProcesses(settings.handler, settings.handler_timeout_s))
+            handler = stack.enter_context(HandlerProcesses(settings.handler, _HANDLER_TIMEOUT_S))
         gc.collect()
         gc.freeze()  # the garbage collector need not scan torch's modules again
         stack.callback(gc.unfreeze)
@@ -179,9 +181,7 @@ class _Frontend:
             WorldManager(
                 secret=settings.secret,
                 verify_collectives=False,  # must equal the leader's
-                heartbeat_interval_s=settings.heartbeat_interval_s,
-                heartbeat_timeout_s=settings.heartbeat_timeout_s,
-                loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
+                **settings.heartbeats,
             )
         )
         return LeaderLink(address, settings, manager, self._pool, self._edges, number)

@@ -23,8 +23,6 @@ class RequestLimits:
     """Bytes of all bodies in memory at once, from the first byte until the image is decoded."""
     max_image_pixels: int = 50_000_000
     """Width times height. A decoded image takes four bytes per pixel on each decoding thread."""
-    exact_images: bool = False
-    """Whether images are scaled like torchvision, within one grey level, regardless of their size."""
     decode_threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
     max_waiting_decodes: int = 256
     max_rows: int = 64
@@ -40,12 +38,9 @@ def request_limits(settings: HttpSettings) -> RequestLimits:
         timeout_s=settings.timeout_s,
         max_body_bytes=settings.max_body_bytes,
         max_held_bytes=RequestLimits.max_held_bytes // shares,
-        max_image_pixels=settings.max_image_pixels,
-        exact_images=settings.decoding == "exact",
         decode_threads=max(1, min(_DECODE_THREADS, len(os.sched_getaffinity(0)) // shares)),
         max_waiting_decodes=math.ceil(RequestLimits.max_waiting_decodes / shares),
         max_rows=min(RequestLimits.max_rows, settings.queue_limit),
-        top_k=min(settings.top_k, 1000),
     )
 
 

@@ -6,6 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 _NAMES_KEPT = 4096
+_FIRST_QUARANTINE_S = 0.5
+_MAX_QUARANTINE_S = 30.0
 
 
 @dataclass(slots=True)
@@ -19,17 +21,12 @@ class _Record:
 class Breaker:
     """Counts consecutive failures of each worker, by its name.
 
-    The first failure has no consequence. The second one quarantines the worker for `first_s`, and each further one for twice as long,
-    up to `longest_s`. After the quarantine the worker may join once; that attempt decides. A failure of a healthy worker counts as
+    The first failure has no consequence. The second one quarantines the worker for 0.5 s, and each further one for twice as long,
+    up to 30 s. After the quarantine the worker may join once; that attempt decides. A failure of a healthy worker counts as
     its first.
-
-    Args:
-        longest_s: 0 disables the breaker.
     """
 
-    def __init__(self, *, first_s: float, longest_s: float) -> None:
-        self._first_s = first_s
-        self._longest_s = longest_s
+    def __init__(self) -> None:
         self._records: OrderedDict[str, _Record] = OrderedDict()
 
     def failed(self, worker: str, *, healthy: bool, now_s: float) -> float:
@@ -41,7 +38,7 @@ class Breaker:
         record.failures = 1 if healthy else record.failures + 1
         quarantine_s = 0.0
         if record.failures > 1:  # the exponent is bounded to avoid a float overflow
-            quarantine_s = min(self._longest_s, self._first_s * 2.0 ** min(record.failures - 2, 30))
+            quarantine_s = min(_MAX_QUARANTINE_S, _FIRST_QUARANTINE_S * 2.0 ** min(record.failures - 2, 30))
         record.until_s = now_s + quarantine_s
         return quarantine_s
 

@@ -15,6 +15,7 @@ from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.replicas.breaker import Breaker
 from multiworld_serving.server.replicas.placement import Placement, Slot
 from multiworld_serving.server.replicas.worker_link import BatchListener, WorkerLink
+from multiworld_serving.server.scheduling.config import WINDOW
 from multiworld_serving.server.snapshots import FailureSnapshot, ReplicaSnapshot, StageSnapshot
 from multiworld_serving.server.versions.version_table import VersionPlan
 
@@ -29,6 +30,8 @@ _OTHERS_JOIN_S = 6.0
 _RETRY_WHILE_OTHERS_JOIN_S = 0.25
 _COPIES_OF_WEIGHTS = 2
 """Held by a worker at once while it loads a stage: the received bytes, and the stage's parameters."""
+_REASSIGN_AFTER_S = 3.0
+"""How long a stage may have no worker before a worker of a stage with several is reassigned to it."""
 _SLOT_RETENTION_S = 60.0
 """How long an extra slot of a failed worker is kept for a successor."""
 
@@ -71,7 +74,7 @@ class WorkerRegistry:
         self._manager = manager
         self._events = events
         self._on_change = on_change
-        self._breaker = Breaker(first_s=settings.breaker_s, longest_s=settings.breaker_max_s)
+        self._breaker = Breaker()
         self._links: dict[str, WorkerLink] = {}
         self._serving: set[str] = set()
         """Ids of the links that were reported as serving."""
@@ -210,7 +213,7 @@ class WorkerRegistry:
                 self.port,
                 join_timeout_s=settings.join_timeout_s,
                 max_batch_size=settings.max_batch_size,
-                window=settings.window,
+                window=WINDOW,
             )
         finally:
             self._links.pop(link.id, None)
@@ -321,10 +324,9 @@ class WorkerRegistry:
                 *(link.world_name, link.generation, link.stage, slot.index, link.worker),
             )
             self._start_serving(link)
-        after_s = self._settings.reassign_after_s
         lacking = next(self.placement.stages_without_worker(), None) is not None
-        if self._reassigning is None and after_s and lacking and self.placement.reassignment_candidate() is not None:
-            self._reassigning = asyncio.get_running_loop().call_later(after_s, self._reassign)
+        if self._reassigning is None and lacking and self.placement.reassignment_candidate() is not None:
+            self._reassigning = asyncio.get_running_loop().call_later(_REASSIGN_AFTER_S, self._reassign)
 
     def _reassign(self) -> None:
         """Reassign a worker from the stage with the most ready replicas to a stage that has no worker."""

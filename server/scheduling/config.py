@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WINDOW = 2
+"""Batches in flight per replica: one computes while the next one is sent."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -20,7 +23,7 @@ class SchedulerConfig:
     """Maximum time that the oldest request waits for a batch to fill."""
     adaptive_batching: bool = True
     """Send a partial batch at once to an idle replica. While all replicas are busy, wait until one is about to become idle."""
-    window: int = 2
+    window: int = WINDOW
     """Maximum batches in flight per replica."""
     queue_limit: int = 256
     """Reject arrivals while this many requests wait for their first batch."""

@@ -20,7 +20,7 @@ WAIT_S = 120.0
 @pytest.fixture(scope="module")
 def service() -> Iterator[LocalService]:
     """Two stages with one replica each, and one spare."""
-    with small_service(stages=2, spares=1, breaker_max_s=0) as running:
+    with small_service(stages=2, spares=1) as running:
         yield running
 
 

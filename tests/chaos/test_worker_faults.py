@@ -40,7 +40,7 @@ def leader(token_file: Path, **settings: Any) -> LocalService:
 def service(token_file: Path) -> Iterator[LocalService]:
     """Two stages with two replicas each, served by three healthy workers."""
     with contextlib.ExitStack() as stack:
-        running = stack.enter_context(leader(token_file, hang_timeout_s=3, reassign_after_s=0))
+        running = stack.enter_context(leader(token_file, hang_timeout_s=3))
         for name in ("sound-a", "sound-b", "sound-c"):
             stack.enter_context(external_worker(running.join_address, name=name))
             running.wait_for(lambda line, name=name: line["worker"] == name and "->ready" in line.message, WAIT_S)  # type: ignore[misc]
@@ -97,9 +97,7 @@ def test_worker_that_hangs_in_the_model_is_broken_and_ends(service: LocalService
 
 def test_worker_with_a_blocked_event_loop_is_broken_as_stalled_and_costs_no_request(token_file: Path) -> None:
     with contextlib.ExitStack() as stack:
-        service = stack.enter_context(
-            leader(token_file, stages=1, reassign_after_s=0, hang_timeout_s=600, hedge_factor=0, loop_stall_timeout_s=2)
-        )
+        service = stack.enter_context(leader(token_file, stages=1, hang_timeout_s=600, hedge_factor=0))
         stack.enter_context(external_worker(service.join_address, name="sound"))
         service.wait_for(lambda x: x["worker"] == "sound" and "->ready" in x.message, WAIT_S)
         worker = stack.enter_context(faulty(service, "stalls"))
@@ -233,7 +231,7 @@ def test_late_former_incarnation_finds_its_slot_taken(service: LocalService) -> 
 
 def test_worker_of_a_larger_stage_is_reassigned_to_an_empty_one(token_file: Path) -> None:
     with contextlib.ExitStack() as stack:
-        service = stack.enter_context(leader(token_file, reassign_after_s=0.5))
+        service = stack.enter_context(leader(token_file))
         workers = {}
         for name in ("a", "b", "c"):  # s0.r0, s1.r0, s0.r1
             workers[name] = stack.enter_context(external_worker(service.join_address, name=name))

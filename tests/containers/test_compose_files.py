@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from multiworld_serving.common.config.settings import Settings, declaration, fields_of
+from multiworld_serving.common.config.settings import Settings, public_fields
 from multiworld_serving.common.config.sources import OTHER_VARIABLES, variable
 from multiworld_serving.deploy.gpu_overlay import main, overlay
 from multiworld_serving.server.leader_settings import LeaderSettings
@@ -123,12 +123,12 @@ def test_token_is_in_a_file_and_not_in_the_environment() -> None:
     ],
 )
 def test_every_given_setting_is_passed_on(service: str, program: type[Settings], others: set[str]) -> None:
-    names = [name for name, field in fields_of(program).items() if not declaration(field)["hidden"]]
+    names = public_fields(program)
     wanted = {variable(name) for name in names if name not in FIXED | others}
     given = {name: f"given-{number}" for number, name in enumerate(sorted(wanted))}
     environment = config(environment=given)["services"][service]["environment"]
     assert {name: environment.get(name) for name in wanted} == given
-    known = {variable(name) for name in (*fields_of(program), *OTHER_VARIABLES)}
+    known = {variable(name) for name in (*public_fields(program), *OTHER_VARIABLES)}
     assert environment.keys() <= known, "no setting that the program does not have"
 
 

@@ -183,8 +183,7 @@ def test_burn_rate_queue_detection_and_flapping_alerts_fire_and_resolve(
     settings: dict[str, Any] = {
         "heartbeat_timeout_s": 4,  # slow detection
         "recovery_grace_s": 0,  # errors at once while no worker is ready
-        "breaker_max_s": 0,  # flapping workers are not quarantined
-        **{"queue_limit": 4, "max_batch_size": 1, "window": 1},
+        **{"queue_limit": 4, "max_batch_size": 1},
     }
     with (
         webhook() as (heard, url),

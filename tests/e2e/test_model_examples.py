@@ -78,9 +78,7 @@ def check_labels(module: nn.Module) -> Callable[[bytes, Path], None]:
         image = manifest.image
         assert image is not None
         photo = Path("examples/images/clock.jpg").read_bytes()
-        pixels = image_tensor(
-            photo, resize_size=image.resize_size, crop_size=image.crop_size, max_pixels=10**8, exact=False
-        )
+        pixels = image_tensor(photo, resize_size=image.resize_size, crop_size=image.crop_size, max_pixels=10**8)
         with torch.inference_mode():
             expected = module.eval()(Normalize(image.mean, image.std)(pixels[None])).softmax(1)[0]
         found = json.loads(answer)["predictions"]

@@ -1,12 +1,12 @@
 """The supervisor's decisions and the settings it passes to workers, without processes."""
 
 import contextlib
-import itertools
+import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from pydantic import SecretStr
@@ -38,6 +38,12 @@ def local_workers(settings: ServeSettings) -> Iterator[Supervisor]:
     with contextlib.ExitStack() as stack:
         service = _Service(settings, stack)
         yield service._workers(cast(ForkServer, None))
+
+
+def handed_on(supervisor: Supervisor, slot: int) -> dict[str, Any]:
+    """The settings of the worker in this slot."""
+    found: dict[str, Any] = json.loads(Path(supervisor._command(slot)[-1]).read_text())
+    return found
 
 
 def test_first_restart_has_no_delay() -> None:
@@ -85,25 +91,25 @@ def test_environment_has_no_settings_and_no_token(monkeypatch: pytest.MonkeyPatc
 def test_worker_is_named_first_and_the_token_is_not_in_its_command() -> None:
     with local_workers(SETTINGS) as supervisor:
         command = supervisor._command(4)
-        assert "of-the-service" in Path(command[command.index("--config") + 1]).read_text()
+        assert "of-the-service" in Path(command[-1]).read_text()
     assert sorted(supervisor.restarts) == list(range(6))
     assert command[0] == sys.executable
-    assert command[command.index("worker") :][1:5] == ["--name", "local-4", "--device", "cpu"]
+    assert command[command.index("worker") :][1:3] == ["--name", "local-4"]
     assert not any("of-the" in part for part in command)
 
 
 def test_workers_divide_the_cores_by_default() -> None:
     with local_workers(SETTINGS) as supervisor:
-        assert "--cores-file" not in supervisor._command(0)
-    with local_workers(SETTINGS.replace("worker_threads", 0, "test")) as supervisor:
-        said = [dict(itertools.pairwise(supervisor._command(slot))) for slot in range(6)]
-        assert {each["--cores-file"] for each in said} == {said[0]["--cores-file"]}
-        assert [each["--cores-index"] for each in said] == [str(slot) for slot in range(6)]
-        assert os.path.exists(said[0]["--cores-file"])
+        assert "cores_file" not in handed_on(supervisor, 0)
+    with local_workers(SETTINGS.model_copy(update={"worker_threads": 0})) as supervisor:
+        said = [handed_on(supervisor, slot) for slot in range(6)]
+        assert {each["cores_file"] for each in said} == {said[0]["cores_file"]}
+        assert [each["cores_index"] for each in said] == list(range(6))
+        assert os.path.exists(said[0]["cores_file"])
 
 
 def test_service_has_no_local_workers_when_they_come_from_elsewhere() -> None:
-    with local_workers(SETTINGS.replace("external_workers", True, "test")) as supervisor:
+    with local_workers(SETTINGS.model_copy(update={"external_workers": True})) as supervisor:
         assert not supervisor.restarts
 
 

@@ -56,7 +56,6 @@ class OipInference:
     decoders: DecodePool
     timeout_s: float
     max_image_pixels: int
-    exact_images: bool
 
     async def prepare(
         self,
@@ -136,6 +135,5 @@ class OipInference:
                 resize_size=sizes.resize_size,
                 crop_size=sizes.crop_size,
                 max_pixels=self.max_image_pixels,
-                exact=self.exact_images,
             )
         )

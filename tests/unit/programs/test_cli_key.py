@@ -7,7 +7,7 @@ import pytest
 
 from multiworld_serving.cli.main import main
 from multiworld_serving.common.config import SettingsError
-from multiworld_serving.common.config.keys import hash_key, keys_of_text, read_keys
+from multiworld_serving.common.config.keys import hash_key, parse_keys, read_keys
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def test_key_is_written_to_a_new_file_that_only_the_owner_can_read(capsys: pytes
 def test_key_prints_its_line_without_a_key_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["key", "ops", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
-    assert keys_of_text(made["line"], "test").name_of(made["key"].encode()) == "ops"
+    assert parse_keys(made["line"], "test").name_of(made["key"].encode()) == "ops"
     assert main(["key", "ops"]) == 0
     key, line = capsys.readouterr().out.split()
     assert line == f"ops:{hash_key(key)}"
@@ -55,7 +55,7 @@ def test_key_prints_its_line_without_a_key_file(capsys: pytest.CaptureFixture[st
         ("# nothing\n\n", "contains no key"),
         ("alice:secret\n", "line 1 of"),
         (f"alice:{hash_key('a')}\nalice:{hash_key('b')}\n", "line 2 of"),
-        (f"alice:{hash_key('a')}\nbob:{hash_key('a')}\n", "the key of bob is already listed"),
+        (f"alice:{hash_key('a')}\nbob:{hash_key('a')}\n", "bob, or its key, is already listed"),
         (f"{hash_key('a')}\n", "expected NAME:HASH"),
     ],
 )

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from multiworld_serving.common.config import Settings, SettingsError, describe, effective_settings, load
+from multiworld_serving.common.config import Settings, SettingsError, load
+from multiworld_serving.common.config.settings import panel
 from multiworld_serving.common.config.sources import option, variable
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import ServeSettings
@@ -55,35 +56,24 @@ def rejection(cls: type[Settings] = ServeSettings, config_file: Path | None = No
 def test_defaults_apply_without_other_sources() -> None:
     settings = serve()
     assert (settings.model, settings.stages, settings.replicas, settings.http_port) == ("resnet50", 2, 2, 8000)
-    assert {row.origin for row in effective_settings(settings)} == {"default"}
 
 
 def test_source_of_higher_precedence_wins(monkeypatch: pytest.MonkeyPatch, toml: WriteToml) -> None:
-    path = toml("stages = 3\nreplicas = 3\nwindow = 3\n")
+    path = toml("[serve]\nstages = 3\nreplicas = 3\nspares = 3\n")
     monkeypatch.setenv("MULTIWORLD_STAGES", "4")
     monkeypatch.setenv("MULTIWORLD_REPLICAS", "4")
     settings = serve(path, stages="5", replicas=None)
-    assert (settings.stages, settings.replicas, settings.window, settings.top_k) == (5, 4, 3, 5)
-    origins = {row.name: row.origin for row in effective_settings(settings)}
-    assert origins["stages"] == "command line"
-    assert origins["replicas"] == "environment"
-    assert origins["window"] == f"file {path}"
-    assert origins["top_k"] == "default"
+    assert (settings.stages, settings.replicas, settings.spares, settings.leaders) == (5, 4, 3, 1)
 
 
-def test_each_program_uses_its_own_settings_of_a_shared_file(toml: WriteToml) -> None:
-    path = toml('log_format = "json"\n[serve]\nstages = 4\ndevice = "cpu"\n[worker]\nthreads = 3\ndevice = "cuda:1"\n')
-    assert (serve(path).log_format, serve(path).stages, serve(path).device) == ("json", 4, "cpu")
-    assert (worker(path).log_format, worker(path).threads, worker(path).device) == ("json", 3, "cuda:1")
-
-
-def test_table_overrides_top_level_keys(toml: WriteToml) -> None:
-    path = toml('log_level = "debug"\n[worker]\nlog_level = "error"\n')
-    assert (serve(path).log_level, worker(path).log_level) == ("debug", "error")
+def test_each_program_uses_its_own_table_of_a_shared_file(toml: WriteToml) -> None:
+    path = toml('[serve]\nstages = 4\ndevice = "cpu"\n[worker]\nthreads = 3\ndevice = "cuda:1"\n')
+    assert (serve(path).stages, serve(path).device) == (4, "cpu")
+    assert (worker(path).threads, worker(path).device) == (3, "cuda:1")
 
 
 def test_environment_can_name_the_file(monkeypatch: pytest.MonkeyPatch, toml: WriteToml) -> None:
-    monkeypatch.setenv("MULTIWORLD_CONFIG", str(toml("stages = 3\n")))
+    monkeypatch.setenv("MULTIWORLD_CONFIG", str(toml("[serve]\nstages = 3\n")))
     assert serve().stages == 3
 
 
@@ -105,7 +95,6 @@ def test_kubernetes_service_variables_are_ignored(monkeypatch: pytest.MonkeyPatc
         "MULTIWORLD_SERVICE_HOST": "10.0.0.1",
         "MULTIWORLD_SERVICE_PORT_HTTP": "8000",
         "MULTIWORLD_PORT": "tcp://10.0.0.1:8000",
-        "MULTIWORLD_HTTP_PORT": "tcp://10.0.0.1:8000",
         "MULTIWORLD_PORT_8000_TCP_ADDR": "10.0.0.1",
     }.items():
         monkeypatch.setenv(name, value)
@@ -122,12 +111,14 @@ def test_unknown_variable_is_refused_with_a_suggestion(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stagse = 3", "unknown setting stagse in {path}: did you mean stages?"),
+        ("stages = 3", "unknown table stages in {path}; settings belong into a table, such as [serve]"),
         ("[serve]\nreplica = 3", "unknown setting replica in [serve] in {path}: did you mean replicas?"),
         ("[worker]\nstages = 3", "unknown setting stages in [worker] in {path}"),
-        ("[wroker]\nthreads = 3", "unknown setting wroker in {path}: did you mean worker?"),
-        ("serve = 3", "serve in {path} must be a table: write [serve] and its settings below"),
-        ("stages = 0", "stages = 0 in file {path}: must be a whole number from 1 to 64"),
+        ("[serve]\nlocal_token = 'x'", "unknown setting local_token in [serve] in {path}"),
+        ("[wroker]\nthreads = 3", "unknown table wroker in {path}: did you mean worker?"),
+        ("[serve]\nstages = 0", "stages = 0 in {path}: must be a whole number from 1 to 64"),
+        ("[serve]\nreplicas = '2'", "replicas = '2' in [serve] in {path}: must be a whole number from 1 to 256"),
+        ("[serve]\nmodel = 2", "model = 2 in [serve] in {path}: must be text"),
     ],
 )
 def test_file_with_invalid_settings_is_refused(toml: WriteToml, text: str, message: str) -> None:
@@ -152,7 +143,6 @@ def test_missing_or_malformed_file_is_refused(toml: WriteToml, tmp_path: Path) -
         ("log_format", "xml", "one of text, json"),
         ("device", "gpu", "cpu, cuda or cuda:N"),
         ("external_workers", "perhaps", "true or false"),
-        ("image_size", "4", "a whole number from 8 to 4,096"),
     ],
 )
 def test_bad_value_is_quoted_in_the_error(monkeypatch: pytest.MonkeyPatch, name: str, value: str, allowed: str) -> None:
@@ -184,14 +174,12 @@ def test_missing_leader_is_named() -> None:
 
 
 def test_contradicting_settings_are_refused() -> None:
-    assert "heartbeat_timeout_s (0.1) must be longer" in rejection(heartbeat_timeout_s="0.1")
     assert rejection(http_port="8001").startswith("http_port and join_port are both 8001")
     assert rejection(http_port="8101", leaders="2").startswith("http_port and join_port of leader 1 are both 8101")
     assert rejection(join_port="65500", leaders="2").startswith(
         "the join port of leader 1 would be 65600; choose a lower"
     )
     assert load(ServeSettings, {"join_port": "0", "leaders": "16"}).join_port_of(15) == 0
-    assert "must not be less" in rejection(WorkerSettings, leader="a:1", rejoin_backoff_max_s="0.01")
     assert serve(http_port="0", join_port="0", metrics_port="0").http_port == 0
 
 
@@ -211,25 +199,18 @@ def test_every_field_has_a_description_and_a_help_panel(cls: type[Settings]) -> 
     for name, field in cls.model_fields.items():
         assert field.description, name
         assert field.description.endswith("."), name
-        assert isinstance(field.json_schema_extra, dict)
-        assert field.json_schema_extra["panel"], name
+        assert panel(field), name
 
 
 def test_secrets_are_masked_in_every_representation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", " open-sesame ")
     settings = serve()
     assert settings.token == SecretStr("open-sesame")
-    assert "open-sesame" not in describe(settings) + str(effective_settings(settings)) + repr(settings)
-    assert "token=********** (environment)" in describe(settings)
+    assert "open-sesame" not in f"{settings} {settings!r} {settings.model_dump_json()}"
 
 
 def test_token_is_needed_only_for_workers_from_elsewhere() -> None:
     assert serve().with_token().token is None
-    with pytest.raises(SettingsError, match="which external workers require"):
-        serve(external_workers=True).with_token()
-
-
-def test_token_is_required_for_external_workers() -> None:
     with pytest.raises(SettingsError, match="openssl rand"):
         serve(external_workers=True).with_token()
     with pytest.raises(SettingsError, match="MULTIWORLD_TOKEN"):
@@ -241,7 +222,6 @@ def test_token_is_read_from_its_file(tmp_path: Path) -> None:
     file.write_text("  open-sesame\n")
     settings = serve(token_file=str(file)).with_token()
     assert settings.token == SecretStr("open-sesame")
-    assert settings.origin("token") == f"file {file}"
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"two words", b"one\ntwo words", b"\xff\xfe", b"x" * 5000])
@@ -257,19 +237,9 @@ def test_missing_token_file_is_refused(tmp_path: Path) -> None:
         serve(token_file=str(tmp_path / "nowhere")).with_token()
 
 
-def test_source_of_higher_precedence_selects_token_or_token_file(
-    monkeypatch: pytest.MonkeyPatch, toml: WriteToml
-) -> None:
-    monkeypatch.setenv("MULTIWORLD_TOKEN", "of-the-environment")
-    settings = serve(toml('token_file = "of-the-file"'))
-    assert (settings.token, settings.token_file) == (SecretStr("of-the-environment"), None)
-    assert serve(token_file="of-the-command-line").token is None
-
-
-def test_token_and_token_file_from_one_source_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_and_token_file_are_refused_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", "a")
-    monkeypatch.setenv("MULTIWORLD_TOKEN_FILE", "b")
-    assert rejection() == "token and token_file are both given (environment): give one of them"
+    assert rejection(token_file="b") == "token and token_file are mutually exclusive: give one of them"
 
 
 def test_blank_token_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:

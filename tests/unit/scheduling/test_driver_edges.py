@@ -38,6 +38,7 @@ from multiworld_serving.server.scheduling.events import ReplicaLost, ReplicaRead
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.server.snapshots import EdgeSnapshot
 from tests.cut_bundles import plan_without_stages
+from tests.unit.scheduling.fixed_batching import fixed_batching
 
 IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
 FRONTEND = "10.0.0.9:1/f"
@@ -81,7 +82,6 @@ class Bench:
             join_port=0,
             hedge_factor=0,
             max_batch_size=2 if pairs else 1,
-            batching="fixed",
             batch_timeout_s=60,
         )
         self.lines = [
@@ -92,7 +92,8 @@ class Bench:
         by_id = {line.id: line for line in self.lines}
         self.metrics = Metrics()
         context = DriverContext("m", lambda _: plan_without_stages(), by_id.get, lambda _: None, lambda: None)  # type: ignore[arg-type]
-        self.driver = SchedulerDriver(settings, 2, self.metrics, context)
+        with fixed_batching():
+            self.driver = SchedulerDriver(settings, 2, self.metrics, context)
         for line in self.lines:
             self.driver.submit_event(ReplicaReady(f"{line.id}@1", line.stage, "v"))
         self._tensor = 0

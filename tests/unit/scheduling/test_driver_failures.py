@@ -21,6 +21,7 @@ from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.scheduling.events import BatchDone, ReplicaLost, ReplicaReady, RequestArrived
 from multiworld_serving.server.settings import ServeSettings
 from tests.cut_bundles import plan_without_stages
+from tests.unit.scheduling.fixed_batching import fixed_batching
 
 WAIT_S = 30.0
 IMAGE = torch.zeros(3, 32, 32, dtype=torch.uint8)
@@ -55,9 +56,7 @@ class Bench:
     after_event: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        settings = ServeSettings(
-            token=SecretStr("a-secret-of-this-test"), join_port=0, batching="fixed", batch_timeout_s=0.02
-        )
+        settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, batch_timeout_s=0.02)
         slots = [SlotId(stage, index) for stage in range(self.stages) for index in range(self.replicas)]
         self.lines = {line.id: line for line in (Line(slot, slot.stage or 0) for slot in slots)}
         context = DriverContext(
@@ -67,7 +66,8 @@ class Bench:
             lambda _: None,
             self.after_event,
         )
-        self.driver = SchedulerDriver(settings, self.stages, self.metrics, context)
+        with fixed_batching():
+            self.driver = SchedulerDriver(settings, self.stages, self.metrics, context)
         for line in self.lines.values():
             self.driver.submit_event(ReplicaReady(f"{line.id}@v", line.stage, "v"))
 

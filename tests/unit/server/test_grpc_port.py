@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from multiworld_serving.common.config.keys import hash_key, keys_of_text
+from multiworld_serving.common.config.keys import hash_key, parse_keys
 from multiworld_serving.server import errors
 from multiworld_serving.server.api.oip_grpc.calls import Failure
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
@@ -195,7 +195,7 @@ async def test_a_message_that_never_arrives_ends_with_the_servers_timeout() -> N
 
 
 async def test_keys_are_required_as_over_http() -> None:
-    keys = ApiKeys(keys_of_text(f"alice:{hash_key('of-alice')}", "a"), keys_of_text(f"root:{hash_key('of-root')}", "b"))
+    keys = ApiKeys(parse_keys(f"alice:{hash_key('of-alice')}", "a"), parse_keys(f"root:{hash_key('of-root')}", "b"))
     async with running_grpc(authorizer=Authorizer(keys)) as port:
         for given, code in {"": "UNAUTHENTICATED", "of-bob": "UNAUTHENTICATED", "of-root": "PERMISSION_DENIED"}.items():
             metadata = (("authorization", f"Bearer {given}"),) if given else ()
