@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from multiworld_serving.common.config import UserError, raise_descriptor_limit
+from multiworld_serving.common.config.keys import read_keys
 from multiworld_serving.common.config.process import notify_systemd, on_stop_signal
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.config.tokens import new_token
@@ -49,6 +50,7 @@ from multiworld_serving.deploy.processes.supervisor import INVALID_INPUT, Superv
 from multiworld_serving.deploy.scaling.autoscaler import REPORT_AGE_S, Autoscaler, limits_of
 from multiworld_serving.deploy.scaling.policy import ScalingPolicy
 from multiworld_serving.server.capacity_report import CapacityReport
+from multiworld_serving.server.http.tls import server_context
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.server.versions.model_files import check_model_files
 
@@ -67,13 +69,25 @@ def run(settings: ServeSettings) -> int:
     Raises:
         UserError, models.ModelError: a port is in use, a file is missing, or the device does not exist. No process was started.
     """
-    check_model_files(settings)
+    _check_files(settings)
     raise_descriptor_limit()
     settings = settings.model_copy(update={"local_token": new_token()})
     settings.accepted_secrets  # noqa: B018 - raises if the token file is invalid
     with contextlib.ExitStack() as stack:
-        service = _Service(settings, stack)
-        return asyncio.run(service.run())
+        if status := asyncio.run(_Service(settings, stack).run()):
+            raise UserError("a process exited with status 2 (invalid settings); see its error above")
+        return status
+
+
+def _check_files(settings: ServeSettings) -> None:
+    """Raise UserError or ModelError for a file that a process of the service could not use."""
+    check_model_files(settings)
+    for keys in filter(None, (settings.api_keys_file, settings.admin_keys_file)):
+        read_keys(keys)
+    for client_ca in (settings.tls_client_ca_file, settings.metrics_client_ca_file):
+        server_context(settings, client_ca)
+    if settings.handler is not None and not Path(settings.handler.rpartition(":")[0]).is_file():
+        raise UserError(f"--handler {settings.handler}: there is no such file; expected FILE.py:CLASS")
 
 
 class _Service:

@@ -213,7 +213,7 @@ class Supervisor:
                 return
             if status == str(INVALID_INPUT) and not slot.restarts:
                 logger.error(
-                    "%s slot=%d refuses its settings; its line on standard error says why", self._kind, slot.index
+                    "%s slot=%d exited with status 2 (invalid settings); see its error above", self._kind, slot.index
                 )
                 self.invalid_input.set()
                 return
