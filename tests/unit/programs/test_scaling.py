@@ -224,7 +224,7 @@ def test_limits_that_cannot_be_kept_are_refused_with_what_to_use(text: str, why:
 
 
 def test_external_workers_are_not_scaled() -> None:
-    with pytest.raises(ValueError, match="use one of them"):
+    with pytest.raises(ValueError, match="mutually exclusive"):
         ServeSettings.model_validate({"autoscale": "4..8", "external_workers": True, "token": "secret"})
 
 
