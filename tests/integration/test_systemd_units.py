@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.common.config.settings import Settings
+from multiworld_serving.common.config.settings import LOOP_STALL_TIMEOUT_S, Settings
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings
@@ -70,10 +70,9 @@ def test_unit_uses_options_and_variables_of_the_program(name: str) -> None:
 
 
 def test_watchdog_timeouts_exceed_the_stall_detection_of_peers() -> None:
-    stall_s = Settings.model_fields["loop_stall_timeout_s"].default
     for name in NAMES:
         assert value(name, "Type") == "notify"
-        assert int(value(name, "WatchdogSec")) >= 2 * stall_s
+        assert int(value(name, "WatchdogSec")) >= 2 * LOOP_STALL_TIMEOUT_S
 
 
 def test_stop_timeouts_cover_draining() -> None:

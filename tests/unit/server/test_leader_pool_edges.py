@@ -136,8 +136,11 @@ async def test_everything_is_relayed_without_edges() -> None:
         assert leader.last_fields["fetches"] is False
 
 
-async def test_image_is_sent_when_the_memory_for_edges_is_used_up() -> None:
-    async with edges("f", edge_memory=10) as frontend:
+async def test_image_is_sent_when_the_memory_for_edges_is_used_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("multiworld_serving.common.edges.edges._MAX_KEPT_BYTES", 10)
+    async with edges("f") as frontend:
         pool, _ = pool_with(frontend)
         leader = EdgeLeader(pool, frontend)
         pool.links.append(leader)
