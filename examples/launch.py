@@ -1,7 +1,7 @@
 """Starts all ranks of an example in one terminal: python -m examples.launch all_reduce
 
 Each output line is prefixed with the name of its rank. Ctrl-C ends all ranks. The launcher imports torch once and forks the ranks, so
-they start within milliseconds. Apart from that, they run like the commands in the README of the example.
+they start within milliseconds. Apart from that, they run like the commands in examples/README.md.
 """
 
 import argparse
@@ -40,7 +40,7 @@ SINGLE_WORLD_SIZE = 5
 
 def ranks_of(example: str, num_workers: int) -> list[Rank]:
     """Return the ranks of an example, without the arguments that are the same for all ranks."""
-    module = f"examples.{example}.m8d"
+    module = f"examples.{example}.m8d" if example in ("resnet", "ensemble") else f"examples.{example}"
     if example == "single_world":
         return [_single_world_rank(rank) for rank in range(SINGLE_WORLD_SIZE)]
     if example == "resnet":
@@ -58,7 +58,7 @@ def ranks_of(example: str, num_workers: int) -> list[Rank]:
 
 def _single_world_rank(rank: int) -> Rank:
     arguments = ("--rank", str(rank), "--worldsize", str(SINGLE_WORLD_SIZE))
-    return Rank(f"rank {rank}", ((1, rank),), "examples.send_recv.single_world", arguments)
+    return Rank(f"rank {rank}", ((1, rank),), "examples.single_world", arguments)
 
 
 def _elastic_members(module: str) -> list[Rank]:

@@ -237,10 +237,9 @@ def test_ensemble_answers_every_image_when_one_model_is_killed() -> None:
         assert any(re.search(rf"^member {number} .*finished all 5 steps", line) for line in lines)
 
 
-def test_every_example_has_a_readme_with_its_command() -> None:
-    for example in EXAMPLES:
-        folder = "send_recv" if example == "single_world" else example
-        assert f"python -m examples.launch {example}" in (REPOSITORY / "examples" / folder / "README.md").read_text()
+def test_readme_names_every_example() -> None:
+    readme = (REPOSITORY / "examples" / "README.md").read_text()
+    assert not [example for example in EXAMPLES if f"{example}" not in readme]
 
 
 def test_launch_is_refused_when_the_rank_to_kill_does_not_exist() -> None:

@@ -1,1 +1,0 @@
-"""Example of `reduce_scatter`. Start reading at README.md and `m8d.py`."""

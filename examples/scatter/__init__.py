@@ -1,1 +1,0 @@
-"""Example of `scatter`. Start reading at README.md and `m8d.py`."""

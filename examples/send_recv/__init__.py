@@ -1,1 +1,0 @@
-"""Example of `send` and `recv`, and the same with stock `torch.distributed`. Start reading at README.md and `m8d.py`."""
