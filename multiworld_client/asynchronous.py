@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
 from multiworld_client.codec import REPOSITORY_INDEX, PreparedRequest, inference_request, model_name, predictions
-from multiworld_client.inputs import TensorInput, encode_batch, encode_image
+from multiworld_client.inputs import FileInput, TensorInput, encode_batch, encode_image
 from multiworld_client.results import Prediction
 from multiworld_client.retries import Call, Retries, Servers
 from multiworld_client.tensors import infer_request, outputs
@@ -37,17 +37,13 @@ class AsyncClient:
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.AsyncClient(headers=headers, verify=verify)
-        self._servers = Servers(url)
-        self._timeout_s = timeout_s
-        self._retries = retries or Retries()
+        self._servers = Servers(url, timeout_s, retries)
         self._model: str | None = None
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -63,10 +59,9 @@ class AsyncClient:
         request_id: str | None = None,
     ) -> Prediction:
         """As `Client.predict`. Files are read in a thread. Cancelling closes the connection, which cancels the request in the service."""
-        call = self._call(timeout_s)
+        call = Call(self._servers, timeout_s)
         encoded = await asyncio.to_thread(encode_image, image)
-        request = inference_request(encoded, await self._model_for(call, encoded), top_k, request_id)
-        return predictions(await self._send(call, request), call.tries)[0]
+        return (await self._classify(call, encoded, top_k, request_id))[0]
 
     async def predict_batch(
         self,
@@ -77,38 +72,35 @@ class AsyncClient:
         request_id: str | None = None,
     ) -> list[Prediction]:
         """As `Client.predict_batch`. Files are read in a thread."""
-        call = self._call(timeout_s)
+        call = Call(self._servers, timeout_s)
         encoded = await asyncio.to_thread(encode_batch, images)
-        request = inference_request(encoded, await self._model_for(call, encoded), top_k, request_id)
-        return predictions(await self._send(call, request), call.tries)
+        return await self._classify(call, encoded, top_k, request_id)
 
     async def infer(
         self, inputs: Mapping[str, object], *, timeout_s: float | None = None, request_id: str | None = None
     ) -> dict[str, Any]:
         """As `Client.infer`."""
-        call = self._call(timeout_s)
+        call = Call(self._servers, timeout_s)
         request = infer_request(inputs, await self._model_name(call), request_id)
         return outputs(await self._send(call, request))
 
     async def is_ready(self) -> bool:
         """Whether the service is ready (`/readyz` at any of the URLs), without retries. Each URL gets an equal part of the timeout."""
-        for url in self._servers.in_order():
-            try:
-                response = await self._http.get(f"{url}/readyz", timeout=self._timeout_s / len(self._servers.urls))
-            except httpx.TransportError:
-                continue
-            if response.is_success:
-                return True
+        for url, limit_s in self._servers.ready_checks():
+            with contextlib.suppress(httpx.TransportError):
+                if (await self._http.get(url, timeout=limit_s)).is_success:
+                    return True
         return False
 
-    def _call(self, timeout_s: float | None) -> Call:
-        return Call(self._servers, self._timeout_s if timeout_s is None else timeout_s, self._retries)
-
-    async def _model_for(self, call: Call, image: object) -> str:
-        """The model's name, which only tensor inputs need; requested once."""
-        return await self._model_name(call) if isinstance(image, TensorInput) else ""
+    async def _classify(
+        self, call: Call, encoded: FileInput | TensorInput, top_k: int | None, request_id: str | None
+    ) -> list[Prediction]:
+        model = await self._model_name(call) if isinstance(encoded, TensorInput) else ""
+        request = inference_request(encoded, model, top_k, request_id)
+        return predictions(await self._send(call, request), call.tries)
 
     async def _model_name(self, call: Call) -> str:
+        """The model's name, which only tensor inputs need; requested once."""
         if self._model is None:
             self._model = model_name(await self._send(call, REPOSITORY_INDEX))
             call.tries = 0
@@ -119,11 +111,9 @@ class AsyncClient:
             remaining = call.begin_try()
             try:
                 response = await self._http.send(request.build(self._http, call.url, remaining))
+                if response.is_success:
+                    return response
+                pause_s = call.on_refusal(response)
             except httpx.TransportError as error:
                 pause_s = call.on_connection_error(error)
-            else:
-                pause = call.on_response(response)
-                if pause is None:
-                    return response
-                pause_s = pause
             await asyncio.sleep(pause_s)

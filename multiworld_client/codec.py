@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, unquote
@@ -54,16 +54,15 @@ def inference_request(
         headers = _id_header(request_id)
         params = {} if top_k is None else {"top_k": top_k}
         return PreparedRequest("/predict", image.content, headers | {"Content-Type": image.media_type}, params)
-    tensor = {
-        "name": "input",
-        "datatype": image.datatype,
-        "shape": image.shape,
-        "parameters": {"binary_data_size": len(image.content)},
-    }
+    tensor = describe("input", image.datatype, image.shape, image.content)
     output = {"name": "probabilities", "parameters": {"classification": top_k or 5}}
-    return tensor_request(
-        model, json.dumps({"inputs": [tensor], "outputs": [output]}).encode(), image.content, request_id
-    )
+    head = json.dumps({"inputs": [tensor], "outputs": [output]}).encode()
+    return tensor_request(model, head, image.content, request_id)
+
+
+def describe(name: str, datatype: str, shape: Sequence[int], content: bytes) -> dict[str, Any]:
+    """The description of an input whose content follows as binary data."""
+    return {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": len(content)}}
 
 
 def tensor_request(model: str, head: bytes, content: bytes, request_id: str | None) -> PreparedRequest:
@@ -120,14 +119,8 @@ def _labels_of_predict(body: Mapping[str, Any]) -> list[tuple[Label, ...]]:
 def _labels_of_infer(body: Mapping[str, Any]) -> list[tuple[Label, ...]]:
     (output,) = body["outputs"]
     images, classes = output["shape"]
-    texts = output["data"]
-    if len(texts) != images * classes or not texts:
-        raise ValueError(f"{len(texts)} classes for {images} images")
-    labels = [_parse_label(text) for text in texts]
+    if len(output["data"]) != images * classes or not output["data"]:
+        raise ValueError(f"{len(output['data'])} classes for {images} images")
+    parsed = (text.split(":", 2) for text in output["data"])  # "value:index:label"; the label may contain colons
+    labels = [Label(label, int(index), float(value)) for value, index, label in parsed]
     return [tuple(labels[at : at + classes]) for at in range(0, len(labels), classes)]
-
-
-def _parse_label(text: str) -> Label:
-    """Parse "value:index:label". The label may contain colons."""
-    value, index, label = text.split(":", 2)
-    return Label(label, int(index), float(value))

@@ -43,14 +43,21 @@ class Servers:
     """The URLs of one service, in the order of preference; thread-safe.
 
     Calls start with the current URL, so that connections are reused. It changes only if a try at it fails.
-    Raises ValueError if there is no URL, or an invalid one.
+
+    Args:
+        timeout_s, retries: of calls that do not say otherwise.
+
+    Raises:
+        ValueError: there is no URL, or an invalid one.
     """
 
-    def __init__(self, url: str | Sequence[str]) -> None:
+    def __init__(self, url: str | Sequence[str], timeout_s: float, retries: Retries | None) -> None:
         urls = [url] if isinstance(url, str) else url
         self.urls = tuple(dict.fromkeys(_checked_url(each) for each in urls))
         if not self.urls:
             raise ValueError("no URL: expected at least one, such as http://127.0.0.1:8000")
+        self.timeout_s = timeout_s
+        self.retries = retries or Retries()
         self._current = 0
         self._lock = threading.Lock()
 
@@ -61,6 +68,10 @@ class Servers:
         """All URLs, beginning with the current one."""
         current = self._current
         return self.urls[current:] + self.urls[:current]
+
+    def ready_checks(self) -> list[tuple[str, float]]:
+        """URL and timeout of the check of readiness at each server: equal parts of the timeout."""
+        return [(f"{url}/readyz", self.timeout_s / len(self.urls)) for url in self.in_order()]
 
     def on_failure(self, url: str) -> None:
         """Make the next URL the current one, unless a concurrent call has done so already."""
@@ -98,21 +109,21 @@ class Call:
     """State of one call of the client, over all of its tries.
 
     Args:
-        timeout_s: limit for all tries and pauses together.
+        timeout_s: limit for all tries and pauses together; None uses that of the servers.
 
     Attributes:
         url: the URL of the current try.
     """
 
-    def __init__(self, servers: Servers, timeout_s: float, retries: Retries) -> None:
+    def __init__(self, servers: Servers, timeout_s: float | None) -> None:
         self.tries = 0
         self.url = servers.in_order()[0]
         self._servers = servers
         self._failures: dict[str, int] = {}
         self._not_before_s: dict[str, float] = {}
-        self._timeout_s = timeout_s
-        self._retries = retries
-        self._deadline_s = time.monotonic() + timeout_s
+        self._timeout_s = servers.timeout_s if timeout_s is None else timeout_s
+        self._retries = servers.retries
+        self._deadline_s = time.monotonic() + self._timeout_s
         self._last_error: ClientError | None = None
 
     def begin_try(self) -> RemainingTime:
@@ -134,15 +145,13 @@ class Call:
             raise self._deadline_error() from error
         return self._pause_or_raise(UnreachableError(f"{self.url}: {error or type(error).__name__}"))
 
-    def on_response(self, response: httpx.Response) -> float | None:
-        """Handle an answer. Returns None if it is successful, else the pause before the next try, in seconds.
+    def on_refusal(self, response: httpx.Response) -> float:
+        """Handle an answer other than 2xx. Returns the pause before the next try, in seconds.
 
         Raises:
             RefusedError: the error is permanent, or there is no time, or no try, left.
             DeadlineError: the service reported that the deadline has passed.
         """
-        if response.is_success:
-            return None
         rejection = _refused_error(response)
         if response.status_code == 504:
             raise DeadlineError(f"{self.url}: {rejection.detail}") from rejection

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
 from multiworld_client.codec import REPOSITORY_INDEX, PreparedRequest, inference_request, model_name, predictions
-from multiworld_client.inputs import TensorInput, encode_batch, encode_image
+from multiworld_client.inputs import FileInput, TensorInput, encode_batch, encode_image
 from multiworld_client.results import Prediction
 from multiworld_client.retries import Call, Retries, Servers
 from multiworld_client.tensors import infer_request, outputs
@@ -40,17 +40,13 @@ class Client:
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.Client(headers=headers, verify=verify)
-        self._servers = Servers(url)
-        self._timeout_s = timeout_s
-        self._retries = retries or Retries()
+        self._servers = Servers(url, timeout_s, retries)
         self._model: str | None = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -76,10 +72,9 @@ class Client:
         Raises:
             ClientError: a subclass, see `multiworld_client.errors`.
         """
-        call = self._call(timeout_s)
+        call = Call(self._servers, timeout_s)
         encoded = encode_image(image)
-        request = inference_request(encoded, self._model_for(call, encoded), top_k, request_id)
-        return predictions(self._send(call, request), call.tries)[0]
+        return self._classify(call, encoded, top_k, request_id)[0]
 
     def predict_batch(
         self,
@@ -95,10 +90,9 @@ class Client:
             images: an array or tensor [N, 3, S, S], or a list of paths, contents of files and Pillow images.
             Other arguments and errors are as for `predict`.
         """
-        call = self._call(timeout_s)
+        call = Call(self._servers, timeout_s)
         encoded = encode_batch(images)
-        request = inference_request(encoded, self._model_for(call, encoded), top_k, request_id)
-        return predictions(self._send(call, request), call.tries)
+        return self._classify(call, encoded, top_k, request_id)
 
     def infer(
         self, inputs: Mapping[str, object], *, timeout_s: float | None = None, request_id: str | None = None
@@ -114,29 +108,27 @@ class Client:
         Raises:
             ClientError: a subclass, see `multiworld_client.errors`.
         """
-        call = self._call(timeout_s)
+        call = Call(self._servers, timeout_s)
         request = infer_request(inputs, self._model_name(call), request_id)
         return outputs(self._send(call, request))
 
     def is_ready(self) -> bool:
         """Whether the service is ready (`/readyz` at any of the URLs), without retries. Each URL gets an equal part of the timeout."""
-        for url in self._servers.in_order():
-            try:
-                response = self._http.get(f"{url}/readyz", timeout=self._timeout_s / len(self._servers.urls))
-            except httpx.TransportError:
-                continue
-            if response.is_success:
-                return True
+        for url, limit_s in self._servers.ready_checks():
+            with contextlib.suppress(httpx.TransportError):
+                if self._http.get(url, timeout=limit_s).is_success:
+                    return True
         return False
 
-    def _call(self, timeout_s: float | None) -> Call:
-        return Call(self._servers, self._timeout_s if timeout_s is None else timeout_s, self._retries)
-
-    def _model_for(self, call: Call, image: object) -> str:
-        """The model's name, which only tensor inputs need; requested once."""
-        return self._model_name(call) if isinstance(image, TensorInput) else ""
+    def _classify(
+        self, call: Call, encoded: FileInput | TensorInput, top_k: int | None, request_id: str | None
+    ) -> list[Prediction]:
+        model = self._model_name(call) if isinstance(encoded, TensorInput) else ""
+        request = inference_request(encoded, model, top_k, request_id)
+        return predictions(self._send(call, request), call.tries)
 
     def _model_name(self, call: Call) -> str:
+        """The model's name, which only tensor inputs need; requested once."""
         if self._model is None:
             self._model = model_name(self._send(call, REPOSITORY_INDEX))
             call.tries = 0
@@ -147,11 +139,9 @@ class Client:
             remaining = call.begin_try()
             try:
                 response = self._http.send(request.build(self._http, call.url, remaining))
+                if response.is_success:
+                    return response
+                pause_s = call.on_refusal(response)
             except httpx.TransportError as error:
                 pause_s = call.on_connection_error(error)
-            else:
-                pause = call.on_response(response)
-                if pause is None:
-                    return response
-                pause_s = pause
             time.sleep(pause_s)

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from multiworld_client.codec import PreparedRequest, protocol_error, tensor_request
+from multiworld_client.codec import PreparedRequest, describe, protocol_error, tensor_request
 from multiworld_client.errors import InputError
 from multiworld_client.inputs import as_array
 
@@ -40,14 +40,7 @@ def infer_request(inputs: Mapping[str, object], model: str, request_id: str | No
     for name, value in inputs.items():
         datatype, shape, content = _content(name, value)
         contents.append(content)
-        described.append(
-            {
-                "name": name,
-                "datatype": datatype,
-                "shape": shape,
-                "parameters": {"binary_data_size": len(content)},
-            }
-        )
+        described.append(describe(name, datatype, shape, content))
     head = json.dumps({"inputs": described, "parameters": {"binary_data_output": True}}).encode()
     return tensor_request(model, head, b"".join(contents), request_id)
 
