@@ -1,7 +1,7 @@
 """Replay a failing run, shrink it to the injections it needs, or search for new failures.
 
-    python -m multiworld_serving.testing.simulation replay --scenario everything --seed 7 --events 14000
-    python -m multiworld_serving.testing.simulation shrink --scenario everything --seed 7 --events 14000
+    python -m multiworld_serving.testing.simulation replay --scenario everything --seed 7 --events 16000
+    python -m multiworld_serving.testing.simulation shrink --scenario everything --seed 7 --events 16000
     python -m multiworld_serving.testing.simulation soak --hours 2
 
 Exit status: 0 if no invariant was violated, 1 if one was.
@@ -10,15 +10,14 @@ Exit status: 0 if no invariant was violated, 1 if one was.
 from __future__ import annotations
 
 import argparse
-import os
 import secrets
 import sys
+import time
 from functools import partial
 
 from multiworld_serving.testing.simulation.case import Case
 from multiworld_serving.testing.simulation.scenarios import SCENARIOS
 from multiworld_serving.testing.simulation.shrinking import Shrinker
-from multiworld_serving.testing.simulation.soak import soak
 
 _BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 _print = partial(print, flush=True)
@@ -55,19 +54,22 @@ def _shrink(options: argparse.Namespace) -> int:
 
 
 def _soak(options: argparse.Namespace) -> int:
-    scenarios = [_BY_NAME[name] for name in options.scenario or _BY_NAME]
-    first_seed = secrets.randbelow(2**40) if options.first_seed is None else options.first_seed
-    _print(f"{len(scenarios)} scenarios, {options.events} events per run, starting at seed {first_seed}")
-    result = soak(
-        scenarios,
-        first_seed=first_seed,
-        events=options.events,
-        duration_s=options.hours * 3600,
-        processes=options.processes,
-        output=_print,
-    )
-    _print(f"{result.runs} runs, {result.events:,} events, {len(result.failures)} failed")
-    return 1 if result.failures else 0
+    """Run all scenarios with one seed, then with the next, until one fails or the time is over."""
+    ends_s = time.monotonic() + options.hours * 3600
+    seed = secrets.randbelow(2**40) if options.first_seed is None else options.first_seed
+    _print(f"starting at seed {seed}, {options.events} events per run")
+    runs = 0
+    while True:
+        for name in options.scenario or _BY_NAME:
+            if time.monotonic() >= ends_s:
+                _print(f"{runs} runs, no failure")
+                return 0
+            case = Case(_BY_NAME[name], seed)
+            failure, runs = case.run(options.events), runs + 1
+            if failure is not None:
+                _print(f"{name}, seed {seed}: {failure}\n{case.commands(options.events)}")
+                return 1
+        seed += 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,7 +96,6 @@ def _parser() -> argparse.ArgumentParser:
     long.add_argument("--hours", type=float, default=1.0)
     long.add_argument("--events", type=int, default=20_000, help="number of events per run")
     long.add_argument("--first-seed", type=int, help="first seed; random by default")
-    long.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     long.add_argument(
         "--scenario", choices=_BY_NAME, metavar="NAME", action="append", help="run only this scenario; may be repeated"
     )

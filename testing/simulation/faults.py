@@ -30,9 +30,6 @@ _SINGLE = ("kill", "freeze", "stop", "slow", "flap", "raising", "cut_to", "cut_f
 def inject_fault(simulator: Simulator, injection: FaultInjected) -> bool:
     """Inject a fault. Returns False if it had no effect: there is no such worker, or its loss could lose requests."""
     worker, random = simulator.workers.get(injection.worker), Random(injection.salt)
-    if worker is not None and injection.down_s is not None:
-        worker.kill(injection.down_s)
-        return True
     return worker is not None and _inject(simulator, worker, injection.fault, random)
 
 

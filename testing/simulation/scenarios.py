@@ -12,8 +12,8 @@ Load: TypeAlias = Literal["poisson", "bursts", "closed"]
 """poisson: independent arrivals; bursts: one or forty requests at once; closed: each client waits for its answer before
 it sends the next request."""
 
-Tail: TypeAlias = Literal["none", "usual", "heavy"]
-"""Distribution of service times. none: constant; usual: log-normal, one in 200 eight times as long; heavy: Pareto with
+Tail: TypeAlias = Literal["usual", "heavy"]
+"""Distribution of service times. usual: log-normal, one in 200 eight times as long; heavy: Pareto with
 shape 1.5 (infinite variance), truncated at 100 times the minimum."""
 
 ComputeOutcome: TypeAlias = Literal["answer", "raise", "kill", "hang"]
@@ -46,6 +46,12 @@ Fault: TypeAlias = Literal[
 ]
 
 
+ROW_SHARE = 0.25
+"""Cost of each further row of a batch, as a fraction of the first."""
+NETWORK_S = 0.0005
+"""Mean one-way delay of a message, and of the timers of the leader."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """Parameters of one simulated service. Times in virtual seconds, rates per virtual second."""
@@ -61,13 +67,7 @@ class Scenario:
     timeout_s: tuple[float, float] = (2.0, 20.0)
     work_s: float = 0.01
     """Typical compute time of one row in one stage."""
-    row_share: float = 0.25
-    """Cost of each further row of a batch, as a fraction of the first."""
     tail: Tail = "usual"
-    network_s: float = 0.0005
-    """Mean one-way delay of a message, and of the timers of the leader."""
-    detection_s: float = 0.0
-    """Minimum time from the death of a worker until the leader detects it."""
     recovery_s: float = 1.0
     """Mean time from the death of a worker until it serves again."""
     recovery_varies: bool = True
@@ -134,11 +134,6 @@ _VERY_PATIENT: dict[str, Any] = {"load": "closed", "timeout_s": (60.0, 90.0), "r
 
 SCENARIOS = (
     Scenario(name="calm", config=_TWO_STAGES),
-    Scenario(
-        name="calm-bursts-without-batch-timeout",
-        config=SchedulerConfig(num_stages=2, batch_timeout_s=0.0),
-        load="bursts",
-    ),
     Scenario(name="overload", config=_TWO_STAGES, rate=2000.0, allowed_refusals=frozenset({"overloaded"})),
     Scenario(
         name="keys-without-adaptive-batching",
@@ -159,21 +154,6 @@ SCENARIOS = (
     ),
     Scenario(name="kills-in-turn", config=_TWO_STAGES, **_PATIENT, recovery_s=0.3, faults={"kill": 2.0}),
     Scenario(name="leaving-in-turn", config=_THREE_STAGES, **_PATIENT, recovery_s=0.2, faults={"leave": 3.0}),
-    Scenario(
-        name="slow-and-partitioned",
-        config=_THREE_STAGES,
-        replicas=4,
-        faults={"slow": 0.5, "cut_to": 0.2, "cut_from": 0.2, "cut": 0.2, "garbage": 2.0},
-        allowed_refusals=_LOSSES,
-    ),
-    Scenario(
-        name="hangs",
-        config=_TWO_STAGES,
-        load="closed",
-        timeout_s=(5.0, 30.0),
-        faults={"freeze": 0.6, "stop": 0.6},
-        allowed_refusals=_LOSSES,
-    ),
     Scenario(name="poison-without-other-faults", config=_TWO_STAGES, **_VERY_PATIENT, poison=0.003),
     Scenario(
         name="failing-requests",
@@ -184,28 +164,6 @@ SCENARIOS = (
         cancelled=0.05,
         timeout_s=(20.0, 30.0),
         allowed_refusals=frozenset({"stage_error"}),
-    ),
-    Scenario(
-        name="failing-requests-on-one-replica",
-        config=_THREE_STAGES,
-        replicas=1,
-        rate=50.0,
-        failing=0.005,
-        timeout_s=(20.0, 30.0),
-        allowed_refusals=frozenset({"overloaded"}),
-    ),
-    Scenario(
-        name="errors-kills-and-abrupt-leaves",
-        config=SchedulerConfig(num_stages=2, max_batch_size=2, hang_timeout_s=1.0, recovery_grace_s=2.0),
-        replicas=4,
-        load="closed",
-        clients=16,
-        recovery_s=0.1,
-        faults={"vanish": 30.0, "kill": 6.0, "leave": 2.0},
-        flaky=0.1,
-        failing=0.01,
-        cancelled=0.3,
-        allowed_refusals=_ALL_REFUSALS,
     ),
     Scenario(
         name="one-replica-that-comes-and-goes",
@@ -245,15 +203,6 @@ SCENARIOS = (
         allowed_refusals=_ALL_REFUSALS,
     ),
     Scenario(
-        name="raising-and-flapping",
-        config=_THREE_STAGES,
-        load="closed",
-        recovery_s=0.1,
-        faults={"raising": 0.5, "flap": 0.3, "join": 0.1},
-        cancelled=0.02,
-        allowed_refusals=_ALL_REFUSALS,
-    ),
-    Scenario(
         name="heavy-tails",
         keys=6,
         config=_THREE_STAGES,
@@ -275,14 +224,6 @@ SCENARIOS = (
         **_PATIENT,
         recovery_s=0.2,
         faults={"upgrade": 5.0, "garbage": 1.0},
-    ),
-    Scenario(
-        name="rolling-versions-with-kills",
-        config=_THREE_STAGES,
-        recovery_s=0.5,
-        faults={"upgrade": 5.0, "kill": 0.5},
-        failing=0.002,
-        allowed_refusals=_LOSSES,
     ),
     Scenario(
         name="edges-cut",

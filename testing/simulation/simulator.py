@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from random import Random
-from typing import Protocol
 
 from multiworld_serving.server.scheduling.scheduler import (
     Action,
@@ -30,7 +29,7 @@ from multiworld_serving.testing.simulation.data_plane import DataPlane
 from multiworld_serving.testing.simulation.event_queue import EventQueue
 from multiworld_serving.testing.simulation.faults import inject_fault
 from multiworld_serving.testing.simulation.invariants.checker import Checker
-from multiworld_serving.testing.simulation.scenarios import ComputeOutcome, Scenario
+from multiworld_serving.testing.simulation.scenarios import NETWORK_S, ComputeOutcome, Scenario
 from multiworld_serving.testing.simulation.workers import Worker
 from multiworld_serving.testing.simulation.workload import (
     Arrival,
@@ -45,16 +44,6 @@ from multiworld_serving.testing.simulation.workload import (
 _SETTLE_TIMEOUT_S = 300.0
 
 
-class Observer(Protocol):
-    """Receives every event and every action of the scheduler."""
-
-    def check(self, event: Event, actions: list[Action], now_s: float, wakeup_s: float | None) -> None:
-        """Called after each event with the resulting actions and the time of the next wakeup."""
-
-    def check_finished(self) -> None:
-        """Called at the end of the run, when no request is open."""
-
-
 class Simulator:
     """Simulates the scheduler driver, the workers and the clients of one scenario.
 
@@ -63,7 +52,6 @@ class Simulator:
 
     Args:
         scheduler: factory of the scheduler; tests pass schedulers with deliberate bugs.
-        observe: factory of the observer. The default asserts the invariants of the scheduler.
     """
 
     def __init__(
@@ -72,13 +60,12 @@ class Simulator:
         seed: int,
         *,
         scheduler: Callable[[SchedulerConfig], Scheduler] = Scheduler,
-        observe: Callable[[Scheduler], Observer] = Checker,
     ) -> None:
         self.scenario = scenario
         self.seed = seed
         self.event_queue = EventQueue()
         self.scheduler = scheduler(scenario.config)
-        self.observer = observe(self.scheduler)
+        self._checker = Checker(self.scheduler)
         self.events = 0
         """Number of events passed to the scheduler."""
         self.trace: list[tuple[float, Event, list[Action]]] | None = None
@@ -130,7 +117,7 @@ class Simulator:
 
     def message_delay_s(self, random: Random) -> float:
         """A random delay of one message or timer."""
-        return random.expovariate(1 / self.scenario.network_s) if self.scenario.network_s else 0.0
+        return random.expovariate(1 / NETWORK_S)
 
     def inject(self, injection: Injection) -> None:
         """Record an injection and apply it at the current time; ignored once the run is ending."""
@@ -146,14 +133,14 @@ class Simulator:
                 self.faults_injected += inject_fault(self, injection)
 
     def deliver(self, event: Event) -> None:
-        """Pass an event to the scheduler, pass the result to the observer, and perform the actions."""
+        """Pass an event to the scheduler, check the invariants, and perform the actions."""
         now_s = self.event_queue.now_s
         actions = self.scheduler.handle(event, now_s)
         self.events += 1
         if self.trace is not None:
             self.trace.append((now_s, event, actions))
         wakeup_s = self.scheduler.next_wakeup_s()
-        self.observer.check(event, actions, now_s, wakeup_s)
+        self._checker.check(event, actions, now_s, wakeup_s)
         for action in actions:
             self._perform(action, event)
         if (
@@ -261,4 +248,4 @@ class Simulator:
         late = max(self.outcomes, default=0) + 1
         self._arrive(Arrival(self.event_queue.now_s, late, 1.0))
         assert self.outcomes[late] == "draining", "a request was accepted while draining"
-        self.observer.check_finished()
+        self._checker.check_finished()

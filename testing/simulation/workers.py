@@ -17,6 +17,7 @@ from multiworld_serving.server.scheduling.scheduler import (
     ReplicaReady,
     SendBatch,
 )
+from multiworld_serving.testing.simulation.scenarios import NETWORK_S, ROW_SHARE
 
 if TYPE_CHECKING:
     from multiworld_serving.testing.simulation.simulator import Simulator
@@ -96,8 +97,8 @@ class Worker:
 
     # Faults.
 
-    def fail(self, cause: str, detected_after_s: float, down_s: float | None = None) -> None:
-        """Break the current link. The worker joins again after `down_s`, or after a random time if None."""
+    def fail(self, cause: str, detected_after_s: float) -> None:
+        """Break the current link. The worker joins again later."""
         if not self.serving:
             return
         self.serving = False
@@ -106,11 +107,10 @@ class Worker:
         self._event_queue.after(detected_after_s, report)
         if self._random.random() < 0.1:
             self._event_queue.after(2 * detected_after_s, report)
-        self._recover_later(down_s)
+        self._recover_later()
 
-    def kill(self, down_s: float | None = None) -> None:
-        detected_after_s = self._scenario.detection_s + self._random.uniform(0.0, 10 * self._scenario.network_s)
-        self.fail("exit", detected_after_s, down_s)
+    def kill(self) -> None:
+        self.fail("exit", self._random.uniform(0.0, 10 * NETWORK_S))
 
     def kill_after_reply(self) -> None:
         """Die when the leader knows of the next output that stays here, before anyone can fetch it."""
@@ -163,16 +163,15 @@ class Worker:
     def broken(self, link: str) -> None:
         """The leader broke the world of this link."""
         if self._is_current(link):
-            self.fail("aborted", self._random.uniform(0.0, 20 * self._scenario.network_s))
+            self.fail("aborted", self._random.uniform(0.0, 20 * NETWORK_S))
 
     def _give_up(self, link: str) -> None:
         if self._is_current(link):
             self.fail("transport", 0.0)
 
-    def _recover_later(self, down_s: float | None = None) -> None:
+    def _recover_later(self) -> None:
         mean_s = self._scenario.recovery_s
-        if down_s is None:
-            down_s = self._random.expovariate(1 / mean_s) if self._scenario.recovery_varies else mean_s
+        down_s = self._random.expovariate(1 / mean_s) if self._scenario.recovery_varies else mean_s
         self._event_queue.after(down_s, self.start)
 
     def _end_degradation(self) -> None:
@@ -199,11 +198,11 @@ class Worker:
         self._event_queue.after(self._work_s(len(send.requests)), partial(self._finish, send))
 
     def _work_s(self, rows: int) -> float:
-        work_s = self._scenario.work_s * (1.0 + self._scenario.row_share * (rows - 1)) * self._slowdown
+        work_s = self._scenario.work_s * (1.0 + ROW_SHARE * (rows - 1)) * self._slowdown
         if self._scenario.tail == "usual":
             rare = 8.0 if self._random.random() < 0.005 else 1.0
             work_s *= self._random.lognormvariate(0.0, 0.3) * rare
-        elif self._scenario.tail == "heavy":
+        else:
             work_s *= min(self._random.paretovariate(_PARETO_SHAPE), _MAX_PARETO) / 2
         return work_s
 

@@ -48,8 +48,6 @@ class FaultInjected:
     worker: str
     salt: int = 0
     """Seed of the random parameters of the fault: duration, slowdown, invalid event."""
-    down_s: float | None = None
-    """For a kill: time until the worker serves again; None draws it at random."""
 
 
 Injection: TypeAlias = Arrival | Start | FaultInjected

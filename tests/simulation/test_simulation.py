@@ -60,7 +60,7 @@ def test_scenarios_cover_every_event() -> None:
     assert len(SCENARIOS) * len(SEEDS) * EVENTS >= 1_000_000
     assert {fault for scenario in SCENARIOS for fault in scenario.faults} == set(get_args(Fault))
     assert {scenario.load for scenario in SCENARIOS} == set(get_args(Load))
-    assert {scenario.tail for scenario in SCENARIOS} | {"none"} == set(get_args(Tail))
+    assert {scenario.tail for scenario in SCENARIOS} == set(get_args(Tail))
     for share in ("cancelled", "poison", "hanging", "failing", "flaky"):
         assert any(getattr(scenario, share) for scenario in SCENARIOS)
 
