@@ -27,8 +27,8 @@ from multiworld.errors import (
     WorldNotFoundError,
 )
 from multiworld.events import WorldEvent
-from multiworld.executor import Transport
 from multiworld.manager import WorldManager
+from multiworld.operations import Transport
 from multiworld.ops.operation import Operation
 from multiworld.ops.views import View
 from multiworld.world import World, WorldState

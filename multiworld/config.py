@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.monitor import HeartbeatConfig
@@ -17,13 +16,12 @@ class WorldConfig:
     Attributes:
         rank, size: this member's rank, and the number of members.
         generation: the generation of `name` to join; 0 lets rank 0 choose.
-        backends: the backend of each device type, for example {"cpu": "tcp"}.
+        backends: the backend of each device type, for example {"cpu": "multiworld"}.
         device: the CUDA device of a world that uses NCCL, with its index; None in other worlds.
         addr, port: where rank 0 listens; the others connect there.
         secret: the shared secret of the handshake; may be empty.
         heartbeat: heartbeat interval and timeouts.
         timeout_s: seconds that forming the world may take.
-        store: a rendezvous store (for example a `TCPStore`) to use in place of the control connections.
         verify_collectives: compare the fingerprints of every collective before its data is sent (multiworld/collectives/fingerprint.py).
             The same at all members.
         bind_host: the local address of the connections that we open; empty lets the kernel choose.
@@ -42,7 +40,6 @@ class WorldConfig:
     secret: bytes
     heartbeat: HeartbeatConfig
     timeout_s: float
-    store: Store | None = None
     verify_collectives: bool = False
     bind_host: str = ""
     segments: SegmentPool | None = None

@@ -17,7 +17,6 @@ from types import TracebackType
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from multiworld.communicator import WorldCommunicator
 from multiworld.config import WorldConfig
@@ -180,24 +179,21 @@ class WorldManager:
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable; pymultiworld's signature
         *,
         generation: int = 0,
-        store: Store | None = None,
         verify_collectives: bool | None = None,
     ) -> World:
         """Join a world and wait until all its members have joined. Members may start in any order.
 
         Args:
             rank, world_size: this member's rank and the number of members. Rank 0 listens on `addr`:`port`; the others connect.
-            backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl". "gloo" and "tcp" are the same: the library's own connections carry all
+            backend: "multiworld", "nccl" or "cpu:multiworld,cuda:nccl". With "multiworld" the library's own connections carry all
                 operations, and CUDA tensors are copied through host memory. A world of two then needs one open port, at rank 0.
-                "c10d-gloo" uses PyTorch's Gloo for the collectives.
+                "gloo" and "tcp" are other names of "multiworld".
             port: -1 means 29500. Many worlds may share a port. To use a free port, call `listen` and pass the port that it returns; with 0,
                 rank 0 opens a free port that is not reported.
             timeout: seconds that forming the world may take.
             device: the CUDA device that NCCL uses; its tensors must be on it. Without an index the caller's current device. NCCL is
                 experimental.
             generation: the generation of the world to join; 0 means the next one that rank 0 opens.
-            store: a rendezvous store to use in place of the control connections, for example a `TCPStore`. Each generation of the world
-                uses its own key prefix. Either all members pass a store or none.
             verify_collectives: overrides the manager's setting unless None. Must be the same at all members.
         Raises:
             WorldExistsError: a world of that name is open here.
@@ -222,7 +218,6 @@ class WorldManager:
             secret=self._secret,
             heartbeat=self._heartbeat,
             timeout_s=timeout,
-            store=store,
             verify_collectives=verify and set(backends.values()) != {NCCL},
             bind_host=self._bind_host,
         )

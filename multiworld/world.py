@@ -26,12 +26,12 @@ from torch._C._distributed_c10d import ProcessGroup
 from multiworld.config import WorldConfig
 from multiworld.control.loop import ControlLoop, Timer
 from multiworld.errors import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldError
-from multiworld.execution.process_group import abort_process_group
-from multiworld.executor import OperationExecutor, Transport
+from multiworld.execution.process_group import abort_nccl_group
 from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.bootstrap import AnyMonitor, Bootstrap
 from multiworld.membership.monitor import HostSession, MembershipMonitor
 from multiworld.membership.store import ControlStore
+from multiworld.operations import Transport, WorldOperations
 from multiworld.ops import p2p
 from multiworld.ops.messages import recv_message, recv_view, send_message
 from multiworld.ops.operation import Operation, Plan
@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _CAUSE_GRACE_S = 0.5
 """When a data connection fails first, wait this long for the control connection to report the cause."""
+_WATCH_S = 1.0
+"""Interval at which the data connections are checked."""
 _DRAIN_S = 0.2
 """When a member leaves, pending operations of the other members have this long to complete."""
 _WAIT_DRAINED_S = 1.0
@@ -103,13 +105,13 @@ class World:
         self._control_loop = control_loop
         self._acceptor = acceptor
         self._listener = listener
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # guards the state; held for microseconds, because the control loop takes it
         self._monitor: MembershipMonitor | None = None
         self._store = ControlStore(
             lambda key, value: control_loop.call_soon(self._publish, key, value), config.timeout_s
         )
         self.ranks = Ranks(config.name, config.rank, config.size, config.backends, config.device)
-        self._executor = OperationExecutor(self, self._lock, verify_collectives=config.verify_collectives)
+        self._operations = WorldOperations(self, verify_collectives=config.verify_collectives)
         self._drained = threading.Event()
         self._teardown_started = False
         self._no_teardown_thread = False  # it could not be started
@@ -123,7 +125,7 @@ class World:
     @property
     def transports(self) -> dict[int, Transport]:
         """How this member is connected to each of the others, by rank. Empty until the world is ready, and with NCCL only."""
-        return self._executor.transports
+        return self._operations.transports
 
     @property
     def transport(self) -> Transport:
@@ -156,14 +158,16 @@ class World:
             self._monitor = monitor = make_monitor()
             return monitor
 
-    def on_group_ready(self, group: ProcessGroup, take_socks: Callable[[], dict[int, socket.socket]]) -> None:
+    def on_group_ready(self, group: ProcessGroup | None, take_socks: Callable[[], dict[int, socket.socket]]) -> None:
         with self._lock:
             if error := self.ending():
                 raise error
             assert self._poller is not None
-            self._executor.open(group, take_socks(), self._poller, self._config.segments)
+            self._operations.open(group, take_socks(), self._poller, self._config.segments)
             self.state = WorldState.READY
             self._listener.on_world_changed(self)  # under the lock, so that READY is reported before the end
+        if Transport.TCP in self.transports.values():
+            self._control_loop.call_soon(self._watch_connections)
 
     # -- events of the monitor (on the control loop's thread) ------------------------------------------------------------------
 
@@ -192,6 +196,13 @@ class World:
     def on_join_failed(self, reason: str, *, final: bool) -> None:
         self.bootstrap.on_join_failed(reason, final=final)
 
+    def _watch_connections(self) -> None:
+        """Break the world if a network drops the data while the heartbeats arrive. Runs on the control loop's thread."""
+        if self.state is WorldState.READY:
+            for peer in self._operations.unacknowledged():
+                self.on_connection_failed(peer, "the data sent to it is not acknowledged")
+            self._control_loop.call_later(_WATCH_S, self._watch_connections)
+
     def _publish(self, key: str, value: bytes) -> None:
         if self._monitor is not None:
             self._monitor.publish(key, value)
@@ -208,17 +219,17 @@ class World:
 
     def start_send(self, tensor: Tensor, dst: int, *, tag: int = 0, timeout_s: float | None = None) -> Operation:
         """Start a send and return at once. Await the returned operation."""
-        return self._executor.start(p2p.send(self.ranks, tensor, dst, tag), timeout_s)
+        return self._operations.start(p2p.send(self.ranks, tensor, dst, tag), timeout_s)
 
     def start_recv(self, tensor: Tensor, src: int, *, tag: int = 0, timeout_s: float | None = None) -> Operation:
         """Start a receive and return at once. Await the returned operation."""
-        return self._executor.start(p2p.recv(self.ranks, tensor, src, tag), timeout_s)
+        return self._operations.start(p2p.recv(self.ranks, tensor, src, tag), timeout_s)
 
     def start_send_message(
         self, header: bytes, payload: Tensor | None, dst: int, *, tag: int = 0, timeout_s: float | None = None
     ) -> Operation:
         """Start a send of a message for `recv_message` and return at once. `header` has at most 48 bytes."""
-        return self._executor.start(send_message(self.ranks, header, payload, dst, tag), timeout_s)
+        return self._operations.start(send_message(self.ranks, header, payload, dst, tag), timeout_s)
 
     async def recv_message(
         self, accept: Callable[[bytes, int], Tensor], src: int, *, tag: int = 0, timeout_s: float | None = None
@@ -227,7 +238,7 @@ class World:
 
         If `accept` raises ValueError, the world breaks with cause `error`; see multiworld/ops/messages.py.
         """
-        await self._executor.start(recv_message(self.ranks, accept, src, tag), timeout_s).finish()
+        await self._operations.start(recv_message(self.ranks, accept, src, tag), timeout_s).finish()
 
     async def recv_view(
         self,
@@ -243,19 +254,19 @@ class World:
         with cause `error`.
         """
         view = View(check)
-        await self._executor.start(recv_view(self.ranks, view, src, tag), timeout_s).finish()
+        await self._operations.start(recv_view(self.ranks, view, src, tag), timeout_s).finish()
         return view
 
     def start(self, plan: Plan, *, timeout_s: float | None = None) -> Operation:
         """Start an operation from a plan (multiworld/ops/p2p.py, multiworld/collectives) and return at once."""
-        return self._executor.start(plan, timeout_s)
+        return self._operations.start(plan, timeout_s)
 
     async def finish(self, operation: Operation) -> None:
         """Await a started operation."""
         await operation.finish()
 
     def on_connection_failed(self, peer: int, detail: str) -> None:
-        self._control_loop.call_soon(self._await_cause, peer, detail, time.monotonic() + _CAUSE_GRACE_S)
+        self._control_loop.call_soon(self._break_unless_cause_arrives, peer, detail, time.monotonic() + _CAUSE_GRACE_S)
 
     def on_protocol_error(self, peer: int, detail: str) -> None:
         self._control_loop.call_soon(self.fail, Cause.ERROR, peer, detail)
@@ -278,7 +289,7 @@ class World:
             return BrokenWorldException(*self.failure.args)
         return None
 
-    def _await_cause(self, peer: int, detail: str, due_s: float) -> None:
+    def _break_unless_cause_arrives(self, peer: int, detail: str, due_s: float) -> None:
         """After a data connection failed, wait for the control connection to report the cause; otherwise break with TRANSPORT.
 
         While the heartbeats of a member are late, the wait is up to `heartbeat_timeout_s` longer, because the member may be unresponsive.
@@ -288,7 +299,7 @@ class World:
         heartbeat, now_s = self._config.heartbeat, time.monotonic()
         late = math.isfinite(heartbeat.timeout_s) and self._monitor.silence_s() > 1.5 * heartbeat.interval_s
         if now_s < due_s + (heartbeat.timeout_s if late else 0.0):
-            self._control_loop.call_later(_CAUSE_GRACE_S / 4, self._await_cause, peer, detail, due_s)
+            self._control_loop.call_later(_CAUSE_GRACE_S / 4, self._break_unless_cause_arrives, peer, detail, due_s)
         else:
             self.fail(Cause.TRANSPORT, peer, detail)
 
@@ -301,9 +312,9 @@ class World:
                 return
             formed = self.state is WorldState.READY
             self.failure = BrokenWorldException(self.name, cause, rank, detail)
+            self._operations.draining = cause is Cause.LEFT  # first, so that no operation fails in between
             self.state = WorldState.BROKEN
             self.silent_s = self._monitor.detected_after_s if self._monitor is not None else None
-            self._executor.draining = cause is Cause.LEFT
         if formed:
             logger.log(
                 logging.DEBUG if cause in (Cause.LEFT, Cause.ABORTED) else logging.WARNING,  # on purpose
@@ -347,7 +358,7 @@ class World:
             self._control_loop.call_later(_DRAIN_S, self._drained.set)
 
     def _report_when_drained(self) -> None:
-        if self._monitor is not None and (not self._executor.busy or self.state is WorldState.CLOSED):
+        if self._monitor is not None and (not self._operations.busy or self.state is WorldState.CLOSED):
             self._monitor.report_drained()
 
     def _start_teardown(self) -> None:
@@ -362,8 +373,8 @@ class World:
         """If no teardown thread has started, fail the pending operations here and try again. Runs on the control loop's thread."""
         if self._teardown_started:
             return
-        if not self._executor.draining or self._drained.is_set():
-            self._executor.close()
+        if not self._operations.draining or self._drained.is_set():
+            self._operations.close(wait=False)
         self._start_teardown()
 
     def wait_until_reclaimed(self, timeout_s: float) -> None:
@@ -383,20 +394,23 @@ class World:
         try:
             self._free()
         finally:  # also when something could not be freed
-            self._executor.close()
+            self._operations.close()
 
     def _free(self) -> None:
-        """Free everything, on the teardown thread: aborting Gloo takes milliseconds, and aborting NCCL may hang."""
-        if self._executor.draining or not self._executor.busy:
+        """Free everything, on the teardown thread, because aborting NCCL may hang."""
+        if self.state is WorldState.CLOSED:
+            self._operations.leave()
+            self._wait_drained()
+        elif self._operations.draining:
             self._wait_drained()
         self._control_loop.call_soon(self._limit_teardown)
-        group = self._executor.end()
+        group = self._operations.end()
         self._store.abort(self.ending() or JoinError(self.name, "ended"))
         self.bootstrap.close_mesh()
         if group is not None:
-            abort_process_group(group, self.rank, self.size, self._config.backends)
+            abort_nccl_group(group)
             del group
-        if not self._executor.join(_JOIN_S):
+        if not self._operations.join(_JOIN_S):
             self._mark_threads_lost()
         self.bootstrap.join_build_thread()
         self._control_loop.call_soon(self._finish_teardown)
@@ -411,14 +425,14 @@ class World:
     def _mark_threads_lost(self) -> None:
         self.threads_lost = True
         logger.error(
-            "world=%s generation=%d: threads are still blocked in c10d; they are not freed", self.name, self.generation
+            "world=%s generation=%d: threads are still blocked; they are not freed", self.name, self.generation
         )
 
     def _wait_drained(self) -> None:
         """Wait until all members have drained. Also read the data connections here, because the event loop may be blocked."""
         until_s = time.monotonic() + _WAIT_DRAINED_S
         while not self._drained.wait(_READ_S) and time.monotonic() < until_s:
-            self._executor.read()
+            self._operations.read()
 
     def _finish_teardown(self) -> None:
         if self._deadline is not None:

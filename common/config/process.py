@@ -30,8 +30,7 @@ SAME_STOP_S = 0.5
 def raise_descriptor_limit() -> None:
     """Raise the soft limit of open files to the hard limit.
 
-    Gloo keeps a descriptor for every unauthenticated connection to its port until the process exits, and aborts the process when none is
-    left. A shell's default of 1,024 is too low.
+    Each connection of a client and each link needs a descriptor. A shell's default of 1,024 is too low.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

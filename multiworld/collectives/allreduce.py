@@ -39,21 +39,23 @@ CHUNK_BUFFERS = 3
 """Number of chunk buffers per peer. They are reused, so that they stay in the CPU cache."""
 
 
-async def all_reduce(channel: CollectiveChannel, data: Tensor, op: str) -> None:
-    """Reduce `data` in place.
+async def all_reduce(channel: CollectiveChannel, data: Tensor, result: Tensor, op: str) -> None:
+    """Reduce `data` of all members into `result` of all members.
 
     Args:
-        data: [n], contiguous, on the host, same length and dtype at all members.
+        data: [n], contiguous, on the host, same length and dtype at all members. Only read if `result` is another tensor.
+        result: like `data`; `data` itself, or in other memory.
         op: the name of a `ReduceOp`, such as "SUM"; AVG divides by the number of members.
     Raises:
-        RuntimeError: a connection is lost; the content of `data` is undefined.
+        RuntimeError: a connection is lost; the content of `result` is undefined.
         WorldError: the world has ended.
     """
     if data.nbytes * len(channel.peers) <= ONE_SHOT_BYTES:
-        await _one_shot(channel, data, op)
+        await _one_shot(channel, data, result, op)
     else:
         shares = dict(enumerate(torch.tensor_split(data, channel.size)))
-        await _two_shot(channel, shares, shares[channel.rank], op, range(channel.size))
+        results = dict(enumerate(torch.tensor_split(result, channel.size)))
+        await _two_shot(channel, shares, results, op, range(channel.size))
 
 
 async def reduce(channel: CollectiveChannel, data: Tensor, dst: int, op: str) -> None:
@@ -62,7 +64,7 @@ async def reduce(channel: CollectiveChannel, data: Tensor, dst: int, op: str) ->
         shares = {dst: data}
     else:
         shares = dict(enumerate(torch.tensor_split(data, channel.size)))
-    await _two_shot(channel, shares, shares.get(channel.rank), op, (dst,))
+    await _two_shot(channel, shares, shares, op, (dst,))
 
 
 async def reduce_scatter(channel: CollectiveChannel, shares: Sequence[Tensor], result: Tensor, op: str) -> None:
@@ -71,10 +73,10 @@ async def reduce_scatter(channel: CollectiveChannel, shares: Sequence[Tensor], r
     Shares and result are like `data` of `all_reduce`; errors as in `all_reduce`.
     """
     sent = copy_overlapping(dict(enumerate(shares)), {channel.rank: result}, channel.rank)
-    await _two_shot(channel, sent, result, op, ())
+    await _two_shot(channel, sent, {channel.rank: result}, op, ())
 
 
-async def _one_shot(channel: CollectiveChannel, data: Tensor, op: str) -> None:
+async def _one_shot(channel: CollectiveChannel, data: Tensor, result: Tensor, op: str) -> None:
     """One-shot all-reduce: send the whole tensor to every peer and reduce all operands in rank order."""
     others = {peer: torch.empty_like(data) for peer in channel.peers}
     receives = [channel.receive(peer, other) for peer, other in others.items()]
@@ -82,29 +84,35 @@ async def _one_shot(channel: CollectiveChannel, data: Tensor, op: str) -> None:
     await wait_all(receives)
     await wait_all(sends)  # `data` must not change while it is being sent
     operands = others | {channel.rank: data}
+    left, *rest = (operands[rank] for rank in range(channel.size))
+    total = left if result is data else result  # an operand in `data` must not be overwritten before its turn
     with torch.inference_mode():
-        first, *rest = (operands[rank] for rank in range(channel.size))
         for operand in rest:
-            _combine(first, operand, first, op)
-        if first is not data:
-            for part, result in _slices(data, first):
-                part.copy_(result)
-        _average(data, op, channel.size)
+            _combine(left, operand, total, op)
+            left = total
+        if left is not result:
+            for part, target in _slices(left, result):
+                target.copy_(part)
+        _average(result, op, channel.size)
 
 
 async def _two_shot(
-    channel: CollectiveChannel, shares: Mapping[int, Tensor], result: Tensor | None, op: str, receivers: Sequence[int]
+    channel: CollectiveChannel,
+    shares: Mapping[int, Tensor],
+    results: Mapping[int, Tensor],
+    op: str,
+    receivers: Sequence[int],
 ) -> None:
-    """Two-shot reduction: reduce the share of this rank into `result` and send the result to `receivers`.
-
-    A receiver gets each result in the memory of the share that it sent.
+    """Two-shot reduction: reduce the share of this rank into its result, and send that to `receivers`, into their `results`.
 
     Args:
-        shares: by the rank that reduces the share; a rank without a share reduces nothing and has no `result`.
+        shares: by the rank that reduces the share; a rank without a share reduces nothing.
+        results: by the rank that reduces them; may be in the memory of the shares.
     """
     peers = channel.peers
     chunks = {rank: _chunks(share) for rank, share in shares.items()}
-    own, reduced = chunks.get(channel.rank, ()), _chunks(result) if result is not None else ()
+    own = chunks.get(channel.rank, ())
+    reduced = _chunks(results[channel.rank]) if channel.rank in results else ()
     buffers = {peer: [torch.empty_like(chunk) for chunk in own[:CHUNK_BUFFERS]] for peer in peers}
 
     def start_receives(index: int) -> list[tuple[asyncio.Future[None], Tensor]]:
@@ -113,10 +121,15 @@ async def _two_shot(
 
     receives = deque(start_receives(index) for index in range(min(CHUNK_BUFFERS, len(own))))
     sends = [channel.send(peer, chunk) for peer in peers for chunk in chunks.get(peer, ())]
-    results: list[asyncio.Future[None]] = []
+    receiving: list[asyncio.Future[None]] = []
     if channel.rank in receivers:
-        # The result overwrites the share that was sent. This is safe: the reducing member has received the chunk before it sends a result.
-        results = [channel.receive(peer, chunk, RESULT) for peer in peers for chunk in chunks.get(peer, ())]
+        # A result may overwrite the share that was sent. This is safe: the reducing member has received the chunk before it sends a result.
+        receiving = [
+            channel.receive(peer, chunk, RESULT)
+            for peer in peers
+            if peer in results
+            for chunk in _chunks(results[peer])
+        ]
     for index, chunk in enumerate(reduced):
         left = own[index]
         for future, other in receives.popleft():
@@ -132,7 +145,7 @@ async def _two_shot(
         if index + CHUNK_BUFFERS < len(own):
             receives.append(start_receives(index + CHUNK_BUFFERS))
     await wait_all(sends)
-    await wait_all(results)
+    await wait_all(receiving)
 
 
 def _chunks(share: Tensor) -> tuple[Tensor, ...]:

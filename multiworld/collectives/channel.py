@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from multiworld.ops.operation import Operation, SubOperation
+from multiworld.ops.operation import CollectiveMessage, Operation
 from multiworld.transport.connection import PeerConnection
 from multiworld.transport.transfer import Transfer
 from multiworld.transport.wire import encode_signature, message_head
 
 _FIRST_TAG = 1 << 31
 """Tags from here on belong to collectives."""
-_NUMBERS = 1 << 30
-"""Collective numbers wrap around at this value."""
+NUMBERED_FROM = 1 << 29
+"""Numbers below this one count the collectives of the world, and wrap around here. The others are chosen by the caller."""
 OPERAND, RESULT = 0, 1
 """Kinds of messages. Each has its own tag, so that an early result does not wait for a late operand."""
 
@@ -34,7 +34,7 @@ class CollectiveChannel:
 
     Args:
         connections: the connections of this world, by rank.
-        number: how many collectives this world started before.
+        number: identifies the collective at all members; below 2 * `NUMBERED_FROM`.
         lock: the lock of the world.
         check: raises WorldError when the world has ended. Called under `lock`.
     """
@@ -53,7 +53,7 @@ class CollectiveChannel:
         self.rank = next(rank for rank in range(self.size) if rank not in connections)
         # Each member starts with the next rank. If all sent to rank 0 first, the other ranks would be idle meanwhile.
         self.peers = tuple(sorted(connections, key=lambda peer: (peer - self.rank) % self.size))
-        self._tag = _FIRST_TAG + 2 * (number % _NUMBERS)
+        self._tag = _FIRST_TAG + 2 * number
         self._lock = lock
         self._check = check
 
@@ -94,7 +94,7 @@ class CollectiveChannel:
         on_transferred: Callable[[], object],
         kind: int,
     ) -> None:
-        transfer = Transfer(SubOperation(self._operation, on_transferred), head)
+        transfer = Transfer(CollectiveMessage(self._operation, on_transferred), head)
         transfer.set_data(data)
         with self._lock:
             self._check()

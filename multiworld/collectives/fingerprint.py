@@ -1,10 +1,10 @@
 """With `verify_collectives`, the members compare fingerprints of each collective before its data moves.
 
-If members start different collectives, the results are wrong or the collectives never complete; Gloo even ends a process that receives
-more than it posted. With `verify_collectives`, each member sends each other member a fingerprint of fixed length before every collective:
-the signature (`all_reduce(float32[12], SUM)`) and, for an all-to-all, the number of bytes for the receiver. A mismatch breaks the world
-with cause `error`. This detects program errors. It does not protect against a malicious member, which knows the secret of the world and
-can send any data. In all worlds, each message also carries its own signature (multiworld/transport/wire.py).
+If members start different collectives, the results are wrong or the collectives never complete. With `verify_collectives`, each member
+sends each other member a fingerprint of fixed length before every collective: the signature (`all_reduce(float32[12], SUM)`) and, for an
+all-to-all, the number of bytes for the receiver. A mismatch breaks the world with cause `error`. This detects program errors. It does not
+protect against a malicious member, which knows the secret of the world and can send any data. In all worlds, each message also carries
+its own signature (multiworld/transport/wire.py).
 """
 
 import struct
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from multiworld.collectives.channel import CollectiveChannel
-from multiworld.ops.operation import Plan
+from multiworld.ops.operation import Collective
 from multiworld.transport.wire import decode_signature, encode_signature
 
 _SIGNATURE_BYTES = 96
@@ -48,7 +48,7 @@ class CollectiveFingerprint:
     """
 
     def __init__(
-        self, channel: CollectiveChannel, plan: Plan, on_compared: Callable[[Mismatch | None], object]
+        self, channel: CollectiveChannel, plan: Collective, on_compared: Callable[[Mismatch | None], object]
     ) -> None:
         self._channel = channel
         self._own = encode_signature(plan.signature, _SIGNATURE_BYTES)

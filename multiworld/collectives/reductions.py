@@ -1,9 +1,9 @@
-"""Plans of the collectives that reduce: argument checks, the algorithm for the connections, and the call of c10d.
+"""The collectives that reduce: argument checks, the algorithm for the connections, and the call of c10d for NCCL.
 
 All functions raise ValueError or TypeError for invalid arguments.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import (
 from multiworld.collectives import allreduce
 from multiworld.execution.process_group import NCCL, without_timeout
 from multiworld.ops.buffers import RecvBuffer, SendBuffer, arithmetic, check_computable
-from multiworld.ops.operation import Algorithm, Plan
+from multiworld.ops.operation import Algorithm, Collective, Post
 from multiworld.ops.validation import Ranks, check_list, check_whole, tensor_signature
 
 AnyReduceOp = ReduceOp | ReduceOp.RedOpType
@@ -27,166 +27,145 @@ AnyReduceOp = ReduceOp | ReduceOp.RedOpType
 _REDUCTIONS = {name: getattr(ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
 
 
-def all_reduce(ranks: Ranks, tensor: Tensor, op: AnyReduceOp) -> Plan:
+def all_reduce(ranks: Ranks, tensor: Tensor, op: AnyReduceOp) -> Collective:
     """Reduce `tensor` in place at all members. Same dtype and number of elements at all members."""
-    on_host = ranks.on_host("all_reduce", (tensor,))
-    reduction = _Reduction("all_reduce", ranks, tensor, op)
-    options = without_timeout(AllreduceOptions(), reduceOp=reduction.op)
-    target = RecvBuffer("all_reduce", tensor, on_host)
+    staged = ranks.check_devices("all_reduce", (tensor,))
+    name = _checked("all_reduce", ranks, tensor, op)
+    target = RecvBuffer("all_reduce", tensor, staged)
+    options = without_timeout(AllreduceOptions(), reduceOp=ReduceOp(_REDUCTIONS[name]))
 
     def algorithm() -> Algorithm:
         data = arithmetic(target.materialize(load=True)).reshape(-1)
-        return lambda channel: allreduce.all_reduce(channel, data, reduction.name)
+        return lambda channel: allreduce.all_reduce(channel, data, data, name)
 
-    return Plan(
+    own = ranks.uses_own_connections(tensor)
+    return Collective(
         name="all_reduce",
-        signature=f"all_reduce({tensor_signature(tensor)}, {reduction.name})",
-        post=lambda group: group.allreduce([arithmetic(target.materialize(load=True))], options),
-        algorithm=algorithm if reduction.uses_tcp else None,
-        copy_back=reduction.copy_back(target),
+        signature=f"all_reduce({tensor_signature(tensor)}, {name})",
+        algorithm=algorithm if own else None,
+        post=None if own else lambda group: group.allreduce([arithmetic(target.materialize(load=True))], options),
+        copy_back=None if target.direct else target.copy_back,
         tensors=(tensor,),
-        staged=on_host,
+        staged=staged,
     )
 
 
-def reduce(ranks: Ranks, tensor: Tensor, dst: int, op: AnyReduceOp) -> Plan:
+def all_reduce_out(operand: Tensor, result: Tensor, op: AnyReduceOp, number: int | None = None) -> Collective:
+    """Reduce `operand` of all members into `result` of all members. `operand` is only read.
+
+    Args:
+        operand, result: [n], contiguous, on the CPU, in different memory; same dtype and n at all members.
+        number: see `Collective`.
+    """
+    name = _name("all_reduce", op)
+    check_computable("all_reduce", operand, name)
+    return Collective(
+        name="all_reduce",
+        signature=f"all_reduce({tensor_signature(operand)}, {name})",
+        algorithm=lambda: lambda channel: allreduce.all_reduce(channel, operand, result, name),
+        tensors=(operand, result),
+        number=number,
+    )
+
+
+def reduce(ranks: Ranks, tensor: Tensor, dst: int, op: AnyReduceOp) -> Collective:
     """Reduce `tensor` in place at rank `dst`; its content at other ranks is undefined afterwards."""
     ranks.check_root("reduce", dst)
-    on_host = ranks.on_host("reduce", (tensor,))
-    reduction = _Reduction("reduce", ranks, tensor, op)
-    options = without_timeout(ReduceOptions(), reduceOp=reduction.op, rootRank=dst, rootTensor=0)
-    target = RecvBuffer("reduce", tensor, on_host)
+    staged = ranks.check_devices("reduce", (tensor,))
+    name = _checked("reduce", ranks, tensor, op)
+    target = RecvBuffer("reduce", tensor, staged)
+    options = without_timeout(ReduceOptions(), reduceOp=ReduceOp(_REDUCTIONS[name]), rootRank=dst, rootTensor=0)
 
     def algorithm() -> Algorithm:
         data = arithmetic(target.materialize(load=True)).reshape(-1)
-        return lambda channel: allreduce.reduce(channel, data, dst, reduction.name)
+        return lambda channel: allreduce.reduce(channel, data, dst, name)
 
-    return Plan(
+    own = ranks.uses_own_connections(tensor)
+    return Collective(
         name="reduce",
-        signature=f"reduce({tensor_signature(tensor)}, {reduction.name}, dst {dst})",
-        post=lambda group: group.reduce([arithmetic(target.materialize(load=True))], options),
-        algorithm=algorithm if reduction.uses_tcp else None,
-        copy_back=reduction.copy_back(target) if ranks.rank == dst else None,
+        signature=f"reduce({tensor_signature(tensor)}, {name}, dst {dst})",
+        algorithm=algorithm if own else None,
+        post=None if own else lambda group: group.reduce([arithmetic(target.materialize(load=True))], options),
+        copy_back=None if target.direct or ranks.rank != dst else target.copy_back,
         tensors=(tensor,),
-        staged=on_host,
+        staged=staged,
     )
 
 
-def reduce_scatter(ranks: Ranks, output: Tensor, input_list: Sequence[Tensor], op: AnyReduceOp) -> Plan:
+def reduce_scatter(ranks: Ranks, output: Tensor, input_list: Sequence[Tensor], op: AnyReduceOp) -> Collective:
     """Reduce `input_list[r]` of all members into `output` at rank r. All have the same dtype and number of elements."""
-    on_host = ranks.on_host("reduce_scatter", (output, *input_list))
+    staged = ranks.check_devices("reduce_scatter", (output, *input_list))
     check_list("reduce_scatter", ranks, input_list, output, written=False)
-    sources = [SendBuffer(each, on_host) for each in input_list]
-    return _reduce_scatter("reduce_scatter", ranks, output, sources, op, on_host)
+    sources = [SendBuffer(each, staged) for each in input_list]
+    return _reduce_scatter("reduce_scatter", ranks, output, sources, op, staged)
 
 
-def reduce_scatter_tensor(ranks: Ranks, output: Tensor, tensor: Tensor, op: AnyReduceOp) -> Plan:
+def reduce_scatter_tensor(ranks: Ranks, output: Tensor, tensor: Tensor, op: AnyReduceOp) -> Collective:
     """Like `reduce_scatter`, with the inputs in one tensor, in rank order: `ranks.size` times the elements of `output`."""
-    on_host = ranks.on_host("reduce_scatter_tensor", (output, tensor))
+    staged = ranks.check_devices("reduce_scatter_tensor", (output, tensor))
     check_whole("reduce_scatter_tensor", ranks, tensor, output)
-    return _reduce_scatter("reduce_scatter_tensor", ranks, output, [SendBuffer(tensor, on_host)], op, on_host)
+    return _reduce_scatter("reduce_scatter_tensor", ranks, output, [SendBuffer(tensor, staged)], op, staged)
 
 
 def _reduce_scatter(
-    name: str, ranks: Ranks, output: Tensor, sources: list[SendBuffer], op: AnyReduceOp, on_host: bool
-) -> Plan:
-    """Reduce-scatter from one tensor per rank, or from one tensor that holds all of them.
+    name: str, ranks: Ranks, output: Tensor, sources: list[SendBuffer], op: AnyReduceOp, staged: bool
+) -> Collective:
+    """Reduce-scatter from one tensor per rank, or from one tensor that holds all of them."""
+    reduction = _checked(name, ranks, output, op)
+    target = RecvBuffer(name, output, staged)
+    options = without_timeout(ReduceScatterOptions(), reduceOp=ReduceOp(_REDUCTIONS[reduction]))
 
-    Gloo has no reduce-scatter. c10d would emulate it with an all-reduce under the timeout of the group; here it has no timeout.
-    """
-    reduction = _Reduction(name, ranks, output, op)
-    target = RecvBuffer(name, output, on_host)
-    options = without_timeout(AllreduceOptions(), reduceOp=reduction.op)
-    native = without_timeout(ReduceScatterOptions(), reduceOp=reduction.op)
-    reduced: list[Tensor] = []
-
-    def parts() -> list[Tensor]:
-        return [arithmetic(source.materialize()).reshape(-1) for source in sources]
-
-    def post(group: ProcessGroup) -> Work:
-        if not reduction.on_host:
-            return group._reduce_scatter_base(arithmetic(target.materialize()).reshape(-1), torch.cat(parts()), native)
-        reduced.append(torch.cat(parts()))
-        return group.allreduce(reduced, options)
-
-    def copy_back() -> None:
-        if reduced:
-            own = arithmetic(target.materialize()).reshape(-1)
-            with torch.inference_mode():
-                own.copy_(reduced.pop()[own.numel() * ranks.rank : own.numel() * (ranks.rank + 1)])
-        reduction.finish(target)
-        target.copy_back()
+    def operands() -> tuple[list[Tensor], Tensor]:
+        parts = [arithmetic(source.materialize()).reshape(-1) for source in sources]
+        return parts, arithmetic(target.materialize()).reshape(-1)
 
     def algorithm() -> Algorithm:
-        operands, result = parts(), arithmetic(target.materialize()).reshape(-1)
-        by_rank = operands if len(operands) == ranks.size else torch.tensor_split(operands[0], ranks.size)
-        return lambda channel: allreduce.reduce_scatter(channel, by_rank, result, reduction.name)
+        parts, result = operands()
+        by_rank = parts if len(parts) == ranks.size else torch.tensor_split(parts[0], ranks.size)
+        return lambda channel: allreduce.reduce_scatter(channel, by_rank, result, reduction)
 
-    return Plan(
+    def post(group: ProcessGroup) -> Work:
+        parts, result = operands()
+        return group._reduce_scatter_base(result, torch.cat(parts), options)
+
+    own = ranks.uses_own_connections(output)
+    return Collective(
         name=name,
-        signature=f"{name}({tensor_signature(output)}, {reduction.name})",
-        post=post,
-        algorithm=algorithm if reduction.uses_tcp else None,
-        copy_back=reduction.copy_back(target) if reduction.uses_tcp else copy_back,
+        signature=f"{name}({tensor_signature(output)}, {reduction})",
+        algorithm=algorithm if own else None,
+        post=None if own else post,
+        copy_back=None if target.direct else target.copy_back,
         tensors=(output, *(source.tensor for source in sources)),
-        staged=on_host,
+        staged=staged,
     )
 
 
-def barrier(ranks: Ranks) -> Plan:
+def barrier(ranks: Ranks) -> Collective:
     """Wait until all members have started the barrier: an all-reduce of an empty tensor, or of one element with NCCL."""
     if set(ranks.backends.values()) != {NCCL}:
-        return Plan(
+        empty = torch.empty(0)
+        return Collective(
             name="barrier",
             signature="barrier()",
-            algorithm=lambda: lambda channel: allreduce.all_reduce(channel, torch.empty(0), "SUM"),
+            algorithm=lambda: lambda channel: allreduce.all_reduce(channel, empty, empty, "SUM"),
         )
     options = without_timeout(AllreduceOptions())
     token = torch.zeros(1, device=ranks.device)
-    return Plan(
-        name="barrier",
-        signature="barrier()",
-        post=lambda group: group.allreduce([token], options),
-        tensors=(token,),
-    )
+    post: Post = lambda group: group.allreduce([token], options)  # noqa: E731
+    return Collective(name="barrier", signature="barrier()", post=post, tensors=(token,))
 
 
-class _Reduction:
-    """A checked `ReduceOp` for the backend of a tensor. With Gloo, AVG is a sum that each rank divides: not all versions support AVG.
+def _name(what: str, op: AnyReduceOp) -> str:
+    """The name of a `ReduceOp`, such as "SUM". Raises ValueError for an unknown one."""
+    name = next((key for key, value in _REDUCTIONS.items() if op == value), None)
+    if name is None:
+        raise ValueError(f"{what}: {op} is not supported, only {', '.join(_REDUCTIONS)}")
+    return name
 
-    Attributes:
-        name: name of the reduction, such as "SUM".
-        op: the reduction for c10d.
-        on_host: whether the CPU computes the reduction (all backends except NCCL).
-        uses_tcp: whether the library's own connections run it, not c10d.
-    """
 
-    def __init__(self, name: str, ranks: Ranks, tensor: Tensor, op: AnyReduceOp) -> None:
-        reduction = next((key for key, value in _REDUCTIONS.items() if op == value), None)
-        if reduction is None:
-            raise ValueError(f"{name}: {op} is not supported, only {', '.join(_REDUCTIONS)}")
-        self.name = reduction
-        self.on_host = ranks.backend(tensor.device.type) != NCCL
-        self.uses_tcp = ranks.uses_tcp(tensor)
-        if self.on_host:
-            check_computable(name, tensor, reduction)
-        summed = self.on_host and reduction == "AVG"
-        self._divisor = ranks.size if summed else 1
-        self.op = ReduceOp(_REDUCTIONS["SUM" if summed else reduction])
-
-    def copy_back(self, target: RecvBuffer) -> Callable[[], None] | None:
-        """The function that completes the result after the reduction; None if nothing remains to do."""
-        if self.uses_tcp:
-            return None if target.direct else target.copy_back
-
-        def copy_back() -> None:
-            self.finish(target)
-            target.copy_back()
-
-        return copy_back
-
-    def finish(self, target: RecvBuffer) -> None:
-        """Divide the sum for AVG with Gloo; else nothing."""
-        if self._divisor > 1:
-            with torch.inference_mode():
-                arithmetic(target.result).div_(self._divisor)
+def _checked(what: str, ranks: Ranks, tensor: Tensor, op: AnyReduceOp) -> str:
+    """The name of a `ReduceOp` that the backend of `tensor` supports for its dtype. NCCL checks dtypes itself."""
+    name = _name(what, op)
+    if ranks.uses_own_connections(tensor):
+        check_computable(what, tensor, name)
+    return name

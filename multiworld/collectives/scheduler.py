@@ -1,30 +1,30 @@
-"""Starts the collectives of a world that use its connections, if wanted after their fingerprints are compared."""
+"""Starts the collectives of a world, after their fingerprints are compared if `verify_collectives` is set."""
 
 import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from multiworld.collectives.channel import CollectiveChannel
+from multiworld.collectives.channel import NUMBERED_FROM, CollectiveChannel
 from multiworld.collectives.fingerprint import CollectiveFingerprint, Mismatch
 from multiworld.errors import WorldError
 from multiworld.execution.blocking_pool import BlockingPool
 from multiworld.execution.cuda import on_stream
-from multiworld.ops.operation import Algorithm, Operation
+from multiworld.ops.operation import Algorithm, Collective, Operation
 from multiworld.transport.connection import PeerConnection
 
 
 class CollectiveHost(Protocol):
-    """The executor of the world, as the scheduler uses it. May be called from any thread."""
+    """The operations of the world, as the scheduler uses them. May be called from any thread."""
 
     def check(self) -> None:
         """Raises WorldError when the world has ended and pending operations must stop."""
 
     def post(self, operation: Operation) -> None:
-        """Hand a collective without an algorithm to c10d. Called under the world's lock. Raises RuntimeError when c10d refuses."""
+        """Hand a collective without an algorithm to NCCL. Called under the lock. Raises RuntimeError when no thread can start."""
 
     def on_transferred(self, operation: Operation) -> None:
         """The algorithm completed; the results are in the buffers of the plan."""
@@ -57,25 +57,25 @@ class CollectiveScheduler:
         self._pool = pool
         self._verify = verify_collectives
         self._started = 0
-        self._awaiting_check: deque[Operation] = deque()
+        self._awaiting_check: deque[tuple[Operation, Collective]] = deque()
 
-    def handles(self, operation: Operation, connections: Mapping[int, PeerConnection]) -> bool:
-        """Whether this collective must be started with `start`: it has an algorithm, or its fingerprint must be compared."""
-        return operation.plan.algorithm is not None or (self._verify and bool(connections))
-
-    def start(self, operation: Operation, connections: Mapping[int, PeerConnection]) -> None:
+    def start(self, operation: Operation, plan: Collective, connections: Mapping[int, PeerConnection]) -> None:
         """Start a collective, or the comparison of its fingerprint. Call it under the world's lock.
 
         Raises RuntimeError when a connection is lost, WorldError when the world has ended.
         """
-        operation.channel = CollectiveChannel(operation, connections, self._started, self._lock, self._host.check)
-        self._started += 1
-        if self._verify and connections:
-            self._awaiting_check.append(operation)
-            on_compared = partial(self._on_compared, operation)
-            CollectiveFingerprint(operation.channel, operation.plan, on_compared).begin()
+        if plan.number is None:
+            number = self._started % NUMBERED_FROM
+            self._started += 1
         else:
-            self._begin(operation)
+            number = NUMBERED_FROM + plan.number
+        operation.channel = CollectiveChannel(operation, connections, number, self._lock, self._host.check)
+        if self._verify and connections:
+            self._awaiting_check.append((operation, plan))
+            on_compared = partial(self._on_compared, operation)
+            CollectiveFingerprint(operation.channel, plan, on_compared).begin()
+        else:
+            self._begin(operation, plan)
 
     def _on_compared(self, operation: Operation, mismatch: Mismatch | None) -> None:
         """Begin the verified collectives that are next in order. Called under the world's lock, on any thread."""
@@ -83,28 +83,27 @@ class CollectiveScheduler:
             self._host.on_protocol_error(mismatch.rank, mismatch.detail)
             return
         operation.verified = True
-        while self._awaiting_check and self._awaiting_check[0].verified:
-            following = self._awaiting_check.popleft()
+        while self._awaiting_check and self._awaiting_check[0][0].verified:
+            following, plan = self._awaiting_check.popleft()
             try:
-                self._begin(following)
-            except Exception as error:  # noqa: BLE001 - see `PendingOperations.fail`
+                self._begin(following, plan)
+            except Exception as error:  # noqa: BLE001 - see `WorldOperations.fail`
                 self._host.fail([following], following.peer, error)
 
-    def _begin(self, operation: Operation) -> None:
-        if operation.plan.algorithm is None:
+    def _begin(self, operation: Operation, plan: Collective) -> None:
+        if plan.algorithm is None:
             self._host.post(operation)
-        elif operation.plan.staged:
-            self._pool.run(partial(self._load, operation))
+        elif plan.staged:
+            self._pool.run(partial(self._load, operation, plan.algorithm))
         else:
-            self._run(operation, operation.plan.algorithm())
+            self._run(operation, plan.algorithm())
 
-    def _load(self, operation: Operation) -> None:
+    def _load(self, operation: Operation, load: Callable[[], Algorithm]) -> None:
         """Copy the data from the device, then run the algorithm. Runs on a thread of the blocking pool."""
-        assert operation.plan.algorithm is not None
         try:
             with on_stream(operation.stream):
-                algorithm = operation.plan.algorithm()
-        except Exception as error:  # noqa: BLE001 - see `PendingOperations.fail`
+                algorithm = load()
+        except Exception as error:  # noqa: BLE001 - see `WorldOperations.fail`
             self._host.fail([operation], operation.peer, error)
         else:
             self._run(operation, algorithm)
@@ -119,7 +118,7 @@ class CollectiveScheduler:
             try:
                 # Not loop.create_task: an eager task factory would run the algorithm now, inside a callback of a connection.
                 operation.task = asyncio.Task(self._follow(operation, algorithm), loop=loop)
-            except Exception as error:  # noqa: BLE001 - see `PendingOperations.fail`
+            except Exception as error:  # noqa: BLE001 - see `WorldOperations.fail`
                 self._host.fail([operation], operation.peer, error)
 
         if asyncio._get_running_loop() is loop:
@@ -135,7 +134,7 @@ class CollectiveScheduler:
             await algorithm(operation.channel)
         except WorldError:
             pass  # the world has ended and fails its pending operations
-        except Exception as error:  # noqa: BLE001 - see `PendingOperations.fail`
+        except Exception as error:  # noqa: BLE001 - see `WorldOperations.fail`
             self._host.fail([operation], operation.peer, error)
         except asyncio.CancelledError:
             if not operation.done():  # the event loop is shutting down

@@ -15,6 +15,7 @@ from multiworld.control.progress import StallClock
 _RECEIVE_BYTES = 1 << 16
 _MAX_OUTBOX_BYTES = 4 * MAX_FRAME_BYTES
 """Unsent bytes that are buffered for a peer that does not read. With more, the connection counts as lost."""
+_MAX_CREDIT_S = 1.0
 _FLUSH_S = 1.0
 """How long a closing connection tries to send buffered data."""
 
@@ -33,13 +34,14 @@ class ControlConnection:
     """Sends and receives frames on one socket. `owner` may be replaced; the next frame goes to the new owner.
 
     Attributes:
-        last_received_s: when data last arrived, by `time.monotonic`. The control loop moves it forward after a stall of its own.
+        last_received_s: when data last arrived, by `time.monotonic`, moved forward by `credit_stall`.
         stall_clock: how long the event loop of the peer has not run.
     """
 
     def __init__(self, control_loop: ControlLoop, sock: socket.socket, owner: ControlConnectionOwner) -> None:
         self.owner = owner
         self.last_received_s = control_loop.now_s
+        self._credited_s = 0.0
         self.stall_clock = StallClock()
         tcp = sock.family != socket.AF_UNIX
         self.local_host: str = sock.getsockname()[0] if tcp else "this host"
@@ -59,6 +61,17 @@ class ControlConnection:
     def mark_authenticated(self) -> None:
         """Allow frames of MAX_FRAME_BYTES instead of MAX_HANDSHAKE_BYTES."""
         self._reader.limit_bytes = MAX_FRAME_BYTES
+
+    def credit_stall(self, stalled_s: float) -> None:
+        """This process did not run for `stalled_s` seconds: do not count them as silence of the peer.
+
+        Until data arrives, the longest stall or `_MAX_CREDIT_S` is credited in total, whichever is longer. So a frozen peer is found
+        although this process stalls again and again.
+        """
+        credit_s = min(stalled_s, max(stalled_s, _MAX_CREDIT_S) - self._credited_s)
+        if credit_s > 0:
+            self._credited_s += credit_s
+            self.last_received_s += credit_s
 
     def send(self, data: bytes) -> None:
         """Send what the kernel accepts now and buffer the rest. With more than `_MAX_OUTBOX_BYTES` buffered, the connection is lost."""
@@ -107,6 +120,7 @@ class ControlConnection:
             self._fail("it ended the connection")
             return
         self.last_received_s = self._control_loop.now_s
+        self._credited_s = 0.0
         if self._closing:
             return
         try:

@@ -2,7 +2,7 @@
 
 Sockets are non-blocking and callbacks are short, so the loop never waits for a peer, a world or the application. An asyncio event loop
 that is blocked for seconds breaks no world, unless it is registered for monitoring (see progress.py). Time in which this process itself
-did not run (SIGSTOP, no CPU time) does not count towards the heartbeat timeouts of its peers.
+did not run (SIGSTOP, no CPU time) does not count towards the heartbeat timeouts of its peers, up to a limit.
 """
 
 import contextlib
@@ -32,13 +32,10 @@ def _nothing() -> None: ...
 
 
 class MonitoredConnection(Protocol):
-    """The part of a control connection that the loop uses.
+    """The part of a control connection that the loop uses."""
 
-    Attributes:
-        last_received_s: when data from the peer last arrived, by `time.monotonic`.
-    """
-
-    last_received_s: float
+    def credit_stall(self, stalled_s: float) -> None:
+        """This process did not run for `stalled_s` seconds, which should not count as silence of the peer."""
 
     def close(self) -> None: ...
 
@@ -169,13 +166,13 @@ class ControlLoop:
                 self._call_safely(timer.call, *timer.args)
 
     def _discount_own_stall(self, began_s: float, planned_s: float) -> None:
-        """Add the length of a stall of this process (SIGSTOP, no CPU time, no GIL) to `last_received_s` of all connections."""
+        """Do not count a stall of this process (SIGSTOP, no CPU time, no GIL) as silence of the peers."""
         now_s = time.monotonic()
         stalled_s = began_s - self.now_s + max(0.0, now_s - began_s - planned_s)
         self.now_s = now_s
         if stalled_s > _STALL_S:
             for connection in self.connections:
-                connection.last_received_s += stalled_s
+                connection.credit_stall(stalled_s)
 
     def _call_safely(self, call: Callable[..., object], *args: Any) -> None:
         try:

@@ -1,13 +1,13 @@
-"""Threads for blocking work of one world: NCCL, waits for c10d, copies between devices and into tensors that are not contiguous.
+"""Threads for blocking work of one world: NCCL, copies between devices and into tensors that are not contiguous.
 
-Threads are created on demand and reused until the world closes. Their number is not limited, because a blocked job must not delay another
-operation.
+Threads are created on demand and reused until the world closes. Above their limit, jobs wait.
 """
 
 import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -16,12 +16,15 @@ from multiworld.execution.threads import DaemonThread
 logger = logging.getLogger(__name__)
 
 
+MAX_THREADS = 64
+
+
 def _log(error: BaseException) -> None:
     logger.error("a job of a world failed", exc_info=error)
 
 
 class BlockingPool:
-    """A pool of threads that grows as needed. The constructor starts no thread.
+    """A pool of threads that grows as needed, up to `MAX_THREADS`. The constructor starts no thread.
 
     Args:
         name: name of the threads.
@@ -32,17 +35,21 @@ class BlockingPool:
         self._name = name
         self._on_error = on_error
         self._lock = threading.Lock()
+        self._waiting: deque[Callable[[], object]] = deque()
         self._idle: list[SimpleQueue[Callable[[], object] | None]] = []
         self._threads: set[threading.Thread] = set()
         self._closed = False
 
     def run(self, job: Callable[[], object]) -> None:
-        """Run `job` on an idle or new thread. Raises RuntimeError after `close`, or when no thread can start."""
+        """Run `job` on an idle or new thread, or when a thread is free. Raises RuntimeError after `close`, or when no thread can start."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the thread pool of the world is closed")
             if self._idle:
                 self._idle.pop().put(job)
+                return
+            if len(self._threads) >= MAX_THREADS:
+                self._waiting.append(job)
                 return
             inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
             inbox.put(job)
@@ -62,6 +69,7 @@ class BlockingPool:
         """End the idle threads and wait at most `timeout_s` seconds in total for the busy ones. Returns whether all have ended."""
         with self._lock:
             self._closed = True
+            self._waiting.clear()
             for inbox in self._idle:
                 inbox.put(None)
             self._idle.clear()
@@ -80,7 +88,10 @@ class BlockingPool:
                 with self._lock:
                     if self._closed:
                         return
-                    self._idle.append(inbox)
+                    if self._waiting:
+                        inbox.put(self._waiting.popleft())
+                    else:
+                        self._idle.append(inbox)
         finally:
             with self._lock:
                 self._threads.discard(threading.current_thread())

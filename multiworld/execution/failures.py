@@ -9,7 +9,15 @@ _REASON_CHARS = 500
 
 
 class ConnectionLostError(RuntimeError):
-    """A connection to another member failed."""
+    """A connection to another member failed.
+
+    Attributes:
+        peer: the rank of that member; None if it is not known.
+    """
+
+    def __init__(self, reason: str, peer: int | None = None) -> None:
+        super().__init__(reason)
+        self.peer = peer
 
 
 @contextlib.contextmanager

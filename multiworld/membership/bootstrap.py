@@ -10,14 +10,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
+from torch._C._distributed_c10d import ProcessGroup
 
 from multiworld.config import WorldConfig
 from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause, JoinError, WorldError
 from multiworld.execution.failures import ConnectionLostError, described, lost_connections
-from multiworld.execution.process_group import NCCL, make_process_group
+from multiworld.execution.process_group import NCCL, make_nccl_group
 from multiworld.execution.threads import DaemonThread
 from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.member import Address, MemberSession
@@ -28,9 +28,8 @@ from multiworld.membership.store import ControlStore
 _BUILD_JOIN_S = 1.0
 """How long to wait for the group's constructor after an abort. It takes milliseconds, unless it connects to a frozen member."""
 _EXIT_S = 30.0
-"""At process exit, how long to wait for groups under construction. Gloo gives up within 25 s."""
+"""At process exit, how long to wait for groups under construction."""
 _RESOLVE_RETRY_S = 0.5
-_PREFIX_KEY = "multiworld/prefix"
 
 AnyMonitor = TypeVar("AnyMonitor", bound=MembershipMonitor)
 
@@ -41,10 +40,7 @@ os.register_at_fork(after_in_child=_build_threads.clear)  # a forked child does 
 
 @atexit.register
 def _join_build_threads() -> None:
-    """Wait for process groups under construction, because the interpreter would abort. Runs after the cleanup of the managers.
-
-    Gloo's constructor cannot be interrupted while it connects to a frozen peer.
-    """
+    """Wait for process groups under construction, because the interpreter would abort. Runs after the cleanup of the managers."""
     deadline_s = time.monotonic() + _EXIT_S
     for thread in list(_build_threads):
         thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -63,8 +59,8 @@ class BootstrapWorld(MonitoredWorld, Protocol):
     def start_monitor(self, make_monitor: Callable[[], AnyMonitor]) -> AnyMonitor | None:
         """Create the world's monitor and return it. If the world has ended, create nothing and return None."""
 
-    def on_group_ready(self, group: ProcessGroup, take_socks: Callable[[], dict[int, socket.socket]]) -> None:
-        """Make the world ready, with this group and the data connections by rank.
+    def on_group_ready(self, group: ProcessGroup | None, take_socks: Callable[[], dict[int, socket.socket]]) -> None:
+        """Make the world ready, with this group of NCCL and the data connections by rank.
 
         Raises OSError. Raises the world's error if it has ended; `take_socks` is not called then.
         """
@@ -281,40 +277,29 @@ class Bootstrap:
         await built
 
     @lost_connections()
-    def _make_group(self, host: str) -> ProcessGroup:
-        """Connect to the members and construct the group. Blocks until all ranks take part. Raises ConnectionLostError, JoinError."""
+    def _make_group(self, host: str) -> ProcessGroup | None:
+        """Connect to the members, and construct the group of a world with NCCL. Blocks until all ranks take part.
+
+        Raises ConnectionLostError, JoinError.
+        """
         config = self._config
         self._check_settings_match()
-        store = self._rendezvous_store()
         if self.mesh is not None:
             self.mesh.connect_all(self._store, host, (self._host_addr, config.port), config.timeout_s)
-        return make_process_group(
-            store, config.rank, config.size, config.backends, host, config.timeout_s, config.device, self._check
-        )
+        if config.device is None:
+            return None
+        return make_nccl_group(self._store, config.rank, config.size, config.device, self._check)
 
     def _check(self) -> None:
         """Raises the world's error if it has ended."""
         if error := self._world.ending():
             raise error
 
-    def _rendezvous_store(self) -> Store:
-        """Return the store of the control connection, or the caller's store with a new prefix.
-
-        The caller's store may hold keys of earlier generations, so rank 0 chooses a random prefix for each one.
-        """
-        config = self._config
-        if config.store is None:
-            return self._store
-        if config.rank == 0:
-            self._store.set(_PREFIX_KEY, os.urandom(8).hex())
-        prefix = self._store.get(_PREFIX_KEY).decode(errors="replace")
-        return PrefixStore(f"multiworld/{config.name}/{prefix}", config.store)
-
     def _check_settings_match(self) -> None:
         """Check that this member's settings equal those of rank 0; otherwise the members would wait for each other. Raises JoinError."""
         config, store = self._config, self._store
         backends = ",".join(f"{device}:{name}" for device, name in sorted(config.backends.items()))
-        ours = f"backend={backends}, verify_collectives={config.verify_collectives}, store={config.store is not None}"
+        ours = f"backend={backends}, verify_collectives={config.verify_collectives}"
         if config.rank == 0:
             store.set("settings", ours)
         elif (theirs := store.get("settings").decode(errors="replace")) != ours:

@@ -1,4 +1,4 @@
-"""Plans of messages whose size the receiver does not know before they arrive.
+"""Messages whose size the receiver does not know before they arrive.
 
 The sender adds a header of its own format, which travels in the head of the message in place of the signature. The receiver reads header
 and size before it provides memory, so one message needs one transfer, and a peer cannot choose how much memory is allocated.
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from multiworld.ops.operation import Plan
+from multiworld.ops.operation import Receive, Send
 from multiworld.ops.p2p import send
 from multiworld.ops.validation import Ranks, check_tag
 from multiworld.ops.views import View
@@ -17,8 +17,8 @@ from multiworld.ops.views import View
 MAX_HEADER_BYTES = 48
 
 
-def send_message(ranks: Ranks, header: bytes, payload: Tensor | None, dst: int, tag: int) -> Plan:
-    """Plan a send of `header`, at most MAX_HEADER_BYTES long, and `payload`, a tensor on the CPU or None, to rank `dst`.
+def send_message(ranks: Ranks, header: bytes, payload: Tensor | None, dst: int, tag: int) -> Send:
+    """A send of `header`, at most MAX_HEADER_BYTES long, and `payload`, a tensor on the CPU or None, to rank `dst`.
 
     Raises ValueError or TypeError for invalid arguments.
     """
@@ -31,8 +31,8 @@ def send_message(ranks: Ranks, header: bytes, payload: Tensor | None, dst: int, 
     return plan
 
 
-def recv_message(ranks: Ranks, accept: Callable[[bytes, int], Tensor], src: int, tag: int) -> Plan:
-    """Plan a receive of a message of `send_message` from rank `src`.
+def recv_message(ranks: Ranks, accept: Callable[[bytes, int], Tensor], src: int, tag: int) -> Receive:
+    """A receive of a message of `send_message` from rank `src`.
 
     Args:
         accept: called once with the header, padded with zeros to MAX_HEADER_BYTES, and the size of the payload in bytes. Returns a
@@ -42,11 +42,11 @@ def recv_message(ranks: Ranks, accept: Callable[[bytes, int], Tensor], src: int,
     """
     ranks.check_peer("recv_message", src)
     check_tag("recv_message", tag)
-    return Plan(name="recv", signature="", peer=src, tag=tag, accept=accept)
+    return Receive(signature="", peer=src, tag=tag, accept=accept)
 
 
-def recv_view(ranks: Ranks, view: View, src: int, tag: int) -> Plan:
-    """Plan a receive of a message of `send_message` from rank `src` into `view`. Raises ValueError for invalid arguments."""
+def recv_view(ranks: Ranks, view: View, src: int, tag: int) -> Receive:
+    """A receive of a message of `send_message` from rank `src` into `view`. Raises ValueError for invalid arguments."""
     ranks.check_peer("recv_view", src)
     check_tag("recv_view", tag)
-    return Plan(name="recv", signature="", peer=src, tag=tag, view=view)
+    return Receive(signature="", peer=src, tag=tag, view=view)

@@ -1,10 +1,10 @@
-"""One operation of a world: its plan, which has no side effects, and the pending operation that the caller awaits."""
+"""The operations of a world: their types, which have no side effects, and the pending operation that the caller awaits."""
 
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Generator
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Work
@@ -19,43 +19,89 @@ Algorithm = Callable[[Any], Coroutine[Any, Any, None]]
 
 Raises RuntimeError when a connection is lost, WorldError when the world has ended.
 """
+Post = Callable[[ProcessGroup], Work]
+"""Hands an operation to c10d's NCCL group."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Plan:
-    """An operation with checked arguments. Creating a plan sends nothing.
+class Send:
+    """A send with checked arguments. Creating it sends nothing.
+
+    Attributes:
+        signature: dtype and size as text. The message carries it, and it must equal that of the receive.
+        peer, tag, size_bytes: receiving rank, tag, and size of the data.
+        buffer: returns the contiguous tensor to send from, on the host if `staged`.
+        tensors: the caller's tensors; the operation keeps them alive.
+        staged: whether the data must be copied from a device to the host, which may block and must not run on an event loop.
+        header: header of a message that travels in place of the signature; see multiworld/ops/messages.py.
+        post: hands the operation to NCCL; None if a connection of this library carries it.
+    """
+
+    signature: str
+    peer: int
+    tag: int
+    size_bytes: int
+    buffer: Callable[[], Tensor]
+    tensors: tuple[Tensor, ...] = ()
+    staged: bool = False
+    header: bytes | None = None
+    post: Post | None = None
+    name: ClassVar[str] = "send"
+    copy_back: ClassVar[None] = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Receive:
+    """A receive with checked arguments. The attributes that `Send` has, too, are the same.
+
+    Attributes:
+        buffer: returns the contiguous tensor to receive into; None for a message of unknown size.
+        copy_back: copies the data to the caller's tensor; None if it is received there directly.
+        accept, view: for a message of unknown size; see multiworld/ops/messages.py.
+    """
+
+    signature: str
+    peer: int
+    tag: int
+    buffer: Callable[[], Tensor] | None = None
+    copy_back: Callable[[], None] | None = None
+    tensors: tuple[Tensor, ...] = ()
+    staged: bool = False
+    accept: Callable[[bytes, int], Tensor] | None = None
+    view: View | None = None
+    post: Post | None = None
+    name: ClassVar[str] = "recv"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Collective:
+    """A collective with checked arguments. Either `algorithm` or `post` is set.
 
     Attributes:
         name: name of the operation, for error messages.
-        signature: text that must be equal at all participating members. Each message of a send or receive carries it. For a collective,
-            the members compare it before data moves if `verify_collectives` is set.
-        post: hands the operation to c10d, for backends of c10d; None if no backend of c10d runs it.
+        signature: text that must be equal at all members; they compare it before data moves if `verify_collectives` is set.
+        algorithm: copies the data to the host and returns the algorithm to run over the connections of the world.
+        post: hands the collective to NCCL.
         copy_back: copies the results to the caller's tensors; None if the results are written into them directly.
-        tensors: the caller's tensors; the plan keeps them alive.
-        staged: whether the data must be copied between a device and the host, which may block and must not run on an event loop.
-        peer: the other rank of a send or receive; -1 for a collective.
-        tag, size_bytes: tag and size of a send or receive.
-        buffer: for a send or receive, returns the contiguous tensor to send from or to receive into, on the host if `staged`.
-        header, accept, view: for a message with a header; see multiworld/ops/messages.py.
-        algorithm: for a collective over the connections of the world: copies its data to the host and returns the algorithm to run.
+        tensors, staged: see `Send`.
         splits_bytes: for an all-to-all, the bytes sent to each rank and the bytes expected from each rank.
+        number: identifies the collective at all members if they may start it in different order; None: they start it in equal order.
     """
 
     name: str
     signature: str
-    post: Callable[[ProcessGroup], Work] | None = None
-    tensors: tuple[Tensor, ...] = ()
-    copy_back: Callable[[], None] | None = None
-    staged: bool = False
-    peer: int = -1
-    tag: int = 0
-    size_bytes: int = 0
-    buffer: Callable[[], Tensor] | None = None
-    header: bytes | None = None
-    accept: Callable[[bytes, int], Tensor] | None = None
-    view: View | None = None
     algorithm: Callable[[], Algorithm] | None = None
+    post: Post | None = None
+    copy_back: Callable[[], None] | None = None
+    tensors: tuple[Tensor, ...] = ()
+    staged: bool = False
     splits_bytes: tuple[list[int], list[int]] | None = None
+    number: int | None = None
+    peer: ClassVar[int] = -1
+
+
+Plan = Send | Receive | Collective
+"""An operation that is not started."""
 
 
 class OperationOwner(Protocol):
@@ -79,7 +125,8 @@ class Operation:
     timeout_s: float | None
     future: asyncio.Future[None]
     owner: OperationOwner
-    works: list[Work] = field(default_factory=list)
+    work: Work | None = None
+    """The operation at NCCL."""
     channel: Any = None
     """The `CollectiveChannel` of a running collective; else None."""
     task: asyncio.Task[None] | None = None
@@ -88,7 +135,7 @@ class Operation:
     """With `verify_collectives`: whether the fingerprint of this collective matched at all members."""
     timer: asyncio.TimerHandle | None = None
     posted: bool = False
-    """Whether `OperationExecutor.start` has returned the operation to its caller."""
+    """Whether `WorldOperations.start` has returned the operation to its caller."""
     stream: Any = None
     """The CUDA stream that was current at the start of an operation on CUDA tensors; else None."""
 
@@ -160,15 +207,15 @@ class Operation:
 
 
 @dataclass(slots=True, eq=False)
-class SubOperation:
+class CollectiveMessage:
     """One pending message of a collective.
 
     Attributes:
-        parent: the collective.
+        collective: the collective.
         on_transferred: called when the message is sent or received, under the world's lock, on any thread.
     """
 
-    parent: Operation
+    collective: Operation
     on_transferred: Callable[[], object]
 
 

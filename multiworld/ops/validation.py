@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multiworld.execution.process_group import NCCL, TCP
+from multiworld.execution.process_group import NCCL
 from multiworld.ops.buffers import check_dense
 
 TAG_LIMIT = 1 << 29
@@ -23,7 +23,7 @@ class Ranks:
 
     Attributes:
         rank, size: rank of this member and number of members.
-        backends: device type → backend of collectives on tensors of this device type (`TCP`, `GLOO`, `NCCL`). Except with NCCL, tensors
+        backends: device type → backend of collectives on tensors of this device type (`MULTIWORLD` or `NCCL`). Except with NCCL, tensors
             of other devices are copied through host memory.
         device: the CUDA device that NCCL uses; None without NCCL.
     """
@@ -44,7 +44,7 @@ class Ranks:
         if not 0 <= root < self.size:
             raise ValueError(f"{name}: rank {root} does not exist in {self._world}")
 
-    def on_host(self, name: str, tensors: Sequence[Tensor]) -> bool:
+    def check_devices(self, name: str, tensors: Sequence[Tensor]) -> bool:
         """Whether the tensors must be copied through host memory.
 
         Raises ValueError when they are on different or unsupported devices, TypeError when one is not dense.
@@ -65,13 +65,13 @@ class Ranks:
         return device.type != "cpu" and backend != NCCL
 
     def backend(self, device_type: str) -> str:
-        """The backend of collectives on tensors of this device type: `TCP`, `GLOO` or `NCCL`; "" if there is none."""
+        """The backend of collectives on tensors of this device type: `MULTIWORLD` or `NCCL`; "" if there is none."""
         on_host = (each for each in self.backends.values() if each != NCCL)
         return self.backends.get(device_type) or next(on_host, "")
 
-    def uses_tcp(self, tensor: Tensor) -> bool:
-        """Whether collectives of this tensor use the library's own connections."""
-        return self.backend(tensor.device.type) == TCP
+    def uses_own_connections(self, tensor: Tensor) -> bool:
+        """Whether the library's own connections carry operations on this tensor, not NCCL."""
+        return self.backend(tensor.device.type) != NCCL
 
     @property
     def _world(self) -> str:

@@ -6,10 +6,13 @@ copy between them. A receiver therefore buffers no messages, a pending tag does 
 because a connection with pending sends continues to read.
 """
 
+import contextlib
 import logging
 import select
 import socket
+import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -17,7 +20,7 @@ from itertools import islice
 from torch import Tensor
 
 from multiworld.execution.failures import ConnectionLostError
-from multiworld.ops.operation import Operation, SubOperation
+from multiworld.ops.operation import CollectiveMessage, Operation
 from multiworld.ops.views import View
 from multiworld.transport.poller import Poller
 from multiworld.transport.transfer import ConnectionOwner, Output, Transfer
@@ -32,6 +35,12 @@ _SCRATCH_BYTES = 1 << 13
 """Size of the buffer for heads, in bytes. A short message is read together with its head."""
 _EVENT_BYTES = 1 << 20
 """Bytes that a connection reads or writes before the event loop serves the next connection."""
+UNACKNOWLEDGED_S = 5.0
+"""After this time without an acknowledgement of sent data, the network or the host of the peer counts as lost."""
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+"""Seconds without traffic until the kernel probes the peer, seconds between probes, and probes until the connection is lost."""
+_TCP_INFO = struct.Struct("=24xI28xI")
+"""`tcp_info` of the kernel: segments without an acknowledgement, and milliseconds since the last one arrived."""
 _SENDMSG_BUFFERS = 16
 """Maximum number of buffers for one call of `sendmsg`."""
 
@@ -67,7 +76,12 @@ class PeerConnection:
         self._reading = False
         self._incoming: Transfer | None = None
         self._filled = 0
+        self._unacknowledged_since_s: float | None = None
         sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:  # a firewall may forget a connection without traffic
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE.items():
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
         poller.register(sock.fileno(), self, self._mask)
 
     # -- messages ------------------------------------------------------------------------------------------------------------
@@ -111,6 +125,37 @@ class PeerConnection:
             self._poller.unregister(self._sock.fileno())
             self._poller = poller
             poller.register(self._sock.fileno(), self, self._mask)
+
+    def half_close(self) -> None:
+        """Write and read nothing more, but keep the socket open: the peer can still read what is written. The owner is not called.
+
+        If the socket were closed while received data is unread, the kernel would discard what the peer has not read yet.
+        """
+        if self.end_reason is None:
+            self.end_reason = "closed"
+            self._stop()
+            with contextlib.suppress(OSError):  # the peer has closed it
+                self._sock.shutdown(socket.SHUT_WR)
+
+    def is_unacknowledged(self) -> bool:
+        """Whether sent data has not been acknowledged by the host of the peer for `UNACKNOWLEDGED_S`. Call it about once a second.
+
+        Takes no lock. Not TCP_USER_TIMEOUT, which would also end the connection to a healthy peer that reads slowly.
+        """
+        if self._sock.family == socket.AF_UNIX or self.end_reason is not None:
+            return False
+        try:
+            info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        except OSError:  # the connection was closed meanwhile
+            return False
+        unacknowledged, last_acknowledgement_ms = _TCP_INFO.unpack(info)
+        if not unacknowledged or last_acknowledgement_ms < 1000 * UNACKNOWLEDGED_S:
+            self._unacknowledged_since_s = None
+            return False
+        now_s = time.monotonic()
+        if self._unacknowledged_since_s is None:  # it may have been sent just now, after a pause
+            self._unacknowledged_since_s = now_s
+        return now_s - self._unacknowledged_since_s > UNACKNOWLEDGED_S
 
     def close(self) -> None:
         """Close the connection. The owner is not called."""
@@ -321,7 +366,7 @@ class PeerConnection:
 
     def _raise_if_ended(self) -> None:
         if self.end_reason is not None:
-            raise ConnectionLostError(self.end_reason)
+            raise ConnectionLostError(self.end_reason, self.peer)
 
     def _fail_protocol(self, detail: str) -> None:
         """The peer violated the protocol. Stop reading; the owner breaks the world, which fails all pending operations.
@@ -347,7 +392,7 @@ class PeerConnection:
             self._owner.on_connection_lost(self.peer, self._stop(), reason)
             self._sock.close()
 
-    def _stop(self) -> list[Operation | SubOperation]:
+    def _stop(self) -> list[Operation | CollectiveMessage]:
         """Stop polling and drop all transfers, but keep the socket open. Returns the operations that were pending."""
         self._poller.unregister(self._sock.fileno())
         transfers = [self._incoming] if self._incoming is not None else []

@@ -10,6 +10,7 @@ the numbers of pieces and leases, which identify the use of a slot. No state lie
 """
 
 import array
+import errno
 import mmap
 import os
 import socket
@@ -22,7 +23,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from multiworld.ops.operation import Operation, SubOperation
+from multiworld.ops.operation import CollectiveMessage, Operation
 from multiworld.ops.views import View
 from multiworld.transport.connection import PeerConnection
 from multiworld.transport.poller import Poller
@@ -36,6 +37,8 @@ SLOTS = 4
 RING_BYTES = SLOTS * SLOT_BYTES
 _MAX_IN_PLACE_BYTES = 1 << 26
 """Larger tensors go through the ring, because a receiver that copies must not block its event loop for long."""
+_MAX_LEASES = 256
+"""Messages in place that the peer has not released; more are copied, because each may hold a descriptor."""
 _MAX_FDS = 4
 """Received descriptors that wait for their frame."""
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
@@ -75,7 +78,8 @@ class SharedMemoryConnection(PeerConnection):
         self._ring: Segment | None = None
         self._ring_view = memoryview(b"")
         self._pieces_sent = self._pieces_done = 0
-        self._leases: dict[int, Segment] = {}  # sent in place, not released by the peer
+        # Sent in place, not released by the peer; with the operation that completes then.
+        self._leases: dict[int, tuple[Segment, Operation | CollectiveMessage | None]] = {}
         self._last_lease = 0
         self._fds: deque[int] = deque()
         self._peer_ring: memoryview | None = None
@@ -96,7 +100,12 @@ class SharedMemoryConnection(PeerConnection):
             super()._enqueue(transfer)
         elif isinstance(transfer.operation, Operation) and self._enqueue_in_place(transfer, len(memory)):
             pass
-        elif self._ring is not None or self._open_ring():
+        else:
+            self._enqueue_copied(transfer)
+
+    def _enqueue_copied(self, transfer: Transfer) -> None:
+        """Send through the ring, or through the socket without memory for a ring."""
+        if self._ring is not None or self._open_ring():
             self._outbox.append(Output(_with_kind(IN_RING, transfer.head)))
             self._outbox.append(_RingMessage(transfer))
         else:
@@ -106,15 +115,15 @@ class SharedMemoryConnection(PeerConnection):
         """Send a tensor that lies in a segment. Returns False if it does not, or is too large."""
         assert transfer.data is not None
         found = self._pool.find(transfer.data)
-        if found is None or size > _MAX_IN_PLACE_BYTES:
+        if found is None or size > _MAX_IN_PLACE_BYTES or len(self._leases) >= _MAX_LEASES:
             return False
         segment, offset = found
         self._pool.lease(segment)
         self._last_lease += 1
-        self._leases[self._last_lease] = segment
+        self._leases[self._last_lease] = segment, None if transfer.lent else transfer.operation
         place = HEAD.pack(PLACE, 0, self._last_lease, NUMBERS.pack(offset))
-        self._outbox.append(Output(place, fd=segment.fd))
-        self._outbox.append(Output(_with_kind(IN_PLACE, transfer.head), transfer.operation))
+        self._outbox.append(Output(place, fd=segment.fd, in_place=transfer))
+        self._outbox.append(Output(_with_kind(IN_PLACE, transfer.head), transfer.operation if transfer.lent else None))
         return True
 
     def _open_ring(self) -> bool:
@@ -142,9 +151,27 @@ class SharedMemoryConnection(PeerConnection):
             return self._sock.sendmsg(buffers)
         # The descriptor is passed with the first byte, so it arrives before its frame.
         rights = array.array("i", [passing.fd])
-        sent = self._sock.sendmsg(buffers, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        try:
+            sent = self._sock.sendmsg(buffers, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS or passing.in_place is None:
+                raise
+            self._copy_instead(passing, passing.in_place)
+            return self._write() if outbox else 0
         passing.fd = -1
         return sent
+
+    def _copy_instead(self, place: Output, transfer: Transfer) -> None:
+        """Send a message in place by copying: the user has as many descriptors in flight as open files are allowed."""
+        at = next(index for index, output in enumerate(self._outbox) if output is place)
+        following = [self._outbox.pop() for _ in range(len(self._outbox) - at)][::-1]
+        _, _, lease, _ = HEAD.unpack(place.data)
+        self._pool.release(self._leases.pop(lease)[0])
+        if self._ring is None:  # its descriptor would be refused, too
+            super()._enqueue(transfer)
+        else:
+            self._enqueue_copied(transfer)
+        self._outbox.extend(following[2:])  # without PLACE and IN_PLACE
 
     def _write_piece(self, message: _RingMessage) -> None:
         """Copy the next piece into the ring and put its frame before the rest. Raises BlockingIOError when no slot is free."""
@@ -275,10 +302,12 @@ class SharedMemoryConnection(PeerConnection):
         return view.place(data, release)
 
     def _on_release(self, lease: int) -> None:
-        segment = self._leases.pop(lease, None)
-        if segment is None:
+        if lease not in self._leases:
             raise ValueError(f"it released lease {lease}, which it does not have")
+        segment, operation = self._leases.pop(lease)
         self._pool.release(segment)
+        if operation is not None:
+            self._owner.on_transferred(operation)
 
     def _take_fd(self) -> int:
         if not self._fds:
@@ -309,7 +338,7 @@ class SharedMemoryConnection(PeerConnection):
         super().move(poller)
         poller.call_soon(partial(_write_releases, weakref.ref(self)))
 
-    def _stop(self) -> list[Operation | SubOperation]:
+    def _stop(self) -> list[Operation | CollectiveMessage]:
         pending = super()._stop()
         if self._slotted is not None:
             pending.append(self._slotted.operation)
@@ -318,8 +347,10 @@ class SharedMemoryConnection(PeerConnection):
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
-        for segment in self._leases.values():
+        for segment, operation in self._leases.values():
             self._pool.release(segment, retire=True)
+            if operation is not None:
+                pending.append(operation)
         self._leases.clear()
         if self._ring is not None:
             self._pool.drop(self._ring)

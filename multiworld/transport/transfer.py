@@ -7,17 +7,17 @@ from typing import Protocol
 from torch import Tensor
 
 from multiworld.ops.buffers import byte_view
-from multiworld.ops.operation import Operation, SubOperation
+from multiworld.ops.operation import CollectiveMessage, Operation
 from multiworld.ops.views import View
 
 
 class ConnectionOwner(Protocol):
     """Receives the results of transfers. All methods are called under the world's lock."""
 
-    def on_transferred(self, operation: Operation | SubOperation) -> None:
+    def on_transferred(self, operation: Operation | CollectiveMessage) -> None:
         """A sent message is completely in the kernel's buffer, or a message was completely received. May use the connection."""
 
-    def on_connection_lost(self, peer: int, pending: list[Operation | SubOperation], reason: str) -> None:
+    def on_connection_lost(self, peer: int, pending: list[Operation | CollectiveMessage], reason: str) -> None:
         """The connection failed while these operations were pending."""
 
     def on_protocol_error(self, peer: int, detail: str) -> None:
@@ -34,14 +34,16 @@ class Transfer:
     Attributes:
         operation: the operation, or the part of a collective, that completes with this transfer.
         head: for a send, the complete head; for a receive, the expected signature (`encode_signature`).
+        lent: a sent tensor of `allocate` may not be changed until it is dropped, so a send in place is complete when it is announced.
         memory: bytes of the sent or receiving tensor; keeps the tensor alive. None while the data is being copied from a device.
         data: the tensor that `memory` belongs to.
         accept: for a receive without memory, returns it when a head has arrived; see multiworld/ops/messages.py.
         view: for a receive without memory that takes a view: gets the data; see multiworld/ops/messages.py.
     """
 
-    operation: Operation | SubOperation
+    operation: Operation | CollectiveMessage
     head: bytes
+    lent: bool = False
     memory: memoryview | None = None
     data: Tensor | None = None
     accept: Callable[[bytes, int], Tensor] | None = None
@@ -61,9 +63,11 @@ class Output:
         operation: completes when the bytes are written.
         joined: the next output must follow directly (head and message).
         fd: descriptor to pass with the bytes; -1 for none.
+        in_place: for the PLACE of a message: the message, which is copied if the kernel passes no more descriptors.
     """
 
     data: bytes | memoryview
-    operation: Operation | SubOperation | None = None
+    operation: Operation | CollectiveMessage | None = None
     joined: bool = False
     fd: int = -1
+    in_place: Transfer | None = None

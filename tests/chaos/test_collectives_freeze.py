@@ -1,7 +1,5 @@
 """A member that is frozen in a collective, and continued after the others broke the world, ends the world as well.
 
-Gloo's worker may then wait forever for a send to members that are gone (docs/decisions/0023-collectives-without-gloo.md).
-
 `MULTIWORLD_TEST_FREEZES` is the number of freezes (8; a soak takes 1000), `MULTIWORLD_TEST_SEED` reproduces a run. A freeze takes
 over three seconds, so the worlds are spread over several crews that are frozen concurrently.
 """
@@ -29,13 +27,9 @@ pytestmark = pytest.mark.timeout(120 + 10 * FREEZES)
 MEMBER_SETTINGS = {"verify_collectives": False, "heartbeat_timeout_s": 3.0}
 
 
-@pytest.mark.parametrize(
-    ("backend", "operations", "count"),
-    [("gloo", ("broadcast",), 0), ("gloo", OPERATIONS, 50_000), ("c10d-gloo", ("broadcast",), 0)],
-    ids=["empty", "large", "c10d"],
-)
+@pytest.mark.parametrize(("operations", "count"), [(("broadcast",), 0), (OPERATIONS, 50_000)], ids=["empty", "large"])
 async def test_member_ends_its_world_when_it_wakes_from_a_freeze_in_a_collective(
-    spawn: Spawn, backend: str, operations: tuple[str, ...], count: int
+    spawn: Spawn, operations: tuple[str, ...], count: int
 ) -> None:
     chance = random.Random(SEED)
     everybody = [[await spawn() for _ in range(SIZE)] for _ in range(CREWS)]
@@ -44,7 +38,7 @@ async def test_member_ends_its_world_when_it_wakes_from_a_freeze_in_a_collective
         port = await crew_members[0].do("listen")
         for freeze in range(number, FREEZES, CREWS):
             operation = operations[freeze % len(operations)]
-            await form(f"w{freeze}", port, *crew_members, backend=backend)
+            await form(f"w{freeze}", port, *crew_members)
             await _freeze_and_continue(f"w{freeze}", crew_members, operation, count, chance)
 
     async with asyncio.TaskGroup() as crews:

@@ -39,9 +39,9 @@ class Crew:
         """Run a coroutine on the crew's event loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
-    def run(self, size: int, part: Part[T], *, checked: bool = False, backend: str = "gloo") -> list[T]:
+    def run(self, size: int, part: Part[T], *, checked: bool = False) -> list[T]:
         """Run a function on every rank of a world of `size` concurrently and return all results."""
-        return self.await_(self._run(size, part, checked, backend))
+        return self.await_(self._run(size, part, checked))
 
     def run_each(self, size: int, part: Part[T], *, checked: bool = False) -> list[T | BaseException]:
         """Like `run`, but return errors as results. Does not leave a broken world behind: uses `fresh`."""
@@ -55,23 +55,23 @@ class Crew:
             if name in manager.worlds:
                 manager.remove_world(name)
 
-    async def worlds(self, size: int, checked: bool, backend: str = "gloo") -> list[World]:
-        name = self._name(size, checked, backend)
+    async def worlds(self, size: int, checked: bool) -> list[World]:
+        name = self._name(size, checked)
         if name not in self._made:
             await asyncio.gather(
                 *(
-                    manager.initialize_world(name, rank, size, backend, port=self._port, verify_collectives=checked)
+                    manager.initialize_world(name, rank, size, port=self._port, verify_collectives=checked)
                     for rank, manager in enumerate(self.managers[:size])
                 )
             )
             self._made.add(name)
         return [manager.world(name) for manager in self.managers[:size]]
 
-    def _name(self, size: int, checked: bool, backend: str = "gloo") -> str:
-        return f"{'checked' if checked else 'plain'}-{size}-{backend}"
+    def _name(self, size: int, checked: bool) -> str:
+        return f"{'checked' if checked else 'plain'}-{size}"
 
-    async def _run(self, size: int, part: Part[T], checked: bool, backend: str) -> list[T]:
-        worlds = await self.worlds(size, checked, backend)
+    async def _run(self, size: int, part: Part[T], checked: bool) -> list[T]:
+        worlds = await self.worlds(size, checked)
         return list(
             await asyncio.gather(
                 *(part(manager, world) for manager, world in zip(self.managers[:size], worlds, strict=True))

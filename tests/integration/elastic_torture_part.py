@@ -191,7 +191,7 @@ class Victim:
 def _cut(world: World, choice: int) -> None:
     """Shut down one of our connections, as a network failure would: a peer connection or the control connection."""
     connections = world._monitor.connections.values() if world._monitor is not None else ()
-    socks = [*(line._sock for line in world._executor._connections.values()), *(each._sock for each in connections)]
+    socks = [*(line._sock for line in world._operations._connections.values()), *(each._sock for each in connections)]
     if socks:
         with contextlib.suppress(OSError):
             socks[choice % len(socks)].shutdown(socket.SHUT_RDWR)

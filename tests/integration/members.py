@@ -33,9 +33,7 @@ import torch
 import multiworld
 import multiworld.elastic
 from multiworld import WorldManager
-from multiworld.execution import process_group
 from multiworld.membership.mesh import MeshConnector
-from multiworld.membership.store import ControlStore
 from tests.integration.elastic_part import ElasticPart
 from tests.integration.parts import Part
 from tests.torture.part import TorturePart
@@ -119,6 +117,16 @@ class Script(TorturePart, ElasticPart):
         tensor = self.manager.allocate((count,), torch.float32).fill_(value)
         await self.manager.worlds[world].start_send_message(b"", tensor, dst).finish()
 
+    async def recv_slowly(self, world: str, src: int, seconds: float) -> None:
+        """Receive a message with a callback that blocks; signals its start so that a test can observe it."""
+
+        def accept(_header: bytes, size_bytes: int) -> torch.Tensor:
+            os.write(2, b"the loop stands still\n")
+            time.sleep(seconds)
+            return torch.empty(size_bytes, dtype=torch.uint8)
+
+        await self.manager.worlds[world].recv_message(accept, src)
+
     async def recv(self, world: str, src: int, count: int = 4, tag: int = 0) -> list[float]:
         """The distinct values of the received tensor."""
         tensor = torch.full((count,), float("nan"))
@@ -157,22 +165,6 @@ class Script(TorturePart, ElasticPart):
         """Close the world in the same event loop step in which the send completes."""
         await self.manager.communicator.send(torch.full((count,), value), dst, world)
         self.manager.remove_world(world)
-
-    async def freeze_while_forming(self, published: bool) -> None:
-        """Stop this process during its next join, before or after its address is published to the others."""
-        publish = ControlStore.set
-
-        def freeze(self: ControlStore, key: str, value: str | bytes) -> None:
-            if published:
-                publish(self, key, value)
-                time.sleep(0.1)  # the control loop sends it in the meantime
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-        ControlStore.set = freeze  # type: ignore[method-assign]
-
-    async def limit_gloo_connect(self, timeout_s: float) -> None:
-        """Let Gloo's constructor give up earlier; it cannot be interrupted, and this process waits for it at its exit."""
-        process_group._CONNECT_S = timeout_s
 
     async def freeze_while_connecting(self, connected: bool) -> None:
         """Stop this process once, before or after it has opened its first peer connection."""

@@ -234,9 +234,9 @@ def test_tensors_of_other_devices_are_staged_through_host_copies(
 ) -> None:
     """As for GPU tensors on Gloo; here some CPU tensors are treated like this and others are not."""
     here_and_there = iter([True, False] * 1000)
-    on_host = Ranks.on_host
+    staged = Ranks.check_devices
     monkeypatch.setattr(
-        Ranks, "on_host", lambda *arguments: bool(not on_host(*arguments) and next(here_and_there)) or checked
+        Ranks, "check_devices", lambda *arguments: bool(not staged(*arguments) and next(here_and_there)) or checked
     )
 
     async def part(manager: WorldManager, world: World) -> None:
@@ -261,3 +261,36 @@ def test_tensors_of_other_devices_are_staged_through_host_copies(
             assert rank == 0 or message.tolist() == [step] * 2
 
     crew.run(2, part, checked=checked)
+
+
+@BOTH
+def test_conjugated_and_negated_views_are_sent_by_value(crew: Crew, checked: bool) -> None:
+    value = torch.tensor([1 + 2j, 3 - 4j])
+
+    async def part(manager: WorldManager, world: World) -> torch.Tensor:
+        if world.rank == 0:
+            await asyncio.gather(
+                manager.communicator.send(value.conj(), 1, world.name),
+                manager.communicator.send(value.conj().imag, 1, world.name, tag=1),
+            )
+            return torch.tensor(0)
+        got, imaginary = torch.zeros(2, dtype=torch.complex64), torch.zeros(2)
+        await asyncio.gather(
+            manager.communicator.recv(got, 0, world.name),
+            manager.communicator.recv(imaginary, 0, world.name, tag=1),
+        )
+        assert imaginary.tolist() == [-2.0, 4.0]
+        return got
+
+    assert crew.run(2, part, checked=checked)[1].tolist() == value.conj().resolve_conj().tolist()
+
+
+def test_outputs_that_require_gradients_are_filled(crew: Crew) -> None:
+    async def part(manager: WorldManager, world: World) -> list[float]:
+        tensor = torch.full((4,), float(world.rank), requires_grad=True)
+        strided = torch.full((4, 2), float(world.rank)).requires_grad_()[:, 0]
+        await manager.communicator.broadcast(tensor, 1, world.name)
+        await manager.communicator.all_reduce(strided, world_name=world.name)
+        return [*tensor.tolist(), *strided.tolist()]
+
+    assert crew.run(2, part) == [[1.0] * 8] * 2

@@ -34,8 +34,8 @@ def test_nccl_is_refused_with_a_clear_error_without_a_gpu() -> None:
 
 
 def test_gloo_accepts_tensors_of_every_device() -> None:
-    assert parse_backend("cuda:gloo") == {"cuda": "tcp"}
-    assert parse_backend("cpu:gloo, cuda:gloo") == {"cpu": "tcp", "cuda": "tcp"}
+    assert parse_backend("cuda:gloo") == {"cuda": "multiworld"}
+    assert parse_backend("cpu:gloo, cuda:gloo") == {"cpu": "multiworld", "cuda": "multiworld"}
 
 
 ON_SECOND = Ranks("w", 0, 2, {"cuda": "nccl"}, torch.device("cuda", 1))
@@ -128,7 +128,7 @@ async def test_broken_world_can_be_formed_again(manager: WorldManager) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo", "c10d-gloo"])
+@pytest.mark.parametrize("backend", ["multiworld", "cpu:gloo,cuda:gloo"])
 @pytest.mark.parametrize("checked", [False, True])
 async def test_gloo_carries_gpu_tensors(backend: str, checked: bool) -> None:
     async with WorldManager(verify_collectives=checked) as first, WorldManager(verify_collectives=checked) as second:

@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 
 from multiworld import (
-    BrokenWorldException,
-    Cause,
     JoinError,
     WorldClosedError,
     WorldManager,
@@ -221,35 +218,6 @@ async def test_rank_is_free_again_when_its_member_ends_before_the_start(
     await exchange(manager, "w", heir.start("recv", world="w", src=0))
 
 
-@pytest.mark.parametrize(("how", "cause"), [("killed", Cause.EXIT), ("frozen", Cause.HANG)])
-@pytest.mark.parametrize("victim_rank", [0, 1])
-@pytest.mark.parametrize("published", [False, True], ids=["unpublished", "published"])
-async def test_world_breaks_when_a_member_fails_while_it_forms(
-    spawn: Spawn, manager: WorldManager, how: str, cause: Cause, victim_rank: int, published: bool
-) -> None:
-    """A group's constructor cannot be interrupted while it waits for a connection; the caller must not wait for it."""
-    victim = await spawn()
-    port = await victim.do("listen") if victim_rank == 0 else manager.listen()
-    await victim.do("freeze_while_forming", published=published)
-    victim.start("join", world="w", rank=victim_rank, size=2, port=port, backend="c10d-gloo")
-    joining = asyncio.create_task(
-        manager.initialize_world("w", 1 - victim_rank, 2, "c10d-gloo", port=port, timeout=3600)
-    )
-    await victim.stopped()
-    if how == "killed":
-        victim.kill()
-    with contextlib.suppress(BrokenWorldException):  # it still forms if only the victim's side was incomplete
-        await joining
-    with pytest.raises(BrokenWorldException) as raised:
-        await manager.communicator.recv(torch.zeros(4), victim_rank, "w")
-    assert (raised.value.cause, raised.value.rank) == (cause, victim_rank)
-    # The broken world does not affect the next one.
-    peer = await spawn()
-    port = manager.listen()
-    await form("w", port, manager, peer)
-    await exchange(manager, "w", peer.start("recv", world="w", src=0))
-
-
 async def test_worlds_form_on_a_port_that_is_flooded_with_connections(spawn: Spawn) -> None:
     """Random bytes, HTTP, silence, and a thousand connections do not keep a member from joining."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -307,40 +275,6 @@ async def test_nothing_is_left_when_the_control_loop_thread_cannot_start(monkeyp
             with pytest.raises(RuntimeError, match="can't start new thread"):
                 await manager.initialize_world("w", 0, 1, port=port)
         await manager.initialize_world("w", 0, 1, port=port)
-
-
-# -- caller-provided stores -----------------------------------------------------------------------------------------------------
-
-
-async def test_members_rejoin_when_a_store_has_keys_of_an_earlier_generation() -> None:
-    store = HashStore()
-    async with WorldManager() as host, WorldManager() as guest:
-        port = host.listen()
-        for generation in range(1, 4):
-            joined = await asyncio.gather(
-                *(
-                    each.initialize_world("w", rank, 2, port=port, store=store)
-                    for rank, each in enumerate((host, guest))
-                )
-            )
-            tensor = torch.zeros(4)
-            await asyncio.gather(
-                host.communicator.broadcast(torch.full((4,), float(generation)), 0, "w", timeout_s=5),
-                guest.communicator.broadcast(tensor, 0, "w", timeout_s=5),
-            )
-            assert tensor.tolist() == [generation] * 4
-            await asyncio.gather(*(each.close_world("w") for each in (host, guest)))
-            assert all(world.generation == generation for world in joined)
-
-
-async def test_world_does_not_form_when_only_one_member_has_a_store() -> None:
-    async with WorldManager() as host, WorldManager() as guest:
-        port = host.listen()
-        hosting = asyncio.create_task(host.initialize_world("w", 0, 2, port=port, timeout=5))
-        with pytest.raises(JoinError, match=r"store=False; we have .* store=True"):
-            await guest.initialize_world("w", 1, 2, port=port, store=HashStore(), timeout=5)
-        hosting.cancel()
-        await asyncio.gather(hosting, return_exceptions=True)
 
 
 # -- names used by several threads ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from multiworld.collectives import reductions
 from multiworld.elastic.agent import suspect_of
 from multiworld.elastic.protocol.messages import MemberInfo, View
 from multiworld.ops import p2p as messages
-from multiworld.ops.operation import Plan
+from multiworld.ops.operation import Collective, Plan
 from tests.integration.members import PATIENCE_S, Spawn, form
 
 PATIENT_S = 20.0
@@ -26,13 +26,12 @@ MEMBER_SETTINGS = {"heartbeat_timeout_s": PATIENT_S}
 
 
 @pytest.fixture
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[tuple[World, World]]:
-    """Two members of a world with the backend of the fixture's parameter."""
+async def pair() -> AsyncIterator[tuple[World, World]]:
     async with (
         WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
         WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
     ):
-        await form("w", host.listen(), host, guest, backend=getattr(request, "param", "gloo"))
+        await form("w", host.listen(), host, guest)
         yield host.world("w"), guest.world("w")
 
 
@@ -50,16 +49,12 @@ def failing_algorithm(error: Exception) -> Callable[..., Any]:
     return fail
 
 
-def all_reduce(world: World) -> Plan:
+def all_reduce(world: World) -> Collective:
     return reductions.all_reduce(world.ranks, torch.ones(4), ReduceOp.SUM)
 
 
-def all_to_all(world: World) -> Plan:
+def all_to_all(world: World) -> Collective:
     return collectives.all_to_all(world.ranks, [torch.zeros(2), torch.zeros(2)], [torch.ones(2), torch.ones(2)])
-
-
-def own(world: World) -> Plan:
-    return Plan(name="own", signature="own()", post=lambda group: group.barrier(), tensors=(torch.ones(1),))
 
 
 PLANS: dict[str, Callable[[World, Exception], tuple[Plan, Callable[[World], Plan]]]] = {
@@ -87,20 +82,11 @@ PLANS: dict[str, Callable[[World, Exception], tuple[Plan, Callable[[World], Plan
         replace(all_to_all(world), copy_back=raising(error)),
         all_to_all,
     ),
-    "calling the backend": lambda world, error: (replace(own(world), post=raising(error)), own),
-    "calling the backend from a queue": lambda world, error: (
-        replace(own(world), post=raising(error), staged=True),
-        own,
-    ),
 }
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize(
-    ("what", "pair"),
-    [(what, "c10d-gloo" if what.startswith("calling the backend") else "gloo") for what in PLANS],
-    indirect=["pair"],
-)
+@pytest.mark.parametrize("what", PLANS)
 async def test_world_breaks_with_the_failing_member_named_when_an_operation_raises(
     pair: tuple[World, World], what: str, error: Exception
 ) -> None:

@@ -2,10 +2,14 @@
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import socket
+import stat
+import struct
 import threading
+import time
 from collections.abc import AsyncIterator, Coroutine, Generator, Iterator
 from functools import partial
 from typing import Any
@@ -13,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from multiworld import BrokenWorldException, Cause, JoinError, World, WorldManager, WorldState
+from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager, WorldState
 from multiworld.control.frames import FrameReader
 from multiworld.control.handshake import ClientHandshake, Hello
 from multiworld.transport import connection as line
@@ -215,7 +219,7 @@ async def test_survivor_gets_cause_and_rank_when_its_peer_fails_during_a_message
     await form("w", manager.listen(), manager, victim)
     neighbour = await spawn()
     await form("v", manager.listen(), manager, neighbour)
-    ours = manager.world("w")._executor._connections[1]
+    ours = manager.world("w")._operations._connections[1]
     if sends:
         operation = manager.communicator.irecv(torch.zeros(BIG), 1, "w")
         victim.start("send", world="w", dst=0, count=BIG)
@@ -340,15 +344,124 @@ def _ask_for_a_line(port: int, secret: bytes, hello: Hello) -> bytes:
         return rejection.fields[0]
 
 
+@contextlib.contextmanager
+def data_sockets() -> Iterator[list[socket.socket]]:
+    """Duplicates of the data connections of this process over TCP. Only they use keepalive."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                    sock = stack.enter_context(socket.socket(fileno=os.dup(fd)))
+                    if sock.family == socket.AF_INET and sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+                        found.append(sock)
+        assert found
+        yield found
+
+
+def drop_incoming(sock: socket.socket) -> None:
+    """Let the kernel drop all packets for this socket without an acknowledgement, like a firewall that has forgotten the connection."""
+    instruction = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET: keep 0 bytes
+    program = struct.pack("HL", 1, ctypes.addressof(instruction))
+    sock.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
+
+
+async def test_world_breaks_when_the_network_drops_data_while_heartbeats_arrive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(line, "UNACKNOWLEDGED_S", 1.0)
+    async with (
+        WorldManager(heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=0) as host,
+        WorldManager(heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=0) as guest,
+    ):
+        await form("w", host.listen(), host, guest)
+        with data_sockets() as socks:
+            for sock in socks:
+                drop_incoming(sock)
+        async with asyncio.timeout(PATIENT_S):
+            with pytest.raises(BrokenWorldException) as caught:
+                await guest.communicator.recv(torch.zeros(4), 0, "w")
+        assert caught.value.cause is Cause.TRANSPORT
+
+
+async def test_slow_receiver_does_not_count_as_a_lost_network(spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "UNACKNOWLEDGED_S", 0.2)
+    monkeypatch.setattr("multiworld.world._WATCH_S", 0.1)
+    peer = await spawn(heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=0)
+    async with WorldManager(heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=0) as manager:
+        await form("w", manager.listen(), manager, peer)
+        coming = peer.start("recv", world="w", src=0, count=BIG)
+        peer.start("block", seconds=2.0)
+        await until(lambda: "stands still" in peer.complaints)
+        await manager.communicator.send(torch.ones(BIG), 1, "w")
+        assert await coming == [1.0]
+
+
+async def test_other_worlds_stay_when_a_callback_blocks_while_its_peer_dies(
+    spawn: Spawn, manager: WorldManager
+) -> None:
+    """The thread that sends the heartbeats of all worlds never waits for the code of a caller."""
+    member, victim = await spawn(), await spawn()
+    await form("w", await member.do("listen"), member, victim)
+    await form("v", manager.listen(), manager, member)
+    receiving = member.start("recv_slowly", world="w", src=1, seconds=2.5 * PULSE_S)
+    victim.start("send", world="w", dst=0)
+    await until(lambda: "stands still" in member.complaints)
+    victim.kill()
+    with contextlib.suppress(BrokenWorldException):
+        await receiving
+    coming = member.start("recv", world="v", src=0)
+    await manager.communicator.send(torch.ones(4), 1, "v")
+    assert await coming == [1.0]
+
+
+@pytest.mark.parametrize("shared_memory_bytes", [None, 0], ids=["shared memory", "tcp"])
+async def test_completed_sends_arrive_when_the_sender_leaves_with_a_receive_pending(
+    shared_memory_bytes: int | None,
+) -> None:
+    settings: dict[str, Any] = {"heartbeat_timeout_s": PATIENT_S, "shared_memory_bytes": shared_memory_bytes}
+    async with WorldManager(**settings) as host, WorldManager(**settings) as guest:
+        port = host.listen()
+        for round_ in range(4):
+            await form("w", port, host, guest)
+            pending = host.communicator.irecv(torch.zeros(4), 1, "w", tag=1)
+            target = torch.zeros(1 << 19)
+            coming = guest.communicator.irecv(target, 0, "w")
+            await host.communicator.send(torch.full((1 << 19,), float(round_)), 1, "w")
+            host.remove_world("w")
+            time.sleep(0.3)  # noqa: ASYNC251 - the receiver is behind
+            await coming
+            assert set(target.tolist()) == {float(round_)}
+            with pytest.raises(WorldClosedError):
+                await pending
+            await guest.close_world("w")
+
+
+async def test_lost_connection_is_attributed_to_its_peer_when_a_later_collective_finds_it(spawn: Spawn) -> None:
+    peer, third = [await spawn(enable_monitor=False, verify_collectives=False) for _ in range(2)]
+    async with WorldManager(enable_monitor=False, verify_collectives=False, shared_memory_bytes=0) as manager:
+        await form("w", manager.listen(), manager, third, peer)
+        connection = manager.world("w")._operations._connections[2]
+        peer.signal(signal.SIGSTOP)
+        await peer.stopped()
+        connection._sock.shutdown(socket.SHUT_RDWR)
+        await until(lambda: connection.end_reason is not None)
+        with pytest.raises(BrokenWorldException) as caught:
+            await manager.communicator.all_reduce(torch.zeros(4), world_name="w")
+        assert (caught.value.cause, caught.value.rank) == (Cause.TRANSPORT, 2)
+
+
 async def test_lost_peer_connection_breaks_the_world_without_heartbeats(spawn: Spawn) -> None:
     peer = await spawn(enable_monitor=False)
-    async with WorldManager(enable_monitor=False) as manager:
+    async with WorldManager(enable_monitor=False, shared_memory_bytes=0) as manager:
         await form("w", manager.listen(), manager, peer)
         peer.signal(signal.SIGSTOP)
         await peer.stopped()
         coming = asyncio.create_task(manager.communicator.recv(torch.zeros(4), 1, "w"))
         await asyncio.sleep(0)
-        manager.world("w")._executor._connections[1]._sock.shutdown(socket.SHUT_RDWR)
+        with data_sockets() as socks:
+            for sock in socks:
+                sock.shutdown(socket.SHUT_RDWR)
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(BrokenWorldException) as caught:
                 await coming

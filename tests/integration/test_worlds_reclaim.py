@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,10 @@ import pytest
 import torch
 
 from multiworld import BrokenWorldException, Cause, JoinError, WorldManager
+from multiworld.ops import p2p
+from multiworld.transport.connection import PeerConnection
 from multiworld.transport.segments import SegmentPool
+from multiworld.transport.shared import SharedMemoryConnection
 from tests.integration.members import PATIENCE_S, Spawn, form, resources
 
 CYCLES = int(os.environ.get("MULTIWORLD_TEST_CYCLES", "60"))
@@ -277,15 +282,14 @@ async def test_world_is_freed_when_its_builder_thread_cannot_start(monkeypatch: 
         await manager.initialize_world("w", 0, 1, port=port)
 
 
-@pytest.mark.parametrize("published", [False, True], ids=["unpublished", "published"])
-async def test_program_exits_cleanly_while_a_world_forms(spawn: Spawn, published: bool) -> None:
-    """A thread is inside a group's constructor at this point and may not return for some seconds."""
+@pytest.mark.parametrize("connected", [False, True])
+async def test_program_exits_cleanly_while_a_world_forms(spawn: Spawn, connected: bool) -> None:
+    """A thread waits for the connection of the other member at this point."""
     member, victim = await spawn(), await spawn()
-    await member.do("limit_gloo_connect", timeout_s=1.0)
-    await victim.do("freeze_while_forming", published=published)
+    await victim.do("freeze_while_connecting", connected=connected)
     port = await member.do("listen")
-    member.start("join", world="w", rank=0, size=2, port=port, backend="c10d-gloo")
-    victim.start("join", world="w", rank=1, size=2, port=port, backend="c10d-gloo")
+    member.start("join", world="w", rank=0, size=2, port=port)
+    victim.start("join", world="w", rank=1, size=2, port=port)
     await victim.stopped()
     assert await member.end() == 0
 
@@ -332,6 +336,23 @@ async def test_ended_worlds_with_unlimited_names_are_forgotten(monkeypatch: pyte
         await manager.initialize_world("lives", 0, 1, port=port)
         assert sorted(manager.worlds) == ["lives", "w3", "w4", "w5"]
         assert manager.is_broken("w0")
+
+
+async def test_ended_world_that_is_kept_by_name_frees_its_connections() -> None:
+    async with WorldManager() as host, WorldManager() as guest:
+        await form("w", host.listen(), host, guest)
+        connections = [
+            weakref.ref(each) for each in gc.get_objects() if type(each) in (PeerConnection, SharedMemoryConnection)
+        ]
+        world = host.world("w")
+        guest.remove_world("w")
+        assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
+        assert host.worlds["w"] is world
+        assert set(world.transports) == {1}
+        async with asyncio.timeout(PATIENCE_S):
+            while any(each() is not None for each in connections):
+                gc.collect()
+                await asyncio.sleep(0.01)
 
 
 PROGRAM = """
@@ -401,32 +422,33 @@ async def test_control_loop_continues_and_frees_a_world_later_when_no_thread_can
         await asyncio.gather(host.communicator.barrier("stays"), guest.communicator.barrier("stays"))
 
 
-async def test_callers_get_errors_and_the_lost_thread_is_reported_when_c10d_never_releases_a_group(
+async def test_callers_get_errors_and_the_lost_thread_is_reported_when_a_thread_never_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Gloo's destructor waits for a send that never ends; NCCL's abort may hang."""
-    freed = threading.Event()
-    monkeypatch.setattr("multiworld.world.abort_process_group", lambda *_: freed.wait(PATIENCE_S))
+    """The abort of NCCL may hang, or a copy from a device."""
+    freed, copying = threading.Event(), threading.Event()
+
+    def copy_back() -> None:
+        copying.set()
+        freed.wait(PATIENCE_S)
+
     monkeypatch.setattr("multiworld.world._TEARDOWN_S", 0.05)
     async with (
         WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
         WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
     ):
-        port = host.listen()
-        await asyncio.gather(
-            *(
-                manager.initialize_world("w", rank, 2, "c10d-gloo", port=port)
-                for rank, manager in enumerate((host, guest))
-            )
-        )
-        broadcasting = asyncio.create_task(host.communicator.broadcast(torch.zeros(0), 1, "w"))
-        await asyncio.sleep(0)
-        worlds = [manager.world("w") for manager in (host, guest)]
-        worlds[1].fail(Cause.ABORTED, 1, "for the test")
+        await form("w", host.listen(), host, guest)
+        world = host.world("w")
+        receiving = world.start(replace(p2p.recv(world.ranks, torch.zeros(4), 1, 0), copy_back=copy_back))
+        other = asyncio.create_task(world.recv(torch.zeros(4), 1, tag=1))
+        await guest.world("w").send(torch.ones(4), 0)
+        assert await asyncio.to_thread(copying.wait, PATIENCE_S)
+        guest.world("w").fail(Cause.ABORTED, 1, "for the test")
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(BrokenWorldException):
-                await broadcasting
+                await other
         assert not freed.is_set()
-        await reclaimed(host, guest)
-        assert all(world.threads_lost for world in worlds)
+        assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
+        assert world.threads_lost
         freed.set()
+        await receiving  # the data had arrived

@@ -155,6 +155,22 @@ def test_own_stall_does_not_count_as_silence_of_peers(control_loop: ControlLoop,
     assert silences.get(timeout=PATIENCE_S) < 1.0
 
 
+def test_silence_of_a_peer_counts_when_this_process_stalls_again_and_again(
+    control_loop: ControlLoop, ends: Ends
+) -> None:
+    silences: SimpleQueue[float] = SimpleQueue()
+
+    def stall(times: int) -> None:
+        time.sleep(0.3)
+        if times:
+            control_loop.call_soon(stall, times - 1)
+        else:
+            control_loop.call_later(0.0, lambda: silences.put(control_loop.now_s - ends.connection.last_received_s))
+
+    control_loop.call_soon(stall, 9)
+    assert silences.get(timeout=PATIENCE_S) > 1.5, "3 s, of which at most one is credited"
+
+
 def test_frames_arrive_and_the_end_is_reported_once(ends: Ends) -> None:
     frames = [Frame(Kind.STORE_SET, (b"key", bytes([number]) * 1000)) for number in range(100)]
     ends.peer.sendall(b"".join(frame.encode() for frame in frames))

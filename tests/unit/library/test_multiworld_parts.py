@@ -108,6 +108,17 @@ def test_threads_are_started_on_demand_and_reused() -> None:
         waiters.run(lambda: None)
 
 
+def test_jobs_above_the_limit_of_threads_wait_for_a_free_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiworld.execution.blocking_pool.MAX_THREADS", 2)
+    waiters, gate, done = BlockingPool("test"), threading.Event(), SimpleQueue[int]()
+    for number in range(20):
+        waiters.run(lambda number=number: (gate.wait(PATIENCE_S), done.put(number)))  # type: ignore[misc]
+    assert sum(thread.name == "test" for thread in threading.enumerate()) == 2
+    gate.set()
+    assert sorted(done.get(timeout=PATIENCE_S) for _ in range(20)) == list(range(20))
+    assert waiters.close(PATIENCE_S)
+
+
 def test_close_reports_a_thread_that_does_not_return() -> None:
     waiters, gate = BlockingPool("test"), threading.Event()
 
@@ -247,12 +258,12 @@ def test_inconsistent_heartbeat_settings_are_refused(interval_s: float, timeout_
 @pytest.mark.parametrize(
     ("backend", "parsed"),
     [
-        ("gloo", {"cpu": "tcp"}),
-        (" GLOO ", {"cpu": "tcp"}),
-        ("tcp", {"cpu": "tcp"}),
-        ("cpu:gloo", {"cpu": "tcp"}),
-        ("cpu:gloo, cuda:gloo", {"cpu": "tcp", "cuda": "tcp"}),
-        ("c10d-gloo", {"cpu": "c10d-gloo"}),
+        ("gloo", {"cpu": "multiworld"}),
+        (" GLOO ", {"cpu": "multiworld"}),
+        ("tcp", {"cpu": "multiworld"}),
+        ("cpu:gloo", {"cpu": "multiworld"}),
+        ("cpu:gloo, cuda:gloo", {"cpu": "multiworld", "cuda": "multiworld"}),
+        ("multiworld", {"cpu": "multiworld"}),
     ],
 )
 def test_known_backend_is_accepted(backend: str, parsed: dict[str, str]) -> None:
@@ -261,7 +272,7 @@ def test_known_backend_is_accepted(backend: str, parsed: dict[str, str]) -> None
 
 @pytest.mark.parametrize("backend", ["", "mpi", "cpu:nccl", "gloo,", "cuda"])
 def test_unknown_backend_is_refused_with_the_known_ones(backend: str) -> None:
-    with pytest.raises(UnsupportedBackendError, match="expected 'gloo', 'nccl'"):
+    with pytest.raises(UnsupportedBackendError, match="expected 'multiworld', 'nccl'"):
         parse_backend(backend)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from multiworld.control.frames import HEARTBEAT_BYTES, Frame, FrameError, Kind
 from multiworld.membership.mesh import _next_frame
-from multiworld.ops.operation import Operation, SubOperation
+from multiworld.ops.operation import CollectiveMessage, Operation
 from multiworld.ops.p2p import recv, send
 from multiworld.ops.validation import Ranks
 from multiworld.transport.connection import MAX_CREDITS, PeerConnection
@@ -25,24 +25,24 @@ from tests.waiting import until
 
 PATIENCE_S = 30.0
 BIG = 6_000_000
-RANKS = Ranks("w", 0, 2, {"cpu": "tcp"})
+RANKS = Ranks("w", 0, 2, {"cpu": "multiworld"})
 
 
 class Owner:
     """A world that only records its calls."""
 
     def __init__(self) -> None:
-        self.completed: list[Operation | SubOperation] = []
-        self.lost: list[tuple[list[Operation | SubOperation], str]] = []
+        self.completed: list[Operation | CollectiveMessage] = []
+        self.lost: list[tuple[list[Operation | CollectiveMessage], str]] = []
         self.protocol_errors: list[str] = []
         self.errors: list[Exception] = []
         self.then: Callable[[], object] = lambda: None
 
-    def on_transferred(self, operation: Operation | SubOperation) -> None:
+    def on_transferred(self, operation: Operation | CollectiveMessage) -> None:
         self.completed.append(operation)
         self.then()
 
-    def on_connection_lost(self, peer: int, pending: list[Operation | SubOperation], reason: str) -> None:
+    def on_connection_lost(self, peer: int, pending: list[Operation | CollectiveMessage], reason: str) -> None:
         self.lost.append((pending, reason))
 
     def on_protocol_error(self, peer: int, detail: str) -> None:
@@ -280,7 +280,7 @@ async def test_temporary_copy_is_kept_until_it_is_sent(pair: tuple[End, End]) ->
     tensor = torch.full((BIG,), 7, dtype=torch.uint8)
     kept = weakref.ref(tensor)
     whole = Operation(send(RANKS, torch.zeros(1), 1, 0), None, asyncio.get_running_loop().create_future(), one.owner)
-    transfer = Transfer(SubOperation(whole, lambda: None), message_head(f"uint8[{BIG}]", 0, BIG))
+    transfer = Transfer(CollectiveMessage(whole, lambda: None), message_head(f"uint8[{BIG}]", 0, BIG))
     transfer.set_data(tensor)
     with one.lock:
         one.line.send(transfer, 0)

@@ -2,6 +2,7 @@
 
 import array
 import asyncio
+import errno
 import fcntl
 import os
 import resource
@@ -10,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +67,7 @@ class LocalEnd(End):
     def send_message(self, payload: Tensor) -> Operation:
         plan = send_message(RANKS, b"header", payload, 1, 0)
         operation = Operation(plan, None, asyncio.get_running_loop().create_future(), self.owner)
-        transfer = Transfer(operation, HEAD.pack(MESSAGE, 0, payload.nbytes, b"header"))
+        transfer = Transfer(operation, HEAD.pack(MESSAGE, 0, payload.nbytes, b"header"), lent=True)
         transfer.set_data(payload)
         with self.lock:
             self.line.send(transfer, 0)
@@ -151,6 +153,70 @@ async def test_segment_is_used_again_only_after_the_tensor_and_all_views_are_dro
     del part
     await until(lambda: leases(one) == 0)
     assert address in {one.pool.allocate((MIB,), torch.uint8).data_ptr() for _ in range(2)}
+
+
+async def test_send_in_place_completes_only_when_the_receiver_has_taken_the_data(
+    pair: tuple[LocalEnd, LocalEnd],
+) -> None:
+    """The sender may change its tensor then. A message lends its payload, and is complete when it is announced."""
+    one, other = pair
+    tensor, targets = allocated(one, MIB), [torch.zeros(MIB, dtype=torch.uint8) for _ in range(2)]
+    first = tensor.clone()
+    receives = [other.receive(target) for target in targets]
+    await until(lambda: one.line._credits.get(0) == 2)
+    sent = one.send(tensor)
+    assert sent not in one.owner.completed, "the receiver has not run yet"
+    await one.until_completed(sent)
+    tensor.fill_(0)
+    lent = one.send(tensor)
+    await other.until_completed(*receives)
+    await one.until_completed(lent)
+    assert torch.equal(targets[0], first)
+    assert not targets[1].any()
+    view, received = other.view()
+    await until(lambda: one.line._credits.get(0) == 1)
+    assert one.send_message(tensor) in one.owner.completed
+    await other.until_completed(received)
+    view.release()
+
+
+class RefusingSocket:
+    """A socket whose kernel passes no descriptor once."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.refused = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+    def sendmsg(self, buffers: Any, ancillary: Any = ()) -> int:
+        if ancillary and not self.refused:
+            self.refused += 1
+            raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
+        return self._sock.sendmsg(buffers, ancillary)
+
+
+@pytest.mark.parametrize("with_ring", [False, True])
+async def test_message_is_copied_when_too_many_descriptors_are_in_flight(
+    pair: tuple[LocalEnd, LocalEnd], with_ring: bool
+) -> None:
+    one, other = pair
+    if with_ring:
+        received = other.receive(torch.empty(MIB, dtype=torch.uint8))
+        await one.until_completed(one.send(random_bytes(MIB)))
+        await other.until_completed(received)
+    refusing = RefusingSocket(one.line._sock)
+    one.line._sock = refusing  # type: ignore[assignment]
+    tensors, targets = [allocated(one, MIB) for _ in range(3)], [torch.zeros(MIB, dtype=torch.uint8) for _ in range(3)]
+    receives = [other.receive(target) for target in targets]
+    await until(lambda: one.line._credits.get(0) == 3)
+    sends = [one.send(tensor) for tensor in tensors]
+    await one.until_completed(*sends)
+    await other.until_completed(*receives)
+    assert refusing.refused == 1
+    assert all(torch.equal(tensor, target) for tensor, target in zip(tensors, targets, strict=True))
+    assert leases(one) == 0
 
 
 async def test_view_stays_intact_when_the_connection_and_the_tensor_of_the_sender_end(
@@ -360,7 +426,7 @@ async def test_lease_is_kept_when_the_peer_never_releases_it_and_ends_with_the_c
 ) -> None:
     made, peer = end
     tensor = allocated(made, MIB)
-    operation = made.send(tensor)
+    operation = made.send_message(tensor)
     peer.send(HEAD.pack(RECV_READY, 0, 0, b""))
     await made.until_completed(operation)
     assert leases(made) == 1
