@@ -58,6 +58,13 @@ async def all_reduce(channel: CollectiveChannel, data: Tensor, result: Tensor, o
         await _two_shot(channel, shares, results, op, range(channel.size))
 
 
+def bytes_sent(size_bytes: int, members: int) -> int:
+    """How many bytes a member sends, and receives, in an all-reduce of `size_bytes`."""
+    if size_bytes * (members - 1) <= ONE_SHOT_BYTES:
+        return size_bytes * (members - 1)
+    return 2 * (members - 1) * size_bytes // members
+
+
 async def reduce(channel: CollectiveChannel, data: Tensor, dst: int, op: str) -> None:
     """Reduce `data` in place at rank `dst`; its content at other ranks is undefined. Arguments and errors as in `all_reduce`."""
     if channel.size <= 2 or data.nbytes * len(channel.peers) <= ONE_SHOT_BYTES:

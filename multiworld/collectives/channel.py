@@ -29,6 +29,7 @@ class CollectiveChannel:
     """The messages of one collective.
 
     Attributes:
+        name: name of the collective.
         peers: ranks of the other members, in ascending order from this rank, wrapping around.
         rank, size: rank of this member, and number of members including this one.
 
@@ -47,6 +48,7 @@ class CollectiveChannel:
         lock: threading.RLock,
         check: Callable[[], None],
     ) -> None:
+        self.name = operation.name
         self._operation = operation
         self._connections = connections
         self.size = len(connections) + 1
@@ -113,7 +115,7 @@ class CollectiveChannel:
         return future
 
     def _signature(self, data: Tensor) -> str:
-        return f"{self._operation.name}, {data.nbytes} bytes"
+        return f"{self.name}, {data.nbytes} bytes"
 
 
 def _make_future() -> tuple[asyncio.Future[None], Callable[[], None]]:

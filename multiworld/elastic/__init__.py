@@ -11,7 +11,6 @@ This package is the top layer of the library: it may import every other package 
 Start reading at `world.py` (the API), then `protocol/` (the decisions, without I/O), then `agent.py` (the I/O of a member).
 """
 
-from multiworld.elastic.allreduce.quantization import Quantization
 from multiworld.elastic.errors import DesyncError, ElasticError, EvictedError, RendezvousError, ViewChangeError
 from multiworld.elastic.manager import ElasticManager
 from multiworld.elastic.operations import AllReduceHandle, AllReduceOutcome
@@ -27,7 +26,6 @@ __all__ = [
     "ElasticRendezvous",
     "ElasticWorld",
     "EvictedError",
-    "Quantization",
     "RendezvousError",
     "ViewChangeError",
 ]

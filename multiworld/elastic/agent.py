@@ -222,7 +222,7 @@ class MemberAgent:
         try:
             if size > 1:
                 await self._manager.initialize_world(
-                    self._name, rank, size, "gloo", first.host, first.port, self._config.form_timeout_s,
+                    self._name, rank, size, "multiworld", first.host, first.port, self._config.form_timeout_s,
                     generation=view.number, verify_collectives=False,
                 )  # fmt: skip
         except (WorldError, OSError) as error:

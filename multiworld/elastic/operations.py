@@ -11,18 +11,25 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
-from multiworld.collectives.reductions import AnyReduceOp
-from multiworld.elastic.allreduce.bucket import Bucket, Workspace, make_buckets
-from multiworld.elastic.allreduce.channel import ByteCounters, TaggedChannel, ViewWorld
-from multiworld.elastic.allreduce.quantization import Quantization, check_quantizable
-from multiworld.elastic.allreduce.quantized import quantized_all_reduce
-from multiworld.elastic.allreduce.reduction import Reduction
-from multiworld.elastic.allreduce.ring import direct_all_reduce, prefers_ring, ring_all_reduce
+from multiworld.collectives.allreduce import bytes_sent
+from multiworld.collectives.reductions import AnyReduceOp, all_reduce_out
+from multiworld.elastic.buckets import Bucket, Workspace, make_buckets
 from multiworld.elastic.protocol.rounds import Round
 from multiworld.errors import WorldError
+from multiworld.world import World
 
 Status = Literal["pending", "done", "failed"]
+_OPS = {"SUM": ReduceOp.SUM, "AVG": ReduceOp.AVG, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX, "PRODUCT": ReduceOp.PRODUCT}
+
+
+@dataclass(slots=True)
+class ByteCounters:
+    """Bytes of tensors that this member has sent and received. Incomplete all-reduces do not count."""
+
+    sent: int = 0
+    received: int = 0
 
 
 class AllReduceHandle:
@@ -90,21 +97,22 @@ class AllReduceOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The operations of one call. All members have the same, except for the values of the tensors."""
+    """The operations of one call. All members have the same, except for the values of the tensors.
+
+    Attributes:
+        op: name of the reduction. AVG is the sum divided by the number of members that contributed, for integers rounded towards zero.
+    """
 
     buckets: Sequence[Bucket]
-    reduction: Reduction
-    quantization: Quantization | None
+    op: str
 
     @staticmethod
-    def of(tensors: Sequence[Tensor], op: AnyReduceOp, quantization: Quantization | None) -> "Request":
+    def of(tensors: Sequence[Tensor], op: AnyReduceOp) -> "Request":
         """Check the arguments of a call. Raises TypeError, ValueError."""
-        reduction, buckets = Reduction.of(op), make_buckets("all_reduce", tensors)
-        if quantization is not None:
-            quantization = Quantization(quantization)
-            for bucket in buckets:
-                check_quantizable("all_reduce", bucket.dtype, reduction.name, quantization)
-        return Request(buckets, reduction, quantization)
+        for name, known in _OPS.items():
+            if op == known:
+                return Request(make_buckets("all_reduce", tensors), name)
+        raise ValueError(f"all_reduce: {op} is not supported, only {', '.join(_OPS)}")
 
     @property
     def signature(self) -> str:
@@ -113,17 +121,26 @@ class Request:
             (str(bucket.dtype), bucket.indices, [tensor.numel() for tensor in bucket.tensors])
             for bucket in self.buckets
         ]
-        return f"{self.reduction.name} {self.quantization} {sizes}"
+        return f"{self.op} {sizes}"
 
-    async def reduce_tagged(
-        self, world: ViewWorld, operand: Tensor, result: Tensor, tag: int, counters: ByteCounters
+    async def reduce(
+        self, world: World, bucket: Bucket, result: Tensor, counters: ByteCounters, number: int | None = None
     ) -> None:
-        """Reduce one bucket over a channel with this tag: quantized or around the ring."""
-        with TaggedChannel(world, tag, counters) as channel:
-            if self.quantization is None:
-                await ring_all_reduce(channel, operand, result, self.reduction)
-            else:
-                await quantized_all_reduce(channel, operand, result, self.reduction, self.quantization)
+        """Reduce one bucket of all members into `result`, flat on the host. The tensors of the bucket are only read.
+
+        Args:
+            number: identifies the operation; None: the members start their operations in the same order.
+        Raises BrokenWorldException when the view has ended; `result` is undefined then.
+        """
+        truncated = self.op == "AVG" and not bucket.dtype.is_floating_point
+        op = ReduceOp.SUM if truncated else _OPS[self.op]
+        await world.start(all_reduce_out(bucket.operand(), result, op, number)).finish()
+        if truncated:
+            with torch.inference_mode():
+                result.div_(world.size, rounding_mode="trunc")
+        moved = bytes_sent(bucket.nbytes, world.size)
+        counters.sent += moved
+        counters.received += moved
 
 
 class RetryState:
@@ -143,7 +160,7 @@ class RetryState:
         self._counters = counters
         self._max_in_flight = max_in_flight
 
-    async def run(self, world: ViewWorld, round_: Round) -> None:
+    async def run(self, world: World, round_: Round) -> None:
         """Run the unfinished operations and mark those that finish. Wait for all operations in flight, even if some of them fail.
 
         Raises WorldError when the view has ended.
@@ -162,13 +179,9 @@ class RetryState:
         """Copy a result into its tensors. The operation has finished on all members."""
         self._request.buckets[index].unpack(self._results[index])
 
-    async def _reduce(self, world: ViewWorld, index: int, round_: Round) -> None:
-        request, bucket, result = self._request, self._request.buckets[index], self._results[index]
-        if request.quantization is not None or prefers_ring(bucket.nbytes, world.size):
-            await request.reduce_tagged(world, bucket.operand(), result, index, self._counters)
-        else:
-            bucket.pack(result)
-            await direct_all_reduce(world, result, request.reduction, self._counters)
+    async def _reduce(self, world: World, index: int, round_: Round) -> None:
+        bucket, result = self._request.buckets[index], self._results[index]
+        await self._request.reduce(world, bucket, result, self._counters)
         self.contributors[index] = world.size
         round_.finished[index] = True
 

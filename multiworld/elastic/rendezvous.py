@@ -68,7 +68,7 @@ class ElasticRendezvous:
         self._initial_members = initial_members
         self._regroup_timeout_s = regroup_timeout_s
         self._state = StateFile(state_file, _SAVE_TIMEOUT_S)
-        self._save_lock = asyncio.Lock()
+        self._order: dict[str, asyncio.Lock] = {}  # decisions of a world are sent in the order in which they were made
         self._manager = WorldManager(
             secret=secret, heartbeat_interval_s=heartbeat_interval_s, heartbeat_timeout_s=heartbeat_timeout_s
         )
@@ -178,16 +178,18 @@ class ElasticRendezvous:
     async def _perform(self, name: str, actions: Sequence[Action]) -> None:
         """Save the views, then send the messages. Decisions are sent in the order in which they were made.
 
-        It waits for the save, so a member that sends messages faster than the disk can save them is slowed down.
+        It waits for the save, so a member that sends messages faster than the disk can save them is slowed down. Messages of other worlds,
+        and decisions that are not stored, do not wait.
         """
         self._update_timer(name)
         for action in actions:
             if isinstance(action, Persist):
                 logger.info("world=%s view=%d members=%s", name, action.view.number, ",".join(action.view.ids()))
                 self._state.store(name, action.view)
-        async with self._save_lock:
+        async with self._order.setdefault(name, asyncio.Lock()):
             try:
-                await self._state.flush()
+                if any(isinstance(action, Persist) for action in actions):
+                    await self._state.flush()
             except (OSError, RuntimeError) as error:
                 # The decision is sent all the same. A restart before the next successful write loses it.
                 logger.error("the state file cannot be written: %s", error)  # noqa: TRY400
@@ -237,6 +239,7 @@ class ElasticRendezvous:
     def _remove_world(self, name: str) -> None:
         self._last_removed_view = max(self._last_removed_view, self._coordinators.pop(name).view.number)
         del self._empty[name]
+        self._order.pop(name, None)
         if timer := self._timers.pop(name, None):
             timer.cancel()
         self._state.remove(name)

@@ -4,11 +4,10 @@ import asyncio
 
 import torch
 
-from multiworld.elastic.protocol.messages import MAX_MESSAGE_BYTES, Message, MessageError, decode, encode
+from multiworld.elastic.protocol.messages import MAX_MESSAGE_BYTES, Message, decode, encode
 from multiworld.errors import WorldError
 from multiworld.manager import WorldManager
 
-_LENGTH_TAG, _BODY_TAG = 0, 1
 _MAX_QUEUED = 1000
 """Maximum number of messages that wait to be sent; a view change needs a few."""
 
@@ -31,7 +30,7 @@ class RendezvousLink:
     async def open(self, addr: str, port: int, timeout_s: float) -> None:
         """Connect to the peer and start the sender task. Raises the errors of `initialize_world`."""
         await self._manager.initialize_world(
-            self.name, 1 - self._peer, 2, "gloo", addr, port, timeout_s, verify_collectives=False
+            self.name, 1 - self._peer, 2, "multiworld", addr, port, timeout_s, verify_collectives=False
         )
         self._sender = asyncio.get_running_loop().create_task(self._send_queued())
 
@@ -46,16 +45,19 @@ class RendezvousLink:
         """Wait for the next message.
 
         Raises:
-            WorldError: the connection is lost.
+            WorldError: the connection is lost, or the message is too long.
             MessageError: protocol error.
         """
-        length = torch.zeros(1, dtype=torch.int64)
-        await self._manager.communicator.recv(length, self._peer, self.name, tag=_LENGTH_TAG)
-        size = int(length)
-        if not 0 < size <= MAX_MESSAGE_BYTES:
-            raise MessageError(f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
-        body = torch.empty(size, dtype=torch.uint8)
-        await self._manager.communicator.recv(body, self._peer, self.name, tag=_BODY_TAG)
+        body = torch.empty(0, dtype=torch.uint8)
+
+        def accept(_header: bytes, size: int) -> torch.Tensor:
+            nonlocal body
+            if not 0 < size <= MAX_MESSAGE_BYTES:
+                raise ValueError(f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
+            body = torch.empty(size, dtype=torch.uint8)
+            return body
+
+        await self._manager.world(self.name).recv_message(accept, self._peer)
         return decode(body.numpy().tobytes())
 
     async def close(self, grace_s: float = 0.0) -> None:
@@ -72,14 +74,11 @@ class RendezvousLink:
             self._manager.remove_world(self.name)
 
     async def _send_queued(self) -> None:
-        communicator = self._manager.communicator
         while True:
             message = await self._queue.get()
             body = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
-            length = torch.tensor([body.numel()])
             try:
-                await communicator.send(length, self._peer, self.name, tag=_LENGTH_TAG)
-                await communicator.send(body, self._peer, self.name, tag=_BODY_TAG)
+                await self._manager.world(self.name).start_send_message(b"", body, self._peer)
             except WorldError:
                 return
             self._queue.task_done()

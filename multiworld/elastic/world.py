@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from multiworld.collectives.movement import all_gather_into_tensor
 from multiworld.collectives.reductions import AnyReduceOp
 from multiworld.elastic.agent import MemberAgent
-from multiworld.elastic.allreduce.bucket import Workspace
-from multiworld.elastic.allreduce.channel import ByteCounters, ViewWorld
-from multiworld.elastic.allreduce.quantization import Quantization
+from multiworld.elastic.buckets import Workspace
 from multiworld.elastic.errors import ElasticError
-from multiworld.elastic.operations import AllReduceHandle, AllReduceOutcome, Request, RetryState
+from multiworld.elastic.operations import AllReduceHandle, AllReduceOutcome, ByteCounters, Request, RetryState
 from multiworld.elastic.protocol.commit_protocol import (
     AllGather,
     AwaitBoundary,
@@ -31,10 +30,10 @@ from multiworld.elastic.protocol.commit_protocol import (
 from multiworld.elastic.protocol.rounds import Round, RoundMismatch
 from multiworld.errors import WorldError
 from multiworld.manager import WorldManager
-from multiworld.ops.validation import check_tag
+from multiworld.world import World
 
-_FIRST_ASYNC_TAG = 1 << 28
-"""First tag of `all_reduce_async`. The operations with retry use the tags below it."""
+_TAG_LIMIT = 1 << 28
+"""Tags of `all_reduce_async` are below this limit."""
 
 
 class ElasticWorld:
@@ -55,6 +54,7 @@ class ElasticWorld:
         self._call_lock = asyncio.Lock()
         self._workspace = Workspace()
         self._round: Round | None = None
+        self._async_tags: set[tuple[int, int]] = set()  # view number and tag of each `all_reduce_async` in flight
 
     def __repr__(self) -> str:
         return f"<ElasticWorld {self.name!r} view={self.view_number} rank={self.rank}/{self.size} {self._state.phase}>"
@@ -117,7 +117,6 @@ class ElasticWorld:
         op: AnyReduceOp = ReduceOp.SUM,
         *,
         max_in_flight: int = 16,
-        quantization: Quantization | None = None,
         timeout_s: float | None = None,
     ) -> AllReduceOutcome:
         """All-reduce many tensors, in place. If members are lost, the survivors complete the operation.
@@ -129,7 +128,6 @@ class ElasticWorld:
             tensors: float32, float64, bfloat16, int32 or int64, of any shape and device; same dtypes and sizes on all members.
             op: SUM, AVG (over the members that contributed to that tensor), MIN, MAX or PRODUCT.
             max_in_flight: number of all-reduces that run at once; small tensors share one.
-            quantization: format of the transfers; the error bounds are in multiworld/elastic/allreduce/quantization.py and quantized.py.
             timeout_s: seconds for the whole call; None waits without limit for a member that is alive but does not make the call.
         Raises:
             ElasticError: this process is no longer a member. The tensors hold their original values.
@@ -138,7 +136,7 @@ class ElasticWorld:
         """
         if max_in_flight < 1:
             raise ValueError(f"all_reduce: max_in_flight must be at least 1, got {max_in_flight}")
-        request = Request.of(tensors, op, quantization)
+        request = Request.of(tensors, op)
         async with self._call("all_reduce", timeout_s):
             return await self._run(request, len(tensors), max_in_flight)
 
@@ -147,11 +145,10 @@ class ElasticWorld:
         tensor: Tensor,
         op: AnyReduceOp = ReduceOp.SUM,
         *,
-        quantization: Quantization | None = None,
         timeout_s: float | None = None,
     ) -> AllReduceOutcome:
         """`all_reduce_multiple_with_retry` for one tensor."""
-        return await self.all_reduce_multiple_with_retry([tensor], op, quantization=quantization, timeout_s=timeout_s)
+        return await self.all_reduce_multiple_with_retry([tensor], op, timeout_s=timeout_s)
 
     # -- building blocks -----------------------------------------------------------------------------------------------
 
@@ -161,7 +158,6 @@ class ElasticWorld:
         op: AnyReduceOp = ReduceOp.SUM,
         *,
         tag: int = 0,
-        quantization: Quantization | None = None,
     ) -> AllReduceHandle:
         """Start an all-reduce in this view, in place, and return at once.
 
@@ -174,20 +170,29 @@ class ElasticWorld:
         Raises:
             BrokenWorldException: this view has ended. Await `next_view`.
             ElasticError: this process is no longer a member.
-            TypeError, ValueError: invalid arguments; nothing was sent.
+            TypeError, ValueError: invalid arguments, for example a tag that is in use; nothing was sent.
         """
-        check_tag("all_reduce_async", tag + _FIRST_ASYNC_TAG)
-        request = Request.of([tensor], op, quantization)
+        if not 0 <= tag < _TAG_LIMIT:
+            raise ValueError(f"all_reduce_async: a tag must be from 0 to {_TAG_LIMIT - 1}, got {tag}")
+        if (running := (self.view_number, tag)) in self._async_tags:
+            raise ValueError(
+                f"all_reduce_async: an all-reduce with tag {tag} is in flight; await it or choose another tag"
+            )
+        request = Request.of([tensor], op)
         world, counters = self._view_world(self.view_number), ByteCounters()
+        self._async_tags.add(running)
 
         async def reduce() -> None:
-            for bucket in request.buckets if world.size > 1 else ():
-                operand = bucket.operand()
-                result = torch.empty_like(operand)
-                await request.reduce_tagged(world, operand, result, _FIRST_ASYNC_TAG + tag, counters)
-                bucket.unpack(result)
+            try:
+                for bucket in request.buckets if world is not None else ():
+                    assert world is not None
+                    result = torch.empty(bucket.count, dtype=bucket.dtype)
+                    await request.reduce(world, bucket, result, counters, tag)
+                    bucket.unpack(result)
+            finally:
+                self._async_tags.discard(running)
 
-        return AllReduceHandle(reduce(), self.view_number, world.size, counters)
+        return AllReduceHandle(reduce(), self.view_number, self.size, counters)
 
     async def agree(self, finished: Sequence[bool]) -> list[bool]:
         """Return, for each operation, whether it finished on all members. If all did, the round is committed: the originals may be freed.
@@ -272,27 +277,33 @@ class ElasticWorld:
             case RunOperations(view_number, is_retry) if round_ is not None and retry is not None:
                 if is_retry:
                     retry.renew(round_)
-                await retry.run(self._view_world(view_number), round_)
+                world = self._view_world(view_number)
+                assert world is not None  # a member that is alone runs nothing
+                await retry.run(world, round_)
         return None
 
-    async def _all_gather(self, world: ViewWorld, data: bytes) -> list[bytes]:
+    async def _all_gather(self, world: World | None, data: bytes) -> list[bytes]:
         """All-gather `data`, of the same length on all members; return the data of every member, ordered by rank."""
-        if world.size == 1 or not data:
-            return [data] * world.size
+        if world is None or not data:
+            return [data] * self.size
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         gathered = torch.empty(world.size * len(data), dtype=torch.uint8)
-        await world.all_gather(gathered, own)
+        await world.start(all_gather_into_tensor(world.ranks, gathered, own)).finish()
         return [gathered[at : at + len(data)].numpy().tobytes() for at in range(0, gathered.numel(), len(data))]
 
-    def _view_world(self, view_number: int) -> ViewWorld:
-        """Return the world of this view. Raises BrokenWorldException when it has ended, ElasticError when this process is not a member."""
+    def _view_world(self, view_number: int) -> World | None:
+        """Return the world of this view, None in a view of one member.
+
+        It is the world itself, not its name, because the world of the next view has the same name: an operation that starts after the end
+        of its view fails. Raises BrokenWorldException when the view has ended, ElasticError when this process is not a member.
+        """
         self._agent.raise_if_ended()
         if not self._state.is_in(view_number):
             raise self._agent.view_ended(view_number)
         world = self._manager.world(self.name) if self.size > 1 else None
         if world is not None and world.generation != view_number:
             raise self._agent.view_ended(view_number)
-        return ViewWorld(self.rank, self.size, world)
+        return world
 
     @contextlib.asynccontextmanager
     async def _call(self, what: str, timeout_s: float | None) -> AsyncIterator[None]:

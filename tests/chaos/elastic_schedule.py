@@ -11,11 +11,6 @@ INITIAL_MEMBERS = 4
 MAX_SIZE = 5
 MAX_STEP_BYTES = 4_000_000
 DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2, "int32": 4, "int64": 8}
-QUANTISED = {
-    "min_max": ("float32", "float64", "bfloat16"),
-    "zero_point_scale": ("float32", "float64", "bfloat16"),
-    "bfloat16": ("float32", "float64"),
-}
 OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
 COUNTS = (0, 0, 1, 2, 7, 100, 2048, 5000, 70_000, 300_000, 600_000)
 LOSSES = ("kill", "kill", "kill", "leave", "cancel", "sever", "freeze")
@@ -30,16 +25,12 @@ class Call:
     Attributes:
         key: seed of the tensors' content.
         tensors: dtype and number of elements of each.
-        quantization: "" for none.
-        ring_from_bytes: smallest size of a bucket that uses the ring.
     """
 
     key: str
     tensors: tuple[tuple[str, int], ...]
     op: str
-    quantization: str
     max_in_flight: int
-    ring_min_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +145,7 @@ class Schedule:
 
     def _call(self) -> Call:
         chance = self._chance
-        quantization = chance.choice(("", "", *QUANTISED))
-        op = chance.choice(OPS[:4] if quantization else OPS)
-        dtypes = QUANTISED[quantization] if quantization else tuple(DTYPES)
+        op, dtypes = chance.choice(OPS), tuple(DTYPES)
         tensors: list[tuple[str, int]] = []
         room = MAX_STEP_BYTES
         for _ in range(chance.choice((1, 2, 5, chance.randint(1, 60)))):
@@ -167,8 +156,7 @@ class Schedule:
         if chance.random() < 0.03:
             tensors = [(dtype, 0) for dtype, _ in tensors]
         key = f"{self._seed}/{self._steps}"
-        ring_min_bytes = chance.choice((0, 1 << 16, 1 << 20, 1 << 40))
-        return Call(key, tuple(tensors), op, quantization, chance.choice((1, 2, 16)), ring_min_bytes)
+        return Call(key, tuple(tensors), op, chance.choice((1, 2, 16)))
 
     def _new_member(self) -> int:
         self._last_member += 1

@@ -270,27 +270,16 @@ class Torture:
             return
         for participants in sets_of_participants(step.members, set(results), size):
             operands = [self._operand(call, number, index) for number in participants]
-            ranges = [self._range(call, number, index) for number in participants] if call.quantization else []
-            if explains(first, operands, call.op, call.quantization, ranges):
+            if explains(first, operands, call.op):
                 return
         raise WrongError(f"tensor {index} is no result of {size} of {step.members}: {first}")
 
     def _operand(self, call: Call, number: int, index: int) -> Tensor:
         if (number, index) not in self._operands:
             dtype, count = call.tensors[index]
-            made = operand(call.key, number, index, dtype, count, call.op, call.quantization)
+            made = operand(call.key, number, index, dtype, count, call.op)
             self._operands[number, index] = made
         return self._operands[number, index]
-
-    def _range(self, call: Call, number: int, index: int) -> tuple[float, float]:
-        """The smallest and largest number of a member in all tensors of this dtype: they may be quantized together."""
-        dtype = call.tensors[index][0]
-        if (number, dtype) not in self._ranges:
-            alike = [each for each, (name, count) in enumerate(call.tensors) if name == dtype and count]
-            extremes = [self._operand(call, number, each).aminmax() for each in alike]
-            low, high = min(float(each.min) for each in extremes), max(float(each.max) for each in extremes)
-            self._ranges[number, dtype] = low, high
-        return self._ranges[number, dtype]
 
     async def _check_resources(self) -> None:
         """Threads and descriptors return to what worlds of this size used before; memory does not grow."""

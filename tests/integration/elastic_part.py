@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from multiworld.elastic import ElasticManager, ElasticWorld, Quantization
-from multiworld.elastic.allreduce import ring
-from multiworld.elastic.allreduce.channel import TaggedChannel
+from multiworld.collectives.channel import CollectiveChannel
+from multiworld.elastic import ElasticManager, ElasticWorld
 from multiworld.elastic.protocol import rounds as agreement
 from tests.integration.elastic_torture_part import ElasticTorturePart
 
@@ -27,11 +26,6 @@ class ElasticPart(ElasticTorturePart):
     async def elastic_configure(self, **settings: Any) -> None:
         torch.set_num_threads(1)  # many members share one machine
         self.elastic = ElasticManager(**settings)
-
-    async def elastic_ring(self, from_bytes: int) -> None:
-        """Use the ring with small chunks for tensors of at least this size, regardless of the number of members."""
-        ring.CHUNK_BYTES = 1 << 17
-        ring.RING_MIN_BYTES = dict.fromkeys(range(2, 9), from_bytes)
 
     async def elastic_join(self, world: str, port: int, addr: str = "127.0.0.1", **settings: Any) -> dict[str, Any]:
         return _described(await self.elastic.join(world, addr, port, **settings))
@@ -52,7 +46,6 @@ class ElasticPart(ElasticTorturePart):
         counts: list[int],
         op: str = "SUM",
         max_in_flight: int = 16,
-        quantization: str | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
         """Reduce tensors; tensor i is filled with `weight * (i + 1)`."""
@@ -61,7 +54,6 @@ class ElasticPart(ElasticTorturePart):
             self._tensors,
             getattr(ReduceOp, op),
             max_in_flight=max_in_flight,
-            quantization=Quantization(quantization) if quantization else None,
             timeout_s=timeout_s,
         )
         return {
@@ -87,16 +79,16 @@ class ElasticPart(ElasticTorturePart):
 
     async def elastic_fault(self, signum: int, messages: int) -> None:
         """Send this signal to this process after so many all-reduce messages have started."""
-        send, begun = TaggedChannel.send, 0
+        post, begun = CollectiveChannel.post_send, 0
 
-        def count(post: TaggedChannel, tensor: Tensor, rank: int) -> None:
+        def count(channel: CollectiveChannel, *arguments: Any) -> None:
             nonlocal begun
-            begun += 1
+            begun += channel.name == "all_reduce"
             if begun == messages:
                 os.kill(os.getpid(), signum)
-            send(post, tensor, rank)
+            post(channel, *arguments)
 
-        TaggedChannel.send = count  # type: ignore[method-assign,assignment]
+        CollectiveChannel.post_send = count  # type: ignore[method-assign,assignment]
 
     async def elastic_fault_at_close(self) -> None:
         """Kill this process when the operation is finished on all members and only this member knows it."""

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from multiworld import WorldError
-from multiworld.elastic import ElasticManager, ElasticRendezvous, ElasticWorld, Quantization
-from multiworld.elastic.allreduce import ring
-from multiworld.elastic.allreduce.channel import TaggedChannel
+from multiworld.collectives.channel import CollectiveChannel
+from multiworld.elastic import ElasticManager, ElasticRendezvous
 from multiworld.elastic.rendezvous_link import link_name
 from multiworld.world import World
 from tests.chaos.elastic_model import operand
@@ -54,7 +53,6 @@ class ElasticTorturePart:
 
     async def torture_configure(self, world: str, **settings: Any) -> None:
         torch.set_num_threads(1)
-        ring.CHUNK_BYTES = 1 << 17
         self.elastic = ElasticManager(**settings)
         self._victim = Victim(self.elastic, world)
 
@@ -62,10 +60,9 @@ class ElasticTorturePart:
         self, member: int, call: dict[str, Any], results: str, fault: dict[str, Any] | None
     ) -> dict[str, Any]:
         """All-reduce, then write the contents of the tensors to the file `results`."""
-        ring.RING_MIN_BYTES = dict.fromkeys(range(2, 9), call["ring_min_bytes"])
-        op, quantization = call["op"], call["quantization"]
+        op = call["op"]
         tensors = [
-            operand(call["key"], member, index, dtype, count, op, quantization)
+            operand(call["key"], member, index, dtype, count, op)
             for index, (dtype, count) in enumerate(call["tensors"])
         ]
         assert self._victim is not None
@@ -76,7 +73,6 @@ class ElasticTorturePart:
                 tensors,
                 getattr(ReduceOp, op),
                 max_in_flight=call["max_in_flight"],
-                quantization=Quantization(quantization) if quantization else None,
             )
             return {"success": outcome.success, "contributors": list(outcome.contributors), "retries": outcome.retries}
 
@@ -145,18 +141,13 @@ class Victim:
 
     def _count_events(self) -> None:
         """Trigger the fault after so many messages and exchanges have started."""
-        send, exchange = TaggedChannel.send, ElasticWorld._all_gather
+        post = CollectiveChannel.post_send
 
-        def counted_send(post: TaggedChannel, tensor: Tensor, rank: int) -> None:
+        def counted(channel: CollectiveChannel, *arguments: Any) -> None:
             self._on_event()
-            send(post, tensor, rank)
+            post(channel, *arguments)
 
-        async def counted_exchange(world: ElasticWorld, *arguments: Any) -> list[bytes]:
-            self._on_event()
-            return await exchange(world, *arguments)
-
-        TaggedChannel.send = counted_send  # type: ignore[method-assign,assignment]
-        ElasticWorld._all_gather = counted_exchange  # type: ignore[method-assign,assignment]
+        CollectiveChannel.post_send = counted  # type: ignore[method-assign,assignment]
 
     def _on_event(self) -> None:
         if self._events_left:

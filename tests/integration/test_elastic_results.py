@@ -1,4 +1,4 @@
-"""Results of elastic all-reduces without failures (ring, direct exchange, quantized); all members have identical bits."""
+"""Results of elastic all-reduces without failures; all members have identical bits."""
 
 import asyncio
 import functools
@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,28 +16,25 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from multiworld import World, WorldError, WorldExistsError, WorldManager, ask
+from multiworld.collectives.reductions import all_reduce_out
 from multiworld.elastic import (
     DesyncError,
     ElasticManager,
     ElasticRendezvous,
     ElasticWorld,
-    Quantization,
     RendezvousError,
     ViewChangeError,
 )
-from multiworld.elastic.allreduce import ring as ring_module
-from multiworld.elastic.allreduce.bucket import BUCKET_BYTES
-from multiworld.elastic.allreduce.channel import ByteCounters, TaggedChannel, ViewWorld
-from multiworld.elastic.allreduce.quantization import BLOCK
-from multiworld.elastic.allreduce.quantized import quantized_all_reduce
-from multiworld.elastic.allreduce.reduction import DTYPES, Reduction, copy
-from multiworld.elastic.allreduce.ring import ring_all_reduce
+from multiworld.elastic.buckets import BUCKET_BYTES, DTYPES
+from multiworld.elastic.operations import RetryState
 from multiworld.elastic.protocol.messages import View
 from multiworld.elastic.state_file import StateFile
 from tests.integration.crew import Crew
 from tests.waiting import until
 
-OPS = {"SUM": ReduceOp.SUM, "AVG": ReduceOp.AVG, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX, "PROD": ReduceOp.PRODUCT}
+OPS = {
+    "SUM": ReduceOp.SUM, "AVG": ReduceOp.AVG, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX, "PROD": ReduceOp.PRODUCT
+}  # fmt: skip
 
 
 def operand(rank: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -56,10 +54,6 @@ def reference(operands: list[Tensor], op: str) -> Tensor:
     return functools.reduce(combine[op], wide)
 
 
-def view_world(world: World) -> ViewWorld:
-    return ViewWorld(world.rank, world.size, world)
-
-
 def check_equal(results: list[Tensor], expected: Tensor) -> None:
     for result in results[1:]:
         assert torch.equal(result.view(torch.uint8), results[0].view(torch.uint8)), "the members differ"
@@ -71,68 +65,38 @@ def check_equal(results: list[Tensor], expected: Tensor) -> None:
         assert torch.equal(results[0], expected)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-@pytest.mark.parametrize("count", [1, 7, 300])
-def test_ring_reduces_when_chunks_are_small_uneven_or_empty(
-    crew: Crew, size: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ring_module, "CHUNK_BYTES", 256)
-    for op in OPS:
-        for dtype in DTYPES:
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("count", [1, 300, 100_003])
+def test_all_reduce_into_another_tensor_only_reads_its_operand(crew: Crew, size: int, count: int) -> None:
+    for dtype in DTYPES:
+        for op in [each for each in OPS if dtype.is_floating_point or each != "AVG"]:
             operands = [operand(rank, count, dtype) for rank in range(size)]
             before = [each.clone() for each in operands]
 
             async def reduce(
                 manager: WorldManager, world: World, operands: list[Tensor] = operands, op: str = op
-            ) -> tuple[Tensor, ByteCounters]:
-                result, counters = torch.empty_like(operands[world.rank]), ByteCounters()
-                with TaggedChannel(view_world(world), 3, counters) as channel:
-                    await ring_all_reduce(channel, operands[world.rank], result, Reduction(op))
-                return result, counters
+            ) -> Tensor:
+                result = torch.empty_like(operands[world.rank])
+                await world.start(all_reduce_out(operands[world.rank], result, OPS[op]))
+                return result
 
-            came = crew.run(size, reduce)
-            check_equal([result for result, _ in came], reference(before, op))
-            assert all(torch.equal(*pair) for pair in zip(operands, before, strict=True)), "operands are only read"
-            sent = sum(counters.sent for _, counters in came)
-            assert sent == sum(counters.received for _, counters in came) == 2 * (size - 1) * count * dtype.itemsize
+            check_equal(crew.run(size, reduce), reference(before, op))
+            assert all(torch.equal(*pair) for pair in zip(operands, before, strict=True))
 
 
-@pytest.mark.parametrize("quantization", Quantization)
-@pytest.mark.parametrize("op", ["SUM", "AVG", "MIN", "MAX"])
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_quantized_result_is_within_its_bound_and_identical_on_all_members(
-    crew: Crew, size: int, op: str, quantization: Quantization
-) -> None:
-    count = 3 * size * BLOCK // 2 + 5
-    operands = [operand(rank, count, torch.float32) for rank in range(size)]
+def test_numbered_all_reduces_are_matched_when_members_start_them_in_different_order(crew: Crew) -> None:
+    async def part(_manager: WorldManager, world: World) -> list[float]:
+        results = [torch.empty(4) for _ in range(3)]
+        order = [(number + world.rank) % 3 for number in range(3)]
+        operations = [
+            world.start(all_reduce_out(torch.full((4,), 10.0**number), results[number], ReduceOp.SUM, number))
+            for number in order
+        ]
+        for operation in operations:
+            await operation
+        return [float(result[0]) for result in results]
 
-    async def reduce(manager: WorldManager, world: World) -> Tensor:
-        result = torch.empty(count)
-        with TaggedChannel(view_world(world), 9, ByteCounters()) as channel:
-            await quantized_all_reduce(channel, operands[world.rank], result, Reduction(op), quantization)
-        return result
-
-    results = crew.run(size, reduce)
-    assert all(torch.equal(result, results[0]) for result in results)
-    exact = reference(operands, op)
-    bounds = [bound(each, quantization) for each in operands]
-    joint = max(bounds) if op in ("MIN", "MAX") else sum(bounds) / (size if op == "AVG" else 1)
-    widest = bound(exact.abs().max() + joint * torch.tensor([-1.0, 1.0]) * 2, quantization)
-    spread = torch.tensor([exact.min() - joint, exact.max() + joint])
-    allowed = joint + max(bound(spread, quantization), widest if quantization is Quantization.BFLOAT16 else 0.0)
-    assert float((results[0].double() - exact).abs().max()) <= allowed * (1 + 1e-4)
-    assert not torch.equal(results[0].double(), exact)
-
-
-def bound(values: Tensor, quantization: Quantization) -> float:
-    """The documented error bound of quantization for a whole tensor."""
-    low, high = float(values.min()), float(values.max())
-    match quantization:
-        case Quantization.MIN_MAX:
-            return (high - low) / 510
-        case Quantization.ZERO_POINT_SCALE:
-            return (max(high, 0.0) - min(low, 0.0)) / 255
-    return float(values.abs().max()) / 256
+    assert crew.run(3, part) == [[3.0, 30.0, 300.0]] * 3
 
 
 # -- whole worlds --------------------------------------------------------------------------------------------------------------
@@ -175,21 +139,20 @@ async def test_at_most_max_in_flight_operations_run(
     worlds: list[ElasticWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, most = 0, 0
-    real = ring_module.ring_all_reduce
+    real = RetryState._reduce
 
-    async def counted(channel: TaggedChannel, *arguments: object) -> None:
+    async def counted(retry: RetryState, world: World, *arguments: Any) -> None:
         nonlocal running, most
-        if channel.world.rank:
-            return await real(channel, *arguments)  # type: ignore[arg-type]
+        if world.rank:
+            return await real(retry, world, *arguments)
         running += 1
         most = max(most, running)
         try:
-            await real(channel, *arguments)  # type: ignore[arg-type]
+            await real(retry, world, *arguments)
         finally:
             running -= 1
 
-    monkeypatch.setattr("multiworld.elastic.operations.ring_all_reduce", counted)
-    monkeypatch.setattr("multiworld.elastic.operations.prefers_ring", lambda *_: True)
+    monkeypatch.setattr(RetryState, "_reduce", counted)
     count = BUCKET_BYTES // 4
     tensors = [[torch.ones(count) for _ in range(9)] for _ in worlds]
     await asyncio.gather(
@@ -290,8 +253,6 @@ async def test_invalid_arguments_are_rejected_without_affecting_others(worlds: l
         ([torch.ones(3, dtype=torch.bool)], {}, TypeError, "expected one of float32"),
         ([torch.ones(1).expand(4)], {}, ValueError, "expanded"),
         ([torch.ones(4, dtype=torch.complex64).conj().imag], {}, ValueError, "negated view"),
-        ([torch.ones(3, dtype=torch.int32)], {"quantization": Quantization.MIN_MAX}, TypeError, "cannot be quantized"),
-        ([one], {"quantization": Quantization.MIN_MAX, "op": ReduceOp.PRODUCT}, ValueError, "no bound"),
     ):
         with pytest.raises(error, match=words):
             await world.all_reduce_multiple_with_retry(tensors, **settings)
@@ -309,30 +270,27 @@ async def test_late_operation_of_an_ended_view_fails_and_does_not_run_in_the_nex
                 other.initialize_world("w", 1, 2, port=port, generation=number),
             )
             if number == 1:
-                ended = ViewWorld(0, 2, world)
+                ended = world
                 for manager in (one, other):
                     manager.remove_world("w")
-        for late in (ended.send, ended.recv):
+        for late in (ended.start_send, ended.start_recv):
             with pytest.raises(WorldError):
-                late(torch.ones(4), 1, 3)
-        for result in (ended.all_reduce(torch.ones(4), ReduceOp.SUM), ended.all_gather(torch.ones(8), torch.ones(4))):
-            with pytest.raises(WorldError):
-                await result
+                late(torch.ones(4), 1, tag=3)
+        with pytest.raises(WorldError):
+            ended.start(all_reduce_out(torch.ones(4), torch.ones(4), ReduceOp.SUM))
         arriving = other.communicator.irecv(come := torch.zeros(4), 0, "w", tag=3)
         await one.communicator.send(torch.full((4,), 2.0), 1, "w", tag=3)
         await arriving
         assert come.tolist() == [2.0] * 4
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_results_do_not_depend_on_the_grad_mode_of_the_finishing_task(op: str) -> None:
-    with torch.inference_mode():
-        total = torch.full((4,), 3.0)
-    Reduction(op).combine(total, torch.full((4,), 5.0), out=total)
-    Reduction(op).finish(total, 2)
-    assert torch.equal(total.double(), reference([torch.full((4,), 3.0), torch.full((4,), 5.0)], op))
-    copy(total, torch.zeros(4))
-    assert not total.any()
+async def test_all_reduce_is_refused_while_another_one_with_its_tag_is_in_flight(worlds: list[ElasticWorld]) -> None:
+    first = worlds[0].all_reduce_async(torch.ones(2), tag=5)
+    with pytest.raises(ValueError, match="with tag 5 is in flight"):
+        worlds[0].all_reduce_async(torch.ones(2), tag=5)
+    others = [world.all_reduce_async(torch.ones(2), tag=5) for world in worlds[1:]]
+    await asyncio.gather(*(_await(handle) for handle in (first, *others)))
+    await asyncio.gather(*(_await(world.all_reduce_async(torch.ones(2), tag=5)) for world in worlds))
 
 
 async def test_all_members_fail_alike_when_one_calls_another_operation(worlds: list[ElasticWorld]) -> None:
@@ -406,6 +364,8 @@ async def test_slow_disk_delays_only_its_own_world_and_its_replies(
         assert "link" in json.loads(await ask("127.0.0.1", rendezvous.port, question))
         assert not ended.is_set(), "the rendezvous server was blocked"
         assert not joining.done(), "sent before it was persisted"
+        await rendezvous._perform("other", [])
+        assert not ended.is_set(), "a decision that is not stored waits for the disk"
         may_end.set()
         assert (await joining).size == 1
 
@@ -431,9 +391,3 @@ async def test_oldest_worlds_without_members_are_dropped_when_there_are_too_many
         await manager.join("e", port=rendezvous.port)
         with pytest.raises(RendezvousError, match="too many worlds"):
             await manager.join("f", port=rendezvous.port)
-
-
-def test_ring_is_selected_by_size_and_number_of_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_module, "RING_MIN_BYTES", {2: 0, 4: 1000})
-    assert [ring_module.prefers_ring(999, members) for members in (1, 2, 3, 4)] == [False, True, False, False]
-    assert [ring_module.prefers_ring(1000, members) for members in (1, 2, 3, 4)] == [False, True, False, True]

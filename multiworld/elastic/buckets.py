@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from multiworld.elastic.allreduce.reduction import DTYPES
 from multiworld.ops.buffers import check_dense
 
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
 BUCKET_BYTES = 1 << 20
 """Maximum bytes of a bucket with several tensors: large enough to share one transfer, small enough to repeat little after a failure."""
 _ALIGNMENT = 64
@@ -50,14 +50,6 @@ class Bucket:
         if len(self.tensors) == 1 and only.is_contiguous() and only.device.type == "cpu":
             return only.view(-1)
         return torch.cat([tensor.reshape(-1) for tensor in self.tensors]).cpu()
-
-    @torch.inference_mode()
-    def pack(self, into: Tensor) -> None:
-        """Copy all elements to flat host memory."""
-        if self.tensors[0].device.type == "cpu":
-            torch.cat([tensor.reshape(-1) for tensor in self.tensors], out=into)
-        else:
-            into.copy_(self.operand())
 
     def unpack(self, result: Tensor) -> None:
         """Copy the result into the tensors."""
