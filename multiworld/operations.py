@@ -29,7 +29,6 @@ from multiworld.execution.blocking_pool import BlockingPool
 from multiworld.execution.cuda import await_queued, on_stream
 from multiworld.execution.failures import ConnectionLostError, described, lost_connections
 from multiworld.execution.process_group import NCCL_ABORT_S, NCCL_POLL_S
-from multiworld.execution.serial_queue import SerialQueue
 from multiworld.ops.operation import CollectiveMessage, Operation, Plan, Receive, Send
 from multiworld.transport.connection import PeerConnection
 from multiworld.transport.poller import Poller, poller_of
@@ -95,10 +94,14 @@ class WorldOperations:
         self._pending: set[Operation] = set()
         self._copying_back: set[Operation] = set()
         self._failed: list[Operation] = []  # they get the error of the world when it has ended
-        self._pool = BlockingPool(f"multiworld-{world.name}", lambda error: world.on_local_failure(described(error)))
-        self._nccl_queue = SerialQueue(self._pool)  # a communicator takes its operations one at a time
+        self._pool = BlockingPool(f"multiworld-{world.name}", self._on_job_failed)
+        # A communicator takes its operations one at a time.
+        self._nccl_queue = BlockingPool(f"multiworld-{world.name}-nccl", self._on_job_failed, max_threads=1)
         self._on_nccl: list[Operation] = []  # posted, not completed
         self._scheduler = CollectiveScheduler(self, self._lock, self._pool, verify_collectives=verify_collectives)
+
+    def _on_job_failed(self, error: BaseException) -> None:
+        self._world.on_local_failure(described(error))
 
     @property
     def busy(self) -> bool:
@@ -425,9 +428,10 @@ class WorldOperations:
 
         Returns False when a thread is still running, for example blocked in NCCL.
         """
-        ended = self._pool.close(timeout_s)
+        until_s = time.monotonic() + timeout_s
+        ended = [pool.close(max(0.0, until_s - time.monotonic())) for pool in (self._nccl_queue, self._pool)]
         self.close()
-        return ended
+        return all(ended)
 
     def close(self, *, wait: bool = True) -> None:
         """Close the connections and fail all operations that are still pending. Idempotent.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_FRAME_BYTES = 1 << 20
 """Longest frame after the handshake. Rendezvous values have some hundred bytes."""
 MAX_HANDSHAKE_BYTES = 1 << 16

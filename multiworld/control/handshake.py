@@ -22,7 +22,8 @@ class Hello:
     """The client's request: join `world` as `rank` of `size`; or, if `peer` is set, a data connection to that rank; or, if
     `question` is set, a query.
 
-    `generation` 0 means the next generation that forms.
+    `generation` 0 means the next generation that forms. `formation` is the random name that rank 0 gave this forming of the world, for a
+    data connection. Generations alone begin at 1 again when the process of rank 0 is replaced.
     """
 
     world: str = ""
@@ -31,6 +32,7 @@ class Hello:
     generation: int = 0
     question: str | None = None
     peer: int | None = None
+    formation: str = ""
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -42,7 +44,9 @@ class Hello:
             hello = Hello(**json.loads(data))
         except (ValueError, TypeError, RecursionError) as error:
             raise FrameError(f"not a hello: {shown(str(error), 200)}") from error
-        texts = isinstance(hello.world, str) and isinstance(hello.question, str | None)
+        texts = (
+            isinstance(hello.world, str) and isinstance(hello.question, str | None) and isinstance(hello.formation, str)
+        )
         numbers = (hello.rank, hello.size, hello.generation, 0 if hello.peer is None else hello.peer)
         if not texts or not all(type(value) is int for value in numbers):
             raise FrameError("not a hello: a field has the wrong type")

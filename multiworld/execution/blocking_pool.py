@@ -24,15 +24,18 @@ def _log(error: BaseException) -> None:
 
 
 class BlockingPool:
-    """A pool of threads that grows as needed, up to `MAX_THREADS`. The constructor starts no thread.
+    """A pool of threads that grows as needed, up to `max_threads`. The constructor starts no thread. With one thread, jobs run in order.
 
     Args:
         name: name of the threads.
         on_error: called with the error of a failed job, on the thread that ran the job.
     """
 
-    def __init__(self, name: str, on_error: Callable[[BaseException], object] = _log) -> None:
+    def __init__(
+        self, name: str, on_error: Callable[[BaseException], object] = _log, max_threads: int = MAX_THREADS
+    ) -> None:
         self._name = name
+        self._max_threads = max_threads
         self._on_error = on_error
         self._lock = threading.Lock()
         self._waiting: deque[Callable[[], object]] = deque()
@@ -48,7 +51,7 @@ class BlockingPool:
             if self._idle:
                 self._idle.pop().put(job)
                 return
-            if len(self._threads) >= MAX_THREADS:
+            if len(self._threads) >= self._max_threads:
                 self._waiting.append(job)
                 return
             inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -56,14 +59,6 @@ class BlockingPool:
             thread = DaemonThread(self._serve, self._name, (inbox,))
             thread.start()
             self._threads.add(thread)
-
-    def run_guarded(self, job: Callable[[], object]) -> None:
-        """Run `job` on the calling thread. Does not raise: errors are passed to `on_error`."""
-        try:
-            job()
-        except BaseException as error:  # noqa: BLE001 - the following jobs must run after any error
-            with contextlib.suppress(Exception):  # the callback may fail, too, when memory is short
-                self._on_error(error)
 
     def close(self, timeout_s: float) -> bool:
         """End the idle threads and wait at most `timeout_s` seconds in total for the busy ones. Returns whether all have ended."""
@@ -83,7 +78,11 @@ class BlockingPool:
     def _serve(self, inbox: SimpleQueue[Callable[[], object] | None]) -> None:
         try:
             while (job := inbox.get()) is not None:
-                self.run_guarded(job)
+                try:
+                    job()
+                except BaseException as error:  # noqa: BLE001 - the following jobs must run after any error
+                    with contextlib.suppress(Exception):  # the callback may fail, too, when memory is short
+                        self._on_error(error)
                 del job  # else an idle thread would keep the tensors or the group of the job alive
                 with self._lock:
                     if self._closed:

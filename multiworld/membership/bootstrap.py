@@ -92,6 +92,7 @@ class Bootstrap:
         self._obstacle = "no answer"
         self._all_joined = False
         self._host_addr = config.addr
+        self._formation = os.urandom(8).hex()
         self._step: asyncio.Future[Any] | None = None
         self._build_thread: threading.Thread | None = None
 
@@ -164,7 +165,9 @@ class Bootstrap:
 
     @property
     def _member(self) -> Hello:
-        return Hello(self._config.name, self._config.rank, self._config.size, self._world.generation)
+        config = self._config
+        formation = self._formation if config.rank == 0 else ""
+        return Hello(config.name, config.rank, config.size, self._world.generation, formation=formation)
 
     async def _join_members(self) -> str:
         """Join at rank 0 and wait until all ranks have joined. Returns our own address as the others reach it."""
@@ -285,6 +288,7 @@ class Bootstrap:
         config = self._config
         self._check_settings_match()
         if self.mesh is not None:
+            self.mesh.formation = self._store.get("formation").decode(errors="replace")
             self.mesh.connect_all(self._store, host, (self._host_addr, config.port), config.timeout_s)
         if config.device is None:
             return None
@@ -302,6 +306,7 @@ class Bootstrap:
         ours = f"backend={backends}, verify_collectives={config.verify_collectives}"
         if config.rank == 0:
             store.set("settings", ours)
+            store.set("formation", self._formation)
         elif (theirs := store.get("settings").decode(errors="replace")) != ours:
             raise JoinError(config.name, f"the settings differ: rank 0 has {theirs}; we have {ours}")
 

@@ -37,6 +37,9 @@ class MeshConnector:
 
     The acceptor calls `rejection` and `admit` on the control loop's thread.
 
+    Attributes:
+        formation: see `Hello`; connections with another one are refused. Set it before `connect_all`.
+
     Args:
         member: our own world, rank, size and generation.
         bind_host: the local address of the connections that we open; empty lets the kernel choose.
@@ -54,6 +57,7 @@ class MeshConnector:
     ) -> None:
         self.world = member.world
         self.generation = member.generation
+        self.formation = member.formation
         self._control_loop = control_loop
         self._member = member
         self._secret = secret
@@ -83,10 +87,12 @@ class MeshConnector:
             )
         if hello.peer != self._member.rank:
             return f"this is rank {self._member.rank}, not {hello.peer}"
+        if not self.formation or hello.formation != self.formation:
+            return "this member does not form that world any more, or not yet"
         return "this member accepts no more connections" if self._closed else None
 
     def admit(self, rank: int, sock: socket.socket) -> None:
-        """Keep the connection to `rank`. A second connection replaces the first, which the peer has abandoned."""
+        """Keep the connection to `rank`. A second connection replaces the first, which the same peer has abandoned (see `rejection`)."""
         with self._changed:
             former = self._socks.get(rank)
             if self._closed:
@@ -194,7 +200,7 @@ class MeshConnector:
 
     def _connect(self, rank: int, address: tuple[str, int] | str) -> socket.socket:
         """Connect to `address`, a str for a Unix socket, and authenticate."""
-        handshake = ClientHandshake(self._secret, replace(self._member, peer=rank))
+        handshake = ClientHandshake(self._secret, replace(self._member, peer=rank, formation=self.formation))
         local = isinstance(address, str)
         family = socket.AF_UNIX if local else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))

@@ -308,6 +308,7 @@ async def test_peer_port_tolerates_unauthenticated_connections_and_closes_when_t
         for greeting in (os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\0\0\0\x01\x07"):
             strangers.append(socket.create_connection(("127.0.0.1", line_port)))
             strangers[-1].sendall(greeting)
+        formation = second.world("w").bootstrap.mesh.formation  # type: ignore[union-attr]
         for secret, hello, words in (
             ("wrong", Hello("w", 2, 3, 1, peer=1), b"wrong secret"),
             ("right", Hello("another", 2, 3, 1, peer=1), b"does not form here"),
@@ -315,6 +316,7 @@ async def test_peer_port_tolerates_unauthenticated_connections_and_closes_when_t
             ("right", Hello("w", 2, 4, 1, peer=1), b"rank 2 of 4 must not connect to rank 1 of 3"),
             ("right", Hello("w", 1, 3, 1, peer=1), b"rank 1 of 3 must not connect"),
             ("right", Hello("w", 2, 3, 1, peer=0), b"this is rank 1, not 0"),
+            ("right", Hello("w", 2, 3, 1, peer=1, formation=formation[::-1]), b"does not form that world any more"),
         ):
             rejection = await asyncio.to_thread(_ask_for_a_line, line_port, secret.encode(), hello)
             assert words in rejection

@@ -108,15 +108,26 @@ def test_threads_are_started_on_demand_and_reused() -> None:
         waiters.run(lambda: None)
 
 
-def test_jobs_above_the_limit_of_threads_wait_for_a_free_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiworld.execution.blocking_pool.MAX_THREADS", 2)
-    waiters, gate, done = BlockingPool("test"), threading.Event(), SimpleQueue[int]()
+@pytest.mark.parametrize("most", [1, 2])
+def test_jobs_above_the_limit_of_threads_wait_for_a_free_thread(most: int) -> None:
+    """With one thread the jobs run in order, also after one that raises."""
+    raised: list[BaseException] = []
+    waiters, gate, done = BlockingPool("test", raised.append, max_threads=most), threading.Event(), SimpleQueue[int]()
+
+    def work(number: int) -> None:
+        gate.wait(PATIENCE_S)
+        if number == 3:
+            raise MemoryError
+        done.put(number)
+
     for number in range(20):
-        waiters.run(lambda number=number: (gate.wait(PATIENCE_S), done.put(number)))  # type: ignore[misc]
-    assert sum(thread.name == "test" for thread in threading.enumerate()) == 2
+        waiters.run(partial(work, number))
+    assert sum(thread.name == "test" for thread in threading.enumerate()) == most
     gate.set()
-    assert sorted(done.get(timeout=PATIENCE_S) for _ in range(20)) == list(range(20))
+    finished = [done.get(timeout=PATIENCE_S) for _ in range(19)]
+    assert (finished if most == 1 else sorted(finished)) == [number for number in range(20) if number != 3]
     assert waiters.close(PATIENCE_S)
+    assert [type(error) for error in raised] == [MemoryError]
 
 
 def test_close_reports_a_thread_that_does_not_return() -> None:
