@@ -157,9 +157,10 @@ class WorldManager:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized contiguous tensor on the CPU that is sent to members on this host without a copy, whole or in part.
 
-        It lies in shared memory if it has at least 64 KiB and `shared_memory_bytes` is not used up, else in ordinary memory. Do not
-        change it after it was sent: its receivers may read it. The memory is used again when all tensors that use it here are dropped
-        and all receivers have released it. A tensor of more than 64 MiB is copied when it is sent.
+        It lies in shared memory if it has at least 64 KiB and `shared_memory_bytes` is not used up, else in ordinary memory. It may be
+        changed when its `send` is complete: the receiver has taken the data. A payload of `start_send_message` must not be changed any
+        more, because its receivers may read it at any time. The memory is used again when all tensors that use it here are dropped and all
+        receivers have released it. A tensor of more than 64 MiB is copied when it is sent.
         """
         return (
             torch.empty(tuple(shape), dtype=dtype) if self._segments is None else self._segments.allocate(shape, dtype)

@@ -210,7 +210,7 @@ class World:
     # -- operations ----------------------------------------------------------------------------------------------------------
 
     async def send(self, tensor: Tensor, dst: int, *, tag: int = 0, timeout_s: float | None = None) -> None:
-        """Send `tensor` to rank `dst`. Completes when the receiver has started its receive and the kernel has taken the data."""
+        """Send `tensor` to rank `dst`. The tensor may be changed when it completes (see `WorldCommunicator.send`)."""
         await self.start_send(tensor, dst, tag=tag, timeout_s=timeout_s).finish()
 
     async def recv(self, tensor: Tensor, src: int, *, tag: int = 0, timeout_s: float | None = None) -> None:
@@ -228,7 +228,10 @@ class World:
     def start_send_message(
         self, header: bytes, payload: Tensor | None, dst: int, *, tag: int = 0, timeout_s: float | None = None
     ) -> Operation:
-        """Start a send of a message for `recv_message` and return at once. `header` has at most 48 bytes."""
+        """Start a send of a message for `recv_message` and return at once. `header` has at most 48 bytes.
+
+        If the payload is of `allocate`, it must not be changed any more: the receiver may read it at any time.
+        """
         return self._operations.start(send_message(self.ranks, header, payload, dst, tag), timeout_s)
 
     async def recv_message(
