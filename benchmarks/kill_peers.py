@@ -77,9 +77,7 @@ class Outcome:
 
 
 def ours(stages: int, replicas: int) -> AbstractContextManager[Running]:
-    return servers.ours(
-        photo(), model="resnet18", weights="random:0", stages=stages, replicas=replicas, worker_threads=1
-    )
+    return servers.ours(photo(), model="resnet18", weights="random:0", stages=stages, replicas=replicas, threads=1)
 
 
 def peer(python: str, module: str, *arguments: str, as_json: bool = False) -> AbstractContextManager[Running]:

@@ -42,7 +42,7 @@ _IN_SHORT_HELP = {
         "precision",
         "threads",
     ),
-    *("max_batch_size", "host", "http_port", "grpc_port", "join_host", "join_port", "leader", "name", "leader_name"),
+    *("max_batch_size", "host", "http_port", "grpc_port", "join_host", "join_port", "leader", "name"),
     *("external_workers", "token_file", "api_keys_file", "tls_cert_file", "log_level"),
 }
 """The settings that `--help` lists; `--help-all` lists all."""

@@ -106,9 +106,7 @@ class LeaderSettings(ServiceSettings):
     hedge_factor: float = setting(2.0, "Failure", ge=0, le=1000, allowed="0, or a number from 1 to 1000")
     """A batch that takes this many times the usual time of its stage is sent to a second replica too; 0 disables hedging."""
 
-    leader_name: str = setting(
-        None, "Network", default_factory=_leader_name, pattern=NAME_PATTERN, allowed=NAME_ALLOWED
-    )
+    name: str = setting(None, "Network", default_factory=_leader_name, pattern=NAME_PATTERN, allowed=NAME_ALLOWED)
     """Name of this leader in logs, metrics and the status; by default HOSTNAME-PORT, with the join port."""
     metrics_host: str | None = setting(None, "Network")
     """Address of the metrics port; none uses 127.0.0.1."""

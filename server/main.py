@@ -101,7 +101,7 @@ async def _serve(
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_exit(leader)
         frontends = FrontendSessions(
-            settings.leader_name,
+            settings.name,
             model,
             leader,
             metrics,
@@ -125,7 +125,7 @@ async def _serve(
             )
         logger.info(
             "leader %s listens join=%s:%d and waits until each of its %d stages has a worker",
-            *(settings.leader_name, settings.join_host, leader.join_port, settings.stages),
+            *(settings.name, settings.join_host, leader.join_port, settings.stages),
         )
         await stack.enter_async_context(notify_systemd())
         await stop.wait()

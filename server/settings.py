@@ -144,6 +144,8 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
 
     metrics_port: int = _admin_port()
     """Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."""
+    name: str = setting("", INTERNAL)
+    """Leaders, frontends and workers have names of their own."""
 
     leaders: int = setting(1, "Pipeline", ge=1, le=16)
     """Number of leader processes. With two, the service survives the loss of one without a failed request. Leader N listens for workers
@@ -160,7 +162,7 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     --replicas of each stage."""
     device: str = setting("cpu", "Pipeline", pattern=DEVICE_PATTERN, allowed="cpu, cuda or cuda:N")
     """Device of the local workers."""
-    worker_threads: int = setting(0, "Pipeline", ge=0, le=1024)
+    threads: int = setting(0, "Pipeline", ge=0, le=1024)
     """Compute threads of each worker; 0 shares the cores: a worker also uses the cores of idle workers. With --launcher ray, the CPUs
     that Ray reserves for each worker, and 0 is 1."""
     frontends: int = setting(1, "Network", ge=1, le=64)

@@ -115,7 +115,7 @@ def frontend(settings: FrontendSettings) -> int:
     return run(settings)
 
 
-@settings_command(LeaderSettings, process=lambda settings: settings.leader_name)
+@settings_command(LeaderSettings, process=lambda settings: settings.name)
 def leader(settings: LeaderSettings) -> int:
     """Schedule the requests of frontends over workers. Frontends and workers join at the same port.
 

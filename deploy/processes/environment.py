@@ -51,7 +51,7 @@ def _inherited() -> dict[str, str]:
 
 def compute_threads(settings: ServeSettings) -> int:
     """Return the compute threads per local worker: as configured, or an equal share of the cores."""
-    return settings.worker_threads or fair_threads(settings.num_workers)
+    return settings.threads or fair_threads(settings.num_workers)
 
 
 def fair_threads(num_workers: int) -> int:

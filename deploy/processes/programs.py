@@ -30,7 +30,7 @@ def leader_values(settings: ServeSettings, index: int) -> Values:
     """The settings of a leader, without its socket."""
     return {
         **_shared(settings, LeaderSettings),
-        "leader_name": f"leader-{index}",
+        "name": f"leader-{index}",
         "report_capacity": settings.autoscale is not None,
         "exit_with_parent": True,
         "metrics_port": None,

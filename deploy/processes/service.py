@@ -168,7 +168,7 @@ class _Service:
         ]
         return self._supervisor(
             "leader",
-            lambda slot: ["leader", "--leader-name", f"leader-{slot}", "--settings-json", files[slot]],
+            lambda slot: ["leader", "--name", f"leader-{slot}", "--settings-json", files[slot]],
             self._settings.leaders,
             fork_server,
             lambda slot: [self._joins[slot].fileno()],
@@ -366,7 +366,7 @@ def _devices(settings: ServeSettings) -> Callable[[int], str]:
 
 def _shared_cores(settings: ServeSettings) -> Callable[[int], Values]:
     """Return a function from slot to the settings with which the workers share the cores; none if threads are configured."""
-    if settings.worker_threads or settings.device != "cpu":
+    if settings.threads or settings.device != "cpu":
         return lambda slot: {}
     file = f"/proc/{os.getpid()}/fd/{os.memfd_create('cores')}"  # disappears with this process
     count = settings.max_workers

@@ -156,9 +156,8 @@ class ProcessActor:
             if spec.leaders and not await self._leader_is_known():
                 return
             file = settings_file(stack, {**spec.values, **self._local_values()})
-            name_option = "--leader-name" if spec.role == "leader" else "--name"
             self._supervisor = Supervisor(
-                lambda _slot: [*PROGRAM, spec.role, name_option, spec.name, "--settings-json", file],
+                lambda _slot: [*PROGRAM, spec.role, "--name", spec.name, "--settings-json", file],
                 1,
                 kind=spec.role,
                 environment=worker_environment(spec.threads, self._notify.environment),

@@ -151,7 +151,7 @@ def _specs(settings: ServeSettings) -> tuple[dict[str, ProcessSpec], dict[str, R
             **({} if settings.grpc_port is None else {"grpc_fd": (settings.host, settings.grpc_port)}),
         }
         add("frontend", f"frontend-{index}", Resources(1), frontend_values(settings, index), sockets=sockets)
-    threads = settings.worker_threads or 1
+    threads = settings.threads or 1
     gpus = int(settings.device == "cuda")
     for index in range(settings.num_workers):
         values = {**worker_values(settings), "device": "cuda:0" if gpus else "cpu", "threads": threads}

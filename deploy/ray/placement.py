@@ -92,12 +92,12 @@ def _shortage(needs: Sequence[Resources], nodes: Sequence[Resources]) -> str:
     if lacks:
         return (
             f"the Ray cluster lacks {' and '.join(lacks)}: the service needs {text(needed)}, and its {len(nodes)} nodes have free "
-            f"{text(free)} in total; add nodes, or reduce --stages, --replicas, --spares or --worker-threads"
+            f"{text(free)} in total; add nodes, or reduce --stages, --replicas, --spares or --threads"
         )
     largest = max(needs, key=lambda need: (need.gpus, need.cores, need.memory_bytes))
     return (
         f"the Ray cluster has enough in total, but not where one process can use it: a process needs {text(largest)}, and the nodes "
-        f"have free {have}; reduce --worker-threads or --worker-memory, or use larger nodes"
+        f"have free {have}; reduce --threads or --worker-memory, or use larger nodes"
     )
 
 

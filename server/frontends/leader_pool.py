@@ -276,7 +276,7 @@ class LeaderPool:
         for name in {link.name for link in self.links if link.name and counts[link.name] > 1 and not link.ambiguous}:
             addresses = ", ".join(str(link.address) for link in self.links if link.name == name)
             logger.warning(
-                "the leaders at %s have the same name %s: give each its own --leader-name, or, if it is one leader, only one address; "
+                "the leaders at %s have the same name %s: give each its own --name, or, if it is one leader, only one address; "
                 "until then metrics and status call them NAME@ADDRESS",
                 *(addresses, name),
             )

@@ -12,7 +12,7 @@ WAIT_S = 120.0
 
 
 def test_a_worker_is_added_under_load_and_leaves_afterwards_without_a_failed_request() -> None:
-    with small_service(image_size=224, leaders=2, worker_threads=1, autoscale="1..2") as service:
+    with small_service(image_size=224, leaders=2, threads=1, autoscale="1..2") as service:
         requests = [ReferenceRequest(photo())]
         with run_load(service.url, requests, clients=8) as load:  # the only worker is always busy
             service.wait_for(lambda line: line.message == "autoscaling: workers 1 -> 2", WAIT_S)

@@ -35,7 +35,7 @@ FIXED = {
     "name",
 }
 """Settings that the Compose file sets, because its networks and ports depend on them, or that differ per container."""
-OF_ONE_LEADER = {"leader_name", "advertise_host"}
+OF_ONE_LEADER = {"name", "advertise_host"}
 
 
 def config(
@@ -136,7 +136,7 @@ def test_frontend_and_workers_connect_to_all_leaders_which_prometheus_scrapes() 
     services = config()["services"]
     leaders = sorted(name for name in services if name.startswith("leader-"))
     for name in leaders:
-        assert services[name]["command"][:3] == ["leader", "--leader-name", name]
+        assert services[name]["command"][:3] == ["leader", "--name", name]
     scraped = (ROOT / "deploy" / "prometheus" / "prometheus.compose.yml").read_text()
     assert "targets: [" + ", ".join(f'"{name}:8002"' for name in leaders) + "]" in scraped
     for name in ("frontend", "worker"):

@@ -30,7 +30,7 @@ def test_service_compiles_while_serving_and_reuses_the_code_after_a_restart(
     classifier_bundle(tmp_path / "bundle")  # small: compiling a ResNet-18 takes a minute
     # One thread: on a busy machine, times of two threads say nothing about such a small model.
     with LocalService(
-        model=str(tmp_path / "bundle"), stages=1, replicas=1, max_batch_size=1, worker_threads=1, optimize="compile"
+        model=str(tmp_path / "bundle"), stages=1, replicas=1, max_batch_size=1, threads=1, optimize="compile"
     ) as service:
         first = service.wait_for(lambda line: "execution_mode=" in line.message, 60)
         assert "compiled" not in first.message

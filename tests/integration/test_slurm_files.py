@@ -84,7 +84,7 @@ def test_service_job_runs_a_leader_and_a_frontend_on_each_node_and_ends_with_sig
     assert (folder / "leaders").read_text() == "node-a:8001\nnode-b:8001\n"
     leaders = [each for call in calls(environment) if isinstance(each := settings(call), LeaderSettings)]
     frontends = [each for call in calls(environment) if isinstance(each := settings(call), FrontendSettings)]
-    assert {each.leader_name: each.stages for each in leaders} == {"leader-node-a": 3, "leader-node-b": 3}
+    assert {each.name: each.stages for each in leaders} == {"leader-node-a": 3, "leader-node-b": 3}
     assert {each.name for each in frontends} == {"frontend-node-a", "frontend-node-b"}
     assert {each.leaders for each in frontends} == {(("node-a", 8001), ("node-b", 8001))}
 

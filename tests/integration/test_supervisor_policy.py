@@ -23,7 +23,7 @@ SETTINGS = ServeSettings(
     local_token=SecretStr("of-the-service"),
     stages=2,
     replicas=3,
-    worker_threads=2,
+    threads=2,
     log_format="json",
     http_port=0,
     join_port=0,
@@ -101,7 +101,7 @@ def test_worker_is_named_first_and_the_token_is_not_in_its_command() -> None:
 def test_workers_divide_the_cores_by_default() -> None:
     with local_workers(SETTINGS) as supervisor:
         assert "cores_file" not in handed_on(supervisor, 0)
-    with local_workers(SETTINGS.model_copy(update={"worker_threads": 0})) as supervisor:
+    with local_workers(SETTINGS.model_copy(update={"threads": 0})) as supervisor:
         said = [handed_on(supervisor, slot) for slot in range(6)]
         assert {each["cores_file"] for each in said} == {said[0]["cores_file"]}
         assert [each["cores_index"] for each in said] == list(range(6))

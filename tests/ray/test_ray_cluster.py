@@ -164,7 +164,7 @@ def ready(found: dict[str, Any]) -> list[str]:
 def test_workers_are_added_under_load_and_leave_afterwards_also_after_the_autoscaler_was_killed(
     cluster: Cluster,
 ) -> None:
-    one = ("--stages", "1", "--replicas", "1", "--worker-threads", "1", "--image-size", "224")
+    one = ("--stages", "1", "--replicas", "1", "--threads", "1", "--image-size", "224")
     started = cluster.run(*SERVE, *one, "--autoscale", "1..2", "--autoscale-down-after-s", "1")
     assert started.returncode == 0, started.stderr
     try:

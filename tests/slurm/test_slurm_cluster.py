@@ -63,7 +63,7 @@ def test_service_on_slurm_survives_lost_tasks_and_nodes(cluster: SlurmCluster) -
         wait_until(lambda: "worker-0" not in ready_workers(cluster, "node1"))
         wait_until(lambda: "worker-0" in ready_workers(cluster, "node1"))
 
-        [leader] = cluster.programs("node1", "/multiworld leader --leader-name")
+        [leader] = cluster.programs("node1", "/multiworld leader --name")
         os.kill(leader, signal.SIGKILL)
         wait_until(lambda: ready_leaders(cluster, "node1") == 1)
         wait_until(lambda: ready_leaders(cluster, "node1") == 2)

@@ -157,10 +157,10 @@ def test_serve_passes_its_settings_and_the_supervisor(program: Recorder) -> None
 
 def test_leader_passes_its_settings(program: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", "open-sesame")
-    assert main(["leader", "--model", "resnet18", "--leader-name", "left"]) == 0
+    assert main(["leader", "--model", "resnet18", "--name", "left"]) == 0
     [settings] = program.arguments
     assert isinstance(settings, LeaderSettings)
-    assert (settings.model, settings.leader_name, settings.accepted_secrets) == ("resnet18", "left", (b"open-sesame",))
+    assert (settings.model, settings.name, settings.accepted_secrets) == ("resnet18", "left", (b"open-sesame",))
 
 
 def test_frontend_joins_every_leader_that_it_is_given(program: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_worker_accepts_the_command_of_the_local_supervisor(program: Recorder, m
         "http_port": 0,
         "join_port": 0,
         "metrics_port": 0,
-        "worker_threads": 3,
+        "threads": 3,
         "heartbeat_timeout_s": 2.5,
     }
     settings = ServeSettings(**given, local_token=SecretStr("of-this-service"), leaders=2)
@@ -198,7 +198,7 @@ def test_worker_accepts_the_command_of_the_local_supervisor(program: Recorder, m
         assert tuple(map(str, worker.leaders)) == tuple(map(str, frontend.leaders)) == addresses
         assert leader.join_fd == service._joins[1].fileno()
     assert (worker.name, worker.threads) == ("local-1", 3)
-    assert (leader.leader_name, frontend.name) == ("leader-1", "frontend-0")
+    assert (leader.name, frontend.name) == ("leader-1", "frontend-0")
     assert {each.secret for each in (worker, leader, frontend)} == {b"of-this-service"}
     assert {each.heartbeat_timeout_s for each in (worker, leader, frontend)} == {2.5}
     assert worker.exit_with_parent

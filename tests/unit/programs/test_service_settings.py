@@ -27,7 +27,6 @@ OTHERS: dict[str, Any] = {
     "device": "cuda:1",
     "leader": "10.0.0.1:8001,10.0.0.2:8001",
     "leaders_file": None,  # with leader, only one of them may be given
-    "leader_name": "left",
     "name": "right",
     "otlp_endpoint": "http://127.0.0.1:4318/v1/traces",
     "heartbeat_timeout_s": 0.30000000000000004,
@@ -87,7 +86,7 @@ def test_program_has_the_settings_of_the_service(cls: type[Settings]) -> None:
     changes = {"leader": "127.0.0.1:1"} if cls is FrontendSettings else {}
     with service(given) as made:
         found = passed_on(made, cls, **changes)
-    own = {"local_token", "name", "leader_name", "exit_with_parent", *changes}
+    own = {"local_token", "name", "exit_with_parent", *changes}
     if cls is LeaderSettings:
         own |= {"metrics_host", "metrics_port"}
     for name in cls.model_fields.keys() & ServeSettings.model_fields.keys() - own:

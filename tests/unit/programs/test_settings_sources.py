@@ -290,11 +290,11 @@ def test_invalid_bind_host_is_refused() -> None:
 
 def test_leaders_have_different_names_without_being_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "machine-a")
-    assert LeaderSettings().leader_name == "machine-a-8001"
-    assert LeaderSettings(join_port=9001).leader_name == "machine-a-9001"
-    assert LeaderSettings(join_port=0).leader_name == f"machine-a-{os.getpid()}"
+    assert LeaderSettings().name == "machine-a-8001"
+    assert LeaderSettings(join_port=9001).name == "machine-a-9001"
+    assert LeaderSettings(join_port=0).name == f"machine-a-{os.getpid()}"
     monkeypatch.setattr(socket, "gethostname", lambda: "m" * 100)
-    assert LeaderSettings().leader_name == "m" * 59 + "-8001"
+    assert LeaderSettings().name == "m" * 59 + "-8001"
 
 
 def test_only_the_invalid_setting_is_named_when_a_default_depends_on_others() -> None:

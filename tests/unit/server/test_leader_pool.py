@@ -615,7 +615,7 @@ async def test_leaders_with_one_name_are_told_apart_by_address_and_both_used(cap
         assert [leader.sent() for leader in made.leaders] == [1, 1]
         (line,) = (record.getMessage() for record in caplog.records)
         assert "at 10.0.0.1:8000, 10.0.0.1:8001 have the same name twin" in line
-        assert "--leader-name" in line
+        assert "--name" in line
         made.leaders[1].is_lost()
         assert [each.name for each in made.pool.snapshot().leaders] == names, "the name does not change with its link"
         made.leaders[1].name = "other"
