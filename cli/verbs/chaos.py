@@ -45,10 +45,6 @@ class RunningOptions:
     panel: ClassVar[str] = "The service"
     url: Annotated[str | None, value("URL", "URL of a running service on this machine; default: start one.")] = None
     compose: Annotated[str | None, value("PROJECT", "Name of the Docker Compose project of a running service.")] = None
-    pid: Annotated[
-        int | None,
-        value("PID", "With --url: process id of `multiworld serve`; by default it is found, like all processes."),
-    ] = None
 
     def service(self, credentials: "ClientCredentials") -> "SystemUnderTest | None":
         """Return the running service; None if one is to be started."""
@@ -57,7 +53,7 @@ class RunningOptions:
 
         if self.compose is None:
             url = self.url
-            return None if url is None else RunningService(url, pid=self.pid, credentials=credentials)
+            return None if url is None else RunningService(url, credentials=credentials)
         if self.url is not None:
             raise UserError(
                 "--url and --compose exclude each other: the URL of a Compose project is found automatically"
@@ -116,7 +112,7 @@ class FaultOptions:
         str | None,
         value(
             "NAME,…",
-            "Faults to inject; default: all that are possible on this machine, except supervisor-kill. See --list.",
+            "Faults to inject; default: all that are possible on this machine. See --list.",
         ),
     ] = None
     list_faults: Annotated[bool, flag("--list", "List the faults with their expected effect, and exit.")] = False

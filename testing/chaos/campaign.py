@@ -28,7 +28,6 @@ from multiworld_serving.testing.load.clients import (
     record_reference_answers,
     run_load,
 )
-from multiworld_serving.testing.local_service import LocalService
 
 _DUPLICATES = "multiworld_duplicate_answers_total"
 NO_TIME = "the campaign ended before their turn"
@@ -214,10 +213,6 @@ def _unreachable_reason(fault: Fault, system: SystemUnderTest, now: Snapshot) ->
 def _unknown_process_reason(scope: Scope, system: SystemUnderTest) -> str:
     if scope in ("leader", "frontend") and not system.child_pids(scope):
         return f"no {scope} on this machine is a process of `multiworld serve`"
-    if scope == "supervisor" and isinstance(system, LocalService):
-        return "it ends the service that this command started: give the --url of one that is restarted when it ends"
-    if scope == "supervisor" and system.pid is None:
-        return "the process of `multiworld serve` is not known: give it with --pid"
     return ""
 
 

@@ -11,9 +11,9 @@ from multiworld_serving.testing.chaos.observer import Replica, Snapshot
 
 
 def chosen_faults(names: str | None, catalogue: Sequence[Fault] = PROCESS_FAULTS) -> list[Fault]:
-    """Return the faults of a list such as "kill,freeze" (the default ones if None), in the order of the catalogue. Raises UserError."""
+    """Return the faults of a list such as "kill,freeze" (all if None), in the order of the catalogue. Raises UserError."""
     if names is None:
-        return [fault for fault in catalogue if fault.is_default]
+        return list(catalogue)
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     known = {fault.name: fault for fault in catalogue}
     if unknown := [name for name in wanted if name not in known]:

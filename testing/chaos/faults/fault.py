@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 
 from multiworld_serving.testing.chaos.faults.context import FaultContext
 
-Scope = Literal["one", "two", "stage", "all", "none", "leader", "frontend", "supervisor"]
+Scope = Literal["one", "two", "stage", "all", "none", "leader", "frontend"]
 """Targets: one replica, one replica in each of two stages, all replicas of a stage, all workers, none, or another process."""
 NEEDS: dict[Scope, str] = {
     "one": "a stage with two replicas",
@@ -46,7 +46,6 @@ class Fault:
         unavailable_reason: returns why the fault is not possible on this machine; empty if it is.
         of: what the fault acts on: processes or containers.
         excused: statuses that requests may get from the injection to the recovery; 0 is a lost connection.
-        is_default: whether it is selected without `--faults`.
     """
 
     name: str
@@ -57,7 +56,6 @@ class Fault:
     unavailable_reason: Callable[[], str] = _always
     of: Literal["process", "container"] = "process"
     excused: frozenset[int] = frozenset()
-    is_default: bool = True
 
 
 REGISTRY: list[Fault] = []
@@ -73,12 +71,11 @@ def fault(
     unavailable_reason: Callable[[], str] = _always,
     of: Literal["process", "container"] = "process",
     excused: frozenset[int] = frozenset(),
-    is_default: bool = True,
 ) -> Callable[[F], F]:
     """Decorator that declares a fault. Several decorators declare several faults that inject the same in other scopes."""
 
     def declare(inject: F) -> F:
-        REGISTRY.append(Fault(name, description, scope, inject, causes, unavailable_reason, of, excused, is_default))
+        REGISTRY.append(Fault(name, description, scope, inject, causes, unavailable_reason, of, excused))
         return inject
 
     return declare

@@ -1,4 +1,4 @@
-"""Faults on leaders, frontends and the supervisor of a local service. Each round has another victim.
+"""Faults on leaders and frontends of a local service. Each round has another victim.
 
 No request fails when a leader is lost: frontends send it to another leader, or keep it until one has started.
 """
@@ -6,7 +6,7 @@ No request fails when a leader is lost: frontends send it to another leader, or 
 import signal
 
 from multiworld_serving.testing.chaos.faults.context import FaultContext
-from multiworld_serving.testing.chaos.faults.fault import CONNECTION_LOST, HOLD_S, NOT_SERVED, fault
+from multiworld_serving.testing.chaos.faults.fault import CONNECTION_LOST, HOLD_S, fault
 from multiworld_serving.testing.chaos.system import network
 
 _HELD = f"until the frontends detect it and {HOLD_S:g} s more"
@@ -52,18 +52,3 @@ def _kill_frontend(context: FaultContext) -> None:
 def _freeze_frontend(context: FaultContext) -> None:
     with context.child("frontend") as frontend, frontend.stopped():
         context.wait_frontend_replaced(frontend.pid)
-
-
-@fault(
-    "supervisor-kill",
-    "SIGKILL of `multiworld serve`, which ends all its processes; whoever runs it must restart it",
-    "supervisor",
-    excused=NOT_SERVED,
-    is_default=False,
-)
-def _kill_supervisor(context: FaultContext) -> None:
-    assert context.system.pid is not None, "checked before the injection"
-    seen = len(context.observer.snapshots)
-    with context.open([context.system.pid]) as (supervisor,):
-        supervisor.send(signal.SIGKILL)
-    context.wait_leader_back(seen)

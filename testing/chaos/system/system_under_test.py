@@ -38,22 +38,15 @@ class SystemUnderTest(Protocol):
 
 
 class RunningService:
-    """A service that was started elsewhere. Its processes are those of its status that run on this machine.
+    """A service that was started elsewhere. Its processes are those of its status that run on this machine."""
 
-    Args:
-        pid: of `multiworld serve`; None finds it as the parent of the frontends.
-    """
-
-    def __init__(self, url: str, *, pid: int | None = None, credentials: ClientCredentials = NO_CREDENTIALS) -> None:
+    def __init__(self, url: str, *, credentials: ClientCredentials = NO_CREDENTIALS) -> None:
         self.url = url.rstrip("/")
         self.credentials = credentials
-        self._pid = pid
 
     @property
     def pid(self) -> int | None:
-        """As given, otherwise the parent process of a frontend or leader if it is `multiworld serve`."""
-        if self._pid is not None:
-            return self._pid
+        """The parent process of a frontend or leader if it is `multiworld serve`."""
         status = self._status()
         parents = (_supervisor(pid) for kind in _PARTS for pid in _named_pids(status[kind]).values())
         return next((pid for pid in parents if pid is not None), None)

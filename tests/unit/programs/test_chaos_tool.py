@@ -9,7 +9,7 @@ import pytest
 
 from multiworld_serving.common.config import UserError
 from multiworld_serving.testing.chaos.campaign import CampaignResult, Injection, Plan
-from multiworld_serving.testing.chaos.faults import ALL_FAULTS, BY_NAME, PROCESS_FAULTS
+from multiworld_serving.testing.chaos.faults import ALL_FAULTS, BY_NAME
 from multiworld_serving.testing.chaos.observer import Outage, Replica, Snapshot, outages
 from multiworld_serving.testing.chaos.report import summarize
 from multiworld_serving.testing.chaos.schedule import chosen_faults, missing_targets_reason
@@ -108,9 +108,7 @@ def test_verdict_names_what_went_wrong(more: dict[str, object], expected: list[s
     assert summarize(campaign(**more)).verdict == expected
 
 
-def test_all_faults_but_the_end_of_the_service_are_selected_by_default() -> None:
-    selected = {fault.name for fault in chosen_faults(None)}
-    assert {fault.name for fault in PROCESS_FAULTS} - selected == {"supervisor-kill"}
+def test_named_faults_are_chosen_in_the_order_of_the_catalogue() -> None:
     assert [fault.name for fault in chosen_faults("oom,kill", ALL_FAULTS)] == ["kill", "oom"]
 
 
