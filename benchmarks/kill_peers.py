@@ -9,7 +9,6 @@ before the next kill, in which a request failed or the answers per second were b
 """
 
 import argparse
-import json
 import math
 import os
 import signal
@@ -17,8 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from benchmarks import servers
 from benchmarks.servers import Running
@@ -129,7 +127,6 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--every-s", type=float, default=20.0)
-    parser.add_argument("--json", type=Path, help="write every request and every kill")
     options = parser.parse_args()
     compared: dict[str, Callable[[], AbstractContextManager[Running]]] = {
         "LitServe, 2 workers": lambda: peer(options.python, "litserve_server", as_json=True),
@@ -144,8 +141,6 @@ def main() -> int:
         print(f"== {name}", flush=True)
         outcomes.append(measure(name, server(), kills=options.kills, clients=options.clients, every_s=options.every_s))
     report(outcomes)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes]))
     return 0
 
 
