@@ -10,10 +10,11 @@ ARGS     ?=
 PIP_ARGS ?=
 # Test files that run in parallel.
 TEST_FILES_AT_ONCE ?= 2
+GRPC     := server/api/oip_grpc
 BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost elastic
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test containers check dist fmt bench chaos peers throughput gpu soak docs clean
+.PHONY: help install serve test containers check dist fmt bench chaos peers throughput gpu soak proto docs clean
 .SILENT:
 
 help: ## List all targets.
@@ -63,6 +64,11 @@ gpu: $(STAMP) ## Run all GPU tests and benchmarks, at most nine minutes; report 
 soak: $(STAMP) ## Test scheduler, worlds and elastic worlds under random faults with new seeds: make soak ARGS="--hours 3".
 	exec $(BIN)/python -m tests.torture.soak $(ARGS)
 
+proto: ## Compile open_inference.proto after a change of it; the descriptor is committed.
+	$(PYTHON) -m venv .venv-proto
+	.venv-proto/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) "grpcio-tools>=1.71"
+	.venv-proto/bin/python -m grpc_tools.protoc -I $(GRPC) --descriptor_set_out=$(GRPC)/open_inference.binpb $(GRPC)/open_inference.proto
+
 docs: .venv-docs/.installed ## Build the documentation site into site/; warnings and broken links are errors.
 	exec .venv-docs/bin/python -m mkdocs build --strict $(ARGS)
 
@@ -73,7 +79,7 @@ dist: $(STAMP) ## Build wheel and sdist of multiworld-serving and multiworld-cli
 	$(BIN)/python -m twine check --strict dist/*
 
 clean: ## Remove all generated files, including the virtual environments.
-	rm -rf $(VENV) .venv-peers .venv-docs build dist site *.egg-info packaging/client/build packaging/client/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .venv-docs .venv-proto build dist site *.egg-info packaging/client/build packaging/client/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv-peers/.installed: pyproject.toml

@@ -72,17 +72,7 @@ class HttpSettings(ServiceSettings):
     max_body_bytes: int = setting(10 * 2**20, "Limits", ge=1, le=2**31)
     """Maximum size of a request body."""
     max_connections: int = setting(10_000, "Limits", ge=1, le=1_000_000)
-    """Maximum number of HTTP connections, limited by the file descriptors; above it, the longest idle one is closed."""
-    idle_timeout_s: float = setting(75.0, "Limits", gt=0, le=86400)
-    """Maximum time of an HTTP connection without a request."""
-    header_timeout_s: float = setting(10.0, "Limits", gt=0, le=600)
-    """Maximum time to receive the head of a request, and for the TLS handshake."""
-    stall_timeout_s: float = setting(10.0, "Limits", gt=0, le=3600)
-    """Maximum time without progress while a client sends a body or reads a response."""
-    max_header_bytes: int = setting(32 * 2**10, "Limits", ge=1024, le=2**20)
-    """Maximum size of the head of a request: request line and headers."""
-    max_headers: int = setting(100, "Limits", ge=16, le=10_000)
-    """Maximum number of headers of a request."""
+    """Maximum number of HTTP connections, at most half of the file descriptors; while more are open, requests get 503."""
     access_log: bool = setting(False, "Logging")
     """Log one line per HTTP request; otherwise, only failed inference requests are logged."""
 

@@ -11,10 +11,10 @@ import pytest
 
 
 def program(name: str) -> str:
-    """Path of a program from Debian's packages `prometheus` and `prometheus-alertmanager`; skips the test if it is missing."""
+    """Path of a program from Debian's packages; skips the test if it is missing."""
     path = shutil.which(name)
     if path is None:
-        pytest.skip(f"{name} is not installed: apt-get install prometheus prometheus-alertmanager")
+        pytest.skip(f"{name} is not installed: apt-get install prometheus prometheus-alertmanager haproxy")
     return path
 
 

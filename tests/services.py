@@ -1,9 +1,16 @@
 """Small services for tests."""
 
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from multiworld_serving.common.config.sources import option
 from multiworld_serving.testing.local_service import LocalService
+from tests.waiting import wait_until
 
 
 def small_service(**settings: Any) -> LocalService:
@@ -25,3 +32,26 @@ def small_service(**settings: Any) -> LocalService:
 def service_for_workers(token_file: Path, **settings: Any) -> LocalService:
     """The same without local workers: others join it with this token. The caller waits until it is ready."""
     return small_service(wait_until_ready=False, external_workers=True, token_file=token_file, **settings)
+
+
+@contextlib.contextmanager
+def external_frontend(
+    service: LocalService, token: str, name: str, folder: Path, **settings: object
+) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """A frontend with a port of its own: its URL and its process."""
+    log = folder / f"{name}.log"
+    options = ["--leader", service.join_address, "--name", name, "--http-port", "0", "--metrics-port", "0"]
+    options += [part for setting, value in settings.items() for part in (option(setting), str(value))]
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "multiworld_serving.cli.main", "frontend", *options],
+            env={**os.environ, "MULTIWORLD_TOKEN": token},
+            stderr=stderr,
+        )
+    try:
+        wait_until(lambda: f"{name} serves http=" in log.read_text())
+        address = log.read_text().split(f"{name} serves http=")[1].split()[0]
+        yield f"http://{address}", process
+    finally:
+        process.kill()
+        process.wait()

@@ -1,5 +1,5 @@
-"""An HTTP port: uvicorn with strict parsing, limits on connections, and TLS.
+"""An HTTP port: uvicorn on a socket that the process opened, with a limit of connections and TLS.
 
-The leader, the frontends and the workers' metrics port use it.
-Start reading in server.py, then protocol.py.
+Frontends, leaders and workers use it. Start reading in server.py. Slow or oversized heads are the task of the proxy in
+`deploy/haproxy`.
 """

@@ -9,15 +9,14 @@ from collections.abc import AsyncIterator, Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from multiworld_serving.common.config import UserError
-from multiworld_serving.common.http.connection_table import ConnectionLimits, ConnectionTable
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving
-from multiworld_serving.common.http.strict import ErrorResponse
 from multiworld_serving.common.metrics import ProgramMetrics
 
 logger = logging.getLogger(__name__)
 
-_LIMITS = ConnectionLimits(max_connections=16, idle_timeout_s=5.0)
+_MAX_CONNECTIONS = 16
+_KEEP_ALIVE_S = 5
 _CLOSE_S = 1
 _TEXT = "text/plain; charset=utf-8"
 
@@ -54,7 +53,13 @@ async def metrics_port(
         yield None
         return
     with sock:
-        server = HttpServer(_app(metrics, refresh, ready), sock, ConnectionTable(_LIMITS), lifespan="off")
+        server = HttpServer(
+            _app(metrics, refresh, ready),
+            sock,
+            max_connections=_MAX_CONNECTIONS,
+            keep_alive_s=_KEEP_ALIVE_S,
+            lifespan="off",
+        )
         server.set_graceful_timeout(_CLOSE_S)
         found: int = sock.getsockname()[1]
         async with serving(server):
@@ -63,40 +68,26 @@ async def metrics_port(
 
 
 def _app(metrics: ProgramMetrics, refresh: Callable[[], None], ready: Callable[[], bool]) -> ASGIApp:
-    def page(scope: Scope) -> tuple[bytes, str] | ErrorResponse:
+    def page(scope: Scope) -> tuple[int, bytes, str]:
+        """Status, body and content type."""
         if scope["method"] not in {"GET", "HEAD"}:
-            return ErrorResponse(405, "method_not_allowed", f"{scope['method']} is not allowed here; send GET or HEAD")
+            return 405, b"send GET or HEAD\n", _TEXT
         match scope["path"]:
             case "/metrics":
                 refresh()
-                return metrics.exposition(dict(scope["headers"]).get(b"accept", b"").decode("latin-1"))
+                return 200, *metrics.exposition(dict(scope["headers"]).get(b"accept", b"").decode("latin-1"))
             case "/healthz":
-                return b"alive\n", _TEXT
+                return 200, b"alive\n", _TEXT
             case "/readyz" if ready():
-                return b"serves\n", _TEXT
+                return 200, b"serves\n", _TEXT
             case "/readyz":
-                return ErrorResponse(
-                    503, "not_ready", "this process does not serve now; wait until workers have joined leaders"
-                )
-        return ErrorResponse(
-            404, "not_found", "there is nothing at this path; there are /metrics, /healthz and /readyz"
-        )
+                return 503, b"this process does not serve now; wait until workers have joined leaders\n", _TEXT
+        return 404, b"there is nothing at this path; there are /metrics, /healthz and /readyz\n", _TEXT
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        status, headers = 200, dict[str, str]()
-        try:
-            found = page(scope)
-        except Exception:
-            logger.exception("request failed path=%s", scope["path"][:256])
-            found = ErrorResponse(500, "internal", "the process failed on this request; its log has the traceback")
-        if isinstance(found, ErrorResponse):
-            status, headers, text = found.status, *found.headers_and_body()
-        else:
-            text, headers["content-type"] = found
-        headers |= {"allow": "GET, HEAD"} if status == 405 else {}
-        headers["content-length"] = str(len(text))
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": status, "headers": raw})
-        await send({"type": "http.response.body", "body": text})
+        status, body, content_type = page(scope)
+        headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
     return answer

@@ -1,4 +1,4 @@
-"""One HTTP port: its socket, uvicorn, its connection limits, and a TLS certificate that can be replaced while it serves."""
+"""One HTTP port: its socket, uvicorn, the limit of its connections, and a TLS certificate that can be replaced while it serves."""
 
 from __future__ import annotations
 
@@ -6,23 +6,19 @@ import asyncio
 import contextlib
 import logging
 import math
-import resource
 import socket
 import ssl
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
-from typing import Literal, cast
+from typing import Literal
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from multiworld_serving.common.http.connection_table import Connection, ConnectionLimits, ConnectionTable
 from multiworld_serving.common.http.listener import BACKLOG
-from multiworld_serving.common.http.protocol import BoundedHttpProtocol
-from multiworld_serving.common.http.tls_listener import TlsListener
 
-logger = logging.getLogger(__name__)
-
+KEEP_ALIVE_S = 75
+"""A connection without a request is closed after this time. A proxy must close its idle connections earlier."""
 _CLOSE_S = 3
 """Enough if all requests already have their responses."""
 
@@ -31,8 +27,8 @@ class HttpServer(uvicorn.Server):
     """Uvicorn with one listening socket and without its signal handlers; the process handles signals itself.
 
     Args:
-        connections: table of this port's connections, initially empty.
-        sock: bound and listening.
+        sock: bound and listening; closed when the server stops.
+        max_connections: further requests get 503 while this many connections are open.
         context: for TLS; None = plain HTTP.
         lifespan: "off" for an application without ASGI lifespan events.
     """
@@ -41,29 +37,43 @@ class HttpServer(uvicorn.Server):
         self,
         app: ASGIApp,
         sock: socket.socket,
-        connections: ConnectionTable,
         *,
+        max_connections: int,
+        keep_alive_s: int = KEEP_ALIVE_S,
         context: ssl.SSLContext | None = None,
         lifespan: Literal["auto", "off"] = "auto",
     ) -> None:
-        self.connections = connections
-        super().__init__(_config(app, connections.limits, lifespan))
-        self.listening = asyncio.Event()
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan=lifespan,
+            log_config=None,
+            log_level=logging.ERROR,  # a client can cause a warning with each request
+            access_log=False,  # the frontend writes its own: see `server.http.access_log`
+            server_header=False,
+            backlog=BACKLOG,
+            limit_concurrency=max_connections + 1,  # uvicorn refuses at the limit, not above it
+            timeout_keep_alive=keep_alive_s,
+            timeout_graceful_shutdown=_CLOSE_S,
+        )
+        config.load()
+        config.ssl = context
+        super().__init__(config)
         self.stopped = asyncio.Event()
         self._sock = sock
-        self._context = context
+        self._newest_context = context
+        if context is not None:
+            context.sni_callback = self._use_newest_context
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await self.lifespan.startup()
-        if self.lifespan.should_exit:
-            raise RuntimeError("the application did not start; see the log")
-        self.servers = [await self._listen()]
-        self.started = True
-        self.listening.set()
+    @property
+    def connections(self) -> int:
+        """Number of open connections."""
+        return len(self.server_state.connections)
 
     def set_graceful_timeout(self, seconds: float) -> None:
         """Set how long running requests may take after shutdown begins. Needed if the server was not drained before."""
@@ -71,69 +81,27 @@ class HttpServer(uvicorn.Server):
 
     def reload_tls(self, context: ssl.SSLContext) -> None:
         """Use this context for new connections. Open connections keep theirs. Only for a port that already uses TLS."""
-        self._context = context
+        self._newest_context = context
 
-    async def _listen(self) -> asyncio.Server:
-        sock = self._sock.dup()  # asyncio closes the socket of a server that ends; this one stays open
-        if self._context is None:
-            return await asyncio.get_running_loop().create_server(self._protocol, sock=sock, backlog=BACKLOG)
-        return cast("asyncio.Server", TlsListener(sock, self.connections, self._current_context, self._protocol))
+    def _use_newest_context(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        """Called in each handshake, also without a server name."""
+        assert self._newest_context is not None
+        connection.context = self._newest_context
 
-    def _current_context(self) -> ssl.SSLContext:
-        assert self._context is not None
-        return self._context
-
-    def _protocol(self, handshake: Connection | None = None) -> BoundedHttpProtocol:
-        state = (self.config, self.server_state, self.lifespan.state)
-        return BoundedHttpProtocol(*state, connections=self.connections, handshake=handshake)
+    async def run_until_stopped(self) -> None:
+        """Serve until `should_exit` is set, then set `stopped`."""
+        try:
+            await self.serve(sockets=[self._sock])
+        finally:
+            self.stopped.set()
 
 
 @asynccontextmanager
 async def serving(server: HttpServer) -> AsyncIterator[HttpServer]:
     """Serve while the block runs."""
-    task = asyncio.create_task(server.serve(sockets=[server._sock]))
-    task.add_done_callback(lambda _: server.stopped.set())
-    sweeper = asyncio.create_task(_sweep(server.connections))
+    task = asyncio.create_task(server.run_until_stopped())
     try:
         yield server
     finally:
         server.should_exit = True
         await task
-        sweeper.cancel()
-
-
-async def _sweep(connections: ConnectionTable) -> None:
-    loop, pause_s = asyncio.get_running_loop(), connections.limits.sweep_interval_s
-    while True:
-        began_s = loop.time()
-        await asyncio.sleep(pause_s)
-        if (late_s := loop.time() - began_s - pause_s) > pause_s:
-            connections.extend_deadlines(late_s)
-        connections.sweep(loop.time())
-
-
-def _config(app: ASGIApp, limits: ConnectionLimits, lifespan: Literal["auto", "off"]) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http="httptools",
-        ws="none",
-        lifespan=lifespan,
-        log_config=None,
-        log_level=logging.WARNING,
-        access_log=False,  # the frontend writes its own: see `server.http.access_log`
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=math.ceil(limits.idle_timeout_s),
-        timeout_graceful_shutdown=_CLOSE_S,
-    )
-
-
-def within_descriptor_limit(limits: ConnectionLimits) -> ConnectionLimits:
-    """Limit the connections to half of this process's file descriptors; the rest is for workers and files."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most == resource.RLIM_INFINITY or limits.max_connections <= most // 2:
-        return limits
-    logger.warning(
-        "max_connections=%d reduced to %d, half of the file descriptor limit", limits.max_connections, most // 2
-    )
-    return ConnectionLimits(**{**vars(limits), "max_connections": most // 2})

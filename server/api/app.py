@@ -15,7 +15,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from multiworld_serving.common.config.keys import KeySet
-from multiworld_serving.common.http.connection_table import CLOSING_REASONS
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.decode_pool import DecodePool
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
@@ -121,7 +120,6 @@ def create_api(
     operations = OperationsRoutes(pipeline, model, scrape or OwnMetrics(metrics), feed, inference.predict.summary)
     app.include_router(operations.router())
     app.add_middleware(DirectRoutes, handlers=inference.predict.direct() | v2_infer.direct())
-    metrics.declare_closing_reasons(CLOSING_REASONS)
     metrics.declare_outcomes(model.name, model.version, protocols, {"ok": 200, **STATUS_OF_REASON})
     recorder = LocalRequestRecorder(model.name, metrics, statistics)
     observer = RequestObserver(recorder, traces, AccessLog(every_request=access_log))

@@ -20,9 +20,8 @@ from multiworld_serving.common.config.addresses import Address, local_host
 from multiworld_serving.common.config.process import notify_systemd, on_stop_signal
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.edges import EdgeMetrics, Edges
-from multiworld_serving.common.http.connection_table import ConnectionLimits, ConnectionTable
 from multiworld_serving.common.http.listener import bind
-from multiworld_serving.common.http.server import HttpServer, serving, within_descriptor_limit
+from multiworld_serving.common.http.server import HttpServer, serving
 from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.common.wire import edge_states_json
@@ -41,7 +40,7 @@ from multiworld_serving.server.auth.credential_reloader import (
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.scrape import ServiceMetrics
-from multiworld_serving.server.http.limits import RequestLimits, connection_limits, request_limits
+from multiworld_serving.server.http.limits import RequestLimits, max_connections, request_limits
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.inference_statistics import Statistics
 from multiworld_serving.server.observability.metrics import Metrics
@@ -144,7 +143,7 @@ class _Frontend:
         self._pool = LeaderPool(settings.recovery_grace_s, self._metrics, self._on_change, edges=self._edges)
         self._announced = False
         self._started_s = time.monotonic()
-        self._connections = 0
+        self._http_server: HttpServer | None = None
         self._traces = RequestTraces(tracing) if tracing else None
         self._scrape = ServiceMetrics(settings.name, self._metrics, self._pool, settings.supervisor_metrics_file)
 
@@ -216,21 +215,12 @@ class _Frontend:
             http_port=self._http.getsockname()[1],
             page=OperationsRoutes(pool, model, self._scrape, self._feed),
         )
-        limits = within_descriptor_limit(connection_limits(settings))
+        connections = max_connections(settings)
         contexts = self._credentials.contexts
-        http = HttpServer(
-            api.app,
-            self._http,
-            ConnectionTable(limits, metrics.connection_closed, self._on_connections),
-            context=contexts["http_port"],
-        )
-        admin = HttpServer(
-            admin_app,
-            self._admin,
-            ConnectionTable(limits, metrics.connection_closed),
-            context=contexts["metrics_port"],
-        )
-        grpc = self._grpc_port(api, authorizer, requests, limits)
+        http = HttpServer(api.app, self._http, max_connections=connections, context=contexts["http_port"])
+        admin = HttpServer(admin_app, self._admin, max_connections=connections, context=contexts["metrics_port"])
+        self._http_server = http
+        grpc = self._grpc_port(api, authorizer, requests, connections)
         servers = {"http_port": http, "metrics_port": admin}
         CredentialReloader(settings, authorizer, servers, grpc.reload_tls if grpc else None).reload_on_sighup()
         async with serving(admin), serving(http), grpc or contextlib.nullcontext(), notify_systemd():
@@ -249,7 +239,7 @@ class _Frontend:
             pool.stopping = not settings.http_shares > 1
 
     def _grpc_port(
-        self, api: Api, authorizer: Authorizer, requests: RequestLimits, connections: ConnectionLimits
+        self, api: Api, authorizer: Authorizer, requests: RequestLimits, connections: int
     ) -> GrpcPort | None:
         if self._grpc is None:
             return None
@@ -277,13 +267,11 @@ class _Frontend:
             return "/predict --data-binary @FILE"
         return "/predict -F image=@photo.jpg" if model.image and model.labels else f"/v2/models/{model.name}"
 
-    def _on_connections(self, count: int) -> None:
-        self._connections = count
-        self._metrics.connections(count)
-
     async def _report_load(self) -> None:
         while True:
+            connections = 0 if self._http_server is None else self._http_server.connections
+            self._metrics.connections(connections)
             edges = edge_states_json(() if self._edges is None else self._edges.states())
             for link in self._pool.links:
-                link.send_load(self._connections, self._pool.open_requests.count, edges)
+                link.send_load(connections, self._pool.open_requests.count, edges)
             await asyncio.sleep(_LOAD_INTERVAL_S)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import resource
 from dataclasses import dataclass, field
 
-from multiworld_serving.common.http.connection_table import ConnectionLimits
 from multiworld_serving.server.settings import HttpSettings
+
+logger = logging.getLogger(__name__)
 
 _DECODE_THREADS = 4
 
@@ -44,13 +47,11 @@ def request_limits(settings: HttpSettings) -> RequestLimits:
     )
 
 
-def connection_limits(settings: HttpSettings) -> ConnectionLimits:
-    """The limits of one frontend. The number of connections is divided by the number of frontends."""
-    return ConnectionLimits(
-        max_connections=math.ceil(settings.max_connections / settings.http_shares),
-        idle_timeout_s=settings.idle_timeout_s,
-        header_timeout_s=settings.header_timeout_s,
-        stall_timeout_s=settings.stall_timeout_s,
-        max_header_bytes=settings.max_header_bytes,
-        max_headers=settings.max_headers,
-    )
+def max_connections(settings: HttpSettings) -> int:
+    """Maximum number of connections of one frontend, at most half of its file descriptors; the rest is for workers and files."""
+    wanted = math.ceil(settings.max_connections / settings.http_shares)
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY or wanted <= descriptors // 2:
+        return wanted
+    logger.warning("max_connections=%d reduced to %d, half of the file descriptor limit", wanted, descriptors // 2)
+    return descriptors // 2

@@ -52,6 +52,7 @@ def server_context(settings: HttpSettings, client_ca: Path | None) -> ssl.SSLCon
     _load_chain(context, settings.tls_cert_file, settings.tls_key_file)
     if client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
+        context.num_tickets = 0  # a resumed session would not be checked against authorities that were reloaded
         try:
             context.load_verify_locations(client_ca)
         except (OSError, ssl.SSLError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 from multiworld_serving.common.metrics import ProgramMetrics
@@ -51,9 +51,6 @@ class RequestMetrics(ProgramMetrics):
         )
         self._images = self.counter("images", "Images in answered inference requests.", ("model", "version"))
         self._connections = self.gauge("http_connections", "Open connections to the HTTP API.").labels()
-        self._connections_closed = self.counter(
-            "http_connections_closed", "Connections closed because of their client, by reason.", ("reason",)
-        )
         self._frontends = self.gauge("frontends", "Frontends that are connected to this leader.").labels()
         self._leaders = self.gauge("leaders", "Leaders that this frontend can use.")
         self._service_state = self.gauge(
@@ -105,11 +102,6 @@ class RequestMetrics(ProgramMetrics):
             self._request_duration.labels(model, protocol, 200)
             self._images.labels(model, version)
 
-    def declare_closing_reasons(self, reasons: Iterable[str]) -> None:
-        """Create the series of these reasons with value 0, so that the first closed connection is an increase."""
-        for reason in reasons:
-            self._connections_closed.labels(reason)
-
     def version_serves(self, model: str, version: ModelVersion) -> None:
         """New requests use this version from now on."""
         if self._version is not None:
@@ -137,10 +129,6 @@ class RequestMetrics(ProgramMetrics):
     def connections(self, count: int) -> None:
         """Set the number of open connections to the HTTP API."""
         self._connections.set(count)
-
-    def connection_closed(self, reason: str) -> None:
-        """A connection was closed because of its client, such as "malformed" or "evicted"."""
-        self._connections_closed.labels(reason).inc()
 
     def frontends(self, count: int) -> None:
         """Set the number of frontends that serve."""

@@ -4,9 +4,9 @@ This is where overload is decided for the service as a whole: the queue is full 
 requests that are ahead. Other modules only bound the memory and the connections that a request uses before it arrives here, and reject
 what exceeds the bound:
 
-    common/http/connection_table.py  connections (`max_connections`) → 503 full; pipelined requests on one of them → 429 pipelined
-    server/http/body.py              size of one body (`max_body_bytes`) → 413; bytes of all bodies in memory → 429 overloaded
-    server/api/decode_pool.py        images that wait to be decoded → 429 overloaded
+    common/http/server.py        connections (`max_connections`) → 503
+    server/http/body.py          size of one body (`max_body_bytes`) → 413; bytes of all bodies in memory → 429 overloaded
+    server/api/decode_pool.py    images that wait to be decoded → 429 overloaded
 
 `Leader.check` asks the admission before an image is decoded, with the images that wait to be decoded as `ahead`. `Leader.request` rejects
 all requests while the service is stopping or its model is unloaded.

@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ from multiworld_client import AsyncClient, Client
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import TOKEN
-from tests.services import small_service
+from tests.services import external_frontend, small_service
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -40,28 +38,6 @@ def service(token_file: Path) -> Iterator[LocalService]:
         for slot in (0, 1):
             wait_until_serving(running, slot, 0)
         yield running
-
-
-@contextlib.contextmanager
-def external_frontend(
-    service: LocalService, name: str, folder: Path
-) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
-    """A frontend with a port of its own: its URL and its process."""
-    log = folder / f"{name}.log"
-    options = ["--leader", service.join_address, "--name", name, "--http-port", "0", "--metrics-port", "0"]
-    with log.open("wb") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "multiworld_serving.cli.main", "frontend", *options],
-            env={**os.environ, "MULTIWORLD_TOKEN": TOKEN},
-            stderr=stderr,
-        )
-    try:
-        wait_until(lambda: f"{name} serves http=" in log.read_text())
-        address = log.read_text().split(f"{name} serves http=")[1].split()[0]
-        yield f"http://{address}", process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def wait_until_serving(service: LocalService, slot: int, since: int) -> None:
@@ -136,8 +112,8 @@ def test_no_call_fails_when_frontends_of_one_url_are_killed(service: LocalServic
 
 def test_no_call_fails_when_the_frontends_of_several_urls_end_in_turn(service: LocalService, tmp_path: Path) -> None:
     with (
-        external_frontend(service, "first", tmp_path) as (first_url, first),
-        external_frontend(service, "second", tmp_path) as (second_url, second),
+        external_frontend(service, TOKEN, "first", tmp_path) as (first_url, first),
+        external_frontend(service, TOKEN, "second", tmp_path) as (second_url, second),
         clients(first_url, second_url, service.url) as calls,
     ):
         calls.until_answered(20)

@@ -152,6 +152,15 @@ def test_several_frontends_share_a_range_of_published_ports() -> None:
     assert (port["published"], port["target"]) == ("8000-8001", 8000)
 
 
+def test_haproxy_overlay_publishes_the_port_in_place_of_the_frontends() -> None:
+    services = config(ROOT / "docker-compose.yml", ROOT / "docker-compose.haproxy.yml")["services"]
+    assert not services["frontend"].get("ports")
+    (port,) = services["proxy"]["ports"]
+    assert (port["published"], port["target"], port["host_ip"]) == ("8000", 8000, "127.0.0.1")
+    assert services["proxy"]["read_only"] is True
+    assert services["proxy"]["stop_signal"] == "SIGUSR1"
+
+
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
 def test_gpu_overlay_has_one_worker_per_gpu(gpus: int, tmp_path: Path) -> None:
     file = tmp_path / "gpu.yml"

@@ -79,7 +79,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         admin_keys_file=folder / "admin.keys",
         tls_cert_file=folder / "server.pem",
         metrics_client_ca_file=authority.file,
-        header_timeout_s=5,
     ) as service:
         yield Guarded(service, authority, folder)
         assert service.stop() == 0

@@ -1,6 +1,7 @@
 """The Open Inference Protocol over gRPC, with the model, limits and errors of `server.api.oip`. Needs the extra `grpc`.
 
 open_inference.proto    the definition, also for clients
+open_inference.binpb    its descriptor, compiled by `make proto`
 definitions.py          message classes made of it
 codec.py                messages to requests and predictions to messages
 calls.py                one call: record, authorization, deadline, errors

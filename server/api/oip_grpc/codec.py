@@ -19,7 +19,7 @@ from multiworld_serving.server.api.oip.infer_request import (
 from multiworld_serving.server.api.oip.infer_response import encoded_outputs
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.api.oip.tensors import BINARY_ONLY
-from multiworld_serving.server.api.oip_grpc.definitions import MESSAGES
+from multiworld_serving.server.api.oip_grpc.definitions import METHODS
 from multiworld_serving.server.errors import InferenceRequestError
 from multiworld_serving.server.predictor import ModelVersion, Prediction
 
@@ -66,7 +66,7 @@ def parse_infer_message(body: bytes, signature: Signature, now: ModelVersion) ->
         InferenceRequestError: the request is invalid for this model.
     """
     _check_fields(body)
-    message = decode(MESSAGES["ModelInferRequest"], body)
+    message = decode(METHODS["ModelInfer"].request, body)
     version = message.model_version or None
     signature.check_served(message.model_name, version, now)
     request = {
@@ -93,13 +93,17 @@ def parse_infer_message(body: bytes, signature: Signature, now: ModelVersion) ->
 def infer_message(predictions: Sequence[Prediction], *, asked: InferRequest, signature: Signature) -> bytes:
     """A ModelInferResponse, always with raw contents. Raises as `encoded_outputs`."""
     parts = encoded_outputs(predictions, asked.outputs, signature)
-    message: bytes = MESSAGES["ModelInferResponse"](
-        model_name=predictions[0].model,
-        model_version=str(predictions[0].version_number),
-        id=asked.id,
-        outputs=[{name: each[name] for name in ("name", "datatype", "shape")} for each, _ in parts],
-        raw_output_contents=[binary for _, binary in parts],
-    ).SerializeToString()
+    message: bytes = (
+        METHODS["ModelInfer"]
+        .response(
+            model_name=predictions[0].model,
+            model_version=str(predictions[0].version_number),
+            id=asked.id,
+            outputs=[{name: each[name] for name in ("name", "datatype", "shape")} for each, _ in parts],
+            raw_output_contents=[binary for _, binary in parts],
+        )
+        .SerializeToString()
+    )
     return message
 
 

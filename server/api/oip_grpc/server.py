@@ -15,7 +15,7 @@ import grpc
 
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
-from multiworld_serving.common.http.connection_table import ConnectionLimits
+from multiworld_serving.common.http.server import KEEP_ALIVE_S
 from multiworld_serving.server.api.app import Api
 from multiworld_serving.server.api.oip_grpc.calls import CallHandler, CallLimits
 from multiworld_serving.server.api.oip_grpc.definitions import SERVICE
@@ -29,6 +29,9 @@ _MAX_AGE_S = 300.0
 """Age at which a connection is closed gracefully: the client opens another, perhaps to a frontend that has started meanwhile."""
 _MAX_STREAMS = 1000
 """Calls of one connection at the same time; a client queues further ones."""
+_STALL_MS = 10_000
+"""Longest TLS handshake, interval of pings, and longest time without a reply to one."""
+_MAX_METADATA_BYTES = 32 * 2**10
 _ONLY_UNCOMPRESSED = 1
 """gRPC does not limit the size of a message after decompression."""
 
@@ -48,7 +51,7 @@ class GrpcPort:
         authorizer: Authorizer,
         reserved: socket.socket,
         requests: RequestLimits,
-        connections: ConnectionLimits,
+        max_connections: int,
         tls: TlsFiles | None,
     ) -> None:
         limits = CallLimits(
@@ -59,8 +62,8 @@ class GrpcPort:
         calls = CallHandler(pipeline, api.observer, authorizer, limits)
         methods = InferenceService(pipeline, api.inference).handlers(calls)
         self._handlers = grpc.method_handlers_generic_handler(SERVICE, methods)
-        self._options = _options(requests, connections)
-        self._max_calls = connections.max_connections
+        self._options = _options(requests, max_connections)
+        self._max_calls = max_connections
         self._address = Address(*reserved.getsockname()[:2])
         self._tls = tls
         self._server: Any = None
@@ -111,25 +114,24 @@ def _configuration(tls: TlsFiles) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(tls.key, tls.chain)], tls.client_ca)
 
 
-def _options(requests: RequestLimits, connections: ConnectionLimits) -> list[tuple[str, int]]:
+def _options(requests: RequestLimits, max_connections: int) -> list[tuple[str, int]]:
     """The options of gRPC for the limits of HTTP."""
-    stall_ms = _ms(connections.stall_timeout_s)
     return [
         ("grpc.so_reuseport", 1),
         ("grpc.compression_enabled_algorithms_bitset", _ONLY_UNCOMPRESSED),
         ("grpc.max_receive_message_length", requests.max_body_bytes),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
-        ("grpc.max_metadata_size", connections.max_header_bytes),
-        ("grpc.absolute_max_metadata_size", connections.max_header_bytes),
-        ("grpc.max_allowed_incoming_connections", connections.max_connections),
-        ("grpc.server_handshake_timeout_ms", _ms(connections.header_timeout_s)),
-        ("grpc.max_connection_idle_ms", _ms(connections.idle_timeout_s)),
+        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.server_handshake_timeout_ms", _STALL_MS),
+        ("grpc.max_connection_idle_ms", _ms(KEEP_ALIVE_S)),
         ("grpc.max_connection_age_ms", _ms(_MAX_AGE_S)),
         # A client that does not read its answers keeps its connection no longer than this.
-        ("grpc.max_connection_age_grace_ms", _ms(requests.timeout_s) + stall_ms),
+        ("grpc.max_connection_age_grace_ms", _ms(requests.timeout_s) + _STALL_MS),
         # The server pings clients with calls in flight: those of a client that is cut off are cancelled.
-        ("grpc.keepalive_time_ms", stall_ms),
-        ("grpc.keepalive_timeout_ms", stall_ms),
+        ("grpc.keepalive_time_ms", _STALL_MS),
+        ("grpc.keepalive_timeout_ms", _STALL_MS),
     ]
 
 

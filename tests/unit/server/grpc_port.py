@@ -13,7 +13,6 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from multiworld_serving.common.config.keys import KeySet
-from multiworld_serving.common.http.connection_table import ConnectionLimits
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.server.api.app import create_api
 from multiworld_serving.server.api.oip_grpc.server import GrpcPort
@@ -59,7 +58,7 @@ async def running_grpc(
     api = create_api(predictor, model, requests, metrics, access_log=True, protocols=("predict", "v2", "grpc"))
     authorizer = authorizer or Authorizer(ApiKeys(KeySet(), KeySet()))
     with bind("127.0.0.1", 0, "--grpc-port", reserve=True) as reserved:
-        port = GrpcPort(predictor, api, authorizer, reserved, requests, ConnectionLimits(), tls)
+        port = GrpcPort(predictor, api, authorizer, reserved, requests, 1000, tls)
         number: int = reserved.getsockname()[1]
         async with api.app.router.lifespan_context(api.app), port, channel(number, root) as opened:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(opened)

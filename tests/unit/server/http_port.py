@@ -12,7 +12,6 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from multiworld_serving.common.http.connection_table import ConnectionLimits, ConnectionTable
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving
 from multiworld_serving.server.api.app import create_api
@@ -41,15 +40,9 @@ class Port:
         self.clients.append(Client(*opened))
         return self.clients[-1]
 
-    def closed(self, reason: str) -> float:
-        """How many connections were closed for this reason."""
-        return (
-            self.metrics.registry.get_sample_value("multiworld_http_connections_closed_total", {"reason": reason}) or 0
-        )
-
     async def until_open(self, count: int) -> None:
         """Wait until this many connections are open."""
-        await until(lambda: len(self.server.connections) == count)
+        await until(lambda: self.server.connections == count)
 
 
 @dataclass
@@ -96,16 +89,19 @@ async def http_port(
     *,
     app: ASGIApp | None = None,
     context: ssl.SSLContext | None = None,
-    **limits: Any,
+    max_connections: int = 1000,
+    keep_alive_s: int = 75,
+    timeout_s: float = 10.0,
 ) -> AsyncIterator[Port]:
-    """Serve with these connection limits. `app` replaces the application; with `context` the port uses TLS."""
+    """Serve with these limits. `app` replaces the application; with `context` the port uses TLS."""
     predictor, metrics = predictor or ColourPredictor(), Metrics()
-    app = app or create_api(predictor, MODEL, RequestLimits(timeout_s=10.0), metrics).app
-    connections = ConnectionTable(ConnectionLimits(**limits), metrics.connection_closed, metrics.connections)
+    app = app or create_api(predictor, MODEL, RequestLimits(timeout_s=timeout_s), metrics).app
     sock = bind("127.0.0.1", 0, "--http-port")
-    async with serving(HttpServer(app, sock, connections, context=context)) as server:
+    number: int = sock.getsockname()[1]
+    server = HttpServer(app, sock, max_connections=max_connections, keep_alive_s=keep_alive_s, context=context)
+    async with serving(server):
         await until(lambda: server.started)
-        port = Port(sock.getsockname()[1], server, predictor, metrics)
+        port = Port(number, server, predictor, metrics)
         try:
             yield port
         finally:

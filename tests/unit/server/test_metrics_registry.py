@@ -16,7 +16,6 @@ NAMES = {
     "multiworld_request_duration_seconds": ("histogram", {"model", "protocol", "code"}),
     "multiworld_images_total": ("counter", {"model", "version"}),
     "multiworld_http_connections": ("gauge", set()),
-    "multiworld_http_connections_closed_total": ("counter", {"reason"}),
     "multiworld_requests_in_flight": ("gauge", set()),
     "multiworld_queue_depth": ("gauge", set()),
     "multiworld_queue_limit": ("gauge", set()),
@@ -65,7 +64,6 @@ def stage(index: int, *states: ReplicaState) -> StageSnapshot:
 
 def tell_everything(metrics: Metrics) -> None:
     metrics.version_serves("m", ModelVersion(1, "v"))
-    metrics.declare_closing_reasons(("idle",))
     metrics.request_started()
     metrics.request_finished(
         model="m", version="v", protocol="predict", code=200, reason="ok", duration_s=0.01, images=1

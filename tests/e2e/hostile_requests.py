@@ -1,0 +1,231 @@
+"""Requests that are wrong, byte by byte, and what a service of ResNet-18 with images of 32 pixels answers to them."""
+
+import gzip
+import json
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from multiworld_serving.testing.load.images import photo
+
+SIDE = 32
+_SHAPE = [1, 3, SIDE, SIDE]
+_VALUES = 3 * SIDE * SIDE
+_V2 = "/v2/models/resnet18/infer"
+BODY_LIMIT = 2**20
+"""`max_body_bytes` of the service that is asked."""
+
+
+@dataclass(frozen=True)
+class HostileRequest:
+    """One request on a connection of its own.
+
+    Attributes:
+        answer: status and reason of the response of a frontend; several responses are separated by commas.
+        proxied: the response through HAProxy, if only HAProxy rejects the request or handles it correctly.
+    """
+
+    name: str
+    data: bytes
+    answer: str
+    proxied: str = ""
+
+
+def _http(path: str, body: bytes = b"", method: str = "POST", **headers: str) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def _get(*lines: str, path: str = "/healthz") -> bytes:
+    return "\r\n".join([f"GET {path} HTTP/1.1", *lines, "", ""]).encode()
+
+
+def _post(*lines: str, body: bytes = b"") -> bytes:
+    """An image for /predict, framed as these headers say."""
+    return (
+        "\r\n".join(["POST /predict HTTP/1.1", "Host: x", "Content-Type: image/jpeg", *lines, "", ""]).encode() + body
+    )
+
+
+def _image(body: bytes, **headers: str) -> bytes:
+    return _http("/predict", body, **{"Content_Type": "image/png", **headers})
+
+
+def _tensor(**fields: Any) -> dict[str, Any]:
+    return {"name": "input", "datatype": "UINT8", "shape": _SHAPE, "data": [0] * _VALUES} | fields
+
+
+def _infer(inputs: list[dict[str, Any]], binary: bytes | None = None, **fields: Any) -> bytes:
+    text = json.dumps({"inputs": inputs, **fields}).encode()
+    if binary is None:
+        return _http(_V2, text)
+    return _http(_V2, text + binary, Inference_Header_Content_Length=str(len(text)))
+
+
+def _binary(datatype: str, shape: list[int], data: bytes, size: int | None = None) -> bytes:
+    parameters = {"binary_data_size": len(data) if size is None else size}
+    described = {"name": "input", "datatype": datatype, "shape": shape, "parameters": parameters}
+    return _infer([described], data)
+
+
+def _png(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+
+
+def _packed(body: bytes, encoding: str) -> bytes:
+    return _http(_V2, body, Content_Encoding=encoding)
+
+
+_BAD = "400 invalid_inference_request"
+_RAW = "400"
+_NAN, _INF = (struct.pack("<f", value) * _VALUES for value in (float("nan"), float("inf")))
+
+_CHUNKED = "Transfer-Encoding: chunked"
+_TWO_S = "X-Request-Timeout-S: 2"
+_END = b"0\r\n\r\n"
+_GOOD = _post(f"Content-Length: {len(photo())}", body=photo())
+
+HOSTILE_REQUESTS = (
+    # the head
+    HostileRequest("no HTTP at all", b"hello\r\n\r\n", _RAW),
+    HostileRequest("the first bytes of TLS", bytes.fromhex("16030100c8010000c40303"), _RAW),
+    HostileRequest("HTTP/2 without asking", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", _RAW),
+    HostileRequest(
+        "1,000 headers",
+        _http("/predict", b"", "POST", **{f"h{number}": "v" for number in range(1000)}),
+        "415 unsupported_media_type",
+        "400",
+    ),
+    HostileRequest("one header of 1 MiB", _http("/predict", X_Long="a" * 2**20), "415 unsupported_media_type", "400"),
+    HostileRequest("a path of 1 MiB", _http("/" + "a" * 2**20, method="GET"), _RAW),
+    HostileRequest("a zero byte in a header", _http("/predict", X_Zero="\0"), _RAW),
+    HostileRequest(
+        "Content-Length and chunks (smuggling)",
+        b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        _RAW,
+    ),
+    HostileRequest(
+        "two Content-Lengths",
+        b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabc",
+        _RAW,
+    ),
+    HostileRequest(
+        "a negative Content-Length", b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", _RAW
+    ),
+    HostileRequest("the same Content-Length twice", _post("Content-Length: 3", "Content-Length: 3", body=b"abc"), _RAW),
+    HostileRequest("a list of Content-Lengths", _post("Content-Length: 3, 3", body=b"abc"), _RAW),
+    HostileRequest(
+        "5,000 zeros before a Content-Length", _post(f"Content-Length: {len(photo()):05000}", body=photo()), "200"
+    ),
+    HostileRequest("no Host", _get("Accept: */*"), "200", "400"),
+    HostileRequest("two Hosts", _get("Host: x", "Host: y"), "200", "400"),
+    HostileRequest("a header over two lines", _get("Host: x", "A: b", " c"), _RAW),
+    HostileRequest("a carriage return in a header", _get("Host: x", "A: b\rc"), _RAW),
+    HostileRequest("a space before a colon", _get("Host: x", "A : b"), _RAW),
+    HostileRequest("chunks in gzip", _post("Transfer-Encoding: gzip, chunked", body=_END), "422 invalid_body"),
+    HostileRequest("gzip in chunks", _post("Transfer-Encoding: chunked, gzip", body=_END), _RAW),
+    HostileRequest("gzip without chunks", _post("Transfer-Encoding: gzip", body=b"abc"), _RAW),
+    HostileRequest(
+        "chunks in HTTP/1.0", _post(_CHUNKED, body=_END).replace(b"HTTP/1.1", b"HTTP/1.0"), "422 invalid_body"
+    ),
+    HostileRequest("a chunk of no size", _post(_CHUNKED, body=b"xyz\r\n"), _RAW),
+    HostileRequest("a chunk of a negative size", _post(_CHUNKED, body=b"-1\r\n"), _RAW),
+    HostileRequest("a chunk beyond 64 bits", _post(_CHUNKED, body=b"f" * 17 + b"\r\na\r\n"), _RAW),
+    HostileRequest("a chunk longer than it says", _post(_CHUNKED, body=b"1\r\nabc\r\n" + _END), _RAW),
+    HostileRequest(
+        "a chunk extension of 1 MiB", _post(_CHUNKED, _TWO_S, body=b"1;" + b"a" * 2**20), "504 deadline", "400"
+    ),
+    HostileRequest(
+        "a trailer of 1 MiB", _post(_CHUNKED, _TWO_S, body=b"0\r\nX: " + b"a" * 2**20), "504 deadline", "400"
+    ),
+    HostileRequest("CONNECT", b"CONNECT a:1 HTTP/1.1\r\nHost: a:1\r\n\r\n", _RAW),
+    HostileRequest(
+        "an upgrade to h2c with a body",
+        _post("Connection: Upgrade", "Upgrade: h2c", f"Content-Length: {len(photo())}", body=photo()),
+        "422 invalid_body",
+        "200",
+    ),
+    HostileRequest(
+        "a scrape in a format of no version",
+        _get("Host: x", "Accept: application/openmetrics-text; version=abc", path="/metrics"),
+        "200",
+    ),
+    HostileRequest("no HTTP behind a good request", _GOOD + b"hello\r\n\r\n", "400", "200, 400"),
+    HostileRequest("a bad chunk behind a good request", _GOOD + _post(_CHUNKED, body=b"xyz\r\n"), "400", "200, 400"),
+    HostileRequest(
+        "a long header behind a good request", _GOOD + _get("Host: x", "X: " + "a" * 2**20), "200", "200, 400"
+    ),
+    HostileRequest("10,000 requests at once", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * 10_000, "200"),
+    # paths and methods
+    HostileRequest("/../../etc/passwd", _http("/../../etc/passwd", method="GET"), "404 not_found"),
+    HostileRequest("the same, escaped", _http("/status-page/..%2f..%2fsettings.py", method="GET"), "404 not_found"),
+    HostileRequest("a zero byte in a path", _http("/v2/models/resnet18%00/infer"), "404 unknown_model"),
+    HostileRequest("wrong UTF-8 in a path", _http("/v2/models/%ff%fe/infer"), "404 unknown_model"),
+    HostileRequest("a model in another folder", _http("/v2/models/..%2fresnet18/infer"), "404 not_found"),
+    HostileRequest("the method TRACE", _http("/predict", method="TRACE"), "405 method_not_allowed"),
+    # bodies
+    HostileRequest("an empty body", _image(b""), "422 invalid_body"),
+    HostileRequest("a text for an image", _image(b"hello"), "422 invalid_image"),
+    HostileRequest("half an image", _image(photo()[:500], Content_Type="image/jpeg"), "422 invalid_image"),
+    HostileRequest("an image of 400 megapixels in 1 KB", _image(_png(20_000, 20_000)), "413 image_too_large"),
+    HostileRequest("an image of 1 pixel", _image(_png(1, 1)), "422 invalid_image"),
+    HostileRequest("a body above the limit", _image(bytes(BODY_LIMIT + 1)), "413 body_too_large"),
+    HostileRequest(
+        "10 TB announced",
+        _http("/predict", Content_Type="image/png").replace(b"Content-Length: 0", b"Content-Length: 10000000000000"),
+        "413 body_too_large",
+    ),
+    HostileRequest("no content type", _http("/predict", photo()), "415 unsupported_media_type"),
+    HostileRequest(
+        "a compressed image", _image(gzip.compress(photo()), Content_Encoding="gzip"), "415 unsupported_media_type"
+    ),
+    HostileRequest(
+        "a form that is cut off",
+        _http(
+            "/predict",
+            b'--B\r\nContent-Disposition: form-data; name="image"\r\n\r\nabc',
+            Content_Type="multipart/form-data; boundary=B",
+        ),
+        "422 invalid_body",
+    ),
+    HostileRequest(
+        "a deadline that is not a number", _image(photo(), X_Request_Timeout_S="nan"), "422 invalid_parameter"
+    ),
+    HostileRequest(
+        "an endless request id", _http("/nothing", X_Request_Id="a" * 10_000, method="GET"), "404 not_found"
+    ),
+    # the Open Inference Protocol
+    HostileRequest("invalid JSON", _http(_V2, b'{"inputs": ['), _BAD),
+    HostileRequest("JSON 100,000 lists deep", _http(_V2, b"[" * 100_000), _BAD),
+    HostileRequest("JSON of 300,000 lists", _http(_V2, b"[" + b"[]," * 300_000 + b"[]]"), _BAD),
+    HostileRequest("NaN in JSON", _http(_V2, b'{"inputs": NaN}'), _BAD),
+    HostileRequest("NaN in a tensor", _binary("FP32", _SHAPE, _NAN), _BAD),
+    HostileRequest("infinity in a tensor", _binary("FP32", _SHAPE, _INF), _BAD),
+    HostileRequest("a negative shape", _infer([_tensor(shape=[-1, 3, SIDE, SIDE])]), _BAD),
+    HostileRequest("a shape beyond 64 bits", _infer([_tensor(shape=[10**400, 3, SIDE, SIDE])]), _BAD),
+    HostileRequest("an enormous shape, no data", _binary("UINT8", [2**40, 3, SIDE, SIDE], b""), _BAD),
+    HostileRequest("shape and data that disagree", _infer([_tensor(shape=[2, 3, SIDE, SIDE])]), _BAD),
+    HostileRequest("a size that is not there", _binary("UINT8", _SHAPE, bytes(_VALUES), 2**40), _BAD),
+    HostileRequest("an element of 4 GiB", _binary("BYTES", [1], struct.pack("<I", 2**32 - 1)), _BAD),
+    HostileRequest("the wrong datatype", _infer([_tensor(datatype="FP64")]), _BAD),
+    HostileRequest("texts for numbers", _infer([_tensor(data=["0"] * _VALUES)]), _BAD),
+    HostileRequest("an input given twice", _infer([_tensor(), _tensor()]), _BAD),
+    HostileRequest("an unknown input", _infer([_tensor(name="image")]), _BAD),
+    HostileRequest("an unknown output", _infer([_tensor()], outputs=[{"name": "logits"}]), _BAD),
+    HostileRequest("shared memory", _infer([_tensor(parameters={"shared_memory_region": "r"})]), _BAD),
+    HostileRequest("an unknown model", _http("/v2/models/gpt/infer"), "404 unknown_model"),
+    HostileRequest("an unknown version", _http("/v2/models/resnet18/versions/99/infer"), "404 unknown_model"),
+    HostileRequest("gzip that is none", _packed(b"hello", "gzip"), _BAD),
+    HostileRequest("gzip that is deflate", _packed(zlib.compress(b"{}"), "gzip"), _BAD),
+    HostileRequest("an unknown compression", _packed(b"hello", "br"), "415 unsupported_media_type"),
+    HostileRequest(
+        "a gzip bomb: 500 MB in 500 KB", _packed(gzip.compress(bytes(500_000_000), 9), "gzip"), "413 body_too_large"
+    ),
+    HostileRequest("a deflate bomb", _packed(zlib.compress(bytes(500_000_000)), "deflate"), "413 body_too_large"),
+)

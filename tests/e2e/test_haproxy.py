@@ -1,0 +1,117 @@
+"""The real HAProxy with `deploy/haproxy/haproxy.cfg` in front of two frontends: attacks that it stops, and a killed frontend."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from multiworld_serving.testing.load.clients import record_reference_answers, run_load
+from multiworld_serving.testing.load.images import photos
+from multiworld_serving.testing.local_service import LocalService
+from tests.chaos.clients import TOKEN
+from tests.e2e.hostile_connections import SILENT, SLOW_HEAD, HostileConnections, ask, attack
+from tests.e2e.hostile_requests import BODY_LIMIT, HOSTILE_REQUESTS, HostileRequest
+from tests.programs import free_port, process, program
+from tests.services import external_frontend, small_service
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "haproxy"
+
+
+@dataclass(frozen=True)
+class Proxied:
+    """A service of one leader, two frontends with a port each, and HAProxy in front of them."""
+
+    port: int
+    frontends: "tuple[subprocess.Popen[bytes], ...]"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@contextlib.contextmanager
+def proxy(folder: Path, *urls: str, **environment: str) -> Iterator[int]:
+    """HAProxy in front of these frontends: its port."""
+    servers = [f"    server frontend-{index} {urlsplit(url).netloc}" for index, url in enumerate(urls)]
+    (folder / "servers.cfg").write_text("\n".join(["backend frontends", *servers, ""]))
+    port = free_port()
+    given = {"PROXY_BIND": f"127.0.0.1:{port}", **environment}
+    command = ["env", *(f"{name}={value}" for name, value in given.items()), program("haproxy"), "-db"]
+    command += ["-f", str(FOLDER / "haproxy.cfg"), "-f", str(folder / "servers.cfg")]
+    with (folder / "haproxy.log").open("wb") as log, process(*command, log=log):
+        wait_until(lambda: ready(port))
+        yield port
+
+
+def ready(port: int) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"http://127.0.0.1:{port}/readyz").status_code == 200
+    return False
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
+    token_file = tmp_path_factory.mktemp("token") / "token"
+    token_file.write_text(TOKEN)
+    with small_service(token_file=token_file) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def proxied(service: LocalService, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxied]:
+    folder, limits = tmp_path_factory.mktemp("haproxy"), {"max_body_bytes": BODY_LIMIT, "timeout_s": 10}
+    with (
+        external_frontend(service, TOKEN, "first", folder, **limits) as (first_url, first),
+        external_frontend(service, TOKEN, "second", folder, **limits) as (second_url, second),
+        proxy(folder, first_url, second_url) as port,
+    ):
+        yield Proxied(port, (first, second))
+
+
+@pytest.mark.parametrize("hostile", [each for each in HOSTILE_REQUESTS if each.proxied], ids=lambda each: each.name)
+def test_hostile_request_gets_another_response_through_the_proxy(proxied: Proxied, hostile: HostileRequest) -> None:
+    assert asyncio.run(ask("127.0.0.1", proxied.port, hostile, hostile.proxied)) == hostile.proxied
+
+
+@pytest.mark.parametrize("hostile", [SILENT, SLOW_HEAD], ids=lambda each: each.name)
+def test_slow_client_is_disconnected_by_the_proxy(proxied: Proxied, hostile: HostileConnections) -> None:
+    with run_load(proxied.url, record_reference_answers(proxied.url, photos(2)), clients=2) as load:
+        ends = asyncio.run(attack("127.0.0.1", proxied.port, hostile))
+    assert ends.keys() <= set(hostile.answer.split(" or ")), ends
+    assert load.samples
+    assert not load.failed, load.failed[:3]
+
+
+def test_connections_of_one_address_are_limited(service: LocalService, tmp_path: Path) -> None:
+    async def open_connections(port: int) -> list[bool]:
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10)]
+        await asyncio.sleep(0.5)
+        closed = [reader.at_eof() or bool(reader.exception()) for reader, _ in opened]
+        for _, writer in opened:
+            writer.transport.abort()
+        return closed
+
+    with proxy(tmp_path, service.url, MAX_CONNECTIONS_PER_SOURCE="5") as port:
+        closed = asyncio.run(open_connections(port))
+    assert closed.count(True) == 5
+
+
+def test_no_request_fails_when_one_frontend_is_killed(proxied: Proxied) -> None:
+    with run_load(proxied.url, record_reference_answers(proxied.url, photos(4)), clients=8) as load:
+        answered = len(load.samples)
+        wait_until(lambda: len(load.samples) > answered + 50)
+        os.kill(proxied.frontends[0].pid, signal.SIGKILL)
+        answered = len(load.samples)
+        wait_until(lambda: len(load.samples) > answered + 100)
+    assert not load.failed, load.failed[:3]
