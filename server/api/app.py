@@ -38,7 +38,6 @@ from multiworld_serving.server.auth.authorizer import (
 from multiworld_serving.server.auth.openapi_security import document_authentication
 from multiworld_serving.server.http.access_log import AccessLog
 from multiworld_serving.server.http.body import BodyReader
-from multiworld_serving.server.http.direct_routes import DirectRoutes
 from multiworld_serving.server.http.errors import STATUS_OF_REASON, OtherPort, install_error_handlers
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.query import refuse_unknown_parameters
@@ -115,11 +114,9 @@ def create_api(
     app.include_router(inference.predict.router(), dependencies=strict)
     signature = inference.oip.signature
     app.include_router(V2Routes(pipeline, signature, statistics).router(), dependencies=strict)
-    v2_infer = V2InferRoutes(pipeline, signature, InferRoute(inference.oip))
-    app.include_router(v2_infer.router(), dependencies=strict)
+    app.include_router(V2InferRoutes(pipeline, signature, InferRoute(inference.oip)).router(), dependencies=strict)
     operations = OperationsRoutes(pipeline, model, scrape or OwnMetrics(metrics), feed, inference.predict.summary)
     app.include_router(operations.router())
-    app.add_middleware(DirectRoutes, handlers=inference.predict.direct() | v2_infer.direct())
     metrics.declare_outcomes(model.name, model.version, protocols, {"ok": 200, **STATUS_OF_REASON})
     recorder = LocalRequestRecorder(model.name, metrics, statistics)
     observer = RequestObserver(recorder, traces, AccessLog(every_request=access_log))
@@ -145,7 +142,7 @@ class _Inference:
         signature = _signature(model, limits)
         predict: PredictRoute | HandlerRoute | NoPredictRoute = NoPredictRoute(model)
         if handler is not None:
-            predict = HandlerRoute(predictor, model, handler, bodies, decoders, limits.timeout_s, signature.max_rows)
+            predict = HandlerRoute(predictor, model, handler, bodies, limits.timeout_s, signature.max_rows)
         elif model.classifies_images:
             predict = PredictRoute(
                 predictor=predictor,

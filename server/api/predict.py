@@ -22,9 +22,9 @@ from multiworld_serving.server.api.images import image_tensor
 from multiworld_serving.server.api.response_headers import HEADER_DOCUMENTATION, prediction_headers
 from multiworld_serving.server.errors import MediaTypeError, StageError, WrongPathError
 from multiworld_serving.server.http.body import BodyReader, translate_body_timeout
-from multiworld_serving.server.http.direct_routes import DirectHandler
 from multiworld_serving.server.http.disconnect import DEADLINE_GRACE_S, while_connected
 from multiworld_serving.server.http.errors import error_documentation
+from multiworld_serving.server.http.inference_route import TIMEOUT_HEADER, InferenceRoute
 from multiworld_serving.server.observability.inference_statistics import Inference
 from multiworld_serving.server.observability.request_record import RequestRecord
 from multiworld_serving.server.predictor import Predictor, ServedModel
@@ -86,10 +86,6 @@ class NoPredictRoute:
 
         return router
 
-    def direct(self) -> dict[str, DirectHandler]:
-        """No route."""
-        return {}
-
 
 @dataclass(frozen=True)
 class PredictRoute:
@@ -111,7 +107,7 @@ class PredictRoute:
             self._default_top_k, ge=1, le=len(self.model.labels), description="Number of classes in the response."
         )
         timeout_header = timeout_parameter(self.timeout_s)
-        router = APIRouter(tags=["inference"])
+        router = APIRouter(tags=["inference"], route_class=InferenceRoute)
 
         @router.post(
             "/predict",
@@ -124,11 +120,6 @@ class PredictRoute:
             return await self._predict(request, top_k, min(self.timeout_s, timeout_s or self.timeout_s))
 
         return router
-
-    def direct(self) -> dict[str, DirectHandler]:
-        """The same route for requests without parameters."""
-        top_k = self._default_top_k
-        return {"/predict": lambda request: self._predict(request, top_k, self.timeout_s)}
 
     @property
     def _default_top_k(self) -> int:
@@ -186,7 +177,7 @@ def timeout_parameter(limit_s: float) -> Any:
     """The header in which a client sends its timeout."""
     return Header(
         None,
-        alias="X-Request-Timeout-S",
+        alias=TIMEOUT_HEADER,
         description=f"Timeout in seconds; can only shorten the server's {limit_s:g}.",
     )
 

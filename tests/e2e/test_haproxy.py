@@ -94,14 +94,23 @@ def test_slow_client_is_disconnected_by_the_proxy(proxied: Proxied, hostile: Hos
 
 
 def test_connections_of_one_address_are_limited(service: LocalService, tmp_path: Path) -> None:
-    async def open_connections(port: int) -> list[bool]:
-        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10)]
-        await asyncio.sleep(0.5)
-        closed = [reader.at_eof() or bool(reader.exception()) for reader, _ in opened]
-        for _, writer in opened:
-            writer.transport.abort()
-        return closed
+    async def is_closed(port: int) -> bool:
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            opened.append(writer)
+            return await asyncio.wait_for(reader.read(1), 1.0) == b""
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
 
+    async def open_connections(port: int) -> list[bool]:
+        found = await asyncio.gather(*(is_closed(port) for _ in range(10)))
+        for writer in opened:
+            writer.transport.abort()
+        return found
+
+    opened: list[asyncio.StreamWriter] = []
     with proxy(tmp_path, service.url, MAX_CONNECTIONS_PER_SOURCE="5") as port:
         closed = asyncio.run(open_connections(port))
     assert closed.count(True) == 5

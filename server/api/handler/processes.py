@@ -1,143 +1,178 @@
-"""Starts the processes of a handler, asks them, and replaces those that end or do not return in time."""
+"""Starts the processes of a handler, calls them, and replaces those that end or do not return in time.
+
+Each process is a `ProcessPoolExecutor` of its own with one worker, because a worker that ends breaks its executor.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
-import socket
-import struct
-import subprocess
-import sys
-import time
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from multiworld_serving.common.config import UserError
-from multiworld_serving.server.api.handler.exchange import Kind, receive, send
-from multiworld_serving.server.errors import HandlerError, HandlerInputError
+from multiworld_serving.server.api.handler import program
+from multiworld_serving.server.api.handler.program import Outcome
+from multiworld_serving.server.errors import HandlerError, HandlerInputError, OverloadedError
 
 logger = logging.getLogger(__name__)
 
-_PROGRAM = "multiworld_serving.server.api.handler.program"
+T = TypeVar("T")
+
 _LOAD_S = 60.0
 """Longest time for loading a handler."""
+_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
+"""Pause after a handler could not be loaded; it doubles each time."""
 _MAX_TEXT_CHARS = 1000
 
 
 class _Process:
-    """One process with the user's handler. Raises HandlerError if it cannot be loaded."""
+    """One process, which loads the user's handler first."""
 
     def __init__(self, where: str) -> None:
-        ours, theirs = socket.socketpair()
-        self._sock = ours
-        try:
-            with theirs:
-                self._process = subprocess.Popen(  # noqa: S603 - this program, and the user's own file
-                    [sys.executable, "-m", _PROGRAM, str(theirs.fileno()), where],
-                    stdin=subprocess.PIPE,  # tells the process when this one has ended
-                    pass_fds=(theirs.fileno(),),
-                )
-        except OSError as error:
-            ours.close()
-            raise HandlerError(f"the handler's process cannot be started: {error}") from error
-        try:
-            kind, content = self._exchange(time.monotonic() + _LOAD_S)
-        except HandlerError:
-            self.kill()
-            raise
-        if kind is not Kind.RESULT:
-            self.kill()
-            raise HandlerError(content.decode(errors="replace"))
+        self._executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        before = set(multiprocessing.active_children())
+        self.loading: Future[Outcome[None]] = self._executor.submit(program.load, where)
+        (self._child,) = set(multiprocessing.active_children()) - before
 
-    def ask(self, kind: Kind, content: bytes, timeout_s: float) -> tuple[Kind, bytes]:
-        """Send a message and wait for its reply. Raises HandlerError if the process ends or is late: it must be killed then."""
-        until_s = time.monotonic() + timeout_s
-        try:
-            self._sock.settimeout(max(0.001, timeout_s))
-            send(self._sock, kind, content)
-        except OSError as error:
-            raise HandlerError(f"the handler's process does not read: {error}") from error
-        return self._exchange(until_s)
-
-    def _exchange(self, until_s: float) -> tuple[Kind, bytes]:
-        timeout_s = max(0.001, until_s - time.monotonic())
-        self._sock.settimeout(timeout_s)
-        try:
-            return receive(self._sock)
-        except TimeoutError as error:
-            raise HandlerError(f"the handler did not return within {timeout_s:.3g} s") from error
-        except (EOFError, ValueError, struct.error, OSError) as error:
-            raise HandlerError(f"the handler's process has ended or failed: {error}") from error
+    def submit(self, function: Callable[..., Outcome[T]], *arguments: object) -> Future[Outcome[T]]:
+        """Call this function of `program` there."""
+        return self._executor.submit(function, *arguments)
 
     def kill(self) -> None:
         """End the process."""
-        self._sock.close()
-        self._process.kill()
-        self._process.wait()
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+        self._child.kill()
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 class HandlerProcesses:
-    """As many processes as calls are made at once. Use as a context: the first process starts on entry, others on demand.
+    """At most so many processes; the first one starts on entry, others when calls are made at the same time.
 
     Args:
         where: FILE.py:CLASS.
-        timeout_s: longest time of one call.
+        timeout_s: longest time of one call; its process is then replaced.
+        max_waiting: maximum number of calls that wait for a process; further ones are rejected.
     """
 
-    def __init__(self, where: str, timeout_s: float) -> None:
+    def __init__(self, where: str, timeout_s: float, *, processes: int = 4, max_waiting: int = 256) -> None:
         file, separator, name = where.rpartition(":")
         self._where = f"{Path(file).absolute()}{separator}{name}" if separator else where
         self._timeout_s = timeout_s
-        self._idle: SimpleQueue[_Process] = SimpleQueue()
-        self._closed = False
+        self._max_waiting = max_waiting
+        self._free = asyncio.Semaphore(processes)
+        self._idle: list[_Process] = []
+        self._all: set[_Process] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.waiting = 0
+        """Number of calls that wait for a process."""
 
     def __enter__(self) -> Self:
         """Raises UserError if the handler cannot be loaded."""
+        process = self._start()
         try:
-            self._idle.put(_Process(self._where))
-        except HandlerError as error:
-            raise UserError(f"--handler {self._where}: {error}") from error
+            _result(process.loading.result(_LOAD_S))
+        except (HandlerError, BrokenProcessPool, TimeoutError) as error:
+            self.__exit__(None, None, None)
+            raise UserError(f"--handler {self._where}: {error or 'loading takes too long'}") from error
+        self._idle.append(process)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the idle processes; one that is busy ends with its call."""
-        self._closed = True
-        with contextlib.suppress(Empty):
-            while True:
-                self._idle.get_nowait().kill()
+        """End all processes."""
+        for process in self._all:
+            process.kill()
 
-    def call(self, kind: Kind, content: bytes, *, deadline_s: float) -> bytes:
-        """Ask a process, on the calling thread.
+    async def call(self, function: Callable[..., Outcome[T]], *arguments: object) -> T:
+        """Call `program.decode` or `program.encode` in a process. If cancelled, the process completes the call.
 
-        Args:
-            deadline_s: of the request, by `time.monotonic()`.
         Raises:
-            HandlerInputError: decode raised ValueError.
+            OverloadedError: too many calls wait.
+            HandlerInputError: the handler raised ValueError.
             HandlerError: another error, or the process ended or did not return in time; it is replaced.
         """
+        if self._free.locked() and self.waiting >= self._max_waiting:
+            raise OverloadedError(
+                f"{self.waiting} bodies wait for the handler, which is the limit; try again later", retry_after_s=1.0
+            )
+        self.waiting += 1
         try:
-            process = self._idle.get_nowait()
-        except Empty:
-            process = _Process(self._where)
+            await self._free.acquire()
+        finally:
+            self.waiting -= 1
+        return _result(await asyncio.shield(self._in_background(self._run(function, arguments))))
+
+    async def _run(self, function: Callable[..., Outcome[T]], arguments: tuple[object, ...]) -> Outcome[T]:
+        """Call on an idle process, or on a new one. The caller has acquired `_free`."""
+        process = self._idle.pop() if self._idle else self._start()
         try:
-            reply, result = process.ask(kind, content, min(self._timeout_s, deadline_s - time.monotonic()))
-        except HandlerError:
-            process.kill()
-            raise
-        if self._closed:
-            process.kill()
+            await _loaded(process)
+            async with asyncio.timeout(self._timeout_s):
+                outcome = await asyncio.wrap_future(process.submit(function, *arguments))
+        except TimeoutError:
+            error = f"the handler did not return within {self._timeout_s:.3g} s"
+        except BrokenProcessPool:
+            error = "the handler's process has ended"
+        except HandlerError as failure:
+            error = str(failure)
         else:
-            self._idle.put(process)
-        if reply is Kind.RESULT:
-            return result
-        text = result.decode(errors="replace")
-        if reply is Kind.INVALID:
-            raise HandlerInputError(text[:_MAX_TEXT_CHARS] or "the handler does not accept this body")
-        raise HandlerError(f"the handler raised an error:\n{text}")
+            self._give_back(process)
+            return outcome
+        self._end(process)
+        self._in_background(self._replace())
+        return "failed", error
+
+    async def _replace(self) -> None:
+        """Start a process and load the handler there, until that succeeds."""
+        pause_s = _BACKOFF_S
+        while True:
+            process = self._start()
+            try:
+                await _loaded(process)
+            except (HandlerError, BrokenProcessPool, TimeoutError) as error:
+                self._end(process)
+                logger.error("the handler cannot be loaded; trying again in %g s: %s", pause_s, error)  # noqa: TRY400
+                await asyncio.sleep(pause_s)
+                pause_s = min(_MAX_BACKOFF_S, pause_s * 2)
+            else:
+                self._give_back(process)
+                return
+
+    def _start(self) -> _Process:
+        process = _Process(self._where)
+        self._all.add(process)
+        return process
+
+    def _end(self, process: _Process) -> None:
+        self._all.discard(process)
+        process.kill()
+
+    def _give_back(self, process: _Process) -> None:
+        self._idle.append(process)
+        self._free.release()
+
+    def _in_background(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _loaded(process: _Process) -> None:
+    """Wait until the handler is loaded. Raises HandlerError, BrokenProcessPool or TimeoutError."""
+    async with asyncio.timeout(_LOAD_S):
+        _result(await asyncio.shield(asyncio.wrap_future(process.loading)))
+
+
+def _result(outcome: Outcome[T]) -> T:
+    if outcome[0] == "result":
+        return outcome[1]
+    if outcome[0] == "invalid":
+        raise HandlerInputError(outcome[1][:_MAX_TEXT_CHARS])
+    raise HandlerError(outcome[1])

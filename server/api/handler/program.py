@@ -1,28 +1,53 @@
-"""The process of a handler: loads the user's class and answers the frontend until it closes the connection.
-
-python -m multiworld_serving.server.api.handler.program DESCRIPTOR FILE.py:CLASS
-"""
+"""What runs in the process of a handler: the functions that the frontend calls there. Imports neither torch nor the server."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
+
+import numpy as np
 
 from multiworld_serving.common.config.process import exit_with_parent
-from multiworld_serving.server.api.handler.exchange import (
-    Kind,
-    pack_arrays,
-    pack_text,
-    receive,
-    send,
-    unpack_arrays,
-    unpack_text,
-)
+
+T = TypeVar("T")
+
+Outcome = tuple[Literal["result"], T] | tuple[Literal["invalid", "failed"], str]
+"""A result; or the text of a ValueError, for the client; or another error, for the log."""
+
+_DTYPES = frozenset(("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"))
+_handler: Any = None
+
+
+def load(where: str) -> Outcome[None]:
+    """Load the handler of this process, FILE.py:CLASS."""
+    global _handler  # noqa: PLW0603 - one handler for each process
+    exit_with_parent()
+    os.dup2(2, 1)  # what the handler prints goes to the log
+    try:
+        _handler = load_handler(where)
+    except ValueError as error:
+        return "failed", str(error)
+    return "result", None
+
+
+def decode(body: bytes, content_type: str) -> Outcome[dict[str, np.ndarray[Any, Any]]]:
+    """Inputs of the model by name."""
+    return _outcome(lambda: _arrays(_handler.decode(body, content_type)), may_refuse=True)
+
+
+def encode(outputs: dict[str, np.ndarray[Any, Any]]) -> Outcome[tuple[bytes, str]]:
+    """Body and content type."""
+
+    def encoded() -> tuple[bytes, str]:
+        body, content_type = _handler.encode(outputs)
+        return bytes(body), str(content_type)
+
+    return _outcome(encoded, may_refuse=False)
 
 
 def load_handler(where: str) -> Any:
@@ -61,41 +86,21 @@ def _last_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
-def _answer(handler: Any, kind: Kind, content: bytes) -> tuple[Kind, bytes]:
+def _outcome(work: Callable[[], T], *, may_refuse: bool) -> Outcome[T]:
     try:
-        if kind is Kind.DECODE:
-            content_type, body = unpack_text(content)
-            arrays = handler.decode(body, content_type)
-            if not isinstance(arrays, dict):
-                raise TypeError(f"decode returned {type(arrays).__name__}; expected a dict of arrays")
-            return Kind.RESULT, pack_arrays(arrays)
-        encoded, content_type = handler.encode(unpack_arrays(content))
-        return Kind.RESULT, pack_text(str(content_type), bytes(encoded))
-    except ValueError as error:
-        if kind is Kind.DECODE:
-            return Kind.INVALID, str(error).encode()
-        return Kind.FAILED, traceback.format_exc().encode()
-    except Exception:  # noqa: BLE001 - whatever the user's code raises goes to the log
-        return Kind.FAILED, traceback.format_exc().encode()
+        return "result", work()
+    except BaseException as error:  # noqa: BLE001 - whatever the user's code raises goes to the log
+        if may_refuse and isinstance(error, ValueError):
+            return "invalid", str(error) or "the handler does not accept this body"
+        return "failed", f"the handler raised an error:\n{traceback.format_exc()}"
 
 
-def main() -> None:
-    exit_with_parent()
-    os.dup2(2, 1)  # what the handler prints goes to the log
-    with socket.socket(fileno=int(sys.argv[1])) as sock:
-        try:
-            handler = load_handler(sys.argv[2])
-        except ValueError as error:
-            send(sock, Kind.FAILED, str(error).encode())
-            return
-        send(sock, Kind.RESULT, b"")
-        while True:
-            try:
-                kind, content = receive(sock)
-            except EOFError:
-                return
-            send(sock, *_answer(handler, kind, content))
-
-
-if __name__ == "__main__":
-    main()
+def _arrays(given: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Arrays that the frontend can read. Raises TypeError for what is not an array of numbers or booleans."""
+    if not isinstance(given, dict):
+        raise TypeError(f"decode returned {type(given).__name__}; expected a dict of arrays")
+    found = {str(name): np.array(array, order="C") for name, array in given.items()}
+    for name, array in found.items():
+        if array.dtype.name not in _DTYPES:
+            raise TypeError(f"{name!r:.60} is an array of {array.dtype}; expected numbers or booleans")
+    return found

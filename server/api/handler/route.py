@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,8 +17,7 @@ from torch import Tensor
 
 from multiworld_serving.models.bundle.nodes import DTYPES
 from multiworld_serving.models.errors import BundleError
-from multiworld_serving.server.api.decode_pool import DecodePool
-from multiworld_serving.server.api.handler.exchange import Kind, pack_arrays, pack_text, unpack_arrays, unpack_text
+from multiworld_serving.server.api.handler import program
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.api.oip.infer_response import output_tensors
 from multiworld_serving.server.api.predict import Seconds, timeout_parameter
@@ -28,9 +25,9 @@ from multiworld_serving.server.api.response_headers import HEADER_DOCUMENTATION,
 from multiworld_serving.server.api.samples import predict_samples
 from multiworld_serving.server.errors import HandlerError, HandlerInputError
 from multiworld_serving.server.http.body import BodyReader, translate_body_timeout
-from multiworld_serving.server.http.direct_routes import DirectHandler
 from multiworld_serving.server.http.disconnect import DEADLINE_GRACE_S, while_connected
 from multiworld_serving.server.http.errors import error_documentation
+from multiworld_serving.server.http.inference_route import InferenceRoute
 from multiworld_serving.server.observability.inference_statistics import Inference
 from multiworld_serving.server.observability.request_record import RequestRecord
 from multiworld_serving.server.predictor import Prediction, Predictor, ServedModel
@@ -42,20 +39,19 @@ _FAILED = "the handler failed on this request; search the log for the request id
 
 @dataclass(frozen=True)
 class HandlerRoute:
-    """The route POST /predict of a service with a handler, and its dependencies. The handler runs in the slots of the decoding threads."""
+    """The route POST /predict of a service with a handler, and its dependencies."""
 
     summary: ClassVar[str] = "any body that the handler decodes"
     predictor: Predictor
     model: ServedModel
     handler: HandlerProcesses
     bodies: BodyReader
-    decoders: DecodePool
     timeout_s: float
     max_rows: int
 
     def router(self) -> APIRouter:
         """The route, documented for OpenAPI."""
-        router = APIRouter(tags=["inference"])
+        router = APIRouter(tags=["inference"], route_class=InferenceRoute)
         timeout_header = timeout_parameter(self.timeout_s)
 
         @router.post(
@@ -73,10 +69,6 @@ class HandlerRoute:
 
         return router
 
-    def direct(self) -> dict[str, DirectHandler]:
-        """The same route for requests without parameters."""
-        return {"/predict": lambda request: self._predict(request, self.timeout_s)}
-
     async def _predict(self, request: Request, timeout_s: float) -> Response:
         record = RequestRecord.of(request.scope)
         deadline_s = record.started_s + timeout_s
@@ -89,7 +81,7 @@ class HandlerRoute:
                         self.predictor, rows, key, deadline_s=deadline_s, request_id=record.request_id
                     )
                     predicted_s = time.monotonic()
-                    body, content_type = await self.decoders.run(partial(self._encode, predictions, deadline_s))
+                    body, content_type = await self._encode(predictions)
         except HandlerError as error:
             logger.error("request_id=%s %s", record.request_id, error)  # noqa: TRY400 - the traceback is the handler's
             raise HandlerError(_FAILED) from error
@@ -102,13 +94,13 @@ class HandlerRoute:
         content_type = request.headers.get("content-type", "")
         async with self.bodies.read(request, deadline_s=deadline_s) as body:
             received_s = time.monotonic()
-            await self.predictor.check(deadline_s=deadline_s, ahead=self.decoders.waiting)
+            await self.predictor.check(deadline_s=deadline_s, ahead=self.handler.waiting)
             async with while_connected(request.receive, deadline_s=deadline_s):
-                rows, key = await self.decoders.run(partial(self._rows, body, content_type, deadline_s))
+                arrays = await self.handler.call(program.decode, body, content_type)
+        rows, key = self._rows(arrays)
         return rows, key, time.monotonic() - received_s
 
-    def _rows(self, body: bytes, content_type: str, deadline_s: float) -> tuple[Sequence[Tensor], str]:
-        arrays = _arrays(self.handler.call(Kind.DECODE, pack_text(content_type, body), deadline_s=deadline_s))
+    def _rows(self, arrays: dict[str, np.ndarray[Any, Any]]) -> tuple[Sequence[Tensor], str]:
         names = [spec.name for spec in self.model.inputs]
         if arrays.keys() != set(names):
             raise HandlerError(f"decode returned the inputs {sorted(arrays)}; the model takes {names}")
@@ -131,30 +123,15 @@ class HandlerRoute:
         except BundleError as error:
             raise HandlerInputError(f"the model does not take this input: {error}") from error
 
-    def _encode(self, predictions: Sequence[Prediction], deadline_s: float) -> tuple[bytes, str]:
+    async def _encode(self, predictions: Sequence[Prediction]) -> tuple[bytes, str]:
         tensors = output_tensors(predictions, self.model)
         arrays = {spec.name: _array(tensor) for spec, tensor in zip(self.model.outputs, tensors, strict=True)}
-        content_type, body = _text(self.handler.call(Kind.ENCODE, pack_arrays(arrays), deadline_s=deadline_s))
+        body, content_type = await self.handler.call(program.encode, arrays)
+        if not content_type.isascii() or not content_type.isprintable():
+            raise HandlerError(f"encode returned the content type {content_type!r:.60}; expected printable ASCII")
         return body, content_type
 
 
 def _array(tensor: Tensor) -> np.ndarray[Any, Any]:
     found: np.ndarray[Any, Any] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return found
-
-
-def _arrays(content: bytes) -> dict[str, np.ndarray[Any, Any]]:
-    try:
-        return unpack_arrays(content)
-    except (ValueError, TypeError, struct.error) as error:
-        raise HandlerError(f"the handler's process sent invalid arrays: {error}") from error
-
-
-def _text(content: bytes) -> tuple[str, bytes]:
-    try:
-        text, body = unpack_text(content)
-    except (ValueError, struct.error) as error:
-        raise HandlerError(f"the handler's process sent an invalid body: {error}") from error
-    if not text.isascii() or not text.isprintable():
-        raise HandlerError(f"encode returned the content type {text!r:.60}; expected printable ASCII")
-    return text, body

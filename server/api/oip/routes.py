@@ -21,8 +21,8 @@ from multiworld_serving.server.api.oip.metadata import Signature, repository_ind
 from multiworld_serving.server.api.oip.tensors import DATATYPES
 from multiworld_serving.server.api.predict import Seconds, timeout_parameter
 from multiworld_serving.server.api.response_headers import HEADER_DOCUMENTATION
-from multiworld_serving.server.http.direct_routes import DirectHandler
 from multiworld_serving.server.http.errors import error_documentation
+from multiworld_serving.server.http.inference_route import InferenceRoute
 from multiworld_serving.server.observability.inference_statistics import Statistics
 from multiworld_serving.server.predictor import Pipeline, Predictor
 from multiworld_serving.server.readiness import readiness_error
@@ -153,7 +153,7 @@ class V2InferRoutes(_ModelRoutes):
 
     def router(self) -> APIRouter:
         """The routes, documented for OpenAPI."""
-        router = APIRouter(tags=[_TAG])
+        router = APIRouter(tags=[_TAG], route_class=InferenceRoute)
         timeout_header = timeout_parameter(self.route.inference.timeout_s)
         model_parameter, version_parameter = self._path_parameters()
 
@@ -185,11 +185,6 @@ class V2InferRoutes(_ModelRoutes):
                 openapi_extra={"requestBody": _body_documentation(self.signature)},
             )
         return router
-
-    def direct(self) -> dict[str, DirectHandler]:
-        """The route of the current version for requests without a timeout."""
-        path = f"/v2/models/{self.signature.model.name}/infer"
-        return {path: lambda request: self.route.infer(request, None)}
 
 
 _INFER_ERRORS = (400, 404, 408, 413, 415, 422, 429, 500, 503, 504)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import re
 import time
@@ -10,18 +12,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 
 from multiworld_serving.common.config import UserError
 from multiworld_serving.server.api.app import create_api
-from multiworld_serving.server.api.handler.exchange import Kind, pack_arrays, pack_text, unpack_arrays
+from multiworld_serving.server.api.handler import processes, program
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
-from multiworld_serving.server.errors import HandlerError
+from multiworld_serving.server.errors import HandlerError, OverloadedError
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.metrics import Metrics
 from tests.documents import ROOT
-from tests.unit.server.text_model import TEXT, TextPredictor
+from tests.unit.server.text_model import INFER, TEXT, TextPredictor, tensors
+from tests.waiting import until
 
 GUIDE = (ROOT / "docs/guides/handlers.md").read_text()
 FAULTY = """
@@ -36,6 +38,12 @@ class Handler:
                 raise KeyError("no such word")
             case b"exit":
                 os._exit(3)
+            case b"quit":
+                raise SystemExit
+            case b"slow":
+                time.sleep(0.5)
+            case b"pid":
+                raise ValueError(os.getpid())
             case b"hang":
                 while True:
                     time.sleep(1)
@@ -100,6 +108,7 @@ async def test_failing_handler_is_an_error_of_one_request_only(faulty: Path, cap
     says = {
         b"raise": "KeyError: 'no such word'",
         b"exit": "has ended",
+        b"quit": "SystemExit",
         b"names": "decode returned the inputs ['ids']; the model takes ['ids', 'mask']",
         b"dtype": "'ids' as torch.int32",
         b"objects": "expected numbers or booleans",
@@ -121,13 +130,65 @@ async def test_failing_handler_is_an_error_of_one_request_only(faulty: Path, cap
     assert (good.status_code, good.text) == (200, "float32"), "bfloat16 outputs are float32 for numpy"
 
 
-def test_process_that_does_not_return_is_replaced(faulty: Path) -> None:
-    with HandlerProcesses(f"{faulty}:Handler", 60.0) as handler:
-        deadline_s = time.monotonic() + 60
+async def test_process_that_does_not_return_is_replaced(faulty: Path) -> None:
+    with HandlerProcesses(f"{faulty}:Handler", 0.5, processes=1) as handler:
         with pytest.raises(HandlerError, match="did not return within"):
-            handler.call(Kind.DECODE, pack_text("", b"hang"), deadline_s=time.monotonic() + 0.05)
-        again = handler.call(Kind.DECODE, pack_text("", b"good"), deadline_s=deadline_s)
-    assert unpack_arrays(again)["ids"].tolist() == [[1, 2]]
+            await handler.call(program.decode, b"hang", "")
+        again = await handler.call(program.decode, b"good", "")
+    assert again["ids"].tolist() == [[1, 2]]
+
+
+async def test_short_deadline_of_a_client_does_not_end_the_process(faulty: Path) -> None:
+    async with serving(faulty) as client:
+        late = await client.post("/predict", content=b"slow", headers={"X-Request-Timeout-S": "0.05"})
+        pids = {(await client.post("/predict", content=b"pid")).json()["error"] for _ in range(2)}
+    assert (late.status_code, late.json()["reason"]) == (504, "deadline")
+    assert len(pids) == 1
+
+
+async def test_bodies_that_crash_the_handler_do_not_delay_other_requests(faulty: Path) -> None:
+    """Four such bodies end all processes; each gets its error immediately, and other routes do not wait."""
+    async with serving(faulty) as client:
+
+        async def timed(path: str, body: bytes) -> tuple[int, float]:
+            began_s = time.monotonic()
+            status = (await client.post(path, content=body, timeout=60)).status_code
+            return status, time.monotonic() - began_s
+
+        await asyncio.gather(*(timed("/predict", b"good") for _ in range(4)))  # all processes run
+        crashes = asyncio.gather(*(timed("/predict", b"exit") for _ in range(4)))
+        await asyncio.sleep(0)
+        other = await timed(INFER, json.dumps({"inputs": tensors([[1, 2]]), "outputs": [{"name": "sums"}]}).encode())
+        crashed = await crashes
+        good = await timed("/predict", b"good")
+        await asyncio.gather(*(timed("/predict", b"good") for _ in range(4)))
+    assert {status for status, _ in crashed} == {500}
+    assert other[0] == good[0] == 200
+    # Loading a process takes longer than any of these, so none of them waited for one.
+    assert max(took_s for _, took_s in crashed) < good[1]
+    assert other[1] < good[1]
+
+
+async def test_calls_are_rejected_when_too_many_wait(faulty: Path) -> None:
+    with HandlerProcesses(f"{faulty}:Handler", 5.0, processes=1, max_waiting=1) as handler:
+        first, second = (asyncio.create_task(handler.call(program.decode, b"slow", "")) for _ in range(2))
+        await until(lambda: handler.waiting == 1)
+        with pytest.raises(OverloadedError):
+            await handler.call(program.decode, b"good", "")
+        await asyncio.gather(first, second)
+
+
+async def test_loading_is_repeated_when_it_fails(faulty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_BACKOFF_S", 0.05)
+    with HandlerProcesses(f"{faulty}:Handler", 5.0, processes=1) as handler:
+        await asyncio.to_thread(faulty.write_text, "1 / 0")
+        with pytest.raises(HandlerError):
+            await handler.call(program.decode, b"exit", "")
+        waiting = asyncio.create_task(handler.call(program.decode, b"good", ""))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        await asyncio.to_thread(faulty.write_text, FAULTY)
+        assert (await waiting)["ids"].tolist() == [[1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -148,13 +209,3 @@ def test_handler_that_cannot_be_loaded_is_refused_at_the_start(
     (tmp_path / "broken.py").write_text("\n1 / 0\n")
     with pytest.raises(UserError, match=re.escape(says)), HandlerProcesses(where, 1.0):
         pass
-
-
-def test_arrays_round_trip() -> None:
-    arrays = {"a": np.arange(6, dtype=np.int16).reshape(2, 3)[:, ::2], "b": np.array(True), "c": np.zeros((0, 4))}
-    found = unpack_arrays(pack_arrays(arrays))
-    for name, array in arrays.items():
-        assert (found[name].dtype, found[name].tolist()) == (array.dtype, array.tolist())
-    for wrong in ("[[1]]", '[["a", "object", [1]]]', '[["a", "int64", [2]]]', '[["a", "int64", [-1]]]'):
-        with pytest.raises(ValueError, match=r"not enough|not a valid array|are missing"):
-            unpack_arrays(pack_text(wrong, b"12345678"))
