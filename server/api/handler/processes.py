@@ -106,7 +106,8 @@ class HandlerProcesses:
             await self._free.acquire()
         finally:
             self.waiting -= 1
-        return _result(await asyncio.shield(self._in_background(self._run(function, arguments))))
+        outcome: Outcome[T] = await asyncio.shield(self._in_background(self._run(function, arguments)))
+        return _result(outcome)
 
     async def _run(self, function: Callable[..., Outcome[T]], arguments: tuple[object, ...]) -> Outcome[T]:
         """Call on an idle process, or on a new one. The caller has acquired `_free`."""
