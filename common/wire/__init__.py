@@ -5,6 +5,7 @@ from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.edge_states import (
     MAX_EDGE_STATES,
     EdgeState,
+    EdgeStates,
     EdgeTransport,
     edge_states_json,
     parse_edge_states,
@@ -33,7 +34,6 @@ from multiworld_serving.common.wire.join import (
     JoinOffer,
     JoinRequest,
     StageAssignment,
-    different_fields,
 )
 from multiworld_serving.common.wire.message import HEADER_BYTES, Header, Message, MessageKind, RowShape, WireError
 from multiworld_serving.common.wire.tracing import MAX_TRACE_BYTES, TraceContext, trace_contexts, trace_message
@@ -56,6 +56,7 @@ __all__ = [
     "Channel",
     "EdgeJoinRequest",
     "EdgeState",
+    "EdgeStates",
     "EdgeTransport",
     "FrontendJoinRequest",
     "Header",
@@ -70,7 +71,6 @@ __all__ = [
     "StageAssignment",
     "TraceContext",
     "WireError",
-    "different_fields",
     "edge_states_json",
     "parse_edge_states",
     "row_refs",

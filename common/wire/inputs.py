@@ -6,16 +6,16 @@ message.
 
 from __future__ import annotations
 
-import json
 import struct
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
+import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
 
-from multiworld.texts import is_name
-from multiworld_serving.common.wire.join import MAX_HOLDER_CHARS
+from multiworld_serving.common.wire.join import Holder
 from multiworld_serving.common.wire.message import MAX_TEXT_BYTES, Message, MessageKind, WireError, bytes_tensor
 
 ALL_ROWS = -1
@@ -51,8 +51,7 @@ def row_refs(payload: Tensor) -> list[RowRef]:
     return [RowRef(tensor, row) for tensor, row in payload.tolist()]
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(msgspec.Struct, frozen=True, array_like=True):
     """Rows of a batch that one producer keeps.
 
     Attributes:
@@ -61,9 +60,14 @@ class Source:
         at: their positions in the batch, ascending.
     """
 
-    holder: str
-    refs: tuple[RowRef, ...]
+    holder: Holder
+    refs: Annotated[tuple[RowRef, ...], Meta(min_length=1)]
     at: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        is_whole = len(self.refs) == 1 and self.refs[0].row == ALL_ROWS
+        if not is_whole and len(self.refs) != len(self.at):
+            raise ValueError(f"{len(self.refs)} references for {len(self.at)} rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +94,8 @@ class BatchInputs:
 
     def message(self, batch: int, stage: int, version: int) -> Message:
         """The INPUTS message."""
-        sources = [[source.holder, source.refs, source.at] for source in self.sources]
-        fields = [self.rows, sources, self.relayed_at, self.keep, self.expires_s, self.release, self.row_bytes]
-        text = json.dumps(fields, separators=(",", ":")).encode()
+        fields = (self.rows, self.sources, self.relayed_at, self.keep, self.expires_s, self.release, self.row_bytes)
+        text = msgspec.json.encode(fields)
         head = _HEAD.pack(len(text)) + text
         head += b" " * (-len(head) % _ALIGNED_BYTES)
         payload = bytes_tensor(head)
@@ -114,25 +117,16 @@ class BatchInputs:
             (length,) = _HEAD.unpack_from(data, 0)
             if length > len(data) - _HEAD.size:
                 raise WireError(f"INPUTS: {length} bytes of text in a message of {len(data)}")
-            rows, sources, relayed_at, keep, expires_s, release, row_bytes = json.loads(
-                bytes(data[_HEAD.size : _HEAD.size + length])
+            rows, sources, relayed_at, keep, expires_s, release, row_bytes = _FIELDS.decode(
+                data[_HEAD.size : _HEAD.size + length]
             )
-            found = cls(
-                _integer(rows),
-                tuple(_source(*source) for source in sources),
-                None,
-                tuple(map(_integer, relayed_at)),
-                bool(keep),
-                float(expires_s),
-                tuple(map(_integer, release)),
-                _integer(row_bytes),
-            )
+            found = cls(rows, sources, None, relayed_at, keep, expires_s, release, row_bytes)
             sample_shape = found.row_shape(sample_shape)
             body = payload[_HEAD.size + length + -(_HEAD.size + length) % _ALIGNED_BYTES :]
             if found.relayed_at:
                 relayed = body.view(dtype).view(len(found.relayed_at), *sample_shape)
                 found = replace(found, relayed=relayed)
-        except (ValueError, TypeError, RecursionError, RuntimeError, struct.error) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError, RuntimeError, struct.error) as error:
             raise WireError(f"INPUTS is invalid: {error!s:.200}") from error
         found._check(max_rows)
         return found
@@ -147,34 +141,27 @@ class BatchInputs:
 
     def _check(self, max_rows: int) -> None:
         positions = [at for source in self.sources for at in source.at] + list(self.relayed_at)
-        if not 0 < self.rows <= max_rows:
+        if self.rows > max_rows:
             raise WireError(f"INPUTS: {self.rows} rows; expected 1 to {max_rows}")
         if len(set(positions)) < len(positions) or any(not 0 <= at < self.rows for at in positions):
             raise WireError("INPUTS: the positions of its rows are invalid")
-        if not 0 <= self.expires_s <= 3600 or len(self.release) > MAX_RELEASED:
-            raise WireError("INPUTS: a number is out of bounds")
 
 
-def _integer(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(f"expected an integer, got {value!r:.60}")
-    return value
+_FIELDS = msgspec.json.Decoder(
+    tuple[
+        Annotated[int, Meta(ge=1)],
+        tuple[Source, ...],
+        tuple[int, ...],
+        bool,
+        Annotated[float, Meta(ge=0, le=3600)],
+        Annotated[tuple[int, ...], Meta(max_length=MAX_RELEASED)],
+        int,
+    ]
+)
+"""Fields of an INPUTS message, in the order of `BatchInputs.message`."""
 
 
-def _source(holder: Any, refs: Any, at: Any) -> Source:
-    found = Source(
-        str(holder),
-        tuple(RowRef(_integer(tensor), _integer(row)) for tensor, row in refs),
-        tuple(map(_integer, at)),
-    )
-    whole = len(found.refs) == 1 and found.refs[0].row == ALL_ROWS
-    if not is_name(found.holder, MAX_HOLDER_CHARS) or not found.refs or not (whole or len(found.refs) == len(found.at)):
-        raise ValueError("a source has no holder, or not one reference for each row")
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class LostInput:
+class LostInput(msgspec.Struct, frozen=True):
     """Why a worker could not get the input of a batch.
 
     Attributes:
@@ -189,14 +176,13 @@ class LostInput:
 
     def message(self, batch: int, stage: int, version: int) -> Message:
         """The INPUT_LOST message."""
-        text = json.dumps([self.holders, self.unreachable, self.detail])
+        text = msgspec.json.encode(self).decode()
         return Message.from_text(MessageKind.INPUT_LOST, text, batch=batch, stage=stage, version=version)
 
     @classmethod
     def parse(cls, message: Message) -> LostInput:
         """Decode. Raises WireError."""
         try:
-            holders, unreachable, detail = json.loads(message.text())
-            return cls(tuple(map(str, holders)), tuple(map(str, unreachable)), str(detail))
-        except (ValueError, TypeError, RecursionError) as error:
+            return msgspec.json.decode(message.text(), type=cls)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise WireError(f"INPUT_LOST is invalid: {error!s:.200}") from error

@@ -3,15 +3,14 @@
 import hashlib
 import json
 import math
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
-from typing import Any, Self
+from typing import Annotated, Self
 
+import msgspec
 import torch
+from msgspec import Meta
 
-from multiworld.texts import MAX_HOST_CHARS, MAX_NAME_CHARS, is_name, shown
+from multiworld.texts import MAX_HOST_CHARS, MAX_NAME_CHARS, shown
 from multiworld_serving.common.config.addresses import Address, parse_address
 from multiworld_serving.common.wire.message import MAX_DIMS, WireError
 
@@ -20,92 +19,70 @@ WORLD_BACKEND = "tcp"
 
 RELEASE = version("multiworld-serving")
 """Sent in join requests, for messages to people. Different releases work together if their protocols are equal."""
-WORKER_PROTOCOL = 1
+WORKER_PROTOCOL = 2
 """Version of all messages between leaders and workers: increase it with every change of them."""
-FRONTEND_PROTOCOL = 2
+FRONTEND_PROTOCOL = 3
 """Version of all frames between leaders and frontends: increase it with every change of them."""
 
-_MAX_WAIT_MS = 100_000_000
-"""Longest quarantine of a failing worker, a little more than a day."""
-_ASSIGNMENT_BOUNDS = {
-    "weights_bytes": (1, 4 << 30),
-    "max_batch_size": (1, 1024),
-    "window": (1, 64),
-    "version": (1, (1 << 32) - 1),
-    "tuning_ms": (0, 3_600_000),
-}
-"""Smallest and largest values of a StageAssignment; at least as wide as the leader's settings."""
 MAX_HOLDER_CHARS = MAX_HOST_CHARS + MAX_NAME_CHARS
 _MAX_BATCH_ELEMENTS = 1 << 34
-_MAX_FIELDS_CHARS = 200
+_MAX_ERROR_CHARS = 200
 EDGE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """By name, the dtypes as which float32 tensors may travel between stages."""
-_SHA256 = re.compile("[0-9a-f]{64}")
-_MAX_MEMORY_MB = 1 << 40
 MAX_PARTS = 64
 """Most parts in a JoinRequest."""
-_PARTS = re.compile(f"([0-9a-f]{{16}}(,[0-9a-f]{{16}}){{0,{MAX_PARTS - 1}}})?")
+
+Name = Annotated[str, Meta(pattern=rf"^[!-~]{{1,{MAX_NAME_CHARS}}}\Z")]
+"""Printable ASCII characters without spaces: names appear in logs, metrics and the status."""
+Host = Annotated[str, Meta(pattern=rf"^[!-~]{{1,{MAX_HOST_CHARS}}}\Z")]
+Holder = Annotated[str, Meta(pattern=r"^[!-~]+\Z", max_length=MAX_HOLDER_CHARS)]
+"""A producer of tensors: HOST:PORT/INCARNATION."""
+NoHolder = Annotated[str, Meta(pattern=r"^([!-~]+/[!-~]+)?\Z", max_length=MAX_HOLDER_CHARS)]
+"""A producer, or nothing."""
+Pid = Annotated[int, Meta(ge=1, lt=1 << 32)]
 
 
-def _check_edge(edge: str) -> None:
-    """Raise WireError unless this is empty or HOST:PORT/INCARNATION."""
-    if edge and not (is_name(edge, MAX_HOLDER_CHARS) and "/" in edge):
-        raise WireError(f"edge is {edge!r:.60}; expected HOST:PORT/INCARNATION")
-
-
-class _Json:
-    """Mixin: a flat dataclass, encoded as a JSON object with exactly its fields."""
-
-    @classmethod
-    def _check_protocol(cls, data: Mapping[str, object]) -> None:
-        """Raise WireError if the sender has another protocol. Called first, because other fields may differ then."""
+class JsonMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message that is a JSON object."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))  # type: ignore[call-overload]  # the mixin's users are dataclasses
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Decode. Raises WireError unless the text is an object with exactly these fields, each of the declared type."""
+        """Decode. Raises WireError unless the text is an object with valid fields of this class, and no others."""
         try:
-            data: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise WireError(f"{cls.__name__} is not JSON: {error}") from error
-        expected = {field.name: field.type for field in fields(cls)}  # type: ignore[arg-type]  # likewise
-        if not isinstance(data, dict):
-            raise WireError(f"{cls.__name__} is not a JSON object")
-        cls._check_protocol(data)
-        if data.keys() != expected.keys():
-            raise WireError(f"{cls.__name__}: {different_fields(data, expected)}; do both sides run the same release?")
-        for name, kind in expected.items():
-            if type(data[name]) is not kind:
-                raise WireError(
-                    f"{cls.__name__}: {name} is {data[name]!r:.60}; expected {getattr(kind, '__name__', kind)}"
-                )
-        return cls(**data)
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            detail = shown(str(error), _MAX_ERROR_CHARS)
+            raise WireError(f"{cls.__name__}: {detail}; do both sides run the same release?") from error
 
 
-def different_fields(found: Mapping[str, object], expected: Iterable[str]) -> str:
-    """How the names of received fields differ from those of this release."""
-    missing, unknown = sorted({*expected} - {*found}), sorted({*found} - {*expected})
-    parts = [f"{what} {', '.join(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
-    return f"fields {shown('; '.join(parts), _MAX_FIELDS_CHARS)}"
+class _Sender(msgspec.Struct):
+    """What any release says of itself in a join request."""
+
+    worker: str = ""
+    frontend: str = ""
+    protocol: int = 0
+    release: str = "unknown"
 
 
-def _require_protocol(data: Mapping[str, object], kind: str, own: int, advice: str) -> None:
-    """Raise WireError unless the join request `data` of a `kind` of process has the protocol `own`."""
-    found = data.get("protocol")
-    if type(found) is int and found == own:
+def _require_protocol(text: str | bytes, kind: str, own: int, advice: str) -> None:
+    """Raise WireError if the join request of a `kind` of process has another protocol than `own`. Other fields may differ then."""
+    try:
+        sender = msgspec.json.decode(text, type=_Sender)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return  # the whole decoder says why
+    if sender.protocol == own:
         return
-    older = "leader" if type(found) is int and found > own else kind
-    theirs = f"release {data.get('release', 'unknown')!s:.20} with protocol {found!r:.20}"
+    older = "leader" if sender.protocol > own else kind
     raise WireError(
-        f"{kind} {data.get(kind)!r:.70} has {theirs}, and this leader release {RELEASE} with protocol {own}: upgrade this {older} "
-        f"({advice})"
+        f"{kind} {sender.worker or sender.frontend!r:.70} has release {shown(sender.release, 20)} with protocol {sender.protocol}, and "
+        f"this leader release {RELEASE} with protocol {own}: upgrade this {older} ({advice})"
     )
 
 
-@dataclass(frozen=True, slots=True)
-class JoinRequest(_Json):
+class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     """A worker asks for a world. A second request with the same `worker` name replaces the first worker.
 
     Attributes:
@@ -117,115 +94,75 @@ class JoinRequest(_Json):
         memory_mb: memory that is available for stages, in 10^6 bytes; 0: not known.
         protocol: must be the leader's.
         release: of the worker, for messages.
-    Raises:
-        WireError: a field is invalid. The fields appear in logs, metrics and the status.
     """
 
-    worker: str
-    device: str
-    host: str
-    pid: int
-    parts: str = ""
+    worker: Name
+    device: Name
+    host: Host
+    pid: Pid
+    parts: Annotated[str, Meta(pattern=rf"^([0-9a-f]{{16}}(,[0-9a-f]{{16}}){{0,{MAX_PARTS - 1}}})?\Z")] = ""
     is_shared: bool = False
-    edge: str = ""
-    memory_mb: int = 0
+    edge: NoHolder = ""
+    memory_mb: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     protocol: int = WORKER_PROTOCOL
-    release: str = RELEASE
+    release: Name = RELEASE
 
     @classmethod
-    def _check_protocol(cls, data: Mapping[str, object]) -> None:
-        _require_protocol(data, "worker", WORKER_PROTOCOL, "leaders and workers change together")
-
-    def __post_init__(self) -> None:
-        for field, limit in (("worker", MAX_NAME_CHARS), ("device", MAX_NAME_CHARS), ("host", MAX_HOST_CHARS)):
-            if not is_name(getattr(self, field), limit):
-                raise WireError(
-                    f"JoinRequest: {field} is {getattr(self, field)!r:.60}; expected 1 to {limit} printable ASCII characters "
-                    "without spaces"
-                )
-        if not 0 < self.pid < 1 << 32:
-            raise WireError(f"JoinRequest: pid is {self.pid!r:.60}; expected a process id")
-        if not 0 <= self.memory_mb <= _MAX_MEMORY_MB:
-            raise WireError(f"JoinRequest: memory_mb is {self.memory_mb!r:.60}; expected 0 to {_MAX_MEMORY_MB}")
-        _check_edge(self.edge)
-        if not _PARTS.fullmatch(self.parts):
-            raise WireError(f"JoinRequest: parts is {self.parts!r:.60}; expected at most {MAX_PARTS} parts of stages")
+    def from_json(cls, text: str | bytes) -> Self:
+        """Decode. Raises WireError if it is invalid or of another protocol."""
+        _require_protocol(text, "worker", WORKER_PROTOCOL, "leaders and workers change together")
+        return super().from_json(text)
 
 
-@dataclass(frozen=True, slots=True)
-class FrontendJoinRequest(_Json):
+class FrontendJoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     """A frontend asks for a world. A second request with the same `frontend` name replaces the first frontend.
 
     Attributes:
         edge: where others fetch its tensors, HOST:PORT/INCARNATION; empty if it uses no edges.
         protocol: must be the leader's.
         release: of the frontend, for messages.
-    Raises:
-        WireError: a field is invalid. The fields appear in logs, metrics and the status.
     """
 
-    frontend: str
-    host: str
-    pid: int
-    edge: str = ""
+    frontend: Name
+    host: Host
+    pid: Pid
+    edge: NoHolder = ""
     protocol: int = FRONTEND_PROTOCOL
-    release: str = RELEASE
+    release: Name = RELEASE
 
     @classmethod
-    def _check_protocol(cls, data: Mapping[str, object]) -> None:
+    def from_json(cls, text: str | bytes) -> Self:
+        """Decode. Raises WireError if it is invalid or of another protocol."""
         order = "upgrade one leader first, then the frontends, then the other leaders"
-        _require_protocol(data, "frontend", FRONTEND_PROTOCOL, order)
-
-    def __post_init__(self) -> None:
-        for field, limit in (("frontend", MAX_NAME_CHARS), ("host", MAX_HOST_CHARS), ("release", MAX_NAME_CHARS)):
-            if not is_name(getattr(self, field), limit):
-                raise WireError(f"FrontendJoinRequest: {field} is {getattr(self, field)!r:.60}; expected a name")
-        _check_edge(self.edge)
+        _require_protocol(text, "frontend", FRONTEND_PROTOCOL, order)
+        return super().from_json(text)
 
 
-@dataclass(frozen=True, slots=True)
-class EdgeJoinRequest(_Json):
+class EdgeJoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     """A consumer asks a producer for an edge.
 
     Attributes:
         consumer: its name, for the producer's log.
         incarnation: of the producer that has the tensors.
-    Raises:
-        WireError: a field is invalid.
     """
 
-    consumer: str
-    incarnation: str
-
-    def __post_init__(self) -> None:
-        for field in ("consumer", "incarnation"):
-            if not is_name(getattr(self, field)):
-                raise WireError(f"EdgeJoinRequest: {field} is {getattr(self, field)!r:.60}; expected a name")
+    consumer: Name
+    incarnation: Name
 
 
-@dataclass(frozen=True, slots=True)
-class JoinOffer(_Json):
+class JoinOffer(JsonMessage, frozen=True, forbid_unknown_fields=True):
     """The world to join, as rank 1 of 2.
 
     Attributes:
         world: empty if there is none now. Ask again after `wait_ms`, not before.
+        wait_ms: at most a day, the longest quarantine of a failing worker.
         address: HOST:PORT to join at; empty for the address that the request was sent to.
-    Raises:
-        WireError: the world's name is invalid, or `wait_ms` is out of range.
     """
 
-    world: str
+    world: Annotated[str, Meta(pattern=rf"^[!-~]{{0,{MAX_NAME_CHARS}}}\Z")]
     generation: int
-    wait_ms: int = 0
+    wait_ms: Annotated[int, Meta(ge=0, le=100_000_000)] = 0
     address: str = ""
-
-    def __post_init__(self) -> None:
-        if self.world and not is_name(self.world):
-            raise WireError(
-                f"JoinOffer: world is {self.world!r:.60}; expected at most {MAX_NAME_CHARS} printable ASCII characters without spaces"
-            )
-        if not 0 <= self.wait_ms <= _MAX_WAIT_MS:
-            raise WireError(f"JoinOffer: wait_ms is {self.wait_ms!r:.60}; expected 0 to {_MAX_WAIT_MS}")
 
     def joins_at(self, asked: Address) -> Address:
         """Address to join at, if the request was sent to `asked`. Raises WireError."""
@@ -237,8 +174,7 @@ class JoinOffer(_Json):
             raise WireError(f"JoinOffer: address is {self.address!r:.60}; expected HOST:PORT") from error
 
 
-@dataclass(frozen=True, slots=True)
-class StageAssignment(_Json):
+class StageAssignment(JsonMessage, frozen=True, forbid_unknown_fields=True):
     """A stage that the worker must load and serve. Sent first in a new world, once per stage. Later assignments bring stages of other
     versions of the model; they are kept next to the others until UNLOAD.
 
@@ -252,36 +188,25 @@ class StageAssignment(_Json):
         precision, optimize, edge_dtype: see models.Tuning.
         tuning_ms: longest time for measuring execution modes.
     Raises:
-        WireError: a number is out of bounds, or `input_shape` is not the shape of a sample.
+        WireError: `input_shape` is not the shape of a sample.
     """
 
     spec: str
-    weights_bytes: int
-    weights_sha256: str
-    input_shape: str
-    max_batch_size: int
-    window: int
-    version: int
+    weights_bytes: Annotated[int, Meta(ge=1, lt=1 << 48)]
+    weights_sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    input_shape: Annotated[str, Meta(pattern=rf"^[1-9][0-9]*(x[1-9][0-9]*){{0,{MAX_DIMS - 2}}}\Z", max_length=60)]
+    max_batch_size: Annotated[int, Meta(ge=1, le=1024)]
+    window: Annotated[int, Meta(ge=1, le=64)]
+    version: Annotated[int, Meta(ge=1, lt=1 << 32)]
     precision: str = "float32"
     optimize: str = "none"
-    tuning_ms: int = 0
-    edge_dtype: str = "float32"
+    tuning_ms: Annotated[int, Meta(ge=0, le=3_600_000)] = 0
+    edge_dtype: Annotated[str, Meta(pattern=rf"^({'|'.join(EDGE_DTYPES)})\Z")] = "float32"
 
     def __post_init__(self) -> None:
-        for field, (least, most) in _ASSIGNMENT_BOUNDS.items():
-            if not least <= getattr(self, field) <= most:
-                raise WireError(f"StageAssignment: {field} is {getattr(self, field)!r:.60}; expected {least} to {most}")
-        if not _SHA256.fullmatch(self.weights_sha256):
-            raise WireError(f"StageAssignment: weights_sha256 is {self.weights_sha256!r:.60}; expected a SHA-256 hash")
-        if self.edge_dtype not in EDGE_DTYPES:
+        if self.max_batch_size * math.prod(self.sample_shape) > _MAX_BATCH_ELEMENTS:
             raise WireError(
-                f"StageAssignment: edge_dtype is {self.edge_dtype!r:.60}; expected one of {', '.join(EDGE_DTYPES)}"
-            )
-        shape = self.sample_shape
-        if min(shape) < 1 or len(shape) >= MAX_DIMS or self.max_batch_size * math.prod(shape) > _MAX_BATCH_ELEMENTS:
-            raise WireError(
-                f"StageAssignment: input_shape is {self.input_shape!r:.60}; expected up to {MAX_DIMS - 1} sizes from 1, and at most "
-                f"{_MAX_BATCH_ELEMENTS} numbers in a batch"
+                f"input_shape is {self.input_shape}; expected at most {_MAX_BATCH_ELEMENTS} numbers in a batch"
             )
 
     @property
@@ -299,7 +224,4 @@ class StageAssignment(_Json):
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        try:
-            return tuple(int(dim) for dim in self.input_shape.split("x"))
-        except ValueError as error:
-            raise WireError(f"StageAssignment: input_shape is {self.input_shape!r:.60}, not a shape") from error
+        return tuple(int(dim) for dim in self.input_shape.split("x"))

@@ -1,24 +1,39 @@
 """Frames between a frontend and a leader, over their world.
 
-A frame is a header of fixed length, a JSON object, and a payload. Frames that are queued while another message is on its way travel
-together in one message, so the cost of a message is shared by the requests of a busy service.
+A frame is a header of fixed length, a body as JSON, whose type follows from the kind of frame (`BODIES`), and a payload. Frames that are
+queued while another message is on its way travel together in one message, so the cost of a message is shared by the requests of a busy
+service.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any
 
+import msgspec
 import torch
 
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
+from multiworld.texts import shown
 from multiworld_serving.common.wire import Channel, Header, Message, MessageKind, WireError
-from multiworld_serving.server.predictor import MAX_ROW_BYTES
+from multiworld_serving.server.administration import RestartStep
+from multiworld_serving.server.frontends.messages import (
+    Check,
+    Done,
+    LeaderState,
+    Load,
+    Metrics,
+    Nothing,
+    Operation,
+    Predict,
+    PredictReply,
+    Rejection,
+    Scrape,
+)
+from multiworld_serving.server.predictor import MAX_ROW_BYTES, ServedModel
 
 _HEAD = struct.Struct("!BQII")
 """Kind, number, bytes of JSON, bytes of payload."""
@@ -27,6 +42,7 @@ _ALIGNED_BYTES = 8
 _HEAD_BYTES = 24
 MAX_BYTES = MAX_ROW_BYTES
 """Maximum payload of one frame."""
+_MAX_ERROR_CHARS = 200
 _MESSAGE_BYTES = 1 << 22
 """A message is closed when it has this size."""
 _MAX_UNSENT_BYTES = 1 << 22
@@ -65,25 +81,68 @@ class FrameKind(IntEnum):
     """Frontend to leader, once a second: its connections, requests in flight and edges."""
 
 
-@dataclass(frozen=True, slots=True)
+BODIES: dict[FrameKind, type[Any]] = {
+    FrameKind.WELCOME: ServedModel,
+    FrameKind.STATE: LeaderState,
+    FrameKind.CHECK: Check,
+    FrameKind.ADMITTED: Nothing,
+    FrameKind.PREDICT: Predict,
+    FrameKind.PREDICTION: PredictReply,
+    FrameKind.REJECTED: Rejection,
+    FrameKind.CANCEL: Nothing,
+    FrameKind.QUIESCE: Nothing,
+    FrameKind.DONE: Done,
+    FrameKind.OPERATION: Operation,
+    FrameKind.STEP: RestartStep,
+    FrameKind.SCRAPE: Scrape,
+    FrameKind.METRICS: Metrics,
+    FrameKind.LOAD: Load,
+}
+_DECODERS = {kind: msgspec.json.Decoder(body) for kind, body in BODIES.items()}
+_ENCODER = msgspec.json.Encoder()
+NOTHING = Nothing()
+
+
 class Frame:
     """One received frame.
 
-    Attributes:
+    Args:
+        text: the body as JSON, decoded when it is first read.
+        body: the decoded body, instead of `text`.
         payload: writable; not shared with other frames.
     """
 
-    kind: FrameKind
-    number: int
-    fields: Mapping[str, Any]
-    payload: memoryview
+    __slots__ = ("_body", "_text", "kind", "number", "payload")
+
+    def __init__(
+        self,
+        kind: FrameKind,
+        number: int,
+        body: Any = NOTHING,
+        payload: memoryview | None = None,
+        text: memoryview | None = None,
+    ) -> None:
+        self.kind = kind
+        self.number = number
+        self.payload = memoryview(b"") if payload is None else payload
+        self._body = body
+        self._text = text
+
+    @property
+    def body(self) -> Any:
+        """Of the type that `BODIES` names. Raises ValueError if it is not one."""
+        if self._text is not None:
+            try:
+                self._body, self._text = _DECODERS[self.kind].decode(self._text), None
+            except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+                detail = shown(str(error), _MAX_ERROR_CHARS)
+                raise ValueError(f"{self.kind.name}: {detail}; do both sides run the same release?") from error
+        return self._body
 
 
-def encode(
-    kind: FrameKind, number: int, fields: Mapping[str, Any] | None, payload: bytes | memoryview = b""
-) -> bytearray:
+def encode(kind: FrameKind, number: int = 0, body: Any = NOTHING, payload: bytes | memoryview = b"") -> bytearray:
     """One frame, padded so that the next one is aligned."""
-    text = json.dumps(fields).encode() if fields else b""
+    text = _ENCODER.encode(body)
     text += b" " * (-len(text) % _ALIGNED_BYTES)
     data = bytearray(_HEAD_BYTES)
     _HEAD.pack_into(data, 0, kind, number, len(text), len(payload))
@@ -94,7 +153,7 @@ def encode(
 
 
 def decode(data: memoryview) -> Iterator[Frame]:
-    """The frames of one message. Raises ValueError, TypeError or RecursionError if it is invalid."""
+    """The frames of one message. Raises ValueError if it is invalid."""
     at = 0
     while at < len(data):
         if len(data) - at < _HEAD_BYTES:
@@ -103,10 +162,7 @@ def decode(data: memoryview) -> Iterator[Frame]:
         body, end = at + _HEAD_BYTES + text_bytes, at + _HEAD_BYTES + text_bytes + payload_bytes
         if end > len(data):
             raise ValueError(f"a frame of {text_bytes} + {payload_bytes} bytes is longer than its message")
-        fields = json.loads(bytes(data[at + _HEAD_BYTES : body])) if text_bytes else {}
-        if not isinstance(fields, dict):
-            raise TypeError("the fields of a frame are not an object")
-        yield Frame(FrameKind(kind), number, fields, data[body:end])
+        yield Frame(FrameKind(kind), number, payload=data[body:end], text=data[at + _HEAD_BYTES : body])
         at = end + -end % _ALIGNED_BYTES
 
 
@@ -114,7 +170,7 @@ class FrameLink:
     """One end of the link between a frontend and a leader.
 
     Args:
-        on_frame: called with each frame. A ValueError, KeyError or TypeError of it, for an invalid frame, ends the link.
+        on_frame: called with each frame. A ValueError of it, for an invalid frame, ends the link.
     """
 
     def __init__(self, world: World, peer: int, on_frame: Callable[[Frame], None]) -> None:
@@ -133,12 +189,12 @@ class FrameLink:
         self,
         kind: FrameKind,
         number: int = 0,
-        fields: Mapping[str, Any] | None = None,
+        body: Any = NOTHING,
         payload: bytes | memoryview = b"",
     ) -> None:
         """Queue a frame; does nothing if the link has ended. Await `wait_writable` before sending large payloads."""
         if not self._ended:
-            self.send_encoded(encode(kind, number, fields, payload))
+            self.send_encoded(encode(kind, number, body, payload))
 
     def send_encoded(self, data: bytes | bytearray) -> None:
         """As `send`, for a frame that is already encoded. A `bytearray` belongs to the link from now on."""
@@ -169,7 +225,7 @@ class FrameLink:
                     self._on_frame(frame)
         except (BrokenWorldException, WorldClosedError) as ending:
             return ending
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except ValueError as error:
             detail = f"invalid frame ({type(error).__name__}: {error!s:.200})"
             self.fail(detail)
             return BrokenWorldException(self.world.name, Cause.ERROR, 1 - self.world.rank, detail)

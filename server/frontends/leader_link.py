@@ -9,17 +9,26 @@ import logging
 import os
 import random
 import socket
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator
+from typing import Protocol
 
 from multiworld import AskError, BrokenWorldException, Cause, WorldError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges import Edges
 from multiworld_serving.common.wire import WORLD_BACKEND, FrontendJoinRequest, JoinOffer, WireError
-from multiworld_serving.server.administration import OPERATION_ERRORS
+from multiworld_serving.server.administration import OPERATION_ERRORS, RestartStep
 from multiworld_serving.server.frontends.frames import Frame, FrameKind, FrameLink
-from multiworld_serving.server.frontends.messages import LeaderState, parse_model, parse_rejection
+from multiworld_serving.server.frontends.messages import (
+    Check,
+    Done,
+    LeaderState,
+    Load,
+    Metrics,
+    Operation,
+    Predict,
+    Scrape,
+)
 from multiworld_serving.server.predictor import ServedModel
 from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.server.snapshots import LeaderSnapshot
@@ -29,6 +38,7 @@ logger = logging.getLogger(__name__)
 _LEADER_RANK = 0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _HEALTHY = frozenset({Cause.LEFT, Cause.ABORTED})
+_REQUESTS = {Check: FrameKind.CHECK, Predict: FrameKind.PREDICT, Scrape: FrameKind.SCRAPE}
 
 
 class LeaderLostError(Exception):
@@ -142,7 +152,7 @@ class LeaderLink:
     # -- requests --------------------------------------------------------------------------------------------------------------
 
     async def request(
-        self, kind: FrameKind, fields: Mapping[str, Any], payload: memoryview | bytes = b"", *, timeout_s: float
+        self, body: Check | Predict | Scrape, payload: memoryview | bytes = b"", *, timeout_s: float
     ) -> Frame:
         """Send a request and wait for its reply. Cancelling withdraws it.
 
@@ -160,14 +170,14 @@ class LeaderLink:
         try:
             async with asyncio.timeout(timeout_s):
                 await link.wait_writable()
-                link.send(kind, number, fields, payload)
+                link.send(_REQUESTS[type(body)], number, body, payload)
                 return await future
         finally:
             del self._pending[number]
             if future.cancelled() or not future.done():  # the reply is not needed any more
                 link.send(FrameKind.CANCEL, number)
 
-    async def operate(self, operation: str, **fields: Any) -> AsyncGenerator[Mapping[str, Any], None]:
+    async def operate(self, operation: Operation) -> AsyncGenerator[RestartStep | Done, None]:
         """Run an administrative operation; yields its steps, and its result at the end. Closing it cancels the operation.
 
         Raises:
@@ -179,7 +189,7 @@ class LeaderLink:
             raise LeaderLostError("not connected", failed=False)
         number = next(self._numbers)
         steps = self._steps[number] = asyncio.Queue()
-        link.send(FrameKind.OPERATION, number, {"operation": operation, **fields})
+        link.send(FrameKind.OPERATION, number, operation)
         finished = False
         try:
             while not finished:
@@ -187,18 +197,18 @@ class LeaderLink:
                 finished = frame.kind is not FrameKind.STEP
                 if frame.kind is FrameKind.REJECTED:
                     raise LeaderLostError("the link ended", failed=True)
-                if "error" in frame.fields:
-                    raise OPERATION_ERRORS.get(frame.fields["kind"], RuntimeError)(frame.fields["error"])
-                yield frame.fields
+                if finished and frame.body.error is not None:
+                    raise OPERATION_ERRORS.get(frame.body.kind, RuntimeError)(frame.body.error)
+                yield frame.body
         finally:
             del self._steps[number]
             if not finished:
                 link.send(FrameKind.CANCEL, number)
 
-    def send_load(self, connections: int, requests: int, edges: str) -> None:
+    def send_load(self, load: Load) -> None:
         """See `FrameKind.LOAD`."""
         if self._link is not None:
-            self._link.send(FrameKind.LOAD, fields={"connections": connections, "requests": requests, "edges": edges})
+            self._link.send(FrameKind.LOAD, body=load)
 
     # -- the link --------------------------------------------------------------------------------------------------------------
 
@@ -278,7 +288,7 @@ class LeaderLink:
     def _on_frame(self, frame: Frame) -> None:
         try:
             self._handle(frame)
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             if self.state is not None or self._link is None:
                 raise
             # The leader has another release or another model. It is no failure of the world, which would be logged at each attempt.
@@ -286,46 +296,47 @@ class LeaderLink:
             self._link.world.close()
 
     def _handle(self, frame: Frame) -> None:
+        body = frame.body  # raises ValueError if it is invalid
         match frame.kind:
             case FrameKind.PREDICTION | FrameKind.ADMITTED | FrameKind.METRICS | FrameKind.REJECTED:
                 self._on_reply(frame)
             case FrameKind.STATE if self._welcome:
-                self.state = LeaderState.parse(frame.fields)
+                self.state = body
                 self.name = self.state.leader
                 self.was_ready |= self.state.ready
                 self._events.on_state(self)
                 if frame.number:
-                    self._send(FrameKind.DONE, frame.number)
+                    self._send(FrameKind.DONE, frame.number, Done())
             case FrameKind.STEP | FrameKind.DONE:
                 if (steps := self._steps.get(frame.number)) is not None:
                     steps.put_nowait(frame)
             case FrameKind.SCRAPE:
-                self._send(FrameKind.METRICS, frame.number, payload=self._events.scrape())
+                self._send(FrameKind.METRICS, frame.number, Metrics(()), self._events.scrape())
             case FrameKind.QUIESCE:
                 task = asyncio.create_task(self._quiesce(frame.number))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case FrameKind.WELCOME:
-                if (why := self._events.accepts(parse_model(frame.fields), self)) is not None:
+                if (why := self._events.accepts(body, self)) is not None:
                     raise ValueError(why)
                 self._welcome = True
             case _:
                 raise ValueError(f"unexpected {frame.kind.name} from a leader")
 
-    def _send(self, kind: FrameKind, number: int, payload: bytes = b"") -> None:
+    def _send(self, kind: FrameKind, number: int, body: Done | Metrics, payload: bytes = b"") -> None:
         if self._link is not None:
-            self._link.send(kind, number, payload=payload)
+            self._link.send(kind, number, body, payload)
 
     async def _quiesce(self, number: int) -> None:
         await self._events.wait_idle()
-        self._send(FrameKind.DONE, number)
+        self._send(FrameKind.DONE, number, Done())
 
     def _on_reply(self, frame: Frame) -> None:
         future = self._pending.get(frame.number)
         if future is None or future.done():
             return  # the request was cancelled
         if frame.kind is FrameKind.REJECTED:
-            future.set_exception(parse_rejection(frame.fields))
+            future.set_exception(frame.body.error())
         else:
             future.set_result(frame)
 
@@ -335,7 +346,7 @@ class LeaderLink:
             if not future.done():
                 future.set_exception(LeaderLostError(detail, failed=failed))
         for steps in self._steps.values():
-            steps.put_nowait(Frame(FrameKind.REJECTED, 0, {}, memoryview(b"")))
+            steps.put_nowait(Frame(FrameKind.REJECTED, 0))
         for task in self._tasks:
             task.cancel()
         self._events.on_state(self)

@@ -22,8 +22,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from multiworld_serving.common.edges import EdgeError, Edges, TensorGoneError
@@ -37,14 +37,15 @@ from multiworld_serving.server.errors import (
     PoisonError,
     RequestRejected,
 )
-from multiworld_serving.server.frontends.frames import Frame, FrameKind
+from multiworld_serving.server.frontends.frames import Frame
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
 from multiworld_serving.server.frontends.merge_snapshots import merged_snapshot, snapshot_without_leaders
 from multiworld_serving.server.frontends.messages import (
+    Check,
     LeaderState,
-    parse_kept,
-    parse_prediction,
-    parse_rejection,
+    Operation,
+    Predict,
+    PredictReply,
     parse_row,
     row_payload,
 )
@@ -127,14 +128,11 @@ class LeaderPool:
     async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
         """See `Predictor.predict`."""
         variable = self.model.result().input_rows.row_shape is None
-        fields = {
-            "request_id": request_id,
-            "span": current_span_ids(),
-            "key": key,
-            "row_bytes": row.nbytes if variable else 0,
-        }
+        ids = current_span_ids()
+        span = None if ids is None else (f"{ids[0]:x}", f"{ids[1]:x}")
+        request = Predict(request_id, 0.0, span, key, row_bytes=row.nbytes if variable else 0)
         with self._tensors.keeping(row) as kept:
-            prediction, resent = await self._predict(fields, deadline_s, kept)
+            prediction, resent = await self._predict(request, deadline_s, kept)
         number = (
             self._agreement.version.number
             if prediction.version == self._agreement.version.name
@@ -142,26 +140,25 @@ class LeaderPool:
         )
         return replace(prediction, attempts=prediction.attempts + resent, version_number=number)
 
-    async def _predict(
-        self, fields: dict[str, Any], deadline_s: float, kept_input: KeptInput
-    ) -> tuple[Prediction, int]:
+    async def _predict(self, request: Predict, deadline_s: float, kept_input: KeptInput) -> tuple[Prediction, int]:
         """Send a request until its answer has arrived. Returns it, and how often the request was sent again."""
         rows = self.model.result().output_rows
         fetches, unreachable, resent = self._tensors.fetches, None, 0
         while True:
-            sent = {**fields, "fetches": fetches, "unreachable": unreachable}
-            reply, again = await self._request(FrameKind.PREDICT, sent, deadline_s, kept_input)
+            sent = msgspec.structs.replace(request, fetches=fetches, unreachable=unreachable)
+            reply, again = await self._request(sent, deadline_s, kept_input)
             resent += again
-            kept = parse_kept(reply.fields, rows)
+            answer: PredictReply = reply.body
+            kept = answer.kept_row(rows)
             if kept is None:
-                return parse_prediction(reply.fields, parse_row(reply.payload, rows)), resent
+                return answer.prediction(parse_row(reply.payload, rows)), resent
             try:
                 async with asyncio.timeout(max(0.0, deadline_s - self._clock()) + _DEADLINE_GRACE_S):
-                    return parse_prediction(reply.fields, await self._tensors.fetch(kept, rows.dtype)), resent
+                    return answer.prediction(await self._tensors.fetch(kept, rows.dtype)), resent
             except TimeoutError as error:
                 raise DeadlineError("the answer could not be fetched before the deadline; try again") from error
             except EdgeError as lost:
-                logger.warning("request_id=%s the answer is lost: %s", fields["request_id"], lost)
+                logger.warning("request_id=%s the answer is lost: %s", request.request_id, lost)
                 self._check_resubmission(0, deadline_s, lost)
                 fetches, resent = False, resent + 1
                 unreachable = None if isinstance(lost, TensorGoneError) else kept.holder
@@ -170,7 +167,7 @@ class LeaderPool:
     async def check(self, *, deadline_s: float, ahead: int) -> None:
         """See `Predictor.check`. Asks a leader only if one has rejected a request recently, or none is ready: it costs a round trip."""
         if self._clock() < self._check_until_s or not self.ready:
-            await self._request(FrameKind.CHECK, {"ahead": ahead}, deadline_s)
+            await self._request(Check(ahead, 0.0), deadline_s)
         request = _open_request.get()
         if request is not None and not request.admitted:
             request.admitted = True
@@ -239,9 +236,9 @@ class LeaderPool:
         """Restart every worker in turn. Workers serve all leaders, so the first connected leader does it; yields each step."""
         link = self._agreement.connected()[0]
         try:
-            async for step in link.operate("restart_workers"):
-                if step:
-                    yield RestartStep(**step)
+            async for step in link.operate(Operation("restart_workers")):
+                if isinstance(step, RestartStep):
+                    yield step
         except LeaderLostError as error:
             raise self._agreement.lost_during("rolling-restart", link, error) from error
 
@@ -305,14 +302,14 @@ class LeaderPool:
     # -- requests --------------------------------------------------------------------------------------------------------------
 
     async def _request(
-        self, kind: FrameKind, fields: Mapping[str, Any], deadline_s: float, kept_input: KeptInput | None = None
+        self, body: Check | Predict, deadline_s: float, kept_input: KeptInput | None = None
     ) -> tuple[Frame, int]:
         """Send a request to a leader, and to others as the table above says. Returns the reply and how often it was sent again."""
         rejected: dict[LeaderLink, RequestRejected] = {}
         failures = resent = 0
         grace_until_s: float | None = None
         while True:
-            link = self._choose(rejected, kind)
+            link = self._choose(rejected, body)
             if link is None:
                 if rejected:
                     raise next(iter(rejected.values()))
@@ -322,9 +319,9 @@ class LeaderPool:
                 await self._wait_for_change(min(grace_until_s, deadline_s), deadline_s)
                 continue
             try:
-                return await self._send(link, kind, fields, deadline_s, kept_input), resent
+                return await self._send(link, body, deadline_s, kept_input), resent
             except LeaderLostError as lost:
-                failures += lost.failed and kind is FrameKind.PREDICT
+                failures += lost.failed and isinstance(body, Predict)
                 self._check_resubmission(failures, deadline_s, lost)
                 resent += 1
                 self._metrics.resubmitted("failed" if lost.failed else "left")
@@ -340,28 +337,25 @@ class LeaderPool:
                     raise
                 else:
                     rejected[link] = rejection
-                    if self._choose(rejected, kind) is not None:
+                    if self._choose(rejected, body) is not None:
                         self._metrics.resubmitted(rejection.reason)
             except TimeoutError as error:
                 raise DeadlineError("the leader did not reply before the deadline; try again") from error
 
     async def _send(
-        self,
-        link: LeaderLink,
-        kind: FrameKind,
-        fields: Mapping[str, Any],
-        deadline_s: float,
-        kept_input: KeptInput | None,
+        self, link: LeaderLink, body: Check | Predict, deadline_s: float, kept_input: KeptInput | None
     ) -> Frame:
         """Send a request to this leader; again, with the input, if a worker cannot fetch it. Raises as `LeaderLink.request`."""
         while True:
             timeout_s = deadline_s - self._clock()
-            sent, payload = {**fields, "timeout_s": timeout_s}, memoryview(b"")
+            sent, payload = msgspec.structs.replace(body, timeout_s=timeout_s), memoryview(b"")
             if kept_input is not None:
-                sent["row"] = kept_input.number if self._clock() >= link.relay_until_s else None
-                payload = payload if sent["row"] is not None else row_payload(kept_input.row)
+                if kept_input.number is not None and self._clock() >= link.relay_until_s:
+                    sent = msgspec.structs.replace(sent, row=kept_input.number)
+                else:
+                    payload = row_payload(kept_input.row)
             try:
-                return await link.request(kind, sent, payload, timeout_s=max(0.0, timeout_s) + _DEADLINE_GRACE_S)
+                return await link.request(sent, payload, timeout_s=max(0.0, timeout_s) + _DEADLINE_GRACE_S)
             except InputUnreachableError as error:
                 link.relay_until_s = self._clock() + _RELAY_S
                 self._check_resubmission(0, deadline_s, error)
@@ -376,13 +370,13 @@ class LeaderPool:
         if self._clock() >= deadline_s:
             raise DeadlineError(f"the deadline has passed, and before that: {lost}; try again") from lost
 
-    def _choose(self, rejected: Mapping[LeaderLink, object], kind: FrameKind) -> LeaderLink | None:
+    def _choose(self, rejected: Mapping[LeaderLink, object], body: Check | Predict) -> LeaderLink | None:
         """The leader for a request: of the latest version, ready ones first, with the fewest requests of this frontend."""
         candidates = [link for link in self.links if link.usable and link not in rejected]
         candidates = [link for link in candidates if not self._agreement.is_outdated(link)]
         if self._was_ready:  # a leader that has just started would reject it, because its workers have not joined yet
             candidates = [link for link in candidates if link.was_ready]
-        if not candidates and kind is FrameKind.PREDICT and not rejected:
+        if not candidates and isinstance(body, Predict) and not rejected:
             candidates = [link for link in self.links if link.state is not None and link.state.snapshot.draining]
 
         def order(link: LeaderLink) -> tuple[bool, int]:
@@ -412,4 +406,4 @@ class LeaderPool:
         states = [link.state for link in self.links if link.state is not None]
         if any(state.rejection is None for state in states):
             return None
-        return next((parse_rejection(s.rejection) for s in states if s.rejection and s.snapshot.unloaded), None)
+        return next((s.rejection.error() for s in states if s.rejection and s.snapshot.unloaded), None)

@@ -24,7 +24,6 @@ from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving
 from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
-from multiworld_serving.common.wire import edge_states_json
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import Api, create_admin_app, create_api
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
@@ -39,6 +38,7 @@ from multiworld_serving.server.auth.credential_reloader import (
 )
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
+from multiworld_serving.server.frontends.messages import Load
 from multiworld_serving.server.frontends.scrape import ServiceMetrics
 from multiworld_serving.server.http.limits import RequestLimits, max_connections, request_limits
 from multiworld_serving.server.observability.event_feed import EventFeed
@@ -271,7 +271,8 @@ class _Frontend:
         while True:
             connections = 0 if self._http_server is None else self._http_server.connections
             self._metrics.connections(connections)
-            edges = edge_states_json(() if self._edges is None else self._edges.states())
+            edges = () if self._edges is None else tuple(self._edges.states())
+            load = Load(connections, self._pool.open_requests.count, edges)
             for link in self._pool.links:
-                link.send_load(connections, self._pool.open_requests.count, edges)
+                link.send_load(load)
             await asyncio.sleep(_LOAD_INTERVAL_S)

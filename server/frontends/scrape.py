@@ -9,10 +9,10 @@ from pathlib import Path
 
 from multiworld_serving.common.metrics import accepts_openmetrics
 from multiworld_serving.server.errors import RequestRejected
-from multiworld_serving.server.frontends.frames import FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.merge_metrics import merge_metrics
+from multiworld_serving.server.frontends.messages import Scrape
 from multiworld_serving.server.observability.metrics import Metrics
 
 _TIMEOUT_S = 3.0
@@ -49,10 +49,10 @@ class ServiceMetrics:
 
 async def _scrape(link: LeaderLink, *, others: bool) -> list[tuple[str, str]]:
     try:
-        reply = await link.request(FrameKind.SCRAPE, {"others": others}, timeout_s=_TIMEOUT_S)
+        reply = await link.request(Scrape(others), timeout_s=_TIMEOUT_S)
     except (LeaderLostError, RequestRejected, TimeoutError):
         return []
-    (_, own), *rest = _split(bytes(reply.payload), reply.fields["texts"])
+    (_, own), *rest = _split(bytes(reply.payload), reply.body.texts)
     return [(link.label or str(link.address), own), *rest]
 
 

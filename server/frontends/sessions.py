@@ -9,27 +9,30 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from multiworld import JoinError, World, WorldError, WorldManager
-from multiworld_serving.common.wire import WORLD_BACKEND, EdgeState, FrontendJoinRequest, JoinOffer, parse_edge_states
+from multiworld_serving.common.wire import WORLD_BACKEND, EdgeState, FrontendJoinRequest, JoinOffer
 from multiworld_serving.models import ModelError
 from multiworld_serving.server.administration import OPERATION_ERRORS
 from multiworld_serving.server.errors import InputUnreachableError, RequestRejected, StageError
-from multiworld_serving.server.frontends.frames import MAX_BYTES, Frame, FrameKind, FrameLink, encode
+from multiworld_serving.server.frontends.frames import MAX_BYTES, NOTHING, Frame, FrameKind, FrameLink, encode
 from multiworld_serving.server.frontends.messages import (
-    MAX_KEY_CHARS,
+    Check,
+    Done,
     LeaderState,
-    model_fields,
+    Operation,
+    Predict,
+    PredictReply,
+    Rejection,
+    Scrape,
     parse_row,
-    prediction_fields,
-    rejection_fields,
     row_payload,
 )
+from multiworld_serving.server.frontends.messages import Metrics as MetricsBody
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_traces import current_span, remote_span
@@ -104,7 +107,7 @@ class FrontendSessions:
     def state_changed(self) -> None:
         """Send the current state to all frontends."""
         if self._sessions:
-            data = bytes(encode(FrameKind.STATE, 0, self.state().fields()))
+            data = bytes(encode(FrameKind.STATE, 0, self.state()))
             for session in self._sessions:
                 session.link.send_encoded(data)
 
@@ -127,7 +130,7 @@ class FrontendSessions:
             weights=leader.weights,
             revision=leader.revision,
             ready=leader.ready,
-            rejection=None if closed is None else rejection_fields(closed),
+            rejection=None if closed is None else Rejection.of(closed),
             snapshot=snapshot,
         )
 
@@ -150,8 +153,8 @@ class FrontendSessions:
 
     async def sync_state(self) -> None:
         """Wait until every frontend knows the current state."""
-        fields = self.state().fields()
-        await asyncio.gather(*(session.ask(FrameKind.STATE, fields) for session in tuple(self._sessions)))
+        state = self.state()
+        await asyncio.gather(*(session.ask(FrameKind.STATE, state) for session in tuple(self._sessions)))
 
     # -- sessions --------------------------------------------------------------------------------------------------------------
 
@@ -217,8 +220,8 @@ class FrontendSession:
 
     async def run(self) -> Exception:
         """Serve the frontend until its link ends; returns why it ended."""
-        self.link.send(FrameKind.WELCOME, fields=model_fields(self._sessions.model))
-        self.link.send(FrameKind.STATE, fields=self._sessions.state().fields())
+        self.link.send(FrameKind.WELCOME, body=self._sessions.model)
+        self.link.send(FrameKind.STATE, body=self._sessions.state())
         try:
             return await self.link.run()
         finally:
@@ -234,12 +237,12 @@ class FrontendSession:
         transport: Transport = "edges" if who.edge else "relay"
         return FrontendSnapshot(who.frontend, who.host, who.pid, self._connections, self._requests, transport)
 
-    async def ask(self, kind: FrameKind, fields: Mapping[str, Any] | None = None) -> Frame | None:
+    async def ask(self, kind: FrameKind, body: Any = NOTHING) -> Frame | None:
         """Send a request and wait for its reply; None if the link ends before."""
         number = next(self._numbers)
         pending: asyncio.Future[Frame | None] = asyncio.get_running_loop().create_future()
         self._pending[number] = pending
-        self.link.send(kind, number, fields)
+        self.link.send(kind, number, body)
         try:
             return await pending
         finally:
@@ -249,26 +252,26 @@ class FrontendSession:
         """The frontend's metrics as text; empty if it does not reply in time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SCRAPE_S):
-                reply = await self.ask(FrameKind.SCRAPE)
+                reply = await self.ask(FrameKind.SCRAPE, Scrape())
                 return "" if reply is None else str(reply.payload, "utf-8")
         return ""
 
     def _on_frame(self, frame: Frame) -> None:
+        body = frame.body  # raises ValueError if it is invalid
         match frame.kind:
             case FrameKind.CHECK:
-                self._check(frame)
+                self._check(frame.number, body)
             case FrameKind.PREDICT:
                 self._predict(frame)
             case FrameKind.CANCEL:
                 if (task := self._tasks.get(frame.number)) is not None:
                     task.cancel()
             case FrameKind.OPERATION:
-                self._start(frame.number, asyncio.create_task(self._operate(frame)))
+                self._start(frame.number, asyncio.create_task(self._operate(frame.number, body)))
             case FrameKind.SCRAPE:
-                self._start(frame.number, asyncio.create_task(self._scrape(frame)))
+                self._start(frame.number, asyncio.create_task(self._scrape(frame.number, body)))
             case FrameKind.LOAD:
-                self._connections, self._requests = int(frame.fields["connections"]), int(frame.fields["requests"])
-                self.edges = parse_edge_states(str(frame.fields["edges"]))
+                self._connections, self._requests, self.edges = body.connections, body.requests, body.edges
             case FrameKind.DONE | FrameKind.METRICS:
                 if (pending := self._pending.get(frame.number)) is not None:
                     _complete(pending, frame)
@@ -282,14 +285,14 @@ class FrontendSession:
         self._tasks[number] = work
         work.add_done_callback(lambda _: self._tasks.pop(number, None))
 
-    def _check(self, frame: Frame) -> None:
-        self.ahead, self.ahead_s = int(frame.fields["ahead"]), time.monotonic()
-        deadline_s = time.monotonic() + float(frame.fields["timeout_s"])
+    def _check(self, number: int, check: Check) -> None:
+        self.ahead, self.ahead_s = check.ahead, time.monotonic()
+        deadline_s = time.monotonic() + check.timeout_s
         rejection = self._sessions.leader.rejection(deadline_s, self._sessions.ahead(self))
         if rejection is None:
-            self.link.send(FrameKind.ADMITTED, frame.number)
+            self.link.send(FrameKind.ADMITTED, number)
         else:
-            self.link.send(FrameKind.REJECTED, frame.number, rejection_fields(rejection))
+            self.link.send(FrameKind.REJECTED, number, Rejection.of(rejection))
 
     def _predict(self, frame: Frame) -> None:
         """Start a prediction. Its outcome is sent by a callback: a task for each request would cost more than the rest of it."""
@@ -306,20 +309,21 @@ class FrontendSession:
 
     def _begin(self, frame: Frame) -> asyncio.Future[Prediction]:
         """Hand a request to the leader."""
-        fields, leader, who = frame.fields, self._sessions.leader, self.who
-        deadline_s = time.monotonic() + float(fields["timeout_s"])
-        if fields["unreachable"] is not None:
-            leader.frontend_cannot_reach(who.frontend, str(fields["unreachable"]))
-        fetcher = who.frontend if who.edge and fields["fetches"] else None
-        span = None if fields["span"] is None else remote_span(*fields["span"])
+        request: Predict = frame.body
+        leader, who = self._sessions.leader, self.who
+        deadline_s = time.monotonic() + request.timeout_s
+        if request.unreachable is not None:
+            leader.frontend_cannot_reach(who.frontend, request.unreachable)
+        fetcher = who.frontend if who.edge and request.fetches else None
+        span = None if request.span is None else remote_span(*(int(each, 16) for each in request.span))
         token = current_span.set(span)
         try:
             return leader.begin(
-                self._input(frame),
+                self._input(request, frame.payload),
                 deadline_s=deadline_s,
-                request_id=str(fields["request_id"]),
+                request_id=request.request_id,
                 fetcher=fetcher,
-                key=str(fields["key"])[:MAX_KEY_CHARS],
+                key=request.key,
             )
         finally:
             current_span.reset(token)
@@ -336,64 +340,57 @@ class FrontendSession:
             error = StageError(f"the output has {len(payload)} bytes; at most {MAX_BYTES} can be sent to a frontend")
             self._send_failure(number, error)
             return
-        self.link.send(FrameKind.PREDICTION, number, prediction_fields(found), payload)
+        self.link.send(FrameKind.PREDICTION, number, PredictReply.of(found), payload)
 
     def _send_failure(self, number: int, error: BaseException) -> None:
         if isinstance(error, RequestRejected | InputUnreachableError):
-            self.link.send(FrameKind.REJECTED, number, rejection_fields(error))
+            self.link.send(FrameKind.REJECTED, number, Rejection.of(error))
         else:
             logger.error("request failed number=%d frontend=%s", number, self.who.frontend, exc_info=error)
-            self.link.send(FrameKind.REJECTED, number, rejection_fields(None))
+            self.link.send(FrameKind.REJECTED, number, Rejection.of(None))
 
-    def _input(self, frame: Frame) -> InputRow:
-        """The input of a PREDICT frame, or where it is. Raises ValueError if it is invalid."""
-        number, rows = frame.fields["row"], self._sessions.model.input_rows
-        if number is None:
-            self._sessions.metrics.relayed("frontend", len(frame.payload))
-            return parse_row(frame.payload, rows)
+    def _input(self, request: Predict, payload: memoryview) -> InputRow:
+        """The input of a request, or where it is. Raises ValueError if it is invalid."""
+        rows, row_bytes = self._sessions.model.input_rows, request.row_bytes
+        if request.row is None:
+            self._sessions.metrics.relayed("frontend", len(payload))
+            return parse_row(payload, rows)
         if not self.who.edge:
             raise ValueError("a reference to an input of a frontend that announced no edge")
-        row_bytes = int(frame.fields["row_bytes"])
         if (row_bytes > 0) != (rows.row_shape is None) or row_bytes > rows.max_row_bytes:
             raise ValueError(f"a reference to an input of {row_bytes} bytes; expected at most {rows.max_row_bytes}")
-        return InputRef(self.who.edge, int(number), row_bytes)
+        return InputRef(self.who.edge, request.row, row_bytes)
 
-    async def _operate(self, frame: Frame) -> None:
+    async def _operate(self, number: int, asked: Operation) -> None:
         """Run an administrative operation and report its outcome."""
-        leader, fields = self._sessions.leader, frame.fields
-        result: dict[str, Any] = {}
+        leader, result = self._sessions.leader, Done()
         try:
-            match fields["operation"]:
+            match asked.operation:
                 case "load_version":
-                    weights = fields["weights"]
-                    weights = weights if weights is None else str(weights)
-                    version = await leader.load_version(weights, int(fields["revision"]))
-                    result = {"version": list(version)}
+                    result = Done(await leader.load_version(asked.weights, asked.revision))
                 case "unload":
-                    await leader.unload(int(fields["revision"]))
+                    await leader.unload(asked.revision)
                 case "restart_workers":
                     async with aclosing(leader.restart_workers()) as steps:
                         async for step in steps:
-                            self.link.send(FrameKind.STEP, frame.number, asdict(step))
-                case other:
-                    raise ValueError(f"unknown operation {other!r}")
+                            self.link.send(FrameKind.STEP, number, step)
         except ModelError as error:
-            result = {"error": str(error), "kind": "invalid_weights"}
+            result = Done(error=str(error), kind="invalid_weights")
         except tuple(OPERATION_ERRORS.values()) as error:
             kind = next(name for name, cls in OPERATION_ERRORS.items() if isinstance(error, cls))
-            result = {"error": str(error), "kind": kind}
+            result = Done(error=str(error), kind=kind)
         except Exception as error:
             logger.exception("an operation of frontend %s failed", self.who.frontend)
-            result = {"error": f"{type(error).__name__}: {error}", "kind": "internal"}
-        self.link.send(FrameKind.DONE, frame.number, result)
+            result = Done(error=f"{type(error).__name__}: {error}", kind="internal")
+        self.link.send(FrameKind.DONE, number, result)
 
-    async def _scrape(self, frame: Frame) -> None:
+    async def _scrape(self, number: int, asked: Scrape) -> None:
         texts = [(self._sessions.name, self._sessions.metrics.part())]
-        if frame.fields.get("others"):
+        if asked.others:
             texts += await self._sessions.scrape_others(self)
-        sizes = [(name, len(text.encode())) for name, text in texts]
+        sizes = tuple((name, len(text.encode())) for name, text in texts)
         payload = "".join(text for _, text in texts).encode()
-        self.link.send(FrameKind.METRICS, frame.number, {"texts": sizes}, payload)
+        self.link.send(FrameKind.METRICS, number, MetricsBody(sizes), payload)
 
 
 def _complete(pending: asyncio.Future[Frame | None], frame: Frame | None) -> None:

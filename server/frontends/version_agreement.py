@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from multiworld_serving.server.administration import OperationInProgressError
 from multiworld_serving.server.errors import NotReadyError, RequestRejected
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
-from multiworld_serving.server.frontends.messages import LeaderState
+from multiworld_serving.server.frontends.messages import Done, LeaderState, Operation
 from multiworld_serving.server.predictor import ModelVersion
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class VersionAgreement:
         try:
             for link in self.connected():
                 try:
-                    await _run(link, "unload", revision=revision)
+                    await _run(link, Operation("unload", revision=revision))
                 except LeaderLostError as error:
                     raise self.lost_during("unload", link, error) from error
         finally:
@@ -132,8 +132,9 @@ class VersionAgreement:
         deadline_s = asyncio.get_running_loop().time() + _BUSY_S
         while True:
             try:
-                result = await _run(link, "load_version", weights=weights, revision=revision)
-                return ModelVersion(*result["version"])  # type: ignore[misc]  # checked by the frames
+                done = await _run(link, Operation("load_version", weights, revision))
+                assert done.version is not None, "the leader loaded it"
+                return done.version
             except OperationInProgressError:
                 if not wait or asyncio.get_running_loop().time() > deadline_s:
                     raise
@@ -157,9 +158,9 @@ class VersionAgreement:
                 return
             logger.info("leader %s is told to load version %s", link.name, self.version.name)
             if self._unloaded:
-                await _run(link, "unload", revision=self._revision)
+                await _run(link, Operation("unload", revision=self._revision))
             else:
-                await _run(link, "load_version", weights=self._weights, revision=self._revision)
+                await _run(link, Operation("load_version", self._weights, self._revision))
         except OperationInProgressError:
             await asyncio.sleep(_BUSY_PAUSE_S)  # another frontend has told it first
         except Exception as error:  # noqa: BLE001 - whatever it is, other leaders serve
@@ -184,9 +185,8 @@ def _rank(state: LeaderState) -> tuple[int, str]:
     return state.revision, state.version.name
 
 
-async def _run(link: LeaderLink, operation: str, **fields: object) -> dict[str, object]:
+async def _run(link: LeaderLink, operation: Operation) -> Done:
     """Run an operation without steps; returns its result."""
-    result: dict[str, object] = {}
-    async for found in link.operate(operation, **fields):
-        result = dict(found)
-    return result
+    found = [each async for each in link.operate(operation)]
+    assert isinstance(found[-1], Done), "the link raises if it ends before"
+    return found[-1]

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -260,7 +261,7 @@ async def test_session_ends_when_the_leader_sends_an_unannounced_batch(
 async def test_session_ends_when_more_weights_arrive_than_announced(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
     class Lying(StagePlan):
         def assignment(self, max_batch_size: int, window: int) -> StageAssignment:
-            return dataclasses.replace(super().assignment(max_batch_size, window), weights_bytes=4)
+            return msgspec.structs.replace(super().assignment(max_batch_size, window), weights_bytes=4)
 
     fields = {field.name: getattr(plan[0], field.name) for field in dataclasses.fields(StagePlan) if field.init}
     await pair.session(pair.link(Lying(**fields)))

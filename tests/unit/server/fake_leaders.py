@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -11,14 +11,20 @@ from typing import Any, cast
 import torch
 
 from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.errors import DrainingError, NotReadyError
 from multiworld_serving.server.frontends.frames import Frame, FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.messages import (
+    Check,
+    Done,
     LeaderState,
-    prediction_fields,
-    rejection_fields,
+    Operation,
+    Predict,
+    PredictReply,
+    Rejection,
+    Scrape,
     row_payload,
 )
 from multiworld_serving.server.observability.metrics import Metrics
@@ -58,7 +64,7 @@ class FakeLeader(LeaderLink):
         self.name = f"leader-{number}"
         self.pool = pool
         self.answers: list[BaseException | asyncio.Event] = []
-        self.got: list[tuple[FrameKind, Mapping[str, Any], bytes]] = []
+        self.got: list[tuple[Check | Predict | Scrape, bytes]] = []
         self.loaded: list[tuple[str | None, int]] = []
         self.operations: list[str] = []
         self.refuses: dict[str | None, Exception] = {}
@@ -79,21 +85,21 @@ class FakeLeader(LeaderLink):
 
     def tells_draining(self) -> None:
         assert self.state is not None
-        rejection = rejection_fields(DrainingError("stopping"))
+        rejection = Rejection.of(DrainingError("stopping"))
         self.tells(ready=False, rejection=rejection, snapshot=replace(self.state.snapshot, draining=True, ready=False))
 
     def tells_unloaded(self) -> None:
         assert self.state is not None
-        rejection = rejection_fields(NotReadyError("the model is unloaded; an administrator must load it first"))
+        rejection = Rejection.of(NotReadyError("the model is unloaded; an administrator must load it first"))
         self.tells(ready=False, rejection=rejection, snapshot=replace(self.state.snapshot, unloaded=True, ready=False))
 
     def is_lost(self) -> None:
         self._on_lost("lost", failed=True)
 
     async def request(
-        self, kind: FrameKind, fields: Mapping[str, Any], payload: memoryview | bytes = b"", *, timeout_s: float
+        self, body: Check | Predict | Scrape, payload: memoryview | bytes = b"", *, timeout_s: float
     ) -> Frame:
-        self.got.append((kind, fields, bytes(payload)))
+        self.got.append((body, bytes(payload)))
         answer = self.answers.pop(0) if self.answers else None
         try:
             await asyncio.sleep(0)
@@ -109,20 +115,20 @@ class FakeLeader(LeaderLink):
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        if kind is FrameKind.CHECK:
-            return Frame(FrameKind.ADMITTED, 1, {}, memoryview(b""))
+        if isinstance(body, Check):
+            return Frame(FrameKind.ADMITTED, 1)
         assert self.state is not None
         found = prediction(self.state.version.name, self.state.version.number)
         probabilities = memoryview(bytearray(row_payload(found.output)))
-        return Frame(FrameKind.PREDICTION, 1, prediction_fields(found), probabilities)
+        return Frame(FrameKind.PREDICTION, 1, PredictReply.of(found), probabilities)
 
-    async def operate(self, operation: str, **fields: Any) -> AsyncGenerator[Mapping[str, Any], None]:
-        self.operations.append(operation)
+    async def operate(self, operation: Operation) -> AsyncGenerator[RestartStep | Done, None]:
+        self.operations.append(operation.operation)
         if self.proceed is not None:
             await self.proceed.wait()
         await asyncio.sleep(0)
-        if operation == "load_version":
-            weights, revision = fields["weights"], fields["revision"]
+        if operation.operation == "load_version":
+            weights, revision = operation.weights, operation.revision
             self.loaded.append((weights, revision))
             if weights in self.refuses:
                 raise self.refuses[weights]
@@ -132,15 +138,15 @@ class FakeLeader(LeaderLink):
             self.tells(version=version)  # at the switch, before the operation has ended
             assert self.state is not None
             self.tells(weights=weights, revision=max(self.state.revision, revision))
-            yield {"version": list(version)}
-        elif operation in self.refuses:
-            raise self.refuses[operation]
+            yield Done(version)
+        elif operation.operation in self.refuses:
+            raise self.refuses[operation.operation]
         else:
-            yield {}
+            yield Done()
 
-    def sent(self, kind: FrameKind = FrameKind.PREDICT) -> int:
+    def sent(self, kind: type[Check | Predict] = Predict) -> int:
         """How many requests of this kind came."""
-        return sum(each == kind for each, _, _ in self.got)
+        return sum(isinstance(body, kind) for body, _ in self.got)
 
 
 class Pool:

@@ -23,9 +23,9 @@ from multiworld_serving.server.errors import (
     RequestRejected,
 )
 from multiworld_serving.server.frontends import leader_pool, version_agreement
-from multiworld_serving.server.frontends.frames import FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
+from multiworld_serving.server.frontends.messages import Check, Predict
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.snapshots import FrontendSnapshot, RolloutProgress, ServiceState
 from tests.unit.server.fake_leaders import MODEL, leader_state, pool_of
@@ -58,15 +58,12 @@ async def test_leader_gets_the_image_and_what_it_needs_to_know() -> None:
         found = await predict(made.pool, timeout_s=30)
         await check(made.pool)
     assert torch.equal(found.output, torch.tensor([0.25, 0.75]))
-    (kind, fields, payload), (other_kind, other_fields, _) = made.leaders[0].got
-    assert (kind, fields["request_id"], fields["span"], payload) == (
-        FrameKind.PREDICT,
-        "mine",
-        None,
-        IMAGE.numpy().tobytes(),
-    )
-    assert 29 < fields["timeout_s"] <= 30, "leader and frontend have different clocks"
-    assert (other_kind, other_fields["ahead"]) == (FrameKind.CHECK, 3)
+    (request, payload), (other, _) = made.leaders[0].got
+    assert isinstance(request, Predict)
+    assert (request.request_id, request.span, payload) == ("mine", None, IMAGE.numpy().tobytes())
+    assert 29 < request.timeout_s <= 30, "leader and frontend have different clocks"
+    assert isinstance(other, Check)
+    assert other.ahead == 3
 
 
 async def test_leader_with_the_fewest_requests_is_chosen() -> None:
@@ -127,7 +124,7 @@ async def test_request_goes_to_another_leader_when_its_leader_is_lost(failed: bo
     assert found.attempts == 2
     assert made.resubmitted("failed" if failed else "left") == 1
     assert made.resubmitted("left" if failed else "failed") == 0
-    assert first.got[0][2] == second.got[0][2]
+    assert first.got[0][1] == second.got[0][1]
 
 
 async def test_request_is_poison_when_two_leaders_failed_with_it() -> None:
@@ -147,7 +144,7 @@ async def test_request_is_not_poison_when_leaders_left_or_it_had_no_image() -> N
         assert (await predict(made.pool)).attempts == 6
         made.leaders[0].answers = [lost()] * 5
         await check(made.pool)
-        assert made.leaders[0].sent(FrameKind.CHECK) == 6
+        assert made.leaders[0].sent(Check) == 6
 
 
 async def test_request_waits_for_a_leader_and_is_answered_when_one_starts() -> None:
@@ -159,7 +156,7 @@ async def test_request_waits_for_a_leader_and_is_answered_when_one_starts() -> N
         assert not leader.got
         leader.tells()
         await waiting
-        assert (leader.sent(), leader.sent(FrameKind.CHECK)) == (5, 1)
+        assert (leader.sent(), leader.sent(Check)) == (5, 1)
 
 
 async def test_request_is_rejected_after_the_grace_time_when_no_leader_starts() -> None:
@@ -238,7 +235,7 @@ async def test_rejection_is_the_answer_when_there_is_no_other_leader() -> None:
         with pytest.raises(OverloadedError):
             await check(made.pool)
         assert made.resubmitted("overloaded") == 0
-        assert made.leaders[0].sent(FrameKind.CHECK) == 1
+        assert made.leaders[0].sent(Check) == 1
 
 
 @pytest.mark.parametrize("rejection", [InvalidRequestError("wrong"), PoisonError("bad"), DeadlineError("late")])
@@ -286,7 +283,7 @@ async def test_admitted_request_goes_to_the_leader_that_drains_when_there_is_no_
         assert leader.sent() == 1
         with pytest.raises(NotReadyError):
             await check(made.pool)
-        assert leader.sent(FrameKind.CHECK) == 1, "a new request is not admitted there"
+        assert leader.sent(Check) == 1, "a new request is not admitted there"
 
 
 async def test_request_ends_at_its_deadline_when_the_leader_drains_forever() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -14,7 +13,7 @@ from multiworld_serving.common.wire import ALL_ROWS, RowRef
 from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.frontends.frames import Frame, FrameKind
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.frontends.messages import parse_rejection, prediction_fields, rejection_fields
+from multiworld_serving.server.frontends.messages import Check, Predict, PredictReply, Rejection, Scrape
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.predictor import ImageSizes, KeptRow, Prediction, ServedModel
 from tests.unit.edges.edge_parts import edges
@@ -43,22 +42,24 @@ class EdgeLeader(FakeLeader):
         self.tells()
 
     async def request(
-        self, kind: FrameKind, fields: Mapping[str, Any], payload: memoryview | bytes = b"", *, timeout_s: float
+        self, body: Check | Predict | Scrape, payload: memoryview | bytes = b"", *, timeout_s: float
     ) -> Frame:
-        reply = await super().request(kind, fields, payload, timeout_s=timeout_s)
-        number = fields["row"]
+        reply = await super().request(body, payload, timeout_s=timeout_s)
+        assert isinstance(body, Predict)
+        number = body.row
         assert (number is None) == bool(payload)
         self.images.append(None if number is None else self.frontend.store.rows([RowRef(number, ALL_ROWS)]))
         if self.unreachable and number is not None:
-            raise parse_rejection(rejection_fields(InputUnreachableError("far away")))
-        if self.kept is None or not fields["fetches"]:
+            raise Rejection.of(InputUnreachableError("far away")).error()
+        if self.kept is None or not body.fetches:
             return reply
-        kept = {**prediction_fields(prediction()), "kept": [*self.kept]}
-        return Frame(FrameKind.PREDICTION, 1, kept, memoryview(b""))
+        return Frame(FrameKind.PREDICTION, 1, msgspec.structs.replace(PredictReply.of(prediction()), kept=self.kept))
 
     @property
-    def last_fields(self) -> Mapping[str, Any]:
-        return self.got[-1][1]
+    def last(self) -> Predict:
+        body, _ = self.got[-1]
+        assert isinstance(body, Predict)
+        return body
 
 
 def pool_with(frontend: Edges | None) -> tuple[LeaderPool, Metrics]:
@@ -105,7 +106,7 @@ async def test_request_is_sent_again_and_its_answer_relayed_when_it_cannot_be_fe
         found = await predict(pool)
         assert torch.equal(found.output, torch.tensor([0.25, 0.75]))
         assert found.attempts == 2
-        assert (leader.last_fields["fetches"], leader.last_fields["unreachable"]) == (False, None if gone else holder)
+        assert (leader.last.fetches, leader.last.unreachable) == (False, None if gone else holder)
         assert resubmitted(metrics, "answer_lost") == 1
 
 
@@ -117,7 +118,7 @@ async def test_images_are_sent_for_a_while_when_a_worker_cannot_fetch_one() -> N
         leader.unreachable = True
         await predict(pool)
         await predict(pool)
-        assert [payload == IMAGE.numpy().tobytes() for _, _, payload in leader.got] == [False, True, True]
+        assert [payload == IMAGE.numpy().tobytes() for _, payload in leader.got] == [False, True, True]
         assert resubmitted(metrics, "relay") == 1
         leader.unreachable, leader.relay_until_s = False, 0.0
         await predict(pool)
@@ -133,7 +134,7 @@ async def test_everything_is_relayed_without_edges() -> None:
         found = await predict(pool)
         assert found.kept is None
         assert leader.images == [None]
-        assert leader.last_fields["fetches"] is False
+        assert leader.last.fetches is False
 
 
 async def test_image_is_sent_when_the_memory_for_edges_is_used_up(

@@ -1,6 +1,5 @@
 """Message headers: round trips, and rejection of inconsistent ones."""
 
-import dataclasses
 import json
 import math
 
@@ -169,13 +168,13 @@ def test_inexact_join_messages_are_refused(text: str) -> None:
 
 
 def test_deeply_nested_join_messages_are_refused() -> None:
-    with pytest.raises(WireError, match="not JSON"):
+    with pytest.raises(WireError, match="JoinOffer: "):
         JoinOffer.from_json("[" * 60_000)
 
 
 @pytest.mark.parametrize(
     ("offer", "reason"),
-    [({"world": "s0\n"}, "world is"), ({"world": "w" * 65}, "world is"), ({"wait_ms": -1}, "wait_ms is")],
+    [({"world": "s0\n"}, "world"), ({"world": "w" * 65}, "world"), ({"wait_ms": -1}, "wait_ms")],
 )
 def test_offer_with_invalid_values_is_refused(offer: dict[str, object], reason: str) -> None:
     with pytest.raises(WireError, match=reason):
@@ -196,7 +195,7 @@ def test_assignment_gives_the_shape_of_a_sample() -> None:
     ("field", "value"),
     [
         ("weights_bytes", 0),
-        ("weights_bytes", 1 << 33),
+        ("weights_bytes", 1 << 50),
         ("max_batch_size", 0),
         ("max_batch_size", 10**30),
         ("window", 0),
@@ -212,5 +211,11 @@ def test_assignment_gives_the_shape_of_a_sample() -> None:
     ],
 )
 def test_assignment_is_refused_when_a_number_is_out_of_bounds(field: str, value: object) -> None:
-    with pytest.raises(WireError, match=f"StageAssignment: {field} is"):
-        dataclasses.replace(StageAssignment("{}", 10, "0" * 64, "3x224x224", 8, 2, 1), **{field: value})  # type: ignore[arg-type]
+    good = json.loads(StageAssignment("{}", 10, "0" * 64, "3x224x224", 8, 2, 1).to_json())
+    with pytest.raises(WireError, match=f"StageAssignment: .*{field}"):
+        StageAssignment.from_json(json.dumps({**good, field: value}))
+
+
+def test_weights_of_a_stage_may_have_more_than_4_gib() -> None:
+    assignment = StageAssignment("{}", 70 << 30, "0" * 64, "3x224x224", 8, 2, 1)
+    assert StageAssignment.from_json(assignment.to_json()) == assignment
