@@ -109,11 +109,11 @@ async def _respond(app: ASGIApp, scope: Scope, receive: Receive, send: Send, rec
         if message["type"] == "http.response.start":
             status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.request_id.encode("ascii"))]
-            await send(message)
+            await _send_if_open(send, message)
             if to_head:  # end the response here: the body may be endless
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await _send_if_open(send, {"type": "http.response.body", "body": b"", "more_body": False})
         elif not to_head:
-            await send(message)
+            await _send_if_open(send, message)
 
     try:
         await app(scope, receive, send_with_id)
@@ -124,6 +124,18 @@ async def _respond(app: ASGIApp, scope: Scope, receive: Receive, send: Send, rec
         logger.exception("request failed request_id=%s path=%s", record.request_id, scope["path"])
         await internal_error_response(record)(scope, receive, send_with_id)
     return status
+
+
+async def _send_if_open(send: Send, message: Message) -> None:
+    """Send, or do nothing if the connection has ended, for example after an invalid request behind this one.
+
+    uvicorn writes to the closed connection then, and uvloop raises. A client could fill the log with these tracebacks.
+    """
+    try:
+        await send(message)
+    except RuntimeError as error:
+        if "closed" not in str(error):
+            raise
 
 
 def inference_protocol(path: str) -> InferenceProtocol | None:

@@ -39,6 +39,7 @@ def test_hostile_inputs_get_their_responses_and_do_not_affect_other_requests(ser
             if not ends.keys() <= set(hostile.answer.split(" or ")):
                 wrong.append(f"{hostile.name}: {ends}, not {hostile.answer}")
     assert not wrong, "\n".join(wrong)
+    assert not [line.message for line in service.lines if "Traceback" in str(line.fields)]
     assert len(load.samples) > len(HOSTILE_REQUESTS)
     assert not load.failed, load.failed[:3]
 
