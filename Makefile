@@ -14,7 +14,7 @@ GRPC     := server/api/oip_grpc
 BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost elastic
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test containers check dist fmt bench chaos peers throughput gpu soak proto docs clean
+.PHONY: help install serve test containers check dist fmt rules bench chaos peers throughput gpu soak proto docs clean
 .SILENT:
 
 help: ## List all targets.
@@ -44,6 +44,12 @@ check: $(STAMP) ## Run the linters, type checks, import contracts, checks of the
 fmt: $(STAMP) ## Format the code and apply the linter's automatic fixes.
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
+
+RULES := deploy/kubernetes/base/prometheus-rules.yaml
+
+rules: ## Copy the rules of deploy/prometheus/rules into the PrometheusRule resource for Kubernetes.
+	{ sed '/^  groups:$$/q' $(RULES); sed -s '1,/^groups:$$/d; s/^./  &/' deploy/prometheus/rules/*.yml; } > $(RULES).new
+	mv $(RULES).new $(RULES)
 
 bench: $(STAMP) ## Run the benchmarks, or one of them: make bench ARGS="send_recv --rounds 3".
 	set -e; if [ -n "$(ARGS)" ]; then exec $(BIN)/python -m benchmarks.$(ARGS); fi; \

@@ -1,6 +1,6 @@
 """Deployment: local processes, containers, Kubernetes, systemd, monitoring.
 
 `processes` starts and supervises the leader, frontend and worker processes of `multiworld serve`; `health` is the container health
-check; `gpu_overlay` and `kubernetes.rules` generate files. Imports `server.settings`, `workers` and `common`.
+check. Imports `server.settings`, `workers` and `common`.
 Start reading at `processes/supervisor.py`.
 """

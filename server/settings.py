@@ -165,8 +165,6 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     """Ray cluster: auto for the one of this machine, or HOST:PORT of its head."""
     ray_namespace: str = setting("multiworld", "Launcher", pattern=NAME_PATTERN, allowed=NAME_ALLOWED)
     """Namespace of the actors in the Ray cluster; several services need different ones."""
-    worker_memory: int = setting(0, "Launcher", ge=0, le=1 << 44)
-    """Bytes of memory that Ray reserves for each worker; 0 reserves none."""
 
     @property
     def num_workers(self) -> int:

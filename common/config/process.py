@@ -36,15 +36,23 @@ def raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def prctl(option: int, value: int) -> None:
+    """See prctl(2). Raises OSError."""
+    call = ctypes.CDLL(None, use_errno=True).prctl
+    call.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
+    if call(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 def exit_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, even if this process is stopped. Call it at start-up.
 
     Standard input must be a pipe that the parent holds open. Raises SystemExit if the parent has ended already.
     """
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
-    if prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        logger.warning("this system cannot end this process with its parent: %s", os.strerror(ctypes.get_errno()))
+    try:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    except OSError as error:
+        logger.warning("this system cannot end this process with its parent: %s", error)
     standard_input = select.poll()
     standard_input.register(0, 0)  # POLLHUP is always reported
     if any(event & select.POLLHUP for _, event in standard_input.poll(0)):

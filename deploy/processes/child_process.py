@@ -2,40 +2,36 @@
 
 The standard input of a child is a pipe that this process holds open: when this process ends, even by SIGKILL, the child reads
 end-of-file and exits (`--exit-with-parent`). Each child has its own session, so that Ctrl-C in a terminal signals only the
-leader, which drains before it stops the workers.
+supervisor, which stops its children in order.
 """
 
 import asyncio
 import contextlib
-import logging
 import os
+import select
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-logger = logging.getLogger(__name__)
-
 KILL_TIMEOUT_S = 5.0
 """Timeout of a process to end after SIGKILL; one that takes longer hangs in the kernel."""
-_POLL_S = 0.1
-"""Poll interval of a process for which no pidfd could be opened."""
-_REAP_POLL_S = 0.005
 
 
 class ChildProcess:
     """A process with its own session. Only `reap` collects its exit status, so its pid is not reused before that."""
 
-    def __init__(self, pid: int, hold_fd: int | None = None) -> None:
-        """Wrap a process that was started already.
+    def __init__(self, pid: int, hold_fd: int) -> None:
+        """Wrap a process that was started already. Raises OSError if no descriptor is available.
 
         Args:
             pid: a child of this process and the leader of its session.
-            hold_fd: write end of its standard input, closed by `reap`; None if it is closed already.
+            hold_fd: write end of its standard input, closed by `reap`.
         """
         self.pid = pid
         self.started_s = time.monotonic()
+        self._pidfd = os.pidfd_open(pid)
         self._hold_fd = hold_fd
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -47,12 +43,12 @@ class ChildProcess:
             process = subprocess.Popen(  # noqa: S603 - the command comes from the caller
                 command, stdin=read_fd, env=environment, start_new_session=True, pass_fds=fds
             )
+            child = cls(process.pid, hold_fd)
         except OSError:
             os.close(hold_fd)
             raise
         finally:
             os.close(read_fd)
-        child = cls(process.pid, hold_fd)
         child._process = process
         return child
 
@@ -61,47 +57,31 @@ class ChildProcess:
         os.kill(self.pid, signum)
 
     async def ended(self) -> None:
-        """Wait until the process has ended. Cancelling is safe. Polls while no file descriptor is available."""
-        while not self._has_ended():
-            try:
-                await self._ended_by_pidfd()
-            except OSError as error:
-                logger.debug("pid=%d no pidfd, polling: %s", self.pid, error)
-                await asyncio.sleep(_POLL_S)
-
-    async def _ended_by_pidfd(self) -> None:
-        """Wait with a pidfd. Raises OSError if no file descriptor is available."""
+        """Wait until the process has ended. Cancelling is safe."""
         loop, event = asyncio.get_running_loop(), asyncio.Event()
-        pidfd = os.pidfd_open(self.pid)
+        loop.add_reader(self._pidfd, event.set)
         try:
-            loop.add_reader(pidfd, event.set)
-            try:
-                await event.wait()
-            finally:
-                loop.remove_reader(pidfd)
+            await event.wait()
         finally:
-            os.close(pidfd)
-
-    def _has_ended(self) -> bool:
-        """Whether the process has ended. Does not collect its status."""
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            loop.remove_reader(self._pidfd)
 
     def reap(self) -> int:
         """Send SIGKILL to its process group, so that none of its children survive, and collect its exit status.
 
-        Returns the exit status, or the negated number of the signal that ended it.
+        Returns the exit status, or the negated number of the signal that ended it. One that hangs in the kernel counts as killed.
         """
-        with contextlib.suppress(ProcessLookupError):
+        self.send(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # a forked process may not have its session yet
             os.killpg(self.pid, signal.SIGKILL)
-        if self._hold_fd is not None:
-            os.close(self._hold_fd)
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        has_ended = poll.poll(KILL_TIMEOUT_S * 1000)
+        for fd in (self._pidfd, self._hold_fd):
+            os.close(fd)
+        if not has_ended:
+            return -signal.SIGKILL
         if self._process is not None:
-            return self._process.wait(KILL_TIMEOUT_S)
-        deadline_s = time.monotonic() + KILL_TIMEOUT_S
-        while not self._has_ended():
-            if time.monotonic() > deadline_s:
-                raise subprocess.TimeoutExpired(str(self.pid), KILL_TIMEOUT_S)
-            time.sleep(_REAP_POLL_S)
+            return self._process.wait()
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 

@@ -1,27 +1,41 @@
-"""The settings of each process of a service, as a JSON file that the process reads and validates, for all launchers.
+"""What a service runs, on one machine and on Ray: the command, the environment and the settings of each process.
 
-The file is in memory: it has no name in a folder, only processes of this user can read it, and it disappears with the process that made it.
+The settings are a JSON file in memory: it has no name in a folder, only processes of this user can read it, and it disappears with the
+process that made it.
 Neither the command line nor the environment has a secret.
 """
 
 import contextlib
 import os
+import sys
+from collections.abc import Mapping
+from typing import Literal
 
 from pydantic import SecretStr
 
 from multiworld_serving.common.config import Settings
-from multiworld_serving.common.config.settings import to_json
+from multiworld_serving.common.config.settings import ENV_PREFIX, to_json
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 
+PROGRAM = (sys.executable, "-P", "-m", "multiworld_serving.cli.main")
+"""The command `multiworld`. -P keeps the working directory off `sys.path`, so that no module there is imported by mistake."""
+FORK_SERVER_PROGRAM = (sys.executable, "-P", "-m", "multiworld_serving.cli.fork_server")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+SPIN_VARIABLE = "GOMP_SPINCOUNT"
+SPINS = "20000"
+"""OpenMP spin count of an idle thread: about 0.5 ms, longer than the pauses between the operations of a model. The default is
+several milliseconds, during which another worker could use the core."""
 _STOP_MARGIN_S = 5.0
 """Seconds from the end of the drain timeout to SIGKILL."""
 _BLOCKED_HEARTBEATS = 3
 _BLOCKED_S = 5.0
 """A leader or frontend that gives no sign of life for this long is killed; at least `_BLOCKED_HEARTBEATS` heartbeat timeouts."""
-_WORKER_BLOCKED_S = 10.0
+WORKER_BLOCKED_S = 10.0
+"""The same for a worker. A thread of it gives the signs of life, so only a frozen process is silent."""
 
+Role = Literal["leader", "frontend", "worker"]
 Values = dict[str, object]
 """Settings by name."""
 
@@ -67,17 +81,12 @@ def blocked_timeout_s(settings: ServeSettings) -> float:
     return max(_BLOCKED_S, _BLOCKED_HEARTBEATS * settings.heartbeat_timeout_s)
 
 
-def worker_blocked_timeout_s(settings: ServeSettings) -> float:
-    """The same of a worker. A thread of it gives the signs of life, so only a frozen process is silent."""
-    return _WORKER_BLOCKED_S
-
-
-def settings_file(stack: contextlib.ExitStack | contextlib.AsyncExitStack, values: Values) -> str:
+def settings_file(stack: contextlib.ExitStack, values: Values) -> str:
     """Path of a JSON file in memory with the settings of a program, secrets included. `stack` removes it."""
     return memory_file(stack, "settings", to_json(values))
 
 
-def memory_file(stack: contextlib.ExitStack | contextlib.AsyncExitStack, name: str, text: str) -> str:
+def memory_file(stack: contextlib.ExitStack, name: str, text: str) -> str:
     """Path of a file in memory with this text; it disappears with this process, or when `stack` is closed."""
     file = stack.enter_context(os.fdopen(os.memfd_create(name), "w", encoding="utf-8"))
     file.write(text)
@@ -90,3 +99,20 @@ def _shared(settings: ServeSettings, cls: type[Settings]) -> Values:
     if values["token_file"] is not None:
         values["token"] = None  # read from the file
     return values
+
+
+def environment_of(threads: int, notify: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process: inherited, without settings of the service; it gets these in a file.
+
+    Args:
+        threads: compute threads; leaders and frontends compute nothing and need 1.
+        notify: see `NotifyListener.environment`.
+    """
+    inherited = {name: text for name, text in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
+    inherited.pop("WATCHDOG_PID", None)  # of systemd, for this process
+    return {SPIN_VARIABLE: SPINS, **inherited, **dict.fromkeys(THREAD_VARIABLES, str(threads)), **notify}
+
+
+def compute_threads(settings: ServeSettings) -> int:
+    """Return the compute threads per local worker: as configured, or an equal share of the cores available to this process."""
+    return settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.num_workers)

@@ -7,14 +7,13 @@ on the same port, and clients that connect meanwhile wait instead of being refus
 import asyncio
 import contextlib
 import fcntl
-import functools
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
 from multiworld_serving.common.config import UserError, raise_descriptor_limit
@@ -23,27 +22,23 @@ from multiworld_serving.common.config.process import notify_systemd, on_stop_sig
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.common.http.listener import bind
-from multiworld_serving.common.metrics.families import Counter, Families
 from multiworld_serving.deploy.processes.banner import banner
-from multiworld_serving.deploy.processes.environment import (
-    PROGRAM,
-    child_fork_server,
-    compute_threads,
-    program_environment,
-    worker_environment,
-)
 from multiworld_serving.deploy.processes.fork_server import ForkServer
-from multiworld_serving.deploy.processes.launcher import Launched, Role
 from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.processes.programs import (
+    FORK_SERVER_PROGRAM,
+    PROGRAM,
+    WORKER_BLOCKED_S,
+    Role,
     Values,
     blocked_timeout_s,
+    compute_threads,
+    environment_of,
     frontend_values,
     leader_values,
     memory_file,
     settings_file,
     stop_timeout_s,
-    worker_blocked_timeout_s,
     worker_values,
 )
 from multiworld_serving.deploy.processes.supervisor import INVALID_INPUT, Supervisor
@@ -58,8 +53,10 @@ logger = logging.getLogger(__name__)
 
 _FIRST_FD = 200
 """Inherited descriptors have numbers from here on, which no child has in use."""
-_WORKER_NAME = "local"
-"""First part of the names of local workers."""
+_NAMES: dict[Role, str] = {"worker": "local", "leader": "leader", "frontend": "frontend"}
+"""First part of the names of the processes, in the order in which they start."""
+_WORKER_STOP_S = 10.0
+"""From SIGTERM to SIGKILL of a worker."""
 _COUNT_CUDA_DEVICES = "import torch; print(torch.cuda.device_count())"
 
 
@@ -110,38 +107,32 @@ class _Service:
             self._socket(settings.join_host, settings.join_port_of(index), "join_port")
             for index in range(settings.leaders)
         ]
-        self._restarts = _RestartCounts(settings, memory_file(stack, "metrics", ""))
+        self._restarts_file = memory_file(stack, "metrics", "")
+        self._cores_file = f"/proc/{os.getpid()}/fd/{os.memfd_create('cores')}"  # disappears with this process
+        self._files: dict[tuple[Role, int], str] = {}
+        """The settings of each process."""
+        self._devices = _devices(settings)
         self._stop = asyncio.Event()
-        self._groups: dict[tuple[Role, str], Supervisor] = {}
-        """The processes by role and first part of the name."""
+        self._groups: dict[Role, Supervisor] = {}
 
     async def run(self) -> int:
         """Run all processes until a signal, or until one of them ends because of invalid settings. Returns the exit status."""
-        settings, loop = self._settings, asyncio.get_running_loop()
+        settings = self._settings
         on_stop_signal(self._begin_stop)
-        async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(self._notify.receiving())
-            fork_server = stack.enter_context(child_fork_server(settings, self._notify.environment))
+        environment = environment_of(compute_threads(settings), self._notify.environment)
+        with self._notify.receiving(), ForkServer(FORK_SERVER_PROGRAM, environment) as fork_server:
             # Leaving stops the last one first: frontends answer their requests, then leaders and workers stop.
-            self._groups = {
-                ("worker", _WORKER_NAME): self._workers(fork_server),
-                ("leader", "leader"): self._leaders(fork_server),
-                ("frontend", "frontend"): self._frontends(fork_server),
-            }
-            groups = list(self._groups.values())
-            if settings.token_file or settings.api_keys_file or settings.admin_keys_file or settings.tls_cert_file:
-                # Leaders reload only join tokens; without a token file the signal would end them.
-                loop.add_signal_handler(
-                    signal.SIGHUP, self._reload, groups[-2:] if settings.token_file else groups[-1:]
-                )
+            self._groups = {role: self._supervisor(role, fork_server) for role in _NAMES}
+            groups = self._groups.values()
+            self._write_restarts()
+            self._reload_on_hangup()
             self._log_addresses()
-            workers = 0 if settings.external_workers else settings.num_workers
-            logger.info("starting leaders=%d frontends=%d workers=%d", settings.leaders, settings.frontends, workers)
+            logger.info("starting %s", " ".join(f"{role}s={group.count}" for role, group in self._groups.items()))
             async with contextlib.AsyncExitStack() as running:
                 for group in groups:
                     await running.enter_async_context(group)
                 if (limits := limits_of(settings)) is not None:
-                    await running.enter_async_context(Autoscaler(self, self._capacity_reports, ScalingPolicy(limits)))
+                    await running.enter_async_context(Autoscaler(self, ScalingPolicy(limits)))
                 await running.enter_async_context(notify_systemd())
                 ends = [self._stop, *(group.invalid_input for group in groups)]
                 waits = [asyncio.create_task(end.wait()) for end in ends]
@@ -155,129 +146,112 @@ class _Service:
         logger.info("stopping; a second signal ends all processes at once")
         self._stop.set()
 
-    def _reload(self, groups: list[Supervisor]) -> None:
-        for group in groups:
-            group.signal_all(signal.SIGHUP)
+    def _reload_on_hangup(self) -> None:
+        """Forward SIGHUP to the processes that read keys, certificates or tokens from files; it would end the others."""
+        settings = self._settings
+        files = (settings.token_file, settings.api_keys_file, settings.admin_keys_file, settings.tls_cert_file)
+        roles: tuple[Role, ...] = ("leader", "frontend") if settings.token_file else ("frontend",)
+
+        def forward() -> None:
+            for role in roles:
+                self._groups[role].signal_all(signal.SIGHUP)
+
+        if any(files):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, forward)
 
     # -- processes -------------------------------------------------------------------------------------------------------------
 
-    def _leaders(self, fork_server: ForkServer) -> Supervisor:
-        files = [
-            settings_file(self._stack, {**leader_values(self._settings, index), "join_fd": sock.fileno()})
-            for index, sock in enumerate(self._joins)
-        ]
-        return self._supervisor(
-            "leader",
-            lambda slot: ["leader", "--name", f"leader-{slot}", "--settings-json", files[slot]],
-            self._settings.leaders,
-            fork_server,
-            lambda slot: [self._joins[slot].fileno()],
-        )
-
-    def _frontends(self, fork_server: ForkServer) -> Supervisor:
+    def _supervisor(self, role: Role, fork_server: ForkServer | None) -> Supervisor:
         settings = self._settings
-        sockets = {"http_fd": self._http, "metrics_fd": self._admin} | ({"grpc_fd": self._grpc} if self._grpc else {})
-        fds = {name: sock.fileno() for name, sock in sockets.items()}
-        own: Values = {
-            "leader": self._leader_addresses,
-            **fds,
-            "http_shares": settings.frontends,
-            "supervisor_metrics_file": self._restarts.path,
-        }
-        is_text = settings.log_format == "text"
-        files = [
-            settings_file(
-                self._stack,
-                {**frontend_values(settings, index), **own, "banner": self._banner if index == 0 and is_text else None},
-            )
-            for index in range(settings.frontends)
-        ]
-        return self._supervisor(
-            "frontend",
-            lambda slot: ["frontend", "--name", f"frontend-{slot}", "--settings-json", files[slot]],
-            settings.frontends,
-            fork_server,
-            lambda _slot: list(fds.values()),
-        )
-
-    def _supervisor(
-        self,
-        role: Role,
-        arguments: Callable[[int], list[str]],
-        count: int,
-        fork_server: ForkServer,
-        fds: Callable[[int], list[int]],
-    ) -> Supervisor:
-        """The supervisor of the leaders or frontends."""
+        workers = 0 if settings.external_workers else settings.num_workers
+        counts = {"worker": workers, "leader": settings.leaders, "frontend": settings.frontends}
+        is_worker = role == "worker"
+        threads = compute_threads(settings) if is_worker else 1
         return Supervisor(
-            lambda slot: [*PROGRAM, *arguments(slot)],
-            count,
+            lambda slot: [
+                *PROGRAM,
+                role,
+                "--name",
+                f"{_NAMES[role]}-{slot}",
+                "--settings-json",
+                self._file(role, slot),
+            ],
+            counts[role],
             kind=role,
-            environment=program_environment(self._notify.environment),
+            environment=environment_of(threads, self._notify.environment),
             fork_server=fork_server,
-            stop_timeout_s=stop_timeout_s(self._settings),
-            fds=fds,
+            stop_timeout_s=_WORKER_STOP_S if is_worker else stop_timeout_s(settings),
+            fds=lambda slot: list(self._fds(role, slot).values()),
             notify=self._notify,
-            blocked_timeout_s=blocked_timeout_s(self._settings),
-            on_restart=lambda slot: self._restarts.count(role, slot),
+            blocked_timeout_s=WORKER_BLOCKED_S if is_worker else blocked_timeout_s(settings),
+            on_restart=self._write_restarts,
         )
 
-    def _workers(self, fork_server: ForkServer) -> Supervisor:
-        """The supervisor of the local workers; it has no slots at first if the workers come from elsewhere."""
-        settings = self._settings
-        threads = compute_threads(settings)
-        values = {**worker_values(settings), "leader": self._leader_addresses, "threads": threads}
-        device, sharing = _devices(settings), _shared_cores(settings)
+    def _file(self, role: Role, slot: int) -> str:
+        """Path of the settings of a process, written at its first start."""
+        if (role, slot) not in self._files:
+            self._files[role, slot] = settings_file(self._stack, self._values(role, slot))
+        return self._files[role, slot]
 
-        @functools.cache
-        def file(slot: int) -> str:
-            own = {"name": f"{_WORKER_NAME}-{slot}", "device": device(slot), **sharing(slot)}
-            return settings_file(self._stack, {**values, **own})
+    def _values(self, role: Role, slot: int) -> Values:
+        settings, fds = self._settings, self._fds(role, slot)
+        if role == "leader":
+            return {**leader_values(settings, slot), **fds}
+        host = _local_host(settings.join_host)
+        own: Values = {"leader": ",".join(f"{host}:{sock.getsockname()[1]}" for sock in self._joins)}
+        if role == "frontend":
+            own |= {"http_shares": settings.frontends, "supervisor_metrics_file": self._restarts_file}
+            if slot == 0 and settings.log_format == "text":
+                own["banner"] = banner(settings, **self._addresses)
+            return {**frontend_values(settings, slot), **own, **fds}
+        own |= {
+            "name": f"{_NAMES[role]}-{slot}",
+            "threads": compute_threads(settings),
+            "device": self._devices[slot % len(self._devices)],
+        }
+        if not settings.threads and settings.device == "cpu":  # the workers share the cores
+            count = max(settings.max_workers, slot + 1)
+            own |= {"cores_file": self._cores_file, "cores_index": slot, "cores_workers": count}
+        return {**worker_values(settings), **own}
 
-        return Supervisor(
-            # The name is for people who read `ps`.
-            lambda slot: [*PROGRAM, "worker", "--name", f"{_WORKER_NAME}-{slot}", "--settings-json", file(slot)],
-            0 if settings.external_workers else settings.num_workers,
-            environment=worker_environment(threads, self._notify.environment),
-            fork_server=fork_server,
-            notify=self._notify,
-            blocked_timeout_s=worker_blocked_timeout_s(settings),
-            on_restart=lambda slot: self._restarts.count("worker", slot),
-        )
+    def _fds(self, role: Role, slot: int) -> dict[str, int]:
+        """The descriptors of the sockets that a process inherits, by setting."""
+        sockets: dict[str, socket.socket | None] = {}
+        if role == "leader":
+            sockets = {"join_fd": self._joins[slot]}
+        elif role == "frontend":
+            sockets = {"http_fd": self._http, "metrics_fd": self._admin, "grpc_fd": self._grpc}
+        return {name: sock.fileno() for name, sock in sockets.items() if sock is not None}
+
+    def _write_restarts(self) -> None:
+        """Write the numbers of restarts into a file in memory. The frontends add them to their metrics."""
+        text = restart_metrics({role: group.restarts for role, group in self._groups.items()})
+        with contextlib.suppress(OSError):  # no memory; must not stop any process
+            Path(self._restarts_file).write_text(text, encoding="utf-8")
 
     # -- Launcher --------------------------------------------------------------------------------------------------------------
 
-    async def processes(self) -> tuple[Launched, ...]:
-        """See `Launcher.processes`."""
-        return tuple(
-            Launched(role, f"{name}-{slot}", "", group.pids.get(slot), restarts)
-            for (role, name), group in self._groups.items()
-            for slot, restarts in group.restarts.items()
-        )
+    async def capacity_reports(self) -> list[CapacityReport | None]:
+        """See `Launcher`."""
+        leaders = self._groups["leader"]
+        pids = [leaders.pids.get(slot) for slot in leaders.restarts]
+        return [None if pid is None else self._notify.capacity(pid, REPORT_AGE_S) for pid in pids]
+
+    async def workers(self) -> set[str]:
+        """See `Launcher`."""
+        return {f"{_NAMES['worker']}-{slot}" for slot in self._groups["worker"].restarts}
 
     async def scale_workers(self, count: int) -> None:
-        """See `Launcher.scale_workers`."""
-        workers = self._groups["worker", _WORKER_NAME]
+        """See `Launcher`."""
+        workers = self._groups["worker"]
         for _ in range(count - len(workers.restarts)):
             workers.add()
 
     async def stop_worker(self, name: str) -> None:
-        """See `Launcher.stop_worker`."""
-        prefix, _, slot = name.rpartition("-")
-        if prefix != _WORKER_NAME or not slot.isdecimal():
-            raise KeyError(name)
-        await self._groups["worker", _WORKER_NAME].remove(int(slot))
+        """See `Launcher`."""
+        await self._groups["worker"].remove(int(name.removeprefix(f"{_NAMES['worker']}-")))
 
-    async def _capacity_reports(self) -> list[CapacityReport | None]:
-        pids = [process.pid for process in await self.processes() if process.role == "leader"]
-        return [None if pid is None else self._notify.capacity(pid, REPORT_AGE_S) for pid in pids]
-
-    @property
-    def _leader_addresses(self) -> str:
-        host = _local_host(self._settings.join_host)
-        return ",".join(f"{host}:{sock.getsockname()[1]}" for sock in self._joins)
-
-    # -- what they inherit -----------------------------------------------------------------------------------------------------
+    # -- addresses -------------------------------------------------------------------------------------------------------------
 
     def _socket(self, host: str, port: int, name: str, *, reserve: bool = False) -> socket.socket:
         """A socket of a port (see `bind`) whose descriptor has a high number, because a forked child gets the same one."""
@@ -286,33 +260,22 @@ class _Service:
         return self._stack.enter_context(socket.socket(fileno=fd))
 
     @property
-    def _urls(self) -> tuple[str, str]:
-        """The URLs of the HTTP API and of the admin port."""
+    def _addresses(self) -> dict[str, str]:
+        """URLs and addresses, as the log and the banner show them; `grpc` is empty without a gRPC port."""
         settings = self._settings
         scheme = "http" if settings.tls_cert_file is None else "https"
-        http = f"{scheme}://{_local_host(settings.host)}:{self._http.getsockname()[1]}"
-        return http, f"{scheme}://{_local_host(settings.admin_host)}:{self._admin.getsockname()[1]}"
-
-    @property
-    def _grpc_address(self) -> str:
-        """HOST:PORT of the gRPC port; empty without one."""
-        return f"{_local_host(self._settings.host)}:{self._grpc.getsockname()[1]}" if self._grpc else ""
-
-    @property
-    def _join_addresses(self) -> str:
-        return ",".join(f"{self._settings.join_host}:{sock.getsockname()[1]}" for sock in self._joins)
-
-    @property
-    def _banner(self) -> str:
-        http, admin = self._urls
-        return banner(
-            self._settings, http_url=http, admin_url=admin, joins=self._join_addresses, grpc=self._grpc_address
-        )
+        host, admin_host = _local_host(settings.host), _local_host(settings.admin_host)
+        return {
+            "http_url": f"{scheme}://{host}:{self._http.getsockname()[1]}",
+            "admin_url": f"{scheme}://{admin_host}:{self._admin.getsockname()[1]}",
+            "joins": ",".join(f"{settings.join_host}:{sock.getsockname()[1]}" for sock in self._joins),
+            "grpc": f"{host}:{self._grpc.getsockname()[1]}" if self._grpc else "",
+        }
 
     def _log_addresses(self) -> None:
-        settings, (http, admin) = self._settings, self._urls
-        grpc = f" grpc={self._grpc_address}" if self._grpc else ""
-        logger.info("listening http=%s metrics=%s/metrics join=%s%s", http, admin, self._join_addresses, grpc)
+        settings, found = self._settings, self._addresses
+        grpc = f" grpc={found['grpc']}" if self._grpc else ""
+        logger.info("listening http=%s metrics=%s/metrics join=%s%s", *list(found.values())[:3], grpc)
         if settings.external_workers:
             there = _external_host(settings.join_host)
             each = " ".join(
@@ -322,55 +285,32 @@ class _Service:
             logger.info("waiting for workers; on each of their machines: multiworld worker %s --token-file …", each)
 
 
-class _RestartCounts:
-    """Counts restarts in a file in memory, which the frontends add to their metrics."""
-
-    def __init__(self, settings: ServeSettings, path: str) -> None:
-        self.path = path
-        self._families = Families()
-        self._counters: dict[str, Counter] = {}
-        slots = {"leader": settings.leaders, "frontend": settings.frontends, "worker": settings.num_workers}
-        for kind, count in slots.items():
-            counter = Counter(f"multiworld_{kind}_restarts_total", f"Restarts of {kind}s by the supervisor.", ("slot",))
-            self._families.all.append(counter)
-            self._counters[kind] = counter
-            for slot in range(count):
-                counter.labels(str(slot))
-        self._write()
-
-    def count(self, kind: str, slot: int) -> None:
-        self._counters[kind].labels(str(slot)).inc()
-        self._write()
-
-    def _write(self) -> None:
-        Path(self.path).write_text(self._families.text(), encoding="utf-8")
+def restart_metrics(restarts: Mapping[Role, Mapping[int, int]]) -> str:
+    """The restarts by role and slot, in the text format of Prometheus."""
+    lines = []
+    for role, of_role in restarts.items():
+        name = f"multiworld_{role}_restarts_total"
+        lines += [f"# HELP {name} Restarts of {role}s by the supervisor.", f"# TYPE {name} counter"]
+        lines += [f'{name}{{slot="{slot}"}} {count}' for slot, count in of_role.items()]
+    return "\n".join(lines) + "\n"
 
 
-def _devices(settings: ServeSettings) -> Callable[[int], str]:
-    """Return the device of each local worker: "cuda" without an index assigns the GPUs of this machine round-robin. Raises UserError."""
+def _devices(settings: ServeSettings) -> list[str]:
+    """Return the devices of local workers, in turn: "cuda" without an index means the GPUs of this machine. Raises UserError."""
     if settings.device == "cpu" or settings.external_workers:
-        return lambda _slot: settings.device
+        return [settings.device]
     try:
         command = [sys.executable, "-c", _COUNT_CUDA_DEVICES]
         count = int(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout)  # noqa: S603
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise UserError(f"--device {settings.device}: cannot count the GPUs of this machine: {error}") from error
-    _, _, index = settings.device.partition(":")
-    if int(index or 0) >= count:
-        there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
+    devices = [f"cuda:{index}" for index in range(count)]
+    if settings.device not in ("cuda", *devices) or not devices:
         raise UserError(
-            f"device {settings.device!r} does not exist: this machine has {there}; use --device cpu or another index"
+            f"device {settings.device!r} does not exist: this machine has {', '.join(devices) or 'no CUDA device'}; "
+            f"use --device cpu or another index"
         )
-    return lambda slot: settings.device if index else f"cuda:{slot % count}"
-
-
-def _shared_cores(settings: ServeSettings) -> Callable[[int], Values]:
-    """Return a function from slot to the settings with which the workers share the cores; none if threads are configured."""
-    if settings.threads or settings.device != "cpu":
-        return lambda slot: {}
-    file = f"/proc/{os.getpid()}/fd/{os.memfd_create('cores')}"  # disappears with this process
-    count = settings.max_workers
-    return lambda slot: {"cores_file": file, "cores_index": slot, "cores_workers": max(count, slot + 1)}
+    return devices if settings.device == "cuda" else [settings.device]
 
 
 def _local_host(host: str) -> str:

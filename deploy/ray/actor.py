@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import ray
@@ -21,11 +21,10 @@ from multiworld_serving.common.config import UserError, configure_logging, raise
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.http.listener import bind
-from multiworld_serving.deploy.processes.environment import PROGRAM, worker_environment
-from multiworld_serving.deploy.processes.launcher import Role
 from multiworld_serving.deploy.processes.notify import NotifyListener
-from multiworld_serving.deploy.processes.programs import Values, settings_file
+from multiworld_serving.deploy.processes.programs import PROGRAM, Role, Values, environment_of, settings_file
 from multiworld_serving.deploy.processes.supervisor import Supervisor
+from multiworld_serving.deploy.ray.placement import Resources
 from multiworld_serving.deploy.scaling.autoscaler import REPORT_AGE_S
 from multiworld_serving.server.capacity_report import CapacityReport
 
@@ -43,21 +42,21 @@ class ProcessSpec:
     """One process. It travels to the node as the argument of the actor's constructor, which Ray shows to nobody.
 
     Attributes:
+        need: what Ray reserves for it.
         values: its settings; secrets are `SecretStr`, so that no log shows them.
         sockets: sockets that it inherits: for the setting that takes the descriptor, host and port.
-        leaders: names of the leaders' actors that it joins.
-        threads: compute threads.
+        leaders: names of the leaders' actors that it joins, in this namespace.
     """
 
     role: Role
     name: str
+    need: Resources
     values: Values
-    sockets: Mapping[str, tuple[str, int]]
-    leaders: tuple[str, ...]
     namespace: str
-    threads: int
     stop_timeout_s: float
     blocked_timeout_s: float
+    sockets: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    leaders: tuple[str, ...] = ()
 
 
 class ProcessState(NamedTuple):
@@ -65,7 +64,6 @@ class ProcessState(NamedTuple):
 
     Attributes:
         host: name of the node.
-        pid: None while the process waits for a restart.
         started: the process has sent READY=1: a leader or frontend listens.
         invalid_input: it has ended with status 2, because its settings are invalid on this node.
         stopping: `stop` was called.
@@ -73,8 +71,6 @@ class ProcessState(NamedTuple):
     """
 
     host: str
-    pid: int | None
-    restarts: int
     started: bool
     invalid_input: bool
     stopping: bool
@@ -91,16 +87,27 @@ class ProcessActor:
         self._node_address = ray.util.get_node_ip_address()
         self._host = _node_name()
         self._stop = asyncio.Event()
-        self._notify = NotifyListener()
+        self._stack = contextlib.ExitStack()
+        self._notify = self._stack.enter_context(NotifyListener())
         self._leaders: dict[str, str] = {}
         self._leaders_fd = os.memfd_create("leaders")
         self._leader_known = asyncio.Event()
-        self._supervisor: Supervisor | None = None
         self._sockets = {
             name: _listen(self._bind_host(host), port, reserve=name == "grpc_fd")
             for name, (host, port) in spec.sockets.items()
         }
         self._write_leaders()
+        file = settings_file(self._stack, {**spec.values, **self._local_values()})
+        self._supervisor = Supervisor(
+            lambda _slot: [*PROGRAM, spec.role, "--name", spec.name, "--settings-json", file],
+            1,
+            kind=spec.role,
+            environment=environment_of(int(spec.need.cores), self._notify.environment),
+            stop_timeout_s=spec.stop_timeout_s,
+            fds=lambda _slot: [sock.fileno() for sock in self._sockets.values()],
+            notify=self._notify,
+            blocked_timeout_s=spec.blocked_timeout_s,
+        )
         self._loop = asyncio.new_event_loop()
         # The kernel ends the process with the thread that started it, so this thread lives as long as the actor.
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
@@ -111,30 +118,28 @@ class ProcessActor:
 
     def state(self) -> ProcessState:
         """What the actor knows of its process now."""
-        group = self._supervisor
-        pid = group.pids.get(0) if group is not None else None
+        pid = self._supervisor.pids.get(0)
         return ProcessState(
             self._host,
-            pid,
-            group.restarts.get(0, 0) if group is not None else 0,
             pid is not None and self._notify.heard(pid),
-            group is not None and group.invalid_input.is_set(),
+            self._supervisor.invalid_input.is_set(),
             self._stop.is_set(),
-            {name: str(Address(self._node_address, sock.getsockname()[1])) for name, sock in self._sockets.items()},
+            {name: self._address(name) for name in self._sockets},
         )
 
     def join_address(self) -> str:
         """Where this leader listens."""
-        return str(Address(self._node_address, self._sockets["join_fd"].getsockname()[1]))
+        return self._address("join_fd")
 
     def capacity(self) -> CapacityReport | None:
         """What this leader reported last for scaling; None if it has not lately."""
-        pid = self._supervisor.pids.get(0) if self._supervisor is not None else None
+        pid = self._supervisor.pids.get(0)
         return None if pid is None else self._notify.capacity(pid, REPORT_AGE_S)
 
     def stop(self) -> None:
         """Stop the process: SIGTERM, and SIGKILL after the stop timeout. Returns when it has ended."""
-        self._loop.call_soon_threadsafe(self._stop.set)
+        for event in (self._stop, self._leader_known):
+            self._loop.call_soon_threadsafe(event.set)
         self._thread.join()
 
     # -- the thread of the supervisor ------------------------------------------------------------------------------------------
@@ -147,35 +152,14 @@ class ProcessActor:
             os._exit(1)
 
     async def _supervise(self) -> None:
-        spec = self._spec
-        async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(self._notify.receiving())
-            lookups = [asyncio.create_task(self._look_up(name)) for name in spec.leaders]
-            for lookup in lookups:
-                stack.callback(lookup.cancel)
-            if spec.leaders and not await self._leader_is_known():
-                return
-            file = settings_file(stack, {**spec.values, **self._local_values()})
-            self._supervisor = Supervisor(
-                lambda _slot: [*PROGRAM, spec.role, "--name", spec.name, "--settings-json", file],
-                1,
-                kind=spec.role,
-                environment=worker_environment(spec.threads, self._notify.environment),
-                stop_timeout_s=spec.stop_timeout_s,
-                fds=lambda _slot: [sock.fileno() for sock in self._sockets.values()],
-                notify=self._notify,
-                blocked_timeout_s=spec.blocked_timeout_s,
-            )
-            async with self._supervisor:
-                await self._stop.wait()
-
-    async def _leader_is_known(self) -> bool:
-        """Wait for the address of a leader. Returns False if the actor is stopped before."""
-        waits = [asyncio.create_task(event.wait()) for event in (self._leader_known, self._stop)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-        return not self._stop.is_set()
+        with self._stack, self._notify.receiving(), contextlib.ExitStack() as lookups:
+            for name in self._spec.leaders:
+                lookups.callback(asyncio.create_task(self._look_up(name)).cancel)
+            if self._spec.leaders:
+                await self._leader_known.wait()
+            if not self._stop.is_set():
+                async with self._supervisor:
+                    await self._stop.wait()
 
     def _local_values(self) -> Values:
         """The settings that depend on the node."""
@@ -188,6 +172,10 @@ class ProcessActor:
         if self._spec.role == "frontend":
             return {**values, "host": hosts["http_fd"], "metrics_host": hosts["metrics_fd"]}
         return {**values, "name": self._spec.name, "bind_host": self._node_address, "advertise_host": self._host}
+
+    def _address(self, name: str) -> str:
+        """Where this socket listens."""
+        return str(Address(self._node_address, self._sockets[name].getsockname()[1]))
 
     def _bind_host(self, host: str) -> str:
         """The address to listen on: the host of the settings if other nodes can reach it, else the address of the node."""

@@ -1,42 +1,35 @@
-"""The connection to a Ray cluster, and what is checked before anything is started there."""
+"""The connection to a Ray cluster, its nodes, and the actors of a service on it."""
 
 import contextlib
-import importlib.metadata
 import logging
 import socket
+import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup, get_placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import parse_address
-from multiworld_serving.deploy.processes.launcher import Resources
+from multiworld_serving.deploy.processes.programs import Role
+from multiworld_serving.deploy.ray.actor import ProcessActor, ProcessSpec
+from multiworld_serving.deploy.ray.placement import Resources
 
-_DISTRIBUTION = "multiworld-serving"
+GROUP = "multiworld"
+"""Name of the placement group, in the namespace of the service."""
+ROLES: tuple[Role, ...] = ("frontend", "leader", "worker")
+"""In the order in which they stop: frontends answer their requests first."""
 _PROBE_S = 5.0
-"""Longest wait for a connection to the head, and for its first answer."""
-_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""What a client of gRPC sends first, with empty settings (RFC 9113, section 3.4). The server sends its settings."""
-_FRAME_HEADER_BYTES, _FRAME_TYPE, _SETTINGS = 9, 3, 4
+"""Longest wait for a connection to the head."""
 _ADVICE = (
     "start one with `ray start --head`, run this command on one of its nodes, or give its HOST:PORT with --ray-address"
 )
-_VERSIONS_S = 60.0
-"""Longest wait for the answers of all nodes; each starts a Python process."""
-
-
-class Node(NamedTuple):
-    """A node that is alive.
-
-    Attributes:
-        resources: all that it has, free or not.
-    """
-
-    id: str
-    name: str
-    resources: Resources
+_GONE_S = 15.0
+"""Longest wait until Ray has forgotten actors that were killed."""
+_POLL_S = 0.25
 
 
 @contextlib.contextmanager
@@ -53,93 +46,85 @@ def connected(address: str, namespace: str) -> Iterator[None]:
     try:
         ray.init(address=address, namespace=namespace, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(f"cannot connect to {_at(address)}: {str(error).splitlines()[0]}; {_ADVICE}") from error
+        raise UserError(
+            f"cannot connect to the Ray cluster at {address}: {str(error).splitlines()[0]}; {_ADVICE}"
+        ) from error
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def _at(address: str) -> str:
-    return "a Ray cluster on this machine" if address == "auto" else f"the Ray cluster at {address}"
-
-
 def _probe(address: str) -> None:
-    """Raise UserError unless the head answers like a gRPC server. `ray.init` would wait for it without a limit."""
+    """Raise UserError unless something listens at the head's address. `ray.init` would wait for it without a limit."""
     try:
         if address != "auto":
             parse_address(address)
-        head = ray._private.services.canonicalize_bootstrap_address(address)
-        host, port = parse_address(head)
+        head = parse_address(ray._private.services.canonicalize_bootstrap_address(address))
     except ConnectionError as error:
         raise UserError(f"there is no Ray cluster on this machine; {_ADVICE}") from error
     except ValueError as error:
         raise UserError(f"--ray-address {address}: must be auto, or HOST:PORT of the head of a Ray cluster") from error
     try:
-        with socket.create_connection((host, port), timeout=_PROBE_S) as connection:
-            connection.settimeout(_PROBE_S)
-            connection.sendall(_HTTP2_PREFACE)
-            answer = connection.recv(_FRAME_HEADER_BYTES, socket.MSG_WAITALL)
+        socket.create_connection(head, timeout=_PROBE_S).close()
     except OSError as error:
         raise UserError(f"nothing answers at {head}: {error}; {_ADVICE}") from error
-    if len(answer) < _FRAME_HEADER_BYTES or answer[_FRAME_TYPE] != _SETTINGS:
-        raise UserError(f"what answers at {head} is not the head of a Ray cluster; {_ADVICE}")
 
 
-def nodes() -> list[Node]:
-    """The nodes that are alive."""
-    alive: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
-    return [Node(node["NodeID"], node["NodeName"], _resources(node["Resources"])) for node in alive]
+def free_resources() -> list[Resources]:
+    """What each node that is alive has free."""
+    found: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()
+    free = [found.get(node["NodeID"], {}) for node in ray.nodes() if node["Alive"]]
+    return [Resources(each.get("CPU", 0.0), int(each.get("GPU", 0))) for each in free]
 
 
-def free_resources(found: list[Node]) -> list[Resources]:
-    """What is free on each of these nodes."""
-    free: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()
-    return [_resources(free.get(node.id, {})) for node in found]
+def answers(asked: Mapping[str, "ray.ObjectRef[Any]"], timeout_s: float) -> dict[str, Any]:
+    """What actors or tasks answer within this time, without those that fail or do not answer."""
+    if asked:
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
+    found = {}
+    for name, answer in asked.items():
+        with contextlib.suppress(ray.exceptions.RayError):  # a GetTimeoutError is a RayError
+            found[name] = ray.get(answer, timeout=0)
+    return found
 
 
-def _resources(found: Mapping[str, float]) -> Resources:
-    return Resources(found.get("CPU", 0.0), int(found.get("GPU", 0)), int(found.get("memory", 0)))
+def create(spec: ProcessSpec, group: PlacementGroup | None = None, bundle: int = 0) -> None:
+    """Create the actor of a process, in a bundle of the placement group, or else on a node that Ray chooses to spread actors."""
+    ray.remote(ProcessActor).options(
+        name=spec.name,
+        lifetime="detached",
+        max_restarts=-1,
+        max_task_retries=0,
+        num_cpus=spec.need.cores,
+        num_gpus=spec.need.gpus,
+        scheduling_strategy="SPREAD" if group is None else PlacementGroupSchedulingStrategy(group, bundle),
+    ).remote(spec)
 
 
-def installed_version() -> str:
-    """The version of this package on this node."""
-    return importlib.metadata.version(_DISTRIBUTION)
+def running_actors(*roles: str) -> dict[str, ActorHandle]:
+    """The actors of these roles in this namespace, by name."""
+    found = {}
+    for name in ray.util.list_named_actors():
+        if name.partition("-")[0] in roles:
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
+                found[name] = ray.get_actor(name)
+    return found
 
 
-def check_versions(found: list[Node]) -> None:
-    """Raise UserError unless all nodes have the version of this package that this process has."""
-    task = ray.remote(installed_version)
-    refs = [
-        task.options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False))
-        for node in found
-    ]
-    answers = [ref.remote() for ref in refs]
-    ray.wait(answers, num_returns=len(answers), timeout=_VERSIONS_S)
-    versions = {node.name: _answer(answer) for node, answer in zip(found, answers, strict=True)}
-    if wrong := different_versions(installed_version(), versions):
-        raise UserError(wrong)
+def kill(actors: Mapping[str, ActorHandle]) -> None:
+    """End actors, and their processes with them, and wait until Ray has forgotten their names."""
+    for actor in actors.values():
+        ray.kill(actor, no_restart=True)
+    deadline_s = time.monotonic() + _GONE_S
+    while actors.keys() & set(ray.util.list_named_actors()) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
 
 
-def _answer(answer: "ray.ObjectRef[str]") -> str:
+def remove_group() -> bool:
+    """Remove the placement group. Returns whether there was one."""
     try:
-        return str(ray.get(answer, timeout=0))
-    except ray.exceptions.GetTimeoutError:
-        return f"no answer within {_VERSIONS_S:g} s"
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause if error.cause is not None else error
-        missing = isinstance(cause, (ImportError, importlib.metadata.PackageNotFoundError))
-        return "none" if missing or "ModuleNotFoundError" in str(error) else f"an error: {type(cause).__name__}"
-    except ray.exceptions.RayError as error:
-        return f"an error: {type(error).__name__}"
-
-
-def different_versions(own: str, versions: Mapping[str, str]) -> str:
-    """Why the service cannot run on nodes with these versions, by node name; empty if it can."""
-    others = [f"{version} on {name}" for name, version in sorted(versions.items()) if version != own]
-    if not others:
-        return ""
-    return (
-        f"the nodes of the Ray cluster need {_DISTRIBUTION} {own}, which this process has, and have {', '.join(others)}; "
-        f"install the same version on all nodes"
-    )
+        remove_placement_group(get_placement_group(GROUP))
+    except ValueError:
+        return False
+    return True

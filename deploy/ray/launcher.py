@@ -4,7 +4,6 @@ The actors are detached: they run on when this process has ended, until `down`. 
 started is taken down again.
 """
 
-import contextlib
 import logging
 import time
 from collections.abc import Iterable, Mapping
@@ -12,37 +11,35 @@ from typing import Any
 
 import ray
 from pydantic import SecretStr
-from ray.actor import ActorHandle
 from ray.util.placement_group import placement_group
 
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.deploy.health import health_error
-from multiworld_serving.deploy.processes.launcher import Resources, Role
 from multiworld_serving.deploy.processes.programs import (
+    WORKER_BLOCKED_S,
+    Role,
     blocked_timeout_s,
     frontend_values,
     leader_values,
     stop_timeout_s,
-    worker_blocked_timeout_s,
     worker_values,
 )
 from multiworld_serving.deploy.ray.actor import ProcessSpec, ProcessState
-from multiworld_serving.deploy.ray.actors import (
+from multiworld_serving.deploy.ray.cluster import (
     GROUP,
     ROLES,
-    WORKER_STOP_S,
+    answers,
+    connected,
     create,
+    free_resources,
     kill,
-    ray_resources,
     remove_group,
     running_actors,
 )
-from multiworld_serving.deploy.ray.cluster import check_versions, connected, free_resources, nodes
-from multiworld_serving.deploy.ray.placement import Placement, place, total
-from multiworld_serving.deploy.ray.scaling import ScalingPlan, running_autoscaler, start_autoscaler
+from multiworld_serving.deploy.ray.placement import Placement, Resources, place, total
+from multiworld_serving.deploy.ray.scaling import AUTOSCALER, ScalingPlan, start_autoscaler
 from multiworld_serving.deploy.scaling.autoscaler import limits_of
-from multiworld_serving.deploy.scaling.policy import Limits
 from multiworld_serving.server.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
@@ -54,37 +51,39 @@ _START_S = 600.0
 _ANSWER_S = 10.0
 """Longest wait for what an actor knows."""
 _POLL_S = 0.25
+_WORKER_STOP_S = 35.0
+"""From SIGTERM to SIGKILL of a worker: until its leaders have rerouted its batches."""
 
 
 def serve(settings: ServeSettings) -> int:
     """Start the service, wait until it is ready, and leave it running. Returns the exit status.
 
     Raises:
-        UserError: no cluster answers, its resources do not suffice, its nodes have other versions, a service runs in this namespace, or a
-            process refuses its settings. Nothing is left running.
+        UserError: no cluster answers, its resources do not suffice, a service runs in this namespace, or a process cannot be started.
+            Nothing is left running.
     """
     settings = _checked(settings)
     with connected(settings.ray_address, settings.ray_namespace):
-        if running_actors():
+        if running_actors(*ROLES):
             raise UserError(
                 f"a service runs already in the namespace {settings.ray_namespace} of this Ray cluster; stop it with `multiworld down`, "
                 f"or choose another --ray-namespace"
             )
-        found = nodes()
-        check_versions(found)
-        specs, needs = _specs(settings)
-        groups = [{name: needs[name] for name in specs if specs[name].role == role} for role in ROLES]
+        nodes = free_resources()
+        specs = _specs(settings)
+        groups = [{name: spec.need for name, spec in specs.items() if spec.role == role} for role in ROLES]
         spread = max(settings.replicas, settings.leaders, settings.frontends)
-        placement = place(groups, free_resources(found), spread)
-        logger.info("starting processes=%d nodes=%d strict=%s", len(specs), len(found), placement.strict)
+        placement = place(groups, nodes, spread)
+        logger.info("starting processes=%d nodes=%d strict=%s", len(specs), len(nodes), placement.strict)
         try:
-            _start(specs, needs, placement)
+            _start(specs, placement)
             states = _until_ready(settings, specs)
             if (limits := limits_of(settings)) is not None:
-                start_autoscaler(_scaling_plan(settings, limits, specs, needs, placement))
+                bundle_of = {name: index for index, names in enumerate(placement.bundles) for name in names}
+                start_autoscaler(ScalingPlan(limits, specs["worker-0"], bundle_of))
         except BaseException:
             logger.info("taking everything down")
-            kill({**running_autoscaler(), **running_actors()})
+            kill(running_actors(AUTOSCALER, *ROLES))
             remove_group()
             raise
         _log_addresses(settings, states)
@@ -100,8 +99,8 @@ def down(address: str, namespace: str, timeout_s: float) -> None:
         UserError: no cluster answers, or no service runs there.
     """
     with connected(address, namespace):
-        kill(running_autoscaler())  # first, because it would start workers again
-        actors = running_actors()
+        kill(running_actors(AUTOSCALER))  # first, because it would start workers again
+        actors = running_actors(*ROLES)
         if not actors and not remove_group():
             raise UserError(f"no service runs in the namespace {namespace} of this Ray cluster; see --ray-namespace")
         for role in ROLES:
@@ -129,44 +128,39 @@ def _checked(settings: ServeSettings) -> ServeSettings:
     return settings
 
 
-def _specs(settings: ServeSettings) -> tuple[dict[str, ProcessSpec], dict[str, Resources]]:
-    """The processes of the service by name, and what each needs."""
+def _specs(settings: ServeSettings) -> dict[str, ProcessSpec]:
+    """The processes of the service by name."""
     leaders = tuple(f"leader-{index}" for index in range(settings.leaders))
     specs: dict[str, ProcessSpec] = {}
-    needs: dict[str, Resources] = {}
 
-    def add(role: Role, name: str, need: Resources, values: dict[str, object], **more: Any) -> None:
-        needs[name] = need
+    def add(role: Role, index: int, need: Resources, values: dict[str, object], **more: Any) -> None:
         timeouts = {"stop_timeout_s": stop_timeout_s(settings), "blocked_timeout_s": blocked_timeout_s(settings)}
-        shared = {"sockets": {}, "leaders": leaders, "namespace": settings.ray_namespace, "threads": 1, **timeouts}
-        specs[name] = ProcessSpec(role, name, values, **{**shared, **more})
+        options = {"namespace": settings.ray_namespace, "leaders": leaders, **timeouts, **more}
+        specs[f"{role}-{index}"] = ProcessSpec(role, f"{role}-{index}", need, values, **options)
 
-    for index, name in enumerate(leaders):
+    for index in range(settings.leaders):
         sockets = {"join_fd": (settings.join_host, settings.join_port_of(index))}
-        add("leader", name, Resources(1), leader_values(settings, index), sockets=sockets, leaders=())
+        add("leader", index, Resources(1), leader_values(settings, index), sockets=sockets, leaders=())
     for index in range(settings.frontends):
         sockets = {
             "http_fd": (settings.host, settings.http_port),
             "metrics_fd": (settings.admin_host, settings.metrics_port),
-            **({} if settings.grpc_port is None else {"grpc_fd": (settings.host, settings.grpc_port)}),
         }
-        add("frontend", f"frontend-{index}", Resources(1), frontend_values(settings, index), sockets=sockets)
-    threads = settings.threads or 1
-    gpus = int(settings.device == "cuda")
+        if settings.grpc_port is not None:
+            sockets["grpc_fd"] = (settings.host, settings.grpc_port)
+        add("frontend", index, Resources(1), frontend_values(settings, index), sockets=sockets)
+    threads, gpus = settings.threads or 1, int(settings.device == "cuda")
+    values = {**worker_values(settings), "device": "cuda:0" if gpus else "cpu", "threads": threads}
+    timeouts = {"stop_timeout_s": _WORKER_STOP_S, "blocked_timeout_s": WORKER_BLOCKED_S}
     for index in range(settings.num_workers):
-        values = {**worker_values(settings), "device": "cuda:0" if gpus else "cpu", "threads": threads}
-        add(
-            *("worker", f"worker-{index}", Resources(threads, gpus, settings.worker_memory), values),
-            threads=threads,
-            stop_timeout_s=WORKER_STOP_S,
-            blocked_timeout_s=worker_blocked_timeout_s(settings),
-        )
-    return specs, needs
+        add("worker", index, Resources(threads, gpus), values, **timeouts)
+    return specs
 
 
-def _start(specs: Mapping[str, ProcessSpec], needs: Mapping[str, Resources], placement: Placement) -> None:
+def _start(specs: Mapping[str, ProcessSpec], placement: Placement) -> None:
     """Reserve the resources and create the actors. Raises UserError if Ray does not reserve them."""
-    bundles = [ray_resources(total([needs[name] for name in bundle])) for bundle in placement.bundles]
+    shares = [total([specs[name].need for name in bundle]) for bundle in placement.bundles]
+    bundles = [{"CPU": share.cores, **({"GPU": share.gpus} if share.gpus else {})} for share in shares]
     strategy = "STRICT_SPREAD" if placement.strict else "SPREAD"
     group = placement_group(bundles, strategy=strategy, name=GROUP, lifetime="detached")
     if not group.wait(_RESERVE_S):
@@ -175,58 +169,31 @@ def _start(specs: Mapping[str, ProcessSpec], needs: Mapping[str, Resources], pla
         )
     for index, bundle in enumerate(placement.bundles):
         for name in bundle:
-            create(specs[name], needs[name], group, index)
-
-
-def _scaling_plan(
-    settings: ServeSettings,
-    limits: Limits,
-    specs: Mapping[str, ProcessSpec],
-    needs: Mapping[str, Resources],
-    placement: Placement,
-) -> ScalingPlan:
-    workers = {name for name, spec in specs.items() if spec.role == "worker"}
-    bundles = {name: index for index, names in enumerate(placement.bundles) for name in names if name in workers}
-    template = min(workers)
-    return ScalingPlan(limits, specs[template], needs[template], bundles, settings.log_level, settings.log_format)
+            create(specs[name], group, index)
 
 
 def _until_ready(settings: ServeSettings, specs: Mapping[str, ProcessSpec]) -> dict[str, ProcessState]:
     """Wait until all processes run and a frontend is ready. Returns their states. Raises UserError."""
     deadline_s = time.monotonic() + _START_S
-    while True:
-        actors = running_actors()
+    while time.monotonic() < deadline_s:
+        actors = running_actors(*ROLES)
         if ended := ", ".join(sorted(specs.keys() - actors.keys())):
             raise UserError(f"{ended}: cannot be started on its node; the log above says why")
-        states = _states(actors)
-        if invalid := [f"{name} on {state.host}" for name, state in states.items() if state.invalid_input]:
-            raise UserError(f"{', '.join(invalid)}: the process refuses its settings; its line above says why")
-        if states.keys() == specs.keys() and all(state.started for state in states.values()):
-            urls = [
-                f"http://{state.addresses['http_fd']}/readyz"
-                for state in states.values()
-                if "http_fd" in state.addresses
-            ]
-            if settings.tls_cert_file is not None or any(not health_error(url) for url in urls):
-                return states
-        if time.monotonic() > deadline_s:
-            late = ", ".join(sorted(specs.keys() - {name for name, state in states.items() if state.started}))
-            raise UserError(
-                f"the service is not ready after {_START_S:g} s, not started: {late or 'none'}; the log above says why"
-            )
+        states: dict[str, ProcessState] = answers(
+            {name: each.state.remote() for name, each in actors.items()}, _ANSWER_S
+        )
+        if invalid := ", ".join(f"{name} on {state.host}" for name, state in states.items() if state.invalid_input):
+            raise UserError(f"{invalid}: exited with status 2 (invalid settings); see its error above")
+        if late := ", ".join(sorted(name for name in specs if name not in states or not states[name].started)):
+            late = f", not started: {late}"
+        elif settings.tls_cert_file is not None or any(
+            not health_error(f"http://{state.addresses['http_fd']}/readyz")
+            for state in states.values()
+            if "http_fd" in state.addresses
+        ):
+            return states
         time.sleep(_POLL_S)
-
-
-def _states(actors: Mapping[str, ActorHandle]) -> dict[str, ProcessState]:
-    """The processes of the actors that answer now."""
-    asked = {name: actor.state.remote() for name, actor in actors.items()}
-    if asked:
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_S)
-    states: dict[str, ProcessState] = {}
-    for name, answer in asked.items():
-        with contextlib.suppress(ray.exceptions.RayError):  # a GetTimeoutError is a RayError
-            states[name] = ray.get(answer, timeout=0)
-    return states
+    raise UserError(f"the service is not ready after {_START_S:g} s{late}; the log above says why")
 
 
 def _log_addresses(settings: ServeSettings, states: Mapping[str, ProcessState]) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from multiworld_serving.common.config import UserError
-from multiworld_serving.deploy.processes.launcher import Launcher
 from multiworld_serving.deploy.scaling.policy import Grow, Limits, ScalingPolicy, Stop
 from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.settings import ServeSettings
@@ -21,8 +20,28 @@ _INTERVAL_S = 0.25
 REPORT_AGE_S = 5.0
 """A report that is older is ignored. Leaders report twice a second."""
 
-Reports = Callable[[], Awaitable[Sequence[CapacityReport | None]]]
-"""The last report of each leader, None if it is older than `REPORT_AGE_S`."""
+
+class Launcher(Protocol):
+    """What runs the processes of a service: this machine (`processes/service.py`) or Ray (`ray/scaling.py`)."""
+
+    async def capacity_reports(self) -> Sequence[CapacityReport | None]:
+        """The last report of each leader, None if it is older than `REPORT_AGE_S`."""
+
+    async def workers(self) -> set[str]:
+        """Names of the workers that run, are starting, will be restarted or are being stopped."""
+
+    async def scale_workers(self, count: int) -> None:
+        """Start workers until there are `count`. Stops none: if there are more, the caller chooses which to stop.
+
+        Returns when they are started; they join their leaders later. Raises UserError if the resources do not suffice; workers for which
+        they do are started.
+        """
+
+    async def stop_worker(self, name: str) -> None:
+        """Stop a worker for good: SIGTERM, after which it returns its batches, and SIGKILL after the stop timeout.
+
+        Returns when it has ended. Its name may be used again. Raises KeyError if there is no such worker.
+        """
 
 
 def limits_of(settings: ServeSettings) -> Limits | None:
@@ -36,13 +55,11 @@ def limits_of(settings: ServeSettings) -> Limits | None:
 class Autoscaler:
     """Performs what the policy decides inside its `async with` block. Leaving waits until a worker that is being stopped has ended."""
 
-    def __init__(self, launcher: Launcher, reports: Reports, policy: ScalingPolicy) -> None:
+    def __init__(self, launcher: Launcher, policy: ScalingPolicy) -> None:
         self._launcher = launcher
-        self._reports = reports
         self._policy = policy
         self._stopping: dict[str, asyncio.Task[None]] = {}
         """The worker that is being stopped, if there is one: the next one is chosen when it has ended."""
-        self._refused = self._failed = False
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -57,37 +74,30 @@ class Autoscaler:
         await asyncio.gather(self._task, *self._stopping.values(), return_exceptions=True)
 
     async def _run(self) -> None:
+        """Decide and act regularly. A failure changes no workers, and is logged once until it changes."""
+        problem = ""
         while True:
             try:
                 await self._step()
-                self._failed = False
-            except Exception:
-                if not self._failed:
-                    logger.exception("autoscaling failed; the workers stay as they are until it succeeds")
-                self._failed = True
+                problem = ""
+            except Exception as error:
+                if repr(error) != problem:
+                    unexpected = not isinstance(error, UserError)
+                    logger.warning("autoscaling failed, trying again: %s", error, exc_info=unexpected)
+                problem = repr(error)
             await asyncio.sleep(_INTERVAL_S)
 
     async def _step(self) -> None:
-        reports = await self._reports()
-        workers = {process.name for process in await self._launcher.processes() if process.role == "worker"}
-        match self._policy.decide(reports, workers - self._stopping.keys(), time.monotonic()):
+        reports = await self._launcher.capacity_reports()
+        workers = await self._launcher.workers()
+        running = workers - self._stopping.keys()
+        match self._policy.decide(reports, running, time.monotonic()):
             case Grow(count):
-                await self._grow(count, len(workers - self._stopping.keys()), len(workers & self._stopping.keys()))
+                await self._launcher.scale_workers(count + len(workers) - len(running))
+                logger.info("autoscaling: workers %d -> %d", len(running), count)
             case Stop(worker) if not self._stopping:  # otherwise later, when that one has ended
                 logger.info("autoscaling: stopping worker=%s, which the load does not need", worker)
                 self._stopping[worker] = asyncio.create_task(self._stop(worker))
-
-    async def _grow(self, count: int, running: int, stopping: int) -> None:
-        """Start workers until `count` run, not counting those that are being stopped. Log a refusal once, until a start succeeds."""
-        if not self._refused:
-            logger.info("autoscaling: workers %d -> %d", running, count)
-        try:
-            await self._launcher.scale_workers(count + stopping)
-            self._refused = False
-        except UserError as error:
-            if not self._refused:
-                logger.warning("autoscaling: no more workers can be started: %s", error)
-            self._refused = True
 
     async def _stop(self, worker: str) -> None:
         try:

@@ -11,7 +11,6 @@ import pytest
 
 from multiworld_serving.common.config.settings import Settings, public_fields
 from multiworld_serving.common.config.sources import OTHER_VARIABLES, variable
-from multiworld_serving.deploy.gpu_overlay import main, overlay
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.testing.chaos.system.containers import docker
@@ -161,12 +160,10 @@ def test_haproxy_overlay_publishes_the_port_in_place_of_the_frontends() -> None:
     assert services["proxy"]["stop_signal"] == "SIGUSR1"
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
-def test_gpu_overlay_has_one_worker_per_gpu(gpus: int, tmp_path: Path) -> None:
-    file = tmp_path / "gpu.yml"
-    file.write_text(overlay(gpus))
+def test_gpu_overlay_has_one_worker_per_gpu() -> None:
+    gpus = 4
     chosen = {f"GPU_{gpu}": f"GPU-{gpu}-of-mine" for gpu in range(gpus)}
-    services = config(ROOT / "docker-compose.yml", file, environment=chosen)["services"]
+    services = config(ROOT / "docker-compose.yml", ROOT / "docker-compose.gpu.yml", environment=chosen)["services"]
     workers = {name: service for name, service in services.items() if name.startswith("worker-gpu-")}
     assert len(workers) == gpus
     for gpu in range(gpus):
@@ -182,13 +179,3 @@ def test_gpu_overlay_has_one_worker_per_gpu(gpus: int, tmp_path: Path) -> None:
     for name in ("leader-a", "leader-b"):
         leader = services[name]["environment"]
         assert int(leader["MULTIWORLD_STAGES"]) * int(leader["MULTIWORLD_REPLICAS"]) == gpus
-
-
-def test_gpu_overlay_of_the_repository_is_generated_for_four() -> None:
-    assert (ROOT / "docker-compose.gpu.yml").read_text() == overlay(4)
-
-
-def test_gpu_overlay_generator_prints_its_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [main(arguments) for arguments in ([], ["0"], ["many"], ["65"])] == [2, 2, 2, 2]
-    assert main(["2"]) == 0
-    assert capsys.readouterr().out == overlay(2)

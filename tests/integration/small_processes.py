@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +15,7 @@ from multiworld_serving.deploy.processes.supervisor import Supervisor
 
 PRELUDE = """
 import os, signal, sys, time
-slot, fifo = sys.argv[1:]
+slot, fifo, *rest = sys.argv[1:]
 def report(word):
     out = os.open(fifo, os.O_WRONLY)
     os.write(out, f"{slot} {os.getpid()} {word}\\n".encode())
@@ -41,15 +41,16 @@ signal.pause()
 
 
 ROOT = str(Path(__file__).parents[2])
-BECOME = f"""
+IMPORT = f"""
 sys.path.insert(0, {ROOT!r})
-from multiworld_serving.deploy.processes.fork_server import run_fork_server
-def become(command):
-    sys.argv = command[-3:]
-    exec(command[-3], {{}})
-    return 0
+from multiworld_serving.deploy.processes import fork_server
 """
-FORK_SERVER = BECOME + "sys.exit(run_fork_server(become))"
+SERVE = """
+command = fork_server.serve_forks(int(rest[0]))
+if command is not None:
+    sys.argv = command[-3:]
+    exec(command[-3], {})
+"""
 
 
 class Reports:
@@ -89,11 +90,12 @@ class Reports:
     async def next_pid(self) -> int:
         return int((await self.next())[1])
 
-    def command(self, script: str, slot: int) -> Sequence[str]:
+    def command(self, script: str, slot: int) -> list[str]:
         return [sys.executable, "-I", "-S", "-c", PRELUDE + script, str(slot), str(self.fifo)]
 
-    def fork_server(self, server: str = FORK_SERVER, environment: Mapping[str, str] = os.environ) -> ForkServer:
-        return self.servers.enter_context(ForkServer(self.command(server, 9), environment))
+    def fork_server(self, server: str = IMPORT + SERVE, environment: Mapping[str, str] = os.environ) -> ForkServer:
+        command = [sys.executable, "-P", "-c", PRELUDE + server, "9", str(self.fifo)]
+        return self.servers.enter_context(ForkServer(command, environment))
 
     def supervisor(self, script: str, count: int = 1, **options: Any) -> Supervisor:
         if self.forking and "fork_server" not in options:

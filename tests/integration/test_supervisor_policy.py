@@ -1,22 +1,23 @@
 """The supervisor's decisions and the settings it passes to workers, without processes."""
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from pydantic import SecretStr
 
+from multiworld_serving.deploy.processes import supervisor
 from multiworld_serving.deploy.processes.child_process import status_text
-from multiworld_serving.deploy.processes.environment import fair_threads, program_environment, worker_environment
-from multiworld_serving.deploy.processes.fork_server import ForkServer
+from multiworld_serving.deploy.processes.programs import compute_threads, environment_of
 from multiworld_serving.deploy.processes.service import _Service
-from multiworld_serving.deploy.processes.supervisor import Backoff, Supervisor
+from multiworld_serving.deploy.processes.supervisor import Backoff, Supervisor, _Silence
 from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.workers.settings import WorkerSettings
 
 SETTINGS = ServeSettings(
     token=SecretStr("of-the-operator"),
@@ -37,13 +38,12 @@ def local_workers(settings: ServeSettings) -> Iterator[Supervisor]:
     """The supervisor of the local workers of a service."""
     with contextlib.ExitStack() as stack:
         service = _Service(settings, stack)
-        yield service._workers(cast(ForkServer, None))
+        yield service._supervisor("worker", None)
 
 
-def handed_on(supervisor: Supervisor, slot: int) -> dict[str, Any]:
-    """The settings of the worker in this slot."""
-    found: dict[str, Any] = json.loads(Path(supervisor._command(slot)[-1]).read_text())
-    return found
+def worker_settings(supervisor: Supervisor, slot: int) -> WorkerSettings:
+    """What a worker reads."""
+    return WorkerSettings.model_validate_json(Path(supervisor.command(slot)[-1]).read_text())
 
 
 def test_first_restart_has_no_delay() -> None:
@@ -68,10 +68,18 @@ def test_status_names_the_signal(returncode: int, text: str) -> None:
     assert status_text(returncode) == text
 
 
-def test_threads_are_divided_among_workers() -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert fair_threads(1) == cores
-    assert fair_threads(10 * cores) == 1
+def test_workers_divide_the_cores_by_default() -> None:
+    with local_workers(SETTINGS) as supervisor:
+        assert worker_settings(supervisor, 0).cores_file is None
+    shared = SETTINGS.model_copy(update={"threads": 0})
+    assert compute_threads(shared) == max(1, len(os.sched_getaffinity(0)) // 6)
+    with local_workers(shared) as supervisor:
+        found = [worker_settings(supervisor, slot) for slot in range(7)]
+        assert [each.cores_index for each in found] == list(range(7))
+        assert [each.cores_workers for each in found] == [6] * 6 + [7], "one more than configured"
+        [file] = {each.cores_file for each in found}
+        assert file is not None
+        assert os.path.exists(file)
 
 
 def test_environment_has_no_settings_and_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,32 +88,24 @@ def test_environment_has_no_settings_and_no_token(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("NOTIFY_SOCKET", "/of/systemd")
     monkeypatch.setenv("WATCHDOG_PID", "1")
     monkeypatch.setenv("COLOUR", "blue")
-    for environment, threads in ((worker_environment(2, NOTIFY), "2"), (program_environment(NOTIFY), "1")):
-        assert not [name for name in environment if name.upper().startswith("MULTIWORLD_")]
-        assert environment["COLOUR"] == "blue"
-        assert environment.items() >= NOTIFY.items()
-        assert "WATCHDOG_PID" not in environment, "it would make the child believe that nobody watches it"
-        assert environment["OMP_NUM_THREADS"] == threads
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    environment = environment_of(2, NOTIFY)
+    assert not [name for name in environment if name.upper().startswith("MULTIWORLD_")]
+    assert environment.items() >= {**NOTIFY, "COLOUR": "blue", "OMP_NUM_THREADS": "2"}.items()
+    assert "WATCHDOG_PID" not in environment, "it would make the child believe that nobody watches it"
+    assert int(environment["GOMP_SPINCOUNT"]) > 0, "threads release their core soon"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert environment_of(1, NOTIFY)["GOMP_SPINCOUNT"] == "7"
 
 
 def test_worker_is_named_first_and_the_token_is_not_in_its_command() -> None:
     with local_workers(SETTINGS) as supervisor:
-        command = supervisor._command(4)
-        assert "of-the-service" in Path(command[-1]).read_text()
+        command = supervisor.command(4)
+        assert worker_settings(supervisor, 4).secret == b"of-the-service"
     assert sorted(supervisor.restarts) == list(range(6))
     assert command[0] == sys.executable
     assert command[command.index("worker") :][1:3] == ["--name", "local-4"]
     assert not any("of-the" in part for part in command)
-
-
-def test_workers_divide_the_cores_by_default() -> None:
-    with local_workers(SETTINGS) as supervisor:
-        assert "cores_file" not in handed_on(supervisor, 0)
-    with local_workers(SETTINGS.model_copy(update={"threads": 0})) as supervisor:
-        said = [handed_on(supervisor, slot) for slot in range(6)]
-        assert {each["cores_file"] for each in said} == {said[0]["cores_file"]}
-        assert [each["cores_index"] for each in said] == list(range(6))
-        assert os.path.exists(said[0]["cores_file"])
 
 
 def test_service_has_no_local_workers_when_they_come_from_elsewhere() -> None:
@@ -113,8 +113,23 @@ def test_service_has_no_local_workers_when_they_come_from_elsewhere() -> None:
         assert not supervisor.restarts
 
 
-def test_threads_release_their_core_soon_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert int(worker_environment(1, NOTIFY)["GOMP_SPINCOUNT"]) > 0
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert worker_environment(1, NOTIFY)["GOMP_SPINCOUNT"] == "7"
+@pytest.mark.parametrize(
+    ("steps_s", "silent_s"),
+    [([1.0] * 11, 11.0), ([60.0, *[1.0] * 10], 10.0)],
+    ids=["the process is frozen", "the whole machine was paused"],
+)
+def test_silence_is_that_of_the_process_alone(
+    steps_s: list[float], silent_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now_s))
+    silence = _Silence(cast(Any, SimpleNamespace(silent_s=lambda pid: now_s - 100)), 7)
+    for step_s in steps_s:
+        now_s += step_s
+        measured_s = silence.measure_s()
+    assert measured_s == silent_s
+
+
+def test_hung_worker_is_replaced_after_ten_seconds() -> None:
+    with local_workers(SETTINGS) as workers:
+        assert workers.blocked_timeout_s == 10.0

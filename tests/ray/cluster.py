@@ -4,7 +4,7 @@ The nodes run in a program of their own, `python -m tests.ray.cluster NODE=CPUS 
 of the head, then executes the lines of its standard input:
 
     kill NODE             end all processes of a node at once, as a machine that is switched off
-    add NODE CPUS [PATH]  add a node, whose Python searches PATH first
+    add NODE CPUS         add a node
     end_actor NAME        end the process of an actor; Ray starts it again
     kill_gcs, start_gcs   end and start the process on the head that manages the cluster
 
@@ -101,10 +101,7 @@ class _Nodes:
         self.nodes: dict[str, Any] = {}
         self._addresses = itertools.count(2)
 
-    def add(self, name: str, cpus: int, path: str = "") -> None:
-        more: dict[str, Any] = (
-            {"env_vars": {"PYTHONPATH": f"{path}:{os.environ.get('PYTHONPATH', '')}"}} if path else {}
-        )
+    def add(self, name: str, cpus: int) -> None:
         # Each node has its own address, as on several machines. Ray replaces 127.0.0.1 by the address of the machine.
         address = f"127.0.0.{next(self._addresses)}"
         self.nodes[name] = self.cluster.add_node(
@@ -113,7 +110,6 @@ class _Nodes:
             node_ip_address=address,
             object_store_memory=_MEMORY_BYTES,
             include_dashboard=False,
-            **more,
         )
 
     def kill(self, name: str) -> None:
@@ -154,7 +150,7 @@ def _main(arguments: list[str]) -> None:
             elif command == "start_gcs":
                 nodes.cluster.head_node.start_gcs_server()
             else:
-                nodes.add(words[0], int(words[1]), *words[2:])
+                nodes.add(words[0], int(words[1]))
             print("done", flush=True)
     finally:
         nodes.cluster.shutdown()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -24,7 +24,6 @@ from multiworld_serving.cli.options import seconds
 from multiworld_serving.cli.status_table import duration
 from multiworld_serving.common.config import Settings, UserError
 from multiworld_serving.common.config.settings import public_fields
-from multiworld_serving.deploy.processes.fork_server import ForkServer
 from multiworld_serving.deploy.processes.service import _Service
 from multiworld_serving.deploy.processes.supervisor import Supervisor
 from multiworld_serving.server.leader_settings import LeaderSettings
@@ -190,10 +189,9 @@ def test_worker_accepts_the_command_of_the_local_supervisor(program: Recorder, m
     settings = ServeSettings(**given, local_token=SecretStr("of-this-service"), leaders=2)
     with contextlib.ExitStack() as stack:
         service = _Service(settings, stack)
-        fork_server = cast(ForkServer, None)
-        worker = received(program, service._workers(fork_server), WorkerSettings)
-        leader = received(program, service._leaders(fork_server), LeaderSettings)
-        frontend = received(program, service._frontends(fork_server), FrontendSettings)
+        worker = received(program, service._supervisor("worker", None), WorkerSettings)
+        leader = received(program, service._supervisor("leader", None), LeaderSettings)
+        frontend = received(program, service._supervisor("frontend", None), FrontendSettings)
         addresses = tuple(f"127.0.0.1:{sock.getsockname()[1]}" for sock in service._joins)
         assert tuple(map(str, worker.leaders)) == tuple(map(str, frontend.leaders)) == addresses
         assert leader.join_fd == service._joins[1].fileno()
@@ -208,7 +206,7 @@ def test_worker_accepts_the_command_of_the_local_supervisor(program: Recorder, m
 
 def received(program: Recorder, group: Supervisor, cls: type[S]) -> S:
     """The settings that a program of this group gets from its command."""
-    command = list(group._command(min(1, len(group.restarts) - 1)))
+    command = list(group.command(min(1, len(group.restarts) - 1)))
     assert main(command[command.index("multiworld_serving.cli.main") + 1 :]) == 0
     [settings] = program.arguments
     assert isinstance(settings, cls)

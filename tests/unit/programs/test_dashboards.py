@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from multiworld_serving.common.edges import EdgeMetrics
-from multiworld_serving.deploy.processes.service import _RestartCounts
+from multiworld_serving.deploy.processes.service import restart_metrics
 from multiworld_serving.server.frontends.merge_metrics import merge_metrics
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from tests import dashboard_queries as written
 from tests.dashboard_queries import Query, dashboard_queries, panels, recorded_names, rules_text, selectors
@@ -31,9 +29,8 @@ def told() -> dict[str, set[str]]:
     tell_everything_of_a_worker(of_worker)
     for program in (metrics, of_worker):
         EdgeMetrics(program)
-    with tempfile.NamedTemporaryFile("r") as file:
-        _RestartCounts(ServeSettings(), file.name)
-        of_service = merge_metrics([("leader-0", metrics.exposition()[0].decode()), ("supervisor", file.read())])
+    restarts = restart_metrics({"leader": {0: 0}, "frontend": {0: 0}, "worker": {0: 0}})
+    of_service = merge_metrics([("leader-0", metrics.exposition()[0].decode()), ("supervisor", restarts)])
     found: dict[str, set[str]] = {"up": set(FROM_PROMETHEUS)}
     for line in (of_service + of_worker.exposition()[0].decode()).splitlines():
         if match := re.fullmatch(r"(\w+)(?:\{(.*)\})? \S+", line):

@@ -3,8 +3,7 @@
 import pytest
 
 from multiworld_serving.common.config import UserError
-from multiworld_serving.deploy.processes.launcher import Resources
-from multiworld_serving.deploy.ray.placement import place
+from multiworld_serving.deploy.ray.placement import Resources, place
 
 ONE = Resources(1)
 GPU = Resources(1, 1)
@@ -48,12 +47,7 @@ def test_processes_are_bundles_of_their_own_when_no_node_has_room_for_a_share() 
     [
         (group("worker", 9), [Resources(4), Resources(2.5)], "lacks 3 CPUs: the service needs 9 CPUs"),
         (group("worker", 4, GPU), [Resources(8, 1)] * 2, "lacks 2 GPUs: the service needs 4 CPUs + 4 GPUs"),
-        (group("worker", 3, GPU), [Resources(1)], "lacks 2 CPUs and 3 GPUs"),
-        (
-            group("worker", 2, Resources(1, 0, 8_000_000_000)),
-            [Resources(2, 0, 9_000_000_000)],
-            "lacks 7.0 GB of memory",
-        ),
+        (group("worker", 3, GPU), [Resources(1)], "lacks 2 CPUs + 3 GPUs: "),
         (group("worker", 1), [], "lacks 1 CPUs"),
         (
             group("worker", 1, Resources(4)),

@@ -2,7 +2,6 @@
 
 import socket
 import sys
-import threading
 
 import pytest
 
@@ -55,25 +54,3 @@ class TestWithRay:
     ) -> None:
         monkeypatch.setenv("MULTIWORLD_TOKEN", "of-this-test")
         assert message in refusal(capfd, *SERVE, *options)
-
-    def test_head_that_does_not_answer_is_given_up(
-        self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("multiworld_serving.deploy.ray.cluster._PROBE_S", 0.2)
-        with socket.create_server(("127.0.0.2", 0)) as silent:
-            address = f"127.0.0.2:{silent.getsockname()[1]}"
-            assert f"nothing answers at {address}: timed out" in refusal(capfd, *SERVE, "--ray-address", address)
-
-    def test_another_server_is_not_taken_for_a_cluster(self, capfd: pytest.CaptureFixture[str]) -> None:
-        with socket.create_server(("127.0.0.2", 0)) as server:
-            address = f"127.0.0.2:{server.getsockname()[1]}"
-
-            def answer() -> None:
-                connection, _ = server.accept()
-                with connection:
-                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-            thread = threading.Thread(target=answer)
-            thread.start()
-            assert f"what answers at {address} is not the head" in refusal(capfd, "down", "--ray-address", address)
-            thread.join()

@@ -8,7 +8,6 @@ import pytest
 
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.process import notify
-from multiworld_serving.deploy.processes.launcher import Launched, Role
 from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.scaling.autoscaler import Autoscaler
 from multiworld_serving.deploy.scaling.policy import Grow, Limits, ScalingPolicy, Stop
@@ -109,32 +108,39 @@ def test_supervisor_keeps_the_last_report_of_a_leader_until_it_is_old_or_the_lea
 class RecordingLauncher:
     """A launcher of processes that exist only here."""
 
-    def __init__(self, workers: int, most: int = 100) -> None:
-        self.workers = [f"local-{slot}" for slot in range(workers)]
+    def __init__(self, workers: int, reports: list[CapacityReport], most: int = 100) -> None:
+        self.names = [f"local-{slot}" for slot in range(workers)]
+        self.reports = reports
         self.most = most
+        self.failures = 0
         self.refusals = 0
         self.stopping: list[str] = []
         self.may_end = asyncio.Event()
         self.changed = asyncio.Condition()
 
-    async def processes(self) -> tuple[Launched, ...]:
-        roles: list[tuple[Role, str]] = [("leader", "leader-0"), *(("worker", name) for name in self.workers)]
-        return tuple(Launched(role, name, "", 1, 0) for role, name in roles)
+    async def capacity_reports(self) -> list[CapacityReport | None]:
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("the cluster does not answer")
+        return [self.reports[-1]]
+
+    async def workers(self) -> set[str]:
+        return set(self.names)
 
     async def scale_workers(self, count: int) -> None:
         if count > self.most:
             self.refusals += 1
             await self._notify()
             raise UserError(f"no room for {count} workers")
-        free = (f"local-{slot}" for slot in range(count) if f"local-{slot}" not in self.workers)
-        self.workers += [next(free) for _ in range(count - len(self.workers))]
+        free = (f"local-{slot}" for slot in range(count) if f"local-{slot}" not in self.names)
+        self.names += [next(free) for _ in range(count - len(self.names))]
         await self._notify()
 
     async def stop_worker(self, name: str) -> None:
         self.stopping.append(name)
         await self._notify()
         await self.may_end.wait()
-        self.workers.remove(name)
+        self.names.remove(name)
         await self._notify()
 
     async def _notify(self) -> None:
@@ -147,13 +153,9 @@ class RecordingLauncher:
             await self.changed.wait_for(lambda: eval(what, {"self": self}))
 
 
-def scaler(launcher: RecordingLauncher, reports: list[CapacityReport]) -> Autoscaler:
-    """An autoscaler of one stage that gets the last of `reports`."""
-
-    async def last() -> list[CapacityReport | None]:
-        return [reports[-1]]
-
-    return Autoscaler(launcher, last, ScalingPolicy(Limits(1, 50, 1, down_after_s=0.001)))
+def scaler(launcher: RecordingLauncher) -> Autoscaler:
+    """An autoscaler of one stage."""
+    return Autoscaler(launcher, ScalingPolicy(Limits(1, 50, 1, down_after_s=0.001)))
 
 
 def serving(wanted: float, workers: int) -> CapacityReport:
@@ -161,52 +163,36 @@ def serving(wanted: float, workers: int) -> CapacityReport:
 
 
 async def test_workers_are_started_beside_one_that_is_being_stopped_when_the_load_rises_again() -> None:
-    launcher = RecordingLauncher(3)
-    reports = [serving(2.0, 3)]
-    async with scaler(launcher, reports):
+    launcher = RecordingLauncher(3, [serving(2.0, 3)])
+    async with scaler(launcher):
         await launcher.until("self.stopping == ['local-2']")
-        reports.append(serving(3.0, 2))
-        await launcher.until("len(self.workers) == 4")
+        launcher.reports.append(serving(3.0, 2))
+        await launcher.until("len(self.names) == 4")
         launcher.may_end.set()
-    assert launcher.workers == ["local-0", "local-1", "local-3"]
+    assert launcher.names == ["local-0", "local-1", "local-3"]
 
 
 async def test_one_worker_is_stopped_at_a_time() -> None:
-    launcher = RecordingLauncher(5)
-    async with scaler(launcher, [serving(1.0, 5)]):
+    launcher = RecordingLauncher(5, [serving(1.0, 5)])
+    async with scaler(launcher):
         await launcher.until("self.stopping")
         launcher.may_end.set()
-        await launcher.until("len(self.workers) == 1")
+        await launcher.until("len(self.names) == 1")
     assert launcher.stopping == ["local-4", "local-3", "local-2", "local-1"]
 
 
-async def test_a_refusal_is_logged_once_and_scaling_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    launcher = RecordingLauncher(1, most=2)
-    reports = [serving(3.0, 1)]
-    async with scaler(launcher, reports):
+async def test_refusals_and_failures_are_logged_once_and_scaling_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    launcher = RecordingLauncher(1, [serving(3.0, 1)], most=2)
+    launcher.failures = 3
+    async with scaler(launcher):
         await launcher.until("self.refusals == 3")
         launcher.most = 3
-        await launcher.until("len(self.workers) == 3")
-    assert [record.message for record in caplog.records].count(
-        "autoscaling: no more workers can be started: no room for 3 workers"
-    ) == 1
-
-
-async def test_a_failure_is_logged_once_and_scaling_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    launcher, asked = RecordingLauncher(1), 0
-
-    async def reports() -> list[CapacityReport | None]:
-        nonlocal asked
-        asked += 1
-        if asked < 4:
-            raise ConnectionError("the cluster does not answer")
-        return [serving(2.0, 1)]
-
-    async with Autoscaler(launcher, reports, ScalingPolicy(Limits(1, 50, 1))):
-        await launcher.until("len(self.workers) == 2")
-    assert [record.message for record in caplog.records].count(
-        "autoscaling failed; the workers stay as they are until it succeeds"
-    ) == 1
+        await launcher.until("len(self.names) == 3")
+    failures = [record.message for record in caplog.records if "failed" in record.message]
+    assert failures == [
+        "autoscaling failed, trying again: the cluster does not answer",
+        "autoscaling failed, trying again: no room for 3 workers",
+    ]
 
 
 @pytest.mark.parametrize(

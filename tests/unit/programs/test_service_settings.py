@@ -177,8 +177,8 @@ def test_banner_has_the_processes_and_their_addresses() -> None:
 @pytest.mark.parametrize(("log_format", "shown"), [("text", [True, False]), ("json", [False, False])])
 def test_one_frontend_shows_the_banner_but_not_among_json(log_format: str, shown: list[bool]) -> None:
     with service(load(ServeSettings, {**PORTS, "frontends": "2", "log_format": log_format})) as made:
-        frontends = made._frontends(None)  # type: ignore[arg-type]
-        files = [Path(frontends._command(slot)[-1]) for slot in range(2)]
+        frontends = made._supervisor("frontend", None)
+        files = [Path(frontends.command(slot)[-1]) for slot in range(2)]
         found = [FrontendSettings.model_validate_json(file.read_text()).banner for file in files]
         port = made._http.getsockname()[1]
     assert [text is not None and f"http://127.0.0.1:{port}{EXAMPLE}" in text for text in found] == shown
@@ -203,11 +203,11 @@ def test_grpc_port_differs_from_the_others() -> None:
 
 def test_service_keeps_the_grpc_port_for_its_frontends_and_refuses_that_of_another() -> None:
     with service(load(ServeSettings, {**PORTS, "grpc_port": "0", "frontends": "2"})) as made:
-        frontends = made._frontends(None)  # type: ignore[arg-type]
-        found = FrontendSettings.model_validate_json(Path(frontends._command(1)[-1]).read_text())
+        frontends = made._supervisor("frontend", None)
+        found = FrontendSettings.model_validate_json(Path(frontends.command(1)[-1]).read_text())
         assert made._grpc is not None
         assert (found.grpc_port, found.grpc_fd) == (0, made._grpc.fileno())
-        assert found.grpc_fd in frontends._fds(1)
+        assert found.grpc_fd in frontends.fds(1)
         host, port = made._grpc.getsockname()
         with socket.socket() as frontend:
             frontend.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -218,4 +218,4 @@ def test_service_keeps_the_grpc_port_for_its_frontends_and_refuses_that_of_anoth
                 service(load(ServeSettings, {**PORTS, "grpc_port": str(port)})),
             ):
                 pass
-        assert f"gRPC        127.0.0.1:{port} (Open Inference Protocol)" in made._banner
+        assert made._addresses["grpc"] == f"127.0.0.1:{port}"

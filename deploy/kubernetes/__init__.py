@@ -1,1 +1,0 @@
-"""Kubernetes deployment: kustomize base and overlays, and the generator of the PrometheusRule resource (`rules.py`)."""
