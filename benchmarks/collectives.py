@@ -2,10 +2,10 @@
 
     python -m benchmarks.collectives
     python -m benchmarks.collectives --sizes 1024 1048576 --ranks 2 --rounds 3 --seconds 0.2
-    python -m benchmarks.collectives --operations broadcast all_gather --ways c10d gloo plain
+    python -m benchmarks.collectives --operations broadcast all_gather --ways c10d plain
 
 The variants (`--ways`) are measured in turn within one run. `c10d` is `torch.distributed` with its global Gloo group. `plain` and
-`checked` are worlds without and with verification. `gloo` is a plain world with its own Gloo group (`backend="c10d-gloo"`). `bytes` is the
+`checked` are worlds without and with verification. `bytes` is the
 size of the largest tensor, or of all tensors of a list.
 """
 
@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 from benchmarks.ranks import run, started, table
 from multiworld import WorldManager
 
-WAYS = ("c10d", "gloo", "plain", "checked")
+WAYS = ("c10d", "plain", "checked")
 OPERATIONS = (
     "all_reduce",
     "broadcast",
@@ -84,8 +84,7 @@ async def main(rank: int, ranks: int, port: int, c10d_port: int, options: argpar
     async with WorldManager() if rank else options.manager as manager:
         calls: dict[str, Call] = {"c10d": with_c10d}
         for way in WAYS[1:]:
-            backend = "c10d-gloo" if way == "gloo" else "gloo"
-            await manager.initialize_world(way, rank, ranks, backend, port=port, verify_collectives=way == "checked")
+            await manager.initialize_world(way, rank, ranks, port=port, verify_collectives=way == "checked")
             calls[way] = partial(in_world, manager, way)
         for operation in options.operations:
             rows = []
