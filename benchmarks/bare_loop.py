@@ -62,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--optimize", default="eager")
+    parser.add_argument("--optimize", default="fused")
     parser.add_argument("--precision", default="float32")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))

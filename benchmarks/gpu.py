@@ -33,7 +33,7 @@ from multiworld_serving.workers.compute.transfers import transfers_for
 _TOTAL_S = 540.0
 _TESTS = ("tests/integration/test_gpu_stages.py", "tests/integration/test_nccl.py")
 _TESTS_S, _SPEED_S, _READY_S = 180.0, 60.0, 60.0
-_WAYS = (("float32", "eager"), ("bfloat16", "eager"), ("bfloat16", "compile"))
+_WAYS = (("float32", "fused"), ("bfloat16", "fused"), ("bfloat16", "compile"))
 _COPY_MIB = (1, 4, 16, 64)
 _COPIES = 20
 _GROWTH_MIB = 64.0

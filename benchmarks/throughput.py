@@ -224,7 +224,7 @@ def main() -> int:
     parser.add_argument("--python", default=sys.executable, help="interpreter of the environment that has the peers")
     parser.add_argument("--only", nargs="+", help="servers whose names begin so")
     parser.add_argument("--model", default="resnet50")
-    parser.add_argument("--optimize", default="eager", help="of this service")
+    parser.add_argument("--optimize", default="fused", help="of this service")
     parser.add_argument("--precision", default="float32", help="of this service, and of peers with our model")
     parser.add_argument("--image", type=Path, help="a picture to ask about; one is made up otherwise")
     parser.add_argument("--width", type=int, default=500, help="in pixels of the picture that is made up, 4:3")

@@ -10,7 +10,6 @@ from multiworld_serving.common.config import Settings, setting
 from multiworld_serving.common.config.addresses import NAME_ALLOWED, NAME_PATTERN, name_after_host, parse_address
 from multiworld_serving.common.config.settings import INTERNAL
 
-_TUNING_S = 2.0
 _CHANNELS = 3
 _CHANNELS_ALLOWED = "three numbers, such as 0.5,0.5,0.5"
 
@@ -77,13 +76,12 @@ class LeaderSettings(ServiceSettings):
     """Number of workers per stage."""
     spares: int = setting(0, "Pipeline", ge=0, le=256)
     """Number of spare workers, which hold all stages and replace a failed worker immediately."""
-    optimize: Literal["none", "eager", "compile", "auto", "measure"] = setting("auto", "Pipeline")
-    """Execution mode of the workers: none runs the model as written, bit for bit; eager folds batch normalization into the convolutions
-    and uses channels-last tensors (differs by 1e-6); compile starts like eager, compiles on CPUs in the background, caches the code on
-    disk, and uses it if it was measured to be faster; auto is compile in bfloat16 and float16 on CPUs, otherwise eager; measure times
-    these at warm-up, and compiled code if it is cached."""
+    optimize: Literal["eager", "fused", "compile"] = setting("fused", "Pipeline")
+    """Execution mode of the workers: eager runs the model as written, bit for bit; fused folds batch normalization into the convolutions
+    and fuses them with what follows (differs by 1e-6); compile starts like fused, runs torch.compile in the background, and changes to
+    the compiled code when it is ready."""
     precision: Literal["float32", "bfloat16", "float16", "auto"] = setting("float32", "Pipeline")
-    """Precision inside the stages; auto uses bfloat16 if the worker's device supports it in hardware and it is faster."""
+    """Precision inside the stages; auto uses bfloat16 if the worker's device supports it in hardware."""
     edge_dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "Pipeline")
     """dtype as which float32 tensors travel between stages; bfloat16 and float16 halve their bytes and round the values."""
     join_host: str = setting("127.0.0.1", "Network")
@@ -141,11 +139,6 @@ class LeaderSettings(ServiceSettings):
         address = parse_address(self.advertise_host, default_port=join_port)
         return str(address)
 
-    @property
-    def tuning_limit_s(self) -> float:
-        """Maximum time of a worker's measurements per stage: a spare holds all stages and must join in time."""
-        return min(_TUNING_S, self.join_timeout_s / (4 * self.stages))
-
     @field_validator("mean", "std")
     @classmethod
     def _channels_are_three_numbers(cls, text: str | None) -> str | None:
@@ -169,6 +162,8 @@ class LeaderSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _precision_fits(self) -> Self:
-        if self.optimize == "none" and self.precision in ("bfloat16", "float16"):
-            raise ValueError(f"precision {self.precision} requires optimize auto or optimize eager; none uses float32")
+        if self.optimize == "eager" and self.precision in ("bfloat16", "float16"):
+            raise ValueError(
+                f"precision {self.precision} requires optimize fused or optimize compile; eager uses float32"
+            )
         return self

@@ -74,7 +74,7 @@ def _prepare(settings: LeaderSettings) -> tuple[ServedModel, Loader, VersionPlan
     """Load the model and split it into stages. Afterwards the weights are in files and not in memory."""
     logger.info("loading %s with weights %s", settings.model, settings.weights)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
-    tuning = Tuning(settings.precision, settings.optimize, settings.tuning_limit_s, settings.edge_dtype)
+    tuning = Tuning(settings.precision, settings.optimize, settings.edge_dtype)
     try:
         return open_model(settings, tuning)
     finally:

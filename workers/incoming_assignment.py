@@ -33,8 +33,7 @@ class IncomingAssignment:
     @property
     def tuning(self) -> Tuning:
         """Raises models.StageError for unknown values."""
-        assignment = self.assignment
-        return Tuning(assignment.precision, assignment.optimize, assignment.tuning_ms / 1e3)
+        return Tuning(self.assignment.precision, self.assignment.optimize)
 
     @property
     def missing_bytes(self) -> int:

@@ -23,7 +23,6 @@ from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.workers import exit_timer
-from multiworld_serving.workers.compute.compiler import Compiler
 from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.device import check_device
 from multiworld_serving.workers.compute.engine import Engine
@@ -64,8 +63,7 @@ def run(settings: WorkerSettings) -> int:
 
 
 async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracing | None) -> int:
-    compiler = Compiler() if device.type == "cpu" else None
-    stop, engine = asyncio.Event(), Engine(device, _shared_cores(settings), compiler)
+    stop, engine = asyncio.Event(), Engine(device, _shared_cores(settings))
     traces = ComputeTraces(tracing, settings.name, settings.device) if tracing else None
     metrics = WorkerMetrics(build_labels(torch.__version__))
     loop = asyncio.get_running_loop()

@@ -105,7 +105,7 @@ class Session:
         self._world = world
         self._on_restart = on_restart
         self._on_assigned = on_assigned
-        self._loader = StageLoader(engine, self.queue, world.name)
+        self._loader = StageLoader(engine, self.queue)
         self._metrics = metrics or WorkerMetrics()
         self._traces = traces
         self._edges = edges

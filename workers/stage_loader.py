@@ -1,16 +1,14 @@
 """Loads the stages that one leader assigns, or finds them if this worker has loaded them for another leader."""
 
 import asyncio
-import contextlib
 import logging
 import time
 import weakref
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 
 from multiworld_serving.common.config import check_memory, release_free_memory
-from multiworld_serving.models import BundleStageSpec, Tuning, compiles
+from multiworld_serving.models import BundleStageSpec, CompileError, Tuning
 from multiworld_serving.workers.compute.engine import Engine, EngineQueue
 from multiworld_serving.workers.compute.stage_store import LoadedStage
 from multiworld_serving.workers.incoming_assignment import IncomingAssignment
@@ -20,18 +18,19 @@ logger = logging.getLogger(__name__)
 _COPIES_OF_WEIGHTS = 2
 """Held at once while a stage is loaded: the received bytes, and the stage's parameters. Leaders assume this, too."""
 
+_compiling: set[asyncio.Task[None]] = set()
+"""asyncio itself keeps no reference to tasks."""
+
 
 class StageLoader:
     """
     Args:
         queue: the queue of the leader, on which its stages are loaded.
-        name: of the leader's world, for the log.
     """
 
-    def __init__(self, engine: Engine, queue: EngineQueue, name: str) -> None:
+    def __init__(self, engine: Engine, queue: EngineQueue) -> None:
         self._engine = engine
         self._queue = queue
-        self._name = name
 
     async def obtain(
         self, incoming: IncomingAssignment, fetch: Callable[[], Awaitable[None]]
@@ -56,9 +55,9 @@ class StageLoader:
             began_s = time.monotonic()
             await self._engine.run(self._queue, partial(incoming.check_weights, weights))
             arguments = incoming.spec, weights, incoming.sample_shape, incoming.assignment.max_batch_size
-            stage = LoadedStage(incoming.spec, await self._queue.load(*arguments, incoming.tuning))
+            stage = await self._queue.load(*arguments, incoming.tuning)
             stages.add(digest, stage)
-        if compiles(incoming.tuning, stage.optimized.mode):
+        if incoming.tuning.optimize == "compile":
             self._compile_in_background(stage, *arguments, incoming.tuning)
         return stage, time.monotonic() - began_s
 
@@ -72,29 +71,26 @@ class StageLoader:
         tuning: Tuning,
     ) -> None:
         """Compile the stage while it serves. Independent of the leader that assigned it, because others may serve it as well."""
-        serving = weakref.ref(stage)
+        serving, index = weakref.ref(stage), spec.index
+        queue = self._engine.new_queue()
 
         async def compile_and_replace() -> None:
-            queue = self._engine.new_queue()
             try:
-                if await queue.compile(spec, weights, sample_shape, max_batch_size, tuning):
-                    # Nothing is measured again.
-                    final = replace(tuning, optimize="compile")
-                    optimized = await queue.load(spec, weights, sample_shape, max_batch_size, final, aside=True)
-                    if (found := serving()) is not None:
-                        found.optimized = optimized
-                        release_free_memory()
-                        logger.info("stage=%d execution_mode=%s (%s)", spec.index, optimized.mode, optimized.why)
+                made = await queue.compile(
+                    spec, weights, sample_shape, max_batch_size, tuning, lambda: serving() is not None
+                )
+                found = serving()
+                if made is not None and found is not None:
+                    found.become(made)
+                    logger.info("stage=%d execution_mode=%s (%s)", index, made.optimized.mode, made.optimized.why)
+            except (CompileError, MemoryError) as error:
+                logger.warning("stage=%d stays as with --optimize fused, it cannot be compiled: %s", index, error)
             except Exception:
-                logger.exception("world=%s stage=%d continues without compiled code", self._name, spec.index)
+                logger.exception("stage=%d stays as with --optimize fused, it cannot be compiled", index)
             finally:
                 queue.close()
+                release_free_memory()
 
-        compiling = stage.compiling = asyncio.create_task(compile_and_replace())
-        loop = asyncio.get_running_loop()
-
-        def cancel() -> None:  # the engine's thread may hold the last reference
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(compiling.cancel)
-
-        weakref.finalize(stage, cancel).atexit = False
+        task = asyncio.create_task(compile_and_replace())
+        _compiling.add(task)
+        task.add_done_callback(_compiling.discard)

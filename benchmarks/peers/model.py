@@ -75,6 +75,6 @@ def _torchvisions(name: str) -> tuple[Callable[[Image.Image], Tensor], Callable[
 def _ours(name: str, precision: str) -> tuple[Callable[[Image.Image], Tensor], Callable[[Tensor], Tensor]]:
     """The same sizes; what a worker of this service computes when it holds the whole model."""
     stage, shape = whole_model(name, _CROP)
-    tuning = Tuning(precision, "eager")
+    tuning = Tuning(precision, "fused")
     made = optimize(stage, shape, MAX_BATCH_SIZE, tuning, torch.device("cpu")).module
     return v2.Compose([v2.Resize(_RESIZE), v2.CenterCrop(_CROP), v2.PILToTensor()]), made

@@ -186,7 +186,6 @@ class StageAssignment(JsonMessage, frozen=True, forbid_unknown_fields=True):
         window: most batches that the leader keeps in flight.
         version: the leader's number of this model version; batches refer to it.
         precision, optimize, edge_dtype: see models.Tuning.
-        tuning_ms: longest time for measuring execution modes.
     Raises:
         WireError: `input_shape` is not the shape of a sample.
     """
@@ -199,8 +198,7 @@ class StageAssignment(JsonMessage, frozen=True, forbid_unknown_fields=True):
     window: Annotated[int, Meta(ge=1, le=64)]
     version: Annotated[int, Meta(ge=1, lt=1 << 32)]
     precision: str = "float32"
-    optimize: str = "none"
-    tuning_ms: Annotated[int, Meta(ge=0, le=3_600_000)] = 0
+    optimize: str = "eager"
     edge_dtype: Annotated[str, Meta(pattern=rf"^({'|'.join(EDGE_DTYPES)})\Z")] = "float32"
 
     def __post_init__(self) -> None:
@@ -213,7 +211,7 @@ class StageAssignment(JsonMessage, frozen=True, forbid_unknown_fields=True):
     def digest(self) -> str:
         """Hash of everything that the loaded stage depends on: assignments with equal digests can share one stage.
 
-        It includes the largest batch size, for which execution modes and CUDA graphs are made, but not the time for measuring.
+        It includes the largest batch size, for which stages are optimized.
         """
         loading = (self.spec, self.input_shape, self.max_batch_size, self.precision, self.optimize, self.weights_sha256)
         return hashlib.sha256(json.dumps((*loading, self.edge_dtype)).encode()).hexdigest()

@@ -1,38 +1,24 @@
-"""Optimizes a stage for one device: execution modes, their accuracy, and the choice of the fastest.
+"""Optimizes a stage for one device: rewrites its graph, compiles it, and compares the result with the stage as written.
 
-Start reading at `selection` and `execution_modes`.
+Start reading at `tuning` and `optimizing`.
 """
 
-from multiworld_serving.models.optimize.compiling import UNAVAILABLE, CompiledStageCache, CompileError, CompileRequest
-from multiworld_serving.models.optimize.execution_modes import (
-    NO_TUNING,
-    UNOPTIMIZED,
-    ExecutionMode,
-    Tuning,
-    compiled_mode,
-    compiles,
-    may_be_compiled,
-)
+from multiworld_serving.models.optimize.compiled import CompiledStage, CompileError, batch_sizes
+from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
 from multiworld_serving.models.optimize.fusing import torch_threads
-from multiworld_serving.models.optimize.padded_stage import PaddedStage
-from multiworld_serving.models.optimize.selection import TOLERANCE, OptimizedStage, deviation, optimize
+from multiworld_serving.models.optimize.optimizing import OptimizedStage, optimize
+from multiworld_serving.models.optimize.tuning import NO_TUNING, ExecutionMode, Tuning
 
 __all__ = [
     "NO_TUNING",
     "TOLERANCE",
-    "UNAVAILABLE",
-    "UNOPTIMIZED",
     "CompileError",
-    "CompileRequest",
-    "CompiledStageCache",
+    "CompiledStage",
     "ExecutionMode",
     "OptimizedStage",
-    "PaddedStage",
     "Tuning",
-    "compiled_mode",
-    "compiles",
+    "batch_sizes",
     "deviation",
-    "may_be_compiled",
     "optimize",
     "torch_threads",
 ]

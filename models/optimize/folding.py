@@ -10,8 +10,7 @@ from torch import Tensor, fx, nn
 
 from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.optimize.fusing import Workload, add_in_place, fuse
-from multiworld_serving.models.optimize.precision import lower
-from multiworld_serving.models.optimize.tracing import (
+from multiworld_serving.models.optimize.graphs import (
     add_constant,
     aten,
     constant,
@@ -20,6 +19,7 @@ from multiworld_serving.models.optimize.tracing import (
     propagate,
     value_of,
 )
+from multiworld_serving.models.optimize.precision import lower
 
 _CONV, _LINEAR = aten.conv2d.default, aten.linear.default
 _TO_FLOAT = (aten.to.dtype, aten._to_copy.default)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from multiworld_serving.models.optimize.tracing import aten, constant, only_user, value_of
+from multiworld_serving.models.optimize.graphs import aten, constant, only_user, value_of
 
 _NEEDED = (
     "_convolution_pointwise",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from multiworld_serving.models.optimize.tracing import add_constant, aten, constant, value_of
+from multiworld_serving.models.optimize.graphs import add_constant, aten, constant, value_of
 
 
 def _overloads(names: str) -> frozenset[Any]:

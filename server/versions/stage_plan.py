@@ -65,7 +65,6 @@ class StagePlan:
             version=self.number,
             precision=tuning.precision,
             optimize=tuning.optimize,
-            tuning_ms=round(tuning.limit_s * 1e3),
             edge_dtype=tuning.edge_dtype,
         )
 

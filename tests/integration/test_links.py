@@ -598,9 +598,9 @@ async def test_worker_that_leaves_while_loading_is_not_counted_as_faulty(
 @pytest.mark.parametrize(
     "tuning",
     [
-        Tuning(optimize="eager"),
-        Tuning("bfloat16", "eager", edge_dtype="bfloat16"),
-        Tuning("auto", "auto"),
+        Tuning(optimize="fused"),
+        Tuning("bfloat16", "fused", edge_dtype="bfloat16"),
+        Tuning("auto", "fused"),
         Tuning(edge_dtype="bfloat16"),
         Tuning(edge_dtype="float16"),
     ],
@@ -613,7 +613,7 @@ async def test_link_serves_when_its_worker_uses_another_execution_mode(pair: Pai
 
 
 async def test_link_never_serves_when_the_self_test_fails_at_the_workers_precision(pair: Pair) -> None:
-    plan = resnet_plan("random:0", 2, Tuning("auto", "auto"), image_size=IMAGE_SIZE)
+    plan = resnet_plan("random:0", 2, Tuning("auto", "fused"), image_size=IMAGE_SIZE)
     link = pair.link(with_other_weights(plan[1]))
     await pair.session(link)
     await pair.heard.until("broken")

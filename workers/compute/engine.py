@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,26 +13,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multiworld_serving.common.config import check_memory
 from multiworld_serving.models import (
     NO_TUNING,
     BundleStageSpec,
-    CompileRequest,
+    CompiledStage,
     OptimizedStage,
     Tuning,
-    compiled_mode,
+    batch_sizes,
     load_bundle_stage,
-    may_be_compiled,
     optimize,
     torch_threads,
 )
-from multiworld_serving.workers.compute.compiler import Compiler
-from multiworld_serving.workers.compute.cores import SharedCores
+from multiworld_serving.workers.compute.cores import SEVERAL_THREADS, OneThread, SharedCores
 from multiworld_serving.workers.compute.fair_queue import FairQueue
 from multiworld_serving.workers.compute.stage_store import LoadedStage, StageStore
 from multiworld_serving.workers.compute.transfers import Allocate, transfers_for
 from multiworld_serving.workers.exit_timer import OUT_OF_MEMORY_EXIT_S, arm_exit_timer
 
 logger = logging.getLogger(__name__)
+
+_COMPILER_BYTES = 1 << 30
+"""Memory of the compiler besides weights."""
+_COPIES_OF_WEIGHTS = 3
+"""While a stage is compiled: received, as parameters, and folded."""
+_SMALL_BATCH_S = 0.03
+"""Operations of a batch that takes longer on one thread are large enough to gain from more threads, so it is not measured."""
+_ROUNDS = 5
+_CLEARLY = 0.9
+"""One thread is used if it takes less than this part of the time of several."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,19 +59,16 @@ class Engine:
 
     Args:
         cores: cores shared with other workers of this machine; None computes on torch's number of threads.
-        compiler: loads and creates compiled stages; None uses none.
 
     Attributes:
         stages: the stages that are loaded, shared by all queues.
     """
 
-    def __init__(
-        self, device: torch.device, cores: SharedCores | None = None, compiler: Compiler | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, cores: SharedCores | None = None) -> None:
         self.device = device
         self.transfers = transfers_for(device)
-        self.compiler = compiler
         self._cores = cores
+        self._compiler: Engine | None = self if device.type == "cuda" else None
         self.stages = StageStore()
         self._jobs: FairQueue[EngineQueue, _Job] = FairQueue()
         self._changed = threading.Condition()
@@ -77,8 +83,17 @@ class Engine:
         """A new queue without jobs and stages."""
         return EngineQueue(self)
 
+    @property
+    def compiler(self) -> "Engine":
+        """The engine that compiles stages: on a CPU another one, so that batches are computed meanwhile."""
+        if self._compiler is None:
+            self._compiler = Engine(self.device)
+        return self._compiler
+
     def close(self) -> None:
         """Let the thread end after all submitted jobs. Does not wait."""
+        if self._compiler not in (None, self):
+            self._compiler.close()
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -119,15 +134,12 @@ class Engine:
         return sorted(shapes, reverse=True)
 
     @contextmanager
-    def acquire_cores(self, stage: Hashable, elements: int) -> Iterator[None]:
-        """Use this worker's share of the cores while the block runs. Called on the engine's thread.
-
-        Args: see `SharedCores.acquire_cores`.
-        """
+    def acquire_cores(self, *, one_thread: bool) -> Iterator[None]:
+        """Use this worker's share of the cores, or one thread, while the block runs. Called on the engine's thread."""
         if self._cores is None:
             yield
             return
-        with self._cores.acquire_cores(stage, elements) as threads:
+        with self._cores.acquire_cores(one_thread=one_thread) as threads:
             if threads != torch.get_num_threads():
                 torch.set_num_threads(threads)
             yield
@@ -233,25 +245,58 @@ class EngineQueue:
         sample_shape: tuple[int, ...],
         max_batch_size: int,
         tuning: Tuning = NO_TUNING,
-        *,
-        aside: bool = False,
-    ) -> OptimizedStage:
+    ) -> LoadedStage:
         """Build a stage, load its weights, optimize it, and warm it up with each of `warm_up_shapes`. Call `serve` next.
 
         Each step is a job of its own, so batches of other stages and versions are computed in between.
 
-        Args:
-            aside: build it in another thread while batches are computed. For CPUs.
-
         Raises:
             ModelError, RuntimeError: the weights do not match the spec, or the device cannot run it.
         """
-        build = partial(self._build, spec, weights, sample_shape, max_batch_size, tuning)
-        made: OptimizedStage = await (asyncio.to_thread(build) if aside else self._engine.run(self, build))
-        for batch_size, threads in self._engine.warm_up_shapes(max_batch_size):
-            batch = spec.example(batch_size, sample_shape)
-            await self._engine.run(self, partial(self._warm_up, made.module, batch, threads))
-        return made
+        engine = self._engine
+
+        def build() -> OptimizedStage:
+            stage = load_bundle_stage(spec, weights)
+            return optimize(stage, sample_shape, max_batch_size, tuning, engine.device, engine.threads)
+
+        made: OptimizedStage = await engine.run(self, build)
+        return LoadedStage(spec, made, await self._warm_up(spec, made.module, sample_shape, max_batch_size))
+
+    async def compile(
+        self,
+        spec: BundleStageSpec,
+        weights: bytearray,
+        sample_shape: tuple[int, ...],
+        max_batch_size: int,
+        tuning: Tuning,
+        is_needed: Callable[[], bool],
+    ) -> LoadedStage | None:
+        """Compile a stage, and warm it up. On a CPU, batches are computed meanwhile; on a GPU, between two batch sizes.
+
+        Args:
+            is_needed: asked before each batch size.
+        Returns None if it is not needed any more.
+
+        Raises:
+            CompileError: it cannot be compiled, or its code computes something else.
+            MemoryError: there is not enough memory.
+        """
+        compiler = self._engine.compiler
+        queue = compiler.new_queue()
+
+        def build() -> CompiledStage:
+            sizes = len(batch_sizes(max_batch_size))  # each has the weights in its own layout
+            check_memory(_COMPILER_BYTES + (_COPIES_OF_WEIGHTS + sizes) * len(weights))
+            stage = load_bundle_stage(spec, weights)
+            return CompiledStage(stage, sample_shape, max_batch_size, tuning, self._engine.device)
+
+        made: CompiledStage = await compiler.run(queue, build)
+        for size in made.sizes:
+            if not is_needed():
+                return None
+            await compiler.run(queue, partial(made.compile_for, size))
+        optimized = OptimizedStage(made, made.mode, "compiled while it served")
+        return LoadedStage(spec, optimized, await self._warm_up(spec, made, sample_shape, max_batch_size))
 
     def expect(self, version: int) -> None:
         """A stage of this version is about to be loaded. Numbers of versions that failed to load are reused."""
@@ -289,7 +334,7 @@ class EngineQueue:
         def compute() -> Computed:
             started_ns = time.perf_counter_ns()
             loaded = self._stages[version, stage]
-            with self._engine.acquire_cores((version, stage), batch.numel()):
+            with self._engine.acquire_cores(one_thread=loaded.one_thread.is_faster(len(batch))):
                 rows = arrived().to(loaded.spec.input_dtype)
                 output = self._forward(loaded.optimized.module, rows, float32_as, allocate)
             self.computed_ns = time.perf_counter_ns() - started_ns
@@ -303,49 +348,36 @@ class EngineQueue:
         self._engine.discard_pending(self)
         self._stages = {}
 
-    def _build(
-        self,
-        spec: BundleStageSpec,
-        weights: bytearray,
-        sample_shape: tuple[int, ...],
-        max_batch_size: int,
-        tuning: Tuning,
-    ) -> OptimizedStage:
-        engine, compiled = self._engine, None
-        stage = load_bundle_stage(spec, weights)
-        if engine.compiler is not None and may_be_compiled(tuning, engine.device):
-            compiled = engine.compiler.load(self._request(spec, weights, sample_shape, max_batch_size, tuning))
-        return optimize(stage, sample_shape, max_batch_size, tuning, engine.device, compiled, engine.threads)
+    async def _warm_up(
+        self, spec: BundleStageSpec, module: nn.Module, sample_shape: tuple[int, ...], max_batch_size: int
+    ) -> OneThread:
+        """Run the shapes that batches will have, and find out which of them one thread computes faster than several."""
+        engine = self._engine
+        for batch_size, threads in engine.warm_up_shapes(max_batch_size):
+            await engine.run(self, partial(self._timed_s, module, spec.example(batch_size, sample_shape), threads))
+        if len(engine.threads) == 1:
+            return SEVERAL_THREADS
+        row_s: float = await engine.run(self, partial(self._timed_s, module, spec.example(1, sample_shape), 1))
+        faster = []
+        for batch_size in (1, max_batch_size):
+            if measured := batch_size * row_s <= _SMALL_BATCH_S:
+                batch = spec.example(batch_size, sample_shape)
+                measured = await engine.run(self, partial(self._one_thread_is_faster, module, batch))
+            faster.append(measured)
+        return OneThread(*faster)
 
-    async def compile(
-        self,
-        spec: BundleStageSpec,
-        weights: bytearray,
-        sample_shape: tuple[int, ...],
-        max_batch_size: int,
-        tuning: Tuning,
-    ) -> bool:
-        """Compile a stage in the background for the next `load`. Returns whether it succeeded; the log says why not."""
-        compiler = self._engine.compiler
-        if compiler is None:
-            return False
-        request = self._request(spec, weights, sample_shape, max_batch_size, tuning)
-        return await compiler.compile(request, asked=tuning.optimize == "compile")
+    def _one_thread_is_faster(self, module: nn.Module, batch: Tensor) -> bool:
+        """Compare the best of several rounds in turn, because other processes may compute meanwhile."""
+        most = self._engine.threads[-1]
+        rounds = [[self._timed_s(module, batch, threads) for threads in (1, most)] for _ in range(1 + _ROUNDS)][1:]
+        one_s, most_s = map(min, zip(*rounds, strict=True))
+        return bool(one_s < _CLEARLY * most_s)
 
-    def _request(
-        self,
-        spec: BundleStageSpec,
-        weights: bytearray,
-        sample_shape: tuple[int, ...],
-        max_batch_size: int,
-        tuning: Tuning,
-    ) -> CompileRequest:
-        precision = compiled_mode(tuning, self._engine.device).precision
-        return CompileRequest(spec, sample_shape, max_batch_size, precision, self._engine.threads, weights)
-
-    def _warm_up(self, stage: nn.Module, batch: Tensor, threads: int) -> None:
+    def _timed_s(self, module: nn.Module, batch: Tensor, threads: int) -> float:
+        began_s = time.perf_counter()
         with torch_threads(threads):
-            self._forward(stage, self._engine.transfers.to_device(batch)())
+            self._forward(module, self._engine.transfers.to_device(batch)())
+        return time.perf_counter() - began_s
 
     def _forward(
         self,

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from weakref import WeakValueDictionary
 
 from multiworld_serving.models import BundleStageSpec, OptimizedStage
+from multiworld_serving.workers.compute.cores import SEVERAL_THREADS, OneThread
 
 _LONGEST_TURN_S = 30.0
 """A session waits at most this long for another one that loads the same stage; then it loads the stage itself."""
@@ -15,14 +16,20 @@ class LoadedStage:
     """A stage in memory. Sessions that serve it hold references; it is freed with the last one.
 
     Attributes:
-        optimized: the module that computes it. Replaced once when compiled code is available.
-        compiling: compiles the stage in the background; cancelled when the stage is freed.
+        optimized: the module that computes it.
+        one_thread: which batches to compute on one thread.
     """
 
-    def __init__(self, spec: BundleStageSpec, optimized: OptimizedStage) -> None:
+    def __init__(
+        self, spec: BundleStageSpec, optimized: OptimizedStage, one_thread: OneThread = SEVERAL_THREADS
+    ) -> None:
         self.spec = spec
         self.optimized = optimized
-        self.compiling: asyncio.Task[None] | None = None
+        self.one_thread = one_thread
+
+    def become(self, other: "LoadedStage") -> None:
+        """Compute with the module of another one from now on."""
+        self.optimized, self.one_thread = other.optimized, other.one_thread
 
 
 class StageStore:

@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from multiworld_serving.models import (
     TOLERANCE,
-    UNOPTIMIZED,
     BundleStage,
     Tuning,
     deviation,
@@ -24,10 +23,10 @@ from multiworld_serving.models.bundle.files import Bundle
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.export.trace import capture
-from multiworld_serving.models.optimize import selection
+from multiworld_serving.models.optimize import optimizing
+from multiworld_serving.models.optimize.deviation import example_rows
 from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import FusedConv, FusedLinear, Workload, fusable
-from multiworld_serving.models.optimize.selection import example_rows
 from tests.bundles import SIZE, classifier_bundle, text_bundle
 from tests.cut_bundles import bundle_plan
 
@@ -73,15 +72,7 @@ def test_rewritten_stages_of_bundles_equal_the_reference(
         check(stage, made, rows, dtype)
 
 
-def test_auto_measures_stages_of_bundles(tmp_path: Path) -> None:
-    stage = stages(text_bundle(tmp_path / "bundle"))[1]
-    shape = workload_of(stage.spec).sample_shape
-    made = optimize(stage, shape, 2, Tuning(optimize="measure", limit_s=60), CPU)
-    assert "none/float32" in made.why
-    check(stage, made.module, example_rows(stage.spec, ROWS, ()), torch.float32)
-
-
-def test_tuning_none_computes_the_graph_as_it_is(tmp_path: Path) -> None:
+def test_eager_computes_the_graph_as_it_is(tmp_path: Path) -> None:
     stage = stages(classifier_bundle(tmp_path / "bundle"))[0]
     rows = example_rows(stage.spec, ROWS, ())
     with torch.inference_mode():
@@ -219,10 +210,10 @@ def test_bundle_is_computed_as_written_when_a_rewrite_fails(
                 raise IndexError("of a rewrite")
             return torch.full_like(super().forward(rows), float("nan"))
 
-    monkeypatch.setattr(selection, "FoldedStage", Wrong)
+    monkeypatch.setattr(optimizing, "FoldedStage", Wrong)
     stage = stages(bundle)[0]
     rows = example_rows(stage.spec, ROWS, (3, SIZE, SIZE))
-    found = optimize(stage, (3, SIZE, SIZE), 4, Tuning("float32", "eager"), CPU)
-    assert found.mode == UNOPTIMIZED
+    found = optimize(stage, (3, SIZE, SIZE), 4, Tuning("float32", "fused"), CPU)
+    assert str(found.mode) == "eager/float32"
     assert ("of a rewrite" if fault == "raises" else "nan off") in found.why
     check(stages(bundle)[0], found.module, rows, torch.float32)

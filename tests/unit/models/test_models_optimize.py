@@ -1,8 +1,7 @@
-"""Execution modes of a stage: close to the reference, selected by measurement, and never a faster wrong one."""
+"""Execution modes of a stage are close to the reference."""
 
 import ctypes
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,29 +11,20 @@ from multiworld_serving.models import (
     NO_TUNING,
     TOLERANCE,
     BundleStage,
-    BundleStageSpec,
-    CompiledStageCache,
-    ExecutionMode,
     ModelError,
     StageError,
     Tuning,
-    compiles,
     deviation,
-    may_be_compiled,
     optimize,
 )
-from multiworld_serving.models.bundle.manifest import TensorSpec
-from multiworld_serving.models.optimize import execution_modes
-from multiworld_serving.models.optimize.execution_modes import StagePrecision, candidates
+from multiworld_serving.models.optimize import tuning
 from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import FusedConv, Workload, fusable, torch_threads
-from multiworld_serving.models.optimize.selection import Trial, choose, fastest
 from tests.resnets import plan_of, sent_stage
 from tests.unit.models.models_loaded import IMAGE_SIZE, images, loaded
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not fusable(CPU, torch.float32), reason="torch has no usable oneDNN")
-UNOPTIMIZED, EAGER, BFLOAT16 = ExecutionMode("none"), ExecutionMode("eager"), ExecutionMode("eager", "bfloat16")
 
 
 def folded(stage: BundleStage, dtype: torch.dtype = torch.float32, *, fused: bool = False) -> FoldedStage:
@@ -171,180 +161,31 @@ def test_folded_first_stage_rejects_input_that_is_not_a_uint8_rgb_batch() -> Non
 def test_unoptimized_stage_equals_the_reference_bit_for_bit() -> None:
     stage = sent_stage(plan_of(loaded("resnet18"), 1)[0])
     made = optimize(stage, (3, IMAGE_SIZE, IMAGE_SIZE), 8, NO_TUNING, CPU)
-    assert made.mode == UNOPTIMIZED
+    assert str(made.mode) == "eager/float32"
     with torch.inference_mode():
         assert torch.equal(made.module(images(2)), stage(images(2)))
 
 
-# -- selection --------------------------------------------------------------------------------------------------------------
+# -- tuning -----------------------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    """Time that passes only when a `Timed` module runs."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-class Timed(nn.Module):
-    def __init__(self, clock: Clock, takes_s: float, off: float = 0.0) -> None:
-        super().__init__()
-        self._clock, self._takes_s, self._off = clock, takes_s, off
-
-    def forward(self, batch: Tensor) -> Tensor:
-        self._clock.now_s += self._takes_s
-        return batch * (1 + self._off)
-
-
-def middle() -> BundleStageSpec:
-    """Of a stage that is neither the first nor the last."""
-    tensor = TensorSpec("x", "float32", ("batch", 3, 2, 2))
-    return BundleStageSpec("m", "1", 1, 3, (tensor,), (tensor,), {"batch": (1, 8)}, False, "0" * 64)
-
-
-def chosen(*ways: tuple[ExecutionMode, float, float], limit_s: float = 1e9) -> tuple[ExecutionMode, str]:
-    """Which of (recipe, duration in seconds, deviation) is selected, and why."""
-    clock = Clock()
-    makers = [(recipe, lambda t=takes_s, o=off: Timed(clock, t, o)) for recipe, takes_s, off in ways]
-    made = choose(makers, Timed(clock, 0.0), middle(), torch.ones(4, 3, 2, 2), CPU, limit_s, clock)
-    return made.mode, made.why
-
-
-def test_fastest_mode_is_selected_when_all_are_accurate() -> None:
-    recipe, why = chosen((UNOPTIMIZED, 3.0, 0.0), (EAGER, 2.0, 1e-6), (BFLOAT16, 1.0, 1e-2))
-    assert recipe == BFLOAT16
-    assert "3000.0" in why
-    assert "1000.0" in why
-
-
-@pytest.mark.parametrize("off", [1e-3, 1.0, float("nan")])
-def test_fast_inaccurate_mode_is_never_selected(off: float) -> None:
-    recipe, why = chosen((UNOPTIMIZED, 3.0, 0.0), (EAGER, 0.001, off))
-    assert recipe == UNOPTIMIZED
-    assert "is allowed" in why
-
-
-def test_simpler_mode_is_kept_when_the_gain_is_within_noise() -> None:
-    assert chosen((UNOPTIMIZED, 1.0, 0.0), (EAGER, 0.99, 0.0))[0] == UNOPTIMIZED
-
-
-def test_no_further_mode_is_tried_when_time_is_up() -> None:
-    recipe, why = chosen((EAGER, 3.0, 0.0), (BFLOAT16, 1.0, 0.0), limit_s=1.0)
-    assert recipe == EAGER
-    assert "eager/bfloat16 no time to try" in why
-
-
-def test_most_promising_mode_is_tried_first_when_time_is_short() -> None:
-    recipe, why = chosen((UNOPTIMIZED, 3.0, 0.0), (EAGER, 2.0, 0.0), (BFLOAT16, 1.0, 0.0), limit_s=1.0)
-    assert recipe == BFLOAT16
-    assert "eager/float32 no time to try" in why
-
-
-def test_unmeasured_mode_never_replaces_an_earlier_one() -> None:
-    ways = [Trial(UNOPTIMIZED, nn.Identity()), Trial(EAGER, nn.Identity())]
-    assert fastest(ways) is ways[0]
-
-
-def test_auto_selects_a_mode_and_reports_its_measurements() -> None:
-    plan = plan_of(loaded("resnet18"), 3)[1]
-    stage = sent_stage(plan)
-    made = optimize(stage, plan.input_shape, 2, Tuning(optimize="measure", limit_s=60), CPU)
-    assert made.mode in candidates(Tuning("float32", "measure"), CPU)
-    assert "none/float32" in made.why
-    assert str(candidates(Tuning("float32", "measure"), CPU)[-1]) in made.why
-    batch = torch.rand(2, *plan.input_shape)
-    with torch.inference_mode():
-        assert deviation(made.module(batch), stage(batch)) <= TOLERANCE["float32"]
-
-
-@pytest.mark.parametrize(("fast", "expected"), [(True, (UNOPTIMIZED, EAGER, BFLOAT16)), (False, (UNOPTIMIZED, EAGER))])
-def test_auto_tries_bfloat16_only_if_the_device_supports_it(
-    monkeypatch: pytest.MonkeyPatch, fast: bool, expected: tuple[ExecutionMode, ...]
+@pytest.mark.parametrize(("fast", "expected"), [(True, "bfloat16"), (False, "float32")])
+def test_auto_is_bfloat16_only_if_the_device_supports_it(
+    monkeypatch: pytest.MonkeyPatch, fast: bool, expected: str
 ) -> None:
-    monkeypatch.setattr(execution_modes, "has_native_bfloat16", lambda device: fast)
-    monkeypatch.setattr(execution_modes, "fusable", lambda device, dtype: False)
-    assert candidates(Tuning("auto", "measure"), CPU) == expected
-
-
-def test_gpu_also_tries_graphs_when_compilation_is_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution_modes, "has_native_bfloat16", lambda device: True)
-    gpu, graphs = torch.device("cuda"), (ExecutionMode("graphed"), ExecutionMode("graphed", "bfloat16"))
-    assert candidates(Tuning("auto", "measure"), gpu) == (UNOPTIMIZED, EAGER, BFLOAT16, *graphs)
-    assert candidates(Tuning("bfloat16", "compile"), gpu) == (BFLOAT16, graphs[1])
-    assert candidates(Tuning("bfloat16", "eager"), gpu) == (BFLOAT16,)
-
-
-def test_failing_mode_is_skipped_except_for_the_first() -> None:
-    clock = Clock()
-
-    def refuse() -> nn.Module:
-        raise RuntimeError("operation not permitted when stream is capturing\nand more")
-
-    sound = lambda: Timed(clock, 1.0)  # noqa: E731
-    sample = torch.ones(4, 3, 2, 2)
-    made = choose([(EAGER, sound), (BFLOAT16, refuse)], Timed(clock, 0.0), middle(), sample, CPU, 1e9, clock)
-    assert made.mode == EAGER
-    assert "eager/bfloat16 cannot be built (operation not permitted when stream is capturing)" in made.why
-    with pytest.raises(RuntimeError, match="not permitted"):
-        choose([(EAGER, refuse), (BFLOAT16, sound)], Timed(clock, 0.0), middle(), sample, CPU, 1e9, clock)
-
-
-def test_convolutions_are_fused_if_device_and_precision_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution_modes, "has_native_bfloat16", lambda device: True)
-    monkeypatch.setattr(execution_modes, "fusable", lambda device, dtype: dtype == torch.float32)
-    assert candidates(Tuning("auto", "eager"), CPU) == (ExecutionMode("fused"), BFLOAT16)
-
-
-def test_only_the_requested_precision_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution_modes, "fusable", lambda device, dtype: False)
-    assert candidates(Tuning("bfloat16", "measure"), CPU) == (BFLOAT16,)
-    assert candidates(Tuning("float32", "eager"), CPU) == (EAGER,)
-    assert candidates(Tuning("auto", "none"), CPU) == (UNOPTIMIZED,)
-
-
-@pytest.mark.parametrize(
-    ("precision", "chosen", "expected"),
-    [
-        ("float32", "float32", False),
-        ("bfloat16", "bfloat16", True),
-        ("float16", "float16", True),
-        ("auto", "bfloat16", True),
-        ("auto", "float32", False),
-    ],
-)
-def test_auto_compiles_what_cpus_compute_in_16_bits(
-    precision: str, chosen: StagePrecision, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(execution_modes, "has_native_bfloat16", lambda device: True)
-    mode, tuning = ExecutionMode("fused", chosen), Tuning(precision, "auto")
-    assert candidates(tuning, CPU) == candidates(Tuning(precision, "eager"), CPU)
-    assert compiles(tuning, mode) == expected
-    assert not compiles(tuning, ExecutionMode("compiled", chosen))
-    assert not compiles(tuning, UNOPTIMIZED), "the rewritten graph was not accurate"
-    assert not compiles(Tuning(precision, "eager"), mode)
-    assert may_be_compiled(tuning, CPU) == (expected or precision == "auto")
-    assert not may_be_compiled(tuning, torch.device("cuda"))
+    monkeypatch.setattr(tuning, "has_native_bfloat16", lambda device: fast)
+    assert Tuning("auto", "fused").stage_precision(CPU) == expected
+    assert Tuning("auto", "eager").stage_precision(CPU) == "float32"
+    assert Tuning("float16", "compile").stage_precision(CPU) == "float16"
 
 
 @pytest.mark.parametrize(
     ("precision", "optimize", "word"),
-    [("int4", "eager", "int4"), ("float32", "fast", "fast"), ("bfloat16", "none", "choose optimize eager")],
+    [("int8", "fused", "int8"), ("float32", "fast", "fast"), ("bfloat16", "eager", "choose optimize fused")],
 )
 def test_invalid_tuning_is_refused(precision: str, optimize: str, word: str) -> None:
     with pytest.raises(StageError, match=word):
         Tuning(precision, optimize)
-
-
-def test_compile_cache_has_a_folder_when_the_user_has_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container with an unknown user id: `Path.home` would raise, and no worker would start."""
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("HOME", raising=False)
-    assert CompiledStageCache().folder.is_absolute()
-    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/some")
-    assert CompiledStageCache().folder == Path("/var/cache/some/multiworld/compiled")
 
 
 # -- deviation --------------------------------------------------------------------------------------------------------------

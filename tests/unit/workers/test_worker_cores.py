@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.workers.compute.cores import SharedCores
+from multiworld_serving.workers.compute.cores import OneThread, SharedCores
 
 _COMPUTES = """
 import sys
 from multiworld_serving.workers.compute.cores import SharedCores
-with SharedCores(sys.argv[1], int(sys.argv[2]), 4, 4, lambda: False).acquire_cores(0, 1) as threads:
+with SharedCores(sys.argv[1], int(sys.argv[2]), 4, 4, lambda: False).acquire_cores() as threads:
     print(threads, flush=True)
     sys.stdin.read()
 """
@@ -39,7 +39,7 @@ def computing(file: str, seat: int) -> Iterator[tuple["subprocess.Popen[str]", i
 
 
 def threads(cores: SharedCores) -> int:
-    with cores.acquire_cores(0, 1) as count:
+    with cores.acquire_cores() as count:
         return count
 
 
@@ -52,7 +52,7 @@ def test_all_cores_are_used_when_no_other_worker_computes(file: str) -> None:
 
 @pytest.mark.parametrize(
     ("seats", "total", "shares"),
-    [(1, 2, (1, 2)), (2, 2, (1, 2)), (4, 4, (1, 2, 4)), (3, 64, (21, 32, 64)), (9, 1, (1,))],
+    [(1, 2, (1, 2)), (2, 2, (1, 2)), (4, 4, (1, 2, 4)), (3, 64, (1, 21, 32, 64)), (9, 1, (1,))],
 )
 def test_shares_are_all_possible_thread_counts(file: str, seats: int, total: int, shares: tuple[int, ...]) -> None:
     assert SharedCores(file, 0, seats, total).thread_counts == shares
@@ -63,7 +63,7 @@ def test_cores_are_shared_equally_when_others_compute(file: str) -> None:
     with computing(file, 1), computing(file, 3) as (_, of_the_second):
         assert of_the_second == 2
         assert threads(cores) == 1  # of three: 4 // 3
-        with cores.acquire_cores(0, 1), computing(file, 2) as (_, of_the_fourth):
+        with cores.acquire_cores(), computing(file, 2) as (_, of_the_fourth):
             assert of_the_fourth == 1
 
 
@@ -93,25 +93,11 @@ def test_share_is_at_most_equal_when_other_programs_use_the_machine(file: str) -
     assert threads(SharedCores(file, 0, 8, 4, lambda: True)) == 1
 
 
-def test_faster_number_of_threads_is_learned_for_each_stage_and_size_and_learned_again(file: str) -> None:
-    now_s = 0.0
-    cores = SharedCores(file, 0, 1, 4, lambda: False, lambda: now_s)
-
-    def batches(count: int, size: int, **took_s: float) -> list[int]:
-        nonlocal now_s
-        used = []
-        for _ in range(count):
-            with cores.acquire_cores("stage", size) as threads:
-                used.append(threads)
-                now_s += size * (took_s["four"] if threads == 4 else took_s["two"])
-        return used
-
-    assert batches(6, 8, four=1.0, two=2.0) == [4, 4, 4, 2, 2, 2], "each is tried"
-    assert batches(1000, 8, four=1.0, two=2.0).count(2) < 15
-    assert batches(1000, 100, four=2.0, two=1.0).count(4) < 15, "a larger batch, for which two threads are faster"
-    assert batches(1, 8, four=1.0, two=2.0) == [4], "the smaller batch is still known"
-    assert batches(100, 8, four=5.0, two=2.0)[-50:].count(4) < 5, "another program uses the cores"
-    assert batches(2000, 8, four=1.0, two=2.0)[-200:].count(2) < 5, "it has ended"
+def test_one_thread_is_used_for_batches_for_which_it_was_faster(file: str) -> None:
+    cores, small = SharedCores(file, 0, 1, 4, lambda: False), OneThread(single=True)
+    for rows, expected in ((1, 1), (2, 4), (8, 4)):
+        with cores.acquire_cores(one_thread=small.is_faster(rows)) as count:
+            assert count == expected
 
 
 def test_sharing_is_refused_when_the_file_is_gone(tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""Compiles a stage with `torch.compile`: on GPUs as CUDA graphs, on CPUs with frozen weights.
+
+There is code for a few batch sizes, and batches are padded to the next one: on CPUs, code for any size was slower than the fused mode at
+batch 1. The GPU part has not been run yet; tests/integration/test_gpu_stages.py needs a GPU.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from multiworld_serving.models.bundle.stage import BundleStage
+from multiworld_serving.models.errors import ModelError, StageError
+from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation_of_rows, example_rows
+from multiworld_serving.models.optimize.folding import FoldedStage
+from multiworld_serving.models.optimize.fusing import Workload
+from multiworld_serving.models.optimize.graphs import place
+from multiworld_serving.models.optimize.tuning import ExecutionMode, Tuning
+
+
+class CompileError(ModelError):
+    """A stage cannot be compiled, or its code computes something else. The message is one line."""
+
+
+def batch_sizes(max_batch_size: int) -> tuple[int, ...]:
+    """The powers of two up to `max_batch_size`, and `max_batch_size` itself."""
+    return tuple(sorted({1 << power for power in range(max_batch_size.bit_length())} | {max_batch_size}))
+
+
+class CompiledStage(nn.Module):
+    """Rows in, rows out, as the stage, for up to the largest batch size. Call `compile_for` for each of `sizes` first.
+
+    On a GPU, one thread must make, compile and call it, because torch keeps CUDA graphs per thread.
+
+    Args:
+        stage: on the CPU, with weights; kept as the reference until all sizes are compiled.
+    Raises:
+        CompileError: its rows have different lengths.
+    """
+
+    def __init__(
+        self,
+        stage: BundleStage,
+        sample_shape: tuple[int, ...],
+        max_batch_size: int,
+        tuning: Tuning,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        if stage.spec.input_varies:
+            raise CompileError("its rows have different lengths")
+        self.spec = stage.spec
+        self.mode = ExecutionMode("compiled", tuning.stage_precision(device))
+        self.sizes = batch_sizes(max_batch_size)
+        self._sample_shape, self._device = sample_shape, device
+        self._folded = FoldedStage(stage, Workload(sample_shape, max_batch_size, (1,)), self.mode.dtype)
+        place(self._folded.body, device)
+        self._reference: list[BundleStage] = [stage]  # a list, so that it is no submodule
+        self._code: dict[int, Callable[..., tuple[Tensor, ...]]] = {}
+
+    def compile_for(self, size: int) -> None:
+        """Compile for this batch size and compare with the stage as written. Blocks for 10 to 60 seconds.
+
+        Raises:
+            CompileError: there is no compiler, it fails, or the result is not accurate.
+        """
+        rows = example_rows(self.spec, size, self._sample_shape)
+        body = self._folded.body
+        # A module of its own, because its code is cached without guards: these compare shapes, which are fixed, and numbers of threads.
+        module = fx.GraphModule(body, copy.deepcopy(body.graph))
+        try:
+            self._code[size] = torch.compile(module, dynamic=False, fullgraph=True, **self._options())
+            with torch.inference_mode():
+                expected = self._reference[0](rows)
+                off = deviation_of_rows(self(rows.to(self._device)).cpu(), expected, self.spec, self.mode)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise CompileError(_first_line(error)) from error
+        if not off <= TOLERANCE[self.mode.precision]:
+            raise CompileError(
+                f"{self.mode} is {off:.2g} off at batch {size} where {TOLERANCE[self.mode.precision]:g} is allowed"
+            )
+        if len(self._code) == len(self.sizes):
+            self._reference.clear()
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """See `BundleStage`. Raises StageError if the batch is too large or has another dtype."""
+        batch_size = len(batch)
+        size = next((size for size in self.sizes if size >= batch_size), None)
+        if size is None:
+            raise StageError(f"a batch of {batch_size}; this stage supports at most {self.sizes[-1]}")
+        if batch.dtype != self.spec.input_dtype:
+            raise StageError(f"a batch of {batch.dtype}; expected {self.spec.input_dtype}")
+        if size > batch_size:
+            batch = torch.cat([batch, batch.new_zeros((size - batch_size, *batch.shape[1:]))])
+        outputs = self._code[size](*self.spec.unpack_input(batch.contiguous()))
+        return self.spec.pack_output([tensor[:batch_size].contiguous() for tensor in outputs])
+
+    def _options(self) -> dict[str, Any]:
+        if self._device.type == "cuda":
+            return {"mode": "reduce-overhead"}
+        # Workers that share cores change the number of threads between batches.
+        cpu = {"freezing": True, "cpp.dynamic_threads": True, "compile_threads": 1}
+        return {"options": cpu | {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}}
+
+
+def _first_line(error: BaseException) -> str:
+    """Of the innermost cause: those around it say that a backend has failed."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().partition("\n")[0] or type(error).__name__

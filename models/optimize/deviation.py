@@ -1,0 +1,56 @@
+"""How far the output of an optimized stage is from that of the stage as written, and how far it may be."""
+
+from math import isnan
+
+import torch
+from torch import Tensor
+
+from multiworld_serving.models.bundle.stage import BundleStageSpec
+from multiworld_serving.models.optimize.tuning import ExecutionMode
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+"""Largest `deviation` that a worker accepts for an execution mode, by precision. Measured for ResNet-18 to -152: 1e-6 in float32, 6e-3 in
+bfloat16 and 1e-3 in float16."""
+_LEAST_PROBABILITY = 1e-30
+
+
+def example_rows(spec: BundleStageSpec, count: int, sample_shape: tuple[int, ...]) -> Tensor:
+    """Deterministic rows: random pixels, random activations after a ReLU, and 1 for other integers: an index, or a mask."""
+    generator = torch.Generator().manual_seed(1)
+
+    def filled(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor.normal_(generator=generator).relu_()
+        if tensor.dtype == torch.uint8 and tensor.dim() == 4:
+            return tensor.random_(0, 256, generator=generator)
+        return torch.ones_like(tensor)
+
+    return spec.pack_input([filled(tensor) for tensor in spec.unpack_input(spec.example(count, sample_shape))])
+
+
+def deviation(output: Tensor, expected: Tensor, *, probabilities: bool = False) -> float:
+    """Largest absolute difference of two tensors of the same shape, relative to the largest expected value.
+
+    With `probabilities`, compares logarithms relative to their range, which is the relative difference of the logits. Softmax
+    amplifies small differences of logits, so probabilities themselves would need a tolerance that accepts anything.
+
+    Returns NaN if the output contains NaN: compare with `<=`, which is then false.
+    """
+    output, expected = output.to(torch.float32), expected.to(torch.float32)
+    if not probabilities:
+        return float((output - expected).abs().max()) / max(float(expected.abs().max()), _LEAST_PROBABILITY)
+    if not bool(((output >= 0) & (output <= 1 + 1e-3)).all()):
+        return float("nan")
+    logits, expected_logits = (each.clamp_min(_LEAST_PROBABILITY).log() for each in (output, expected))
+    spread = float(expected_logits.max() - expected_logits.min())
+    return float((logits - expected_logits).abs().max()) / max(spread, 1.0)
+
+
+def deviation_of_rows(output: Tensor, expected: Tensor, spec: BundleStageSpec, mode: ExecutionMode) -> float:
+    """The largest `deviation` of all output tensors of a stage, on the CPU. NaN if one is invalid, or of another shape or dtype."""
+    if output.shape != expected.shape or output.dtype != expected.dtype:
+        return float("nan")
+    probabilities = spec.probabilities and mode.precision != "float32"
+    pairs = zip(spec.unpack_output(output), spec.unpack_output(expected), strict=True)
+    found = [deviation(*pair, probabilities=probabilities) for pair in pairs]
+    return next(filter(isnan, found), max(found))

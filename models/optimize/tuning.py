@@ -1,0 +1,98 @@
+"""What a leader asks of workers, and the execution mode that a device makes of it."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from multiworld_serving.models.errors import StageError
+
+Precision = Literal["float32", "bfloat16", "float16", "auto"]
+Optimize = Literal["eager", "fused", "compile"]
+StagePrecision = Literal["float32", "bfloat16", "float16"]
+Method = Literal["eager", "fused", "compiled"]
+
+_EDGE_DTYPES = ("float32", "bfloat16", "float16")
+_FAST_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
+"""CPU flags of bfloat16 matrix multiplication: x86 with AMX, x86 with AVX-512, and ARM."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Optimization that the leader requests from workers.
+
+    Attributes:
+        precision: "auto" is bfloat16 on devices that have it in hardware, and float32 on others.
+        edge_dtype: as which float32 tensors travel between stages.
+
+    Raises:
+        StageError: a value is unknown, or two values contradict each other.
+    """
+
+    precision: str = "float32"
+    optimize: str = "eager"
+    edge_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for field, value, known in (
+            ("precision", self.precision, get_args(Precision)),
+            ("optimize", self.optimize, get_args(Optimize)),
+            ("edge_dtype", self.edge_dtype, _EDGE_DTYPES),
+        ):
+            if value not in known:
+                raise StageError(f"{field} is {value!r}; expected one of {', '.join(known)}")
+        if self.optimize == "eager" and self.precision in ("bfloat16", "float16"):
+            raise StageError(f"optimize eager computes in float32, not in {self.precision}; choose optimize fused")
+
+    def stage_precision(self, device: torch.device) -> StagePrecision:
+        """The precision of the blocks of a stage on this device."""
+        match self.precision:
+            case "bfloat16":
+                return "bfloat16"
+            case "float16":
+                return "float16"
+            case "auto" if self.optimize != "eager" and has_native_bfloat16(device):
+                return "bfloat16"
+            case _:
+                return "float32"
+
+
+NO_TUNING = Tuning()
+"""The model without optimizations; bit-identical to the unsplit model."""
+
+
+@dataclass(frozen=True)
+class ExecutionMode:
+    """How a stage is computed.
+
+    Attributes:
+        method: "eager" is the unchanged stage; "fused" folds batch normalisation, uses channels-last tensors, and fuses convolutions with
+            what follows where the device supports it; "compiled" is compiled by inductor (see `compiled`).
+        precision: of the blocks. Normalisation and softmax are always computed in float32.
+    """
+
+    method: Method
+    precision: StagePrecision = "float32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of weights and activations inside the stage."""
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.precision, torch.float32)
+
+    def __str__(self) -> str:
+        return f"{self.method}/{self.precision}"
+
+
+@lru_cache(maxsize=8)
+def has_native_bfloat16(device: torch.device) -> bool:
+    """Whether the device supports bfloat16 in hardware. Elsewhere it is emulated and slower than float32."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    try:
+        lines = Path("/proc/cpuinfo").read_text().lower().splitlines()
+    except OSError:
+        return False
+    flags = next((line for line in lines if line.startswith(("flags", "features"))), "")
+    return not _FAST_BFLOAT16.isdisjoint(flags.split())
