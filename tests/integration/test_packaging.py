@@ -62,7 +62,7 @@ def test_command_runs_when_other_projects_have_packages_named_config_and_models(
         f"import sys; sys.path[:0] = [{str(other)!r}, {str(installed)!r}]\n"
         "import multiworld_serving.cli.main as cli\n"
         "print(cli.__file__)\n"
-        "sys.exit(cli.main(['config']))"
+        "sys.exit(cli.main(['serve', '--print-settings']))"
     )
     ended = subprocess.run(
         [sys.executable, "-I", "-c", program], cwd=other, check=False, capture_output=True, text=True, timeout=100
