@@ -13,14 +13,14 @@ from dataclasses import replace
 from types import TracebackType
 
 from multiworld import WorldManager
-from multiworld_serving.common.metrics import guarded
+from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.wire import EdgeState, Message
 from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.leader_metrics import LeaderMetrics, PipelineCollector
 from multiworld_serving.server.pipeline.batch_tensors import InputRow
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
@@ -71,7 +71,7 @@ class Leader:
         model: str,
         plan: VersionPlan,
         settings: LeaderSettings,
-        metrics: Metrics,
+        metrics: LeaderMetrics,
         *,
         loader: Loader | None = None,
         traces: BatchTraces | None = None,
@@ -79,25 +79,28 @@ class Leader:
     ) -> None:
         self._model = model
         self._settings = settings
-        self._metrics = metrics = guarded(metrics)
-        metrics.queue_limit(settings.queue_limit)
-        self._on_change = guarded(on_change)
+        self._metrics = metrics
+        metrics.queue_limit.set(settings.queue_limit)
+        self._on_change = suppress_errors(on_change)
         self._versions = VersionTable(plan)
         self._manager = WorldManager(
             secret=settings.secret,
             verify_collectives=False,  # the message headers of the links carry the sizes
             **settings.heartbeats,
         )
-        self._registry = WorkerRegistry(plan, settings, metrics, self._manager, self, guarded(self._states_changed))
+        self._registry = WorkerRegistry(
+            plan, settings, metrics, self._manager, self, suppress_errors(self._states_changed)
+        )
         context = DriverContext(
             model=model,
             find_plan=self._versions.plan,
             find_link=self._registry.link,
             on_released=self._on_released,
-            after_event=guarded(self._after_event),
-            traces=guarded(traces) if traces is not None else None,
+            after_event=suppress_errors(self._after_event),
+            traces=traces,
         )
         self._driver = SchedulerDriver(settings, len(plan.stages), metrics, context)
+        metrics.derived.register(PipelineCollector(metrics, self.snapshot, self._driver.scheduler.counters.hedges))
         self._exclusive = ExclusiveOperation()
         self._rolling_restart = RollingRestart(self._registry.placement, settings.join_timeout_s, self._exclusive)
         self._rollout = VersionRollout(
@@ -169,9 +172,8 @@ class Leader:
     def snapshot(self) -> PipelineSnapshot:
         """See `Pipeline.snapshot`."""
         scheduler = self._driver.scheduler
-        totals = self._metrics.totals()  # None if the metrics fail
         stages = tuple(
-            replace(stage, rerouted=totals.reroutes.get(stage.index, 0) if totals else 0)
+            replace(stage, rerouted=self._metrics.reroutes[stage.index])
             for stage in self._registry.stages(self._in_flight)
         )
         return PipelineSnapshot(
@@ -193,7 +195,8 @@ class Leader:
     def report_capacity(self) -> CapacityReport:
         """The replicas that the current load needs, and who serves. Sets the metric and what joining workers are placed by."""
         wanted, placement = self._driver.scheduler.replicas_wanted(time.monotonic()), self._registry.placement
-        self._metrics.replicas_wanted(wanted)
+        for index, replicas in enumerate(wanted):
+            self._metrics.replicas_wanted.labels(index).set(replicas)
         placement.wanted = wanted
         stages = range(placement.num_stages)
         return CapacityReport(
@@ -392,6 +395,5 @@ class Leader:
 
     def _states_changed(self) -> None:
         snapshot = self.snapshot()
-        self._metrics.replica_states(snapshot.stages)
-        self._metrics.spares(len(snapshot.spares), self._registry.quarantined())
+        self._metrics.quarantined.set(self._registry.quarantined())
         self._on_change(snapshot)

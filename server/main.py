@@ -25,7 +25,8 @@ from multiworld_serving.common.config import (
 )
 from multiworld_serving.common.config.process import notify, notify_systemd, on_stop_signal
 from multiworld_serving.common.http.metrics_port import metrics_port
-from multiworld_serving.common.metrics import build_labels, guarded
+from multiworld_serving.common.metrics import build_labels
+from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.common.wire import FrontendJoinRequest, WireError
 from multiworld_serving.models import Tuning
@@ -33,7 +34,7 @@ from multiworld_serving.server.capacity_report import CAPACITY_FIELD
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.predictor import ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot
@@ -86,7 +87,7 @@ async def _serve(
 ) -> int:
     stop = asyncio.Event()
     on_stop_signal(stop.set)
-    metrics = Metrics(build_labels(torch.__version__))
+    metrics = LeaderMetrics(build_labels(torch.__version__))
     reporter = _StartupReporter()
     listeners = _SnapshotListeners(reporter.show)
     traces = BatchTraces(tracing) if tracing else None
@@ -121,7 +122,7 @@ async def _serve(
         if settings.metrics_port is not None:
             host = settings.metrics_host or "127.0.0.1"
             await stack.enter_async_context(
-                metrics_port(host, settings.metrics_port, metrics, lambda: None, lambda: leader.ready, required=True)
+                metrics_port(host, settings.metrics_port, metrics, lambda: leader.ready, required=True)
             )
         logger.info(
             "leader %s listens join=%s:%d and waits until each of its %d stages has a worker",
@@ -136,7 +137,7 @@ async def _serve(
 
 async def _report_capacity(leader: Leader, *, tell: bool) -> None:
     """Compute regularly how many replicas the load needs. `tell` the supervisor, which starts and stops workers."""
-    observe = guarded(leader.report_capacity)
+    observe = suppress_errors(leader.report_capacity)
     while True:
         report = observe()
         if tell and report is not None:
@@ -179,10 +180,10 @@ class _SnapshotListeners:
     """Callbacks for each change of a replica's state or of the version. A failing callback does not affect the others."""
 
     def __init__(self, *listeners: Callable[[PipelineSnapshot], None]) -> None:
-        self._listeners = [guarded(listener) for listener in listeners]
+        self._listeners = [suppress_errors(listener) for listener in listeners]
 
     def add(self, listener: Callable[[PipelineSnapshot], None]) -> None:
-        self._listeners.append(guarded(listener))
+        self._listeners.append(suppress_errors(listener))
 
     def tell(self, snapshot: PipelineSnapshot) -> None:
         for listener in self._listeners:

@@ -14,7 +14,6 @@ from multiworld import AskError, Cause, JoinError, World, WorldError, WorldManag
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges import Edges
-from multiworld_serving.common.metrics import guarded
 from multiworld_serving.common.wire import WORLD_BACKEND, JoinOffer, JoinRequest, WireError
 from multiworld_serving.workers.compute.device import free_memory_mb
 from multiworld_serving.workers.compute.engine import Engine
@@ -92,8 +91,8 @@ class LeaderConnection:
         self._manager = manager
         self._stop = stop
         self._turns = turns
-        self._metrics = guarded(metrics)
-        self._traces = guarded(traces) if traces is not None else None
+        self._metrics = metrics
+        self._traces = traces
         self._edges = edges
         self._session: Session | None = None
         self._wait_s = 0.0

@@ -29,7 +29,7 @@ from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
 from multiworld_serving.workers.join_turns import JoinTurns
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError
-from multiworld_serving.workers.observability.gpu import GpuSampler, nvml_reader
+from multiworld_serving.workers.observability.gpu import GpuCollector
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.observability.traces import ComputeTraces
 from multiworld_serving.workers.settings import WorkerSettings
@@ -153,20 +153,14 @@ async def _start_metrics_port(
     """Serve metrics and health probes until the stack closes, if `metrics_port` is set. `connections` may grow later."""
     if settings.metrics_port is None:
         return
-    device, watch = engine.device, None
-    if (read := nvml_reader(device)) is not None:
-        watch = stack.enter_context(GpuSampler(read))
-
-    def refresh() -> None:
-        metrics.busy(engine.busy)
-        metrics.stages(len(engine.stages))
-        if watch is not None:
-            metrics.gpu(str(device), watch.latest())
+    metrics.watch(lambda: engine.busy, lambda: len(engine.stages))
+    if (gpu := GpuCollector.of(engine.device)) is not None:
+        metrics.registry.register(stack.enter_context(gpu))
 
     def ready() -> bool:
         return any(connection.serving for connection in connections)
 
-    await stack.enter_async_context(metrics_port(settings.metrics_host, settings.metrics_port, metrics, refresh, ready))
+    await stack.enter_async_context(metrics_port(settings.metrics_host, settings.metrics_port, metrics, ready))
 
 
 def _watch_parent(on_end: Callable[[], object]) -> None:

@@ -21,7 +21,6 @@ from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.edges.pool import EdgePool, TensorGoneError
 from multiworld_serving.common.edges.server import EdgeServer
 from multiworld_serving.common.edges.store import TensorStore
-from multiworld_serving.common.metrics import guarded
 from multiworld_serving.common.wire import EdgeState, RowRef
 
 _POLL_S = 0.02
@@ -53,7 +52,6 @@ class Edges:
         bind_host: str = "",
         register: Callable[[int, int], Callable[[], None]] | None = None,
     ) -> None:
-        metrics = guarded(metrics)
         self.holder = ""
         self.store = TensorStore(_MAX_KEPT_BYTES, metrics, settings.edge_min_bytes)
         self._settings = settings

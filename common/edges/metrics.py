@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, get_args
+
+from prometheus_client import Counter, Gauge, Histogram
 
 from multiworld import Transport
 from multiworld_serving.common.metrics import ProgramMetrics
+from multiworld_serving.common.observers import observer
 from multiworld_serving.common.wire import EdgeTransport
 
 FetchOutcome = Literal["fetched", "gone", "unreachable"]
 """gone: the producer does not have the tensor any more; unreachable: no edge could be opened, or it broke."""
 _OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 Direction = Literal["sent", "received"]
+_DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 _FETCH_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
+@observer
 class EdgeMetrics:
     """Defines the series of edges in the metrics of a program. Thread-safe.
 
@@ -24,59 +30,72 @@ class EdgeMetrics:
     """
 
     def __init__(self, program: ProgramMetrics) -> None:
-        self._bytes = program.counter(
-            "edge_bytes", "Bytes of tensors that went over edges, by direction.", ("direction", "transport")
+        registry = program.registry
+        sizes = Counter(
+            "multiworld_edge_bytes",
+            "Bytes of tensors that went over edges, by direction.",
+            ("direction", "transport"),
+            registry=registry,
         )
-        self._fetches = program.counter("edge_fetches", "Fetches of this process, by outcome.", ("outcome",))
-        self._fetch_s = program.histogram(
-            "edge_fetch_seconds",
+        fetches = Counter(
+            "multiworld_edge_fetches", "Fetches of this process, by outcome.", ("outcome",), registry=registry
+        )
+        fetch_s = Histogram(
+            "multiworld_edge_fetch_seconds",
             "Time of a successful fetch, with opening the edge if needed.",
-            _FETCH_S,
             ("transport",),
+            buckets=_FETCH_S,
+            registry=registry,
         )
-        self._no_memory = program.counter(
-            "edge_shared_memory_missing",
+        self._no_memory = Counter(
+            "multiworld_edge_shared_memory_missing",
             "Tensors that were copied through a socket because the system had no shared memory.",
-        ).labels()
-        self._open = program.gauge("edges_open", "Edges that are open now, by direction.", ("direction",))
-        self._retained = program.gauge("edge_retained_bytes", "Bytes of tensors kept for others to fetch.").labels()
-        self._budget = program.gauge("edge_budget_bytes", "Most bytes of tensors kept: --edge-memory.").labels()
-        self._exceeded = program.counter(
-            "edge_budget_exceeded", "Tensors that were relayed because the memory for edges was used up."
-        ).labels()
-        for direction in ("sent", "received"):
-            self._open.labels(direction)
-            for transport in Transport:
-                self._bytes.labels(direction, transport_label(transport))
-        for transport in Transport:
-            self._fetch_s.labels(transport_label(transport))
-        for outcome in _OUTCOMES:
-            self._fetches.labels(outcome)
+            registry=registry,
+        )
+        edges_open = Gauge(
+            "multiworld_edges_open", "Edges that are open now, by direction.", ("direction",), registry=registry
+        )
+        self._retained = Gauge(
+            "multiworld_edge_retained_bytes", "Bytes of tensors kept for others to fetch.", registry=registry
+        )
+        self._budget = Gauge(
+            "multiworld_edge_budget_bytes", "Most bytes of tensors kept: --edge-memory.", registry=registry
+        )
+        self._exceeded = Counter(
+            "multiworld_edge_budget_exceeded",
+            "Tensors that were relayed because the memory for edges was used up.",
+            registry=registry,
+        )
+        self._bytes = {
+            (direction, transport): sizes.labels(direction, transport_label(transport))
+            for direction in _DIRECTIONS
+            for transport in Transport
+        }
+        self._fetches = {outcome: fetches.labels(outcome) for outcome in _OUTCOMES}
+        self._fetch_s = {transport: fetch_s.labels(transport_label(transport)) for transport in Transport}
+        self._open = {direction: edges_open.labels(direction) for direction in _DIRECTIONS}
 
     def transferred(self, direction: Direction, transport: Transport, nbytes: int) -> None:
         """A tensor of this size was sent to a consumer, or received from a producer."""
-        self._bytes.labels(direction, transport_label(transport)).inc(nbytes)
+        self._bytes[direction, transport].inc(nbytes)
 
     def fetched(self, seconds: float, transport: Transport) -> None:
         """A fetch succeeded."""
-        self._fetches.labels("fetched").inc()
-        self._fetch_s.labels(transport_label(transport)).observe(seconds)
+        self._fetches["fetched"].inc()
+        self._fetch_s[transport].observe(seconds)
 
     def failed(self, outcome: FetchOutcome) -> None:
         """A fetch failed."""
-        self._fetches.labels(outcome).inc()
+        self._fetches[outcome].inc()
 
     def opened(self, direction: Direction, more: int) -> None:
         """Change the number of open edges: 1 or -1."""
-        self._open.labels(direction).inc(more)
+        self._open[direction].inc(more)
 
-    def retained(self, nbytes: int) -> None:
-        """Set the bytes that are kept."""
-        self._retained.set(nbytes)
-
-    def budget(self, nbytes: int) -> None:
-        """Set the budget."""
-        self._budget.set(nbytes)
+    def store(self, budget_bytes: int, used_bytes: Callable[[], int]) -> None:
+        """Set the budget for kept tensors. `used_bytes` is called in each scrape, on any thread."""
+        self._budget.set(budget_bytes)
+        self._retained.set_function(used_bytes)
 
     def shared_memory_missing(self) -> None:
         """The system had no shared memory for a tensor. Called on any thread."""

@@ -51,7 +51,7 @@ class TensorStore:
         self._entries: dict[int, _Entry] = {}
         self._owned: dict[object, set[int]] = {}
         self._next = 1
-        metrics.budget(budget_bytes)
+        metrics.store(budget_bytes, lambda: self.used_bytes)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -140,4 +140,3 @@ class TensorStore:
 
     def _count(self, nbytes: int) -> None:
         self.used_bytes += nbytes
-        self._metrics.retained(self.used_bytes)

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving
-from multiworld_serving.common.metrics import ProgramMetrics
+from multiworld_serving.common.metrics import CONTENT_TYPE, ProgramMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,6 @@ async def metrics_port(
     host: str,
     port: int | None,
     metrics: ProgramMetrics,
-    refresh: Callable[[], None],
     ready: Callable[[], bool] = lambda: False,
     *,
     required: bool = False,
@@ -35,7 +34,6 @@ async def metrics_port(
 
     Args:
         port: 0 takes any free one; None serves nothing.
-        refresh: called before each scrape to update gauges. Must not block.
         ready: returns whether the process serves now; called for each `GET /readyz`.
         required: whether to raise if the port cannot be bound.
     Raises:
@@ -54,7 +52,7 @@ async def metrics_port(
         return
     with sock:
         server = HttpServer(
-            _app(metrics, refresh, ready),
+            _app(metrics, ready),
             sock,
             max_connections=_MAX_CONNECTIONS,
             keep_alive_s=_KEEP_ALIVE_S,
@@ -67,15 +65,14 @@ async def metrics_port(
             yield found
 
 
-def _app(metrics: ProgramMetrics, refresh: Callable[[], None], ready: Callable[[], bool]) -> ASGIApp:
-    def page(scope: Scope) -> tuple[int, bytes, str]:
+def _app(metrics: ProgramMetrics, ready: Callable[[], bool]) -> ASGIApp:
+    async def page(scope: Scope) -> tuple[int, bytes, str]:
         """Status, body and content type."""
         if scope["method"] not in {"GET", "HEAD"}:
             return 405, b"send GET or HEAD\n", _TEXT
         match scope["path"]:
             case "/metrics":
-                refresh()
-                return 200, *metrics.exposition(dict(scope["headers"]).get(b"accept", b"").decode("latin-1"))
+                return 200, await metrics.scrape(), CONTENT_TYPE
             case "/healthz":
                 return 200, b"alive\n", _TEXT
             case "/readyz" if ready():
@@ -85,7 +82,7 @@ def _app(metrics: ProgramMetrics, refresh: Callable[[], None], ready: Callable[[
         return 404, b"there is nothing at this path; there are /metrics, /healthz and /readyz\n", _TEXT
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        status, body, content_type = page(scope)
+        status, body, content_type = await page(scope)
         headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})

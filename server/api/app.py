@@ -23,7 +23,7 @@ from multiworld_serving.server.api.oip.infer_route import InferRoute
 from multiworld_serving.server.api.oip.inference import OipInference
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.api.oip.routes import V2InferRoutes, V2Routes
-from multiworld_serving.server.api.operations import OperationsRoutes, OwnMetrics, Scrape, metrics_response
+from multiworld_serving.server.api.operations import OperationsRoutes, Scrape, metrics_response
 from multiworld_serving.server.api.predict import NoPredictRoute, PredictRoute
 from multiworld_serving.server.api.repository import RepositoryRoutes
 from multiworld_serving.server.auth.authorizer import (
@@ -43,10 +43,8 @@ from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.query import refuse_unknown_parameters
 from multiworld_serving.server.http.request_tracker import RequestIdMiddleware, RequestObserver, RequestTracker
 from multiworld_serving.server.observability.event_feed import EventFeed
-from multiworld_serving.server.observability.inference_statistics import Statistics
-from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.observability.request_metrics import InferenceProtocol
-from multiworld_serving.server.observability.request_recorder import LocalRequestRecorder
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
+from multiworld_serving.server.observability.request_record import InferenceProtocol
 from multiworld_serving.server.observability.request_traces import RequestTraces
 from multiworld_serving.server.predictor import Pipeline, Predictor, ServedModel
 
@@ -69,11 +67,10 @@ def create_api(
     pipeline: Pipeline,
     model: ServedModel,
     limits: RequestLimits,
-    metrics: Metrics,
+    metrics: FrontendMetrics,
     feed: EventFeed | None = None,
     authorizer: Authorizer | None = None,
     traces: RequestTraces | None = None,
-    statistics: Statistics | None = None,
     scrape: Scrape | None = None,
     access_log: bool = False,
     admin_port: int | None = None,
@@ -86,14 +83,13 @@ def create_api(
         authorizer: checks permissions; None = no authentication.
         traces: creates a span per traced request; None = no tracing.
         feed: the leader calls its `observe` for each state change; without one, events are up to a second late.
-        statistics: of this process's requests.
         scrape: the metrics to serve; None = `metrics` alone.
         access_log: log all requests; otherwise failed inference requests only.
         admin_port: number of the admin port, for requests that belong there.
         handler: decodes and encodes the bodies of /predict; None = /predict classifies images.
         protocols: those that are served, whose metrics exist from the start.
     """
-    feed, statistics = feed or EventFeed(metrics), statistics or Statistics()
+    feed = feed or EventFeed(metrics.requests)
     inference = _Inference.of(pipeline, model, limits, handler)
 
     @asynccontextmanager
@@ -113,13 +109,12 @@ def create_api(
     strict = [Depends(refuse_unknown_parameters)]
     app.include_router(inference.predict.router(), dependencies=strict)
     signature = inference.oip.signature
-    app.include_router(V2Routes(pipeline, signature, statistics).router(), dependencies=strict)
+    app.include_router(V2Routes(pipeline, signature, metrics.requests).router(), dependencies=strict)
     app.include_router(V2InferRoutes(pipeline, signature, InferRoute(inference.oip)).router(), dependencies=strict)
-    operations = OperationsRoutes(pipeline, model, scrape or OwnMetrics(metrics), feed, inference.predict.summary)
+    operations = OperationsRoutes(pipeline, model, scrape or metrics, feed, inference.predict.summary)
     app.include_router(operations.router())
-    metrics.declare_outcomes(model.name, model.version, protocols, {"ok": 200, **STATUS_OF_REASON})
-    recorder = LocalRequestRecorder(model.name, metrics, statistics)
-    observer = RequestObserver(recorder, traces, AccessLog(every_request=access_log))
+    metrics.requests.declare(model.name, model.version, protocols, {"ok": 200, **STATUS_OF_REASON})
+    observer = RequestObserver(metrics.requests, traces, AccessLog(every_request=access_log))
     other = None if admin_port is None else OtherPort("the admin port", admin_port, is_admin_path)
     _guard(app, pipeline, observer, authorizer, other)
     return Api(app, inference.oip, observer)
@@ -203,7 +198,7 @@ def create_admin_app(
     """
 
     async def scrape(request: Request) -> Response:
-        return await metrics_response(own if own is not None and "own" in request.query_params else metrics, request)
+        return await metrics_response(own if own is not None and "own" in request.query_params else metrics)
 
     verbs = [*admin.routes(), *(repository.routes() if repository else ())]
     app = Starlette(routes=[Route("/metrics", scrape), *verbs, *(page.admin_routes() if page else ())])

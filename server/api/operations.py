@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,11 +12,11 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.routing import Route
 
+from multiworld_serving.common.metrics import CONTENT_TYPE
 from multiworld_serving.server.api.event_stream import EventStream
 from multiworld_serving.server.api.status_files import file_routes, index_response
 from multiworld_serving.server.http.errors import ErrorBody, error_documentation, rejection_response
 from multiworld_serving.server.observability.event_feed import EventFeed
-from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_record import RequestRecord
 from multiworld_serving.server.predictor import Pipeline, ServedModel
 from multiworld_serving.server.readiness import readiness_error
@@ -27,21 +26,9 @@ from multiworld_serving.server.snapshots import PipelineSnapshot
 class Scrape(Protocol):
     """Source of the metrics to serve."""
 
-    async def exposition(self, accept: str = "") -> tuple[str, str]:
-        """Body and content type, negotiated from an `Accept` header."""
+    async def scrape(self) -> bytes:
+        """The metrics in Prometheus' text format."""
         ...
-
-
-class OwnMetrics:
-    """The metrics of this process alone."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    async def exposition(self, accept: str = "") -> tuple[str, str]:
-        """See `Scrape`. Runs on a thread: many series take milliseconds."""
-        text, content_type = await asyncio.to_thread(self._metrics.exposition, accept)
-        return text.decode(), content_type
 
 
 class Alive(BaseModel):
@@ -146,15 +133,14 @@ class OperationsRoutes:
         """The current state of the pipeline: stages and replicas."""
         return self.predictor.snapshot()
 
-    async def scrape(self, request: Request) -> Response:
-        """The metrics of all processes in the Prometheus text format, or in OpenMetrics if the Accept header prefers it."""
-        return await metrics_response(self.metrics, request)
+    async def scrape(self) -> Response:
+        """The metrics of all processes in Prometheus' text format."""
+        return await metrics_response(self.metrics)
 
 
-async def metrics_response(metrics: Scrape, request: Request) -> Response:
+async def metrics_response(metrics: Scrape) -> Response:
     """The response to a scrape."""
-    text, content_type = await metrics.exposition(request.headers.get("accept", ""))
-    return Response(text, headers={"Content-Type": content_type})
+    return Response(await metrics.scrape(), headers={"Content-Type": CONTENT_TYPE})
 
 
 _ADMIN_ENDPOINTS = {

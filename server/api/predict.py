@@ -25,8 +25,7 @@ from multiworld_serving.server.http.body import BodyReader, translate_body_timeo
 from multiworld_serving.server.http.disconnect import DEADLINE_GRACE_S, while_connected
 from multiworld_serving.server.http.errors import error_documentation
 from multiworld_serving.server.http.inference_route import TIMEOUT_HEADER, InferenceRoute
-from multiworld_serving.server.observability.inference_statistics import Inference
-from multiworld_serving.server.observability.request_record import RequestRecord
+from multiworld_serving.server.observability.request_record import Inference, RequestRecord
 from multiworld_serving.server.predictor import Predictor, ServedModel
 
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")

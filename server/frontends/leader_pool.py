@@ -51,7 +51,7 @@ from multiworld_serving.server.frontends.messages import (
 )
 from multiworld_serving.server.frontends.request_tensors import KeptInput, RequestTensors
 from multiworld_serving.server.frontends.version_agreement import VersionAgreement
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.request_traces import current_span_ids
 from multiworld_serving.server.predictor import ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot
@@ -95,7 +95,7 @@ class LeaderPool:
     def __init__(
         self,
         grace_s: float,
-        metrics: Metrics,
+        metrics: FrontendMetrics,
         on_change: Callable[[PipelineSnapshot], None],
         clock: Callable[[], float] = time.monotonic,
         edges: Edges | None = None,
@@ -262,7 +262,8 @@ class LeaderPool:
         self._find_ambiguous_names()
         self._agreement.observe()
         self._notify_changed()
-        self._metrics.leaders(sum(link.usable for link in self.links), len(self.links))
+        self._metrics.leaders.set(sum(link.usable for link in self.links))
+        self._metrics.leaders_configured.set(len(self.links))
         snapshot = self.snapshot()
         self._metrics.service_state(snapshot.state)
         if any(link.state is not None for link in self.links):
@@ -286,7 +287,7 @@ class LeaderPool:
 
     def scrape(self) -> bytes:
         """See `LinkEvents`."""
-        return self._metrics.part().encode()
+        return self._metrics.text()
 
     async def wait_idle(self) -> None:
         """Wait until no admitted request needs a leader that drains: there are none, or another leader is usable."""

@@ -27,7 +27,7 @@ from multiworld_serving.common.tracing import Tracing, close_on_exit, start_trac
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import Api, create_admin_app, create_api
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
-from multiworld_serving.server.api.operations import OperationsRoutes, OwnMetrics
+from multiworld_serving.server.api.operations import OperationsRoutes
 from multiworld_serving.server.api.repository import RepositoryRoutes
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.auth.credential_reloader import (
@@ -42,8 +42,7 @@ from multiworld_serving.server.frontends.messages import Load
 from multiworld_serving.server.frontends.scrape import ServiceMetrics
 from multiworld_serving.server.http.limits import RequestLimits, max_connections, request_limits
 from multiworld_serving.server.observability.event_feed import EventFeed
-from multiworld_serving.server.observability.inference_statistics import Statistics
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.request_traces import RequestTraces
 from multiworld_serving.server.settings import EXAMPLE, FrontendSettings
 from multiworld_serving.server.snapshots import PipelineSnapshot
@@ -135,8 +134,8 @@ class _Frontend:
         self._credentials = credentials
         self._http, self._admin, self._grpc = http, admin, grpc
         self._stop = asyncio.Event()
-        self._metrics = Metrics(build_labels(torch.__version__))
-        self._feed = EventFeed(self._metrics)
+        self._metrics = FrontendMetrics(build_labels(torch.__version__))
+        self._feed = EventFeed(self._metrics.requests)
         self._edges: Edges | None = None
         if settings.edges == "auto":
             self._edges = Edges(settings.name, local_host(settings.leaders), settings, EdgeMetrics(self._metrics))
@@ -187,7 +186,7 @@ class _Frontend:
 
     async def _serve_http(self) -> None:
         settings, pool, metrics = self._settings, self._pool, self._metrics
-        model, statistics = pool.model.result(), Statistics()
+        model = pool.model.result()
         authorizer = Authorizer(self._credentials.keys, settings.admin_tokens)
         requests = request_limits(settings)
         api = create_api(
@@ -198,7 +197,6 @@ class _Frontend:
             self._feed,
             authorizer,
             self._traces,
-            statistics,
             scrape=self._scrape,
             access_log=settings.access_log,
             admin_port=self._admin.getsockname()[1],
@@ -211,7 +209,7 @@ class _Frontend:
             AdminRoutes(pool.restart_workers),
             authorizer,
             repository,
-            own=OwnMetrics(metrics),
+            own=metrics,
             http_port=self._http.getsockname()[1],
             page=OperationsRoutes(pool, model, self._scrape, self._feed),
         )
@@ -270,7 +268,7 @@ class _Frontend:
     async def _report_load(self) -> None:
         while True:
             connections = 0 if self._http_server is None else self._http_server.connections
-            self._metrics.connections(connections)
+            self._metrics.connections.set(connections)
             edges = () if self._edges is None else tuple(self._edges.states())
             load = Load(connections, self._pool.open_requests.count, edges)
             for link in self._pool.links:

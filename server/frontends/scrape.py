@@ -7,17 +7,14 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from multiworld_serving.common.metrics import accepts_openmetrics
 from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.merge_metrics import merge_metrics
 from multiworld_serving.server.frontends.messages import Scrape
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 
 _TIMEOUT_S = 3.0
-_TEXT = "text/plain; version=0.0.4; charset=utf-8"
-_OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
 class ServiceMetrics:
@@ -28,23 +25,23 @@ class ServiceMetrics:
         supervisor_file: file with the metrics of the supervisor, if there is one.
     """
 
-    def __init__(self, name: str, metrics: Metrics, pool: LeaderPool, supervisor_file: Path | None = None) -> None:
+    def __init__(
+        self, name: str, metrics: FrontendMetrics, pool: LeaderPool, supervisor_file: Path | None = None
+    ) -> None:
         self._name = name
         self._metrics = metrics
         self._pool = pool
         self._supervisor_file = supervisor_file
 
-    async def exposition(self, accept: str = "") -> tuple[str, str]:
-        """Body and content type of a scrape, negotiated from the `Accept` header. A process that does not reply in time is left out."""
+    async def scrape(self) -> bytes:
+        """The metrics in Prometheus' text format. A process that does not reply in time is left out."""
         links = [link for link in self._pool.links if link.state is not None]
         found = await asyncio.gather(*(_scrape(link, others=link is links[0]) for link in links))
-        own = [(self._name, self._metrics.part())]
+        own = [(self._name, self._metrics.text().decode())]
         if self._supervisor_file is not None:
             with contextlib.suppress(OSError):
                 own.append(("supervisor", self._supervisor_file.read_text()))
-        openmetrics = accepts_openmetrics(accept)
-        merged = merge_metrics([*own, *(each for texts in found for each in texts)], openmetrics=openmetrics)
-        return merged, _OPENMETRICS if openmetrics else _TEXT
+        return merge_metrics([*own, *(each for texts in found for each in texts)]).encode()
 
 
 async def _scrape(link: LeaderLink, *, others: bool) -> list[tuple[str, str]]:

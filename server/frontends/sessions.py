@@ -34,7 +34,7 @@ from multiworld_serving.server.frontends.messages import (
 )
 from multiworld_serving.server.frontends.messages import Metrics as MetricsBody
 from multiworld_serving.server.leader import Leader
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.observability.request_traces import current_span, remote_span
 from multiworld_serving.server.pipeline.batch_tensors import InputRef, InputRow
 from multiworld_serving.server.predictor import Prediction, ServedModel
@@ -65,7 +65,7 @@ class FrontendSessions:
         name: str,
         model: ServedModel,
         leader: Leader,
-        metrics: Metrics,
+        metrics: LeaderMetrics,
         manager: WorldManager,
         address: tuple[str, int],
         advertised: str = "",
@@ -174,7 +174,7 @@ class FrontendSessions:
             former.link.fail("a frontend with the same name has joined")
         session = FrontendSession(self, request, world)
         self._sessions.add(session)
-        self.metrics.frontends(len(self._sessions))
+        self.metrics.frontends.set(len(self._sessions))
         logger.info(
             "frontend %s joined host=%s pid=%d release=%s",
             *(request.frontend, request.host, request.pid, request.release),
@@ -184,7 +184,7 @@ class FrontendSessions:
             logger.info("frontend %s left: %s", request.frontend, ending)
         finally:
             self._sessions.discard(session)
-            self.metrics.frontends(len(self._sessions))
+            self.metrics.frontends.set(len(self._sessions))
             with contextlib.suppress(WorldError):
                 await self._manager.close_world(world_name)
                 self._manager.remove_world(world_name)
@@ -353,7 +353,7 @@ class FrontendSession:
         """The input of a request, or where it is. Raises ValueError if it is invalid."""
         rows, row_bytes = self._sessions.model.input_rows, request.row_bytes
         if request.row is None:
-            self._sessions.metrics.relayed("frontend", len(payload))
+            self._sessions.metrics.relayed_from_frontends.inc(len(payload))
             return parse_row(payload, rows)
         if not self.who.edge:
             raise ValueError("a reference to an input of a frontend that announced no edge")
@@ -385,7 +385,7 @@ class FrontendSession:
         self.link.send(FrameKind.DONE, number, result)
 
     async def _scrape(self, number: int, asked: Scrape) -> None:
-        texts = [(self._sessions.name, self._sessions.metrics.part())]
+        texts = [(self._sessions.name, (await self._sessions.metrics.scrape()).decode())]
         if asked.others:
             texts += await self._sessions.scrape_others(self)
         sizes = tuple((name, len(text.encode())) for name, text in texts)

@@ -27,9 +27,9 @@ class AccessLog:
         self._second = 0
         self._errors = 0
 
-    def request_ended(self, scope: Scope, record: RequestRecord, *, inference: bool) -> None:
+    def request_ended(self, scope: Scope, record: RequestRecord) -> None:
         """Log this request if it is to be logged."""
-        if self._every_request or (inference and record.status >= 400 and self._may_log_error()):
+        if self._every_request or (record.protocol and record.status >= 400 and self._may_log_error()):
             level = logging.WARNING if record.status >= 500 else logging.INFO
             logger.log(level, "request", extra=_fields(scope, record))
 
@@ -50,7 +50,7 @@ def _fields(scope: Scope, record: RequestRecord) -> dict[str, object]:
         "target": scope["path"][:256],
         "status": record.status,
         "reason": record.reason,
-        "ms": round((time.monotonic() - record.started_s) * 1e3, 3),
+        "ms": round(record.duration_s * 1e3, 3),
         "version": record.version,
     }
     if record.inference is not None:

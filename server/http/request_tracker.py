@@ -10,13 +10,12 @@ from contextlib import contextmanager, nullcontext
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from multiworld_serving.common.metrics import guarded
+from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.server.http.access_log import AccessLog
 from multiworld_serving.server.http.errors import CLIENT_CLOSED_REQUEST, internal_error_response
-from multiworld_serving.server.observability.request_metrics import InferenceProtocol
-from multiworld_serving.server.observability.request_record import RequestRecord
-from multiworld_serving.server.observability.request_recorder import RequestOutcome, RequestRecorder
-from multiworld_serving.server.observability.request_traces import RequestTraces, current_span_ids
+from multiworld_serving.server.observability.request_outcomes import RequestOutcomes
+from multiworld_serving.server.observability.request_record import InferenceProtocol, RequestRecord
+from multiworld_serving.server.observability.request_traces import RequestTraces
 from multiworld_serving.server.predictor import Predictor
 
 logger = logging.getLogger(__name__)
@@ -40,10 +39,10 @@ class RequestIdMiddleware:
 class RequestObserver:
     """Observes requests over HTTP and gRPC: metrics, traces and the log. Costs some tens of microseconds."""
 
-    def __init__(self, recorder: RequestRecorder, traces: RequestTraces | None, log: AccessLog) -> None:
-        self._recorder = recorder
+    def __init__(self, outcomes: RequestOutcomes, traces: RequestTraces | None, log: AccessLog) -> None:
+        self._outcomes = outcomes
         self._traces = traces
-        self._log = guarded(log)
+        self._log = suppress_errors(log.request_ended)
 
     @contextmanager
     def observe(self, scope: Scope, record: RequestRecord, protocol: InferenceProtocol | None) -> Iterator[None]:
@@ -52,18 +51,19 @@ class RequestObserver:
         Args:
             protocol: None = not an inference request, which is logged only.
         """
-        record.status = CLIENT_CLOSED_REQUEST  # remains if this task is cancelled
+        record.protocol, record.status = protocol, CLIENT_CLOSED_REQUEST  # the status remains if this task is cancelled
         try:
             if protocol is None:
                 yield
                 return
             with self._traces.request(scope, record) if self._traces else nullcontext():
-                yield from self._measured(record, protocol)
+                yield from self._counted(record)
         finally:
-            self._log.request_ended(scope, record, inference=protocol is not None)
+            record.duration_s = record.duration_s or time.monotonic() - record.started_s
+            self._log(scope, record)
 
-    def _measured(self, record: RequestRecord, protocol: InferenceProtocol) -> Iterator[None]:
-        number = self._recorder.request_started(protocol)
+    def _counted(self, record: RequestRecord) -> Iterator[None]:
+        self._outcomes.started()
         try:
             yield
         except Exception:
@@ -72,13 +72,8 @@ class RequestObserver:
         finally:
             if record.status == CLIENT_CLOSED_REQUEST:
                 record.reason = "cancelled"
-            times = record.inference.times if record.inference else None
-            duration_s = time.monotonic() - record.started_s
-            trace_id, _ = current_span_ids() or (None, None)
-            self._recorder.request_ended(
-                number,
-                RequestOutcome(record.version, protocol, record.status, record.reason, duration_s, times, trace_id),
-            )
+            record.duration_s = time.monotonic() - record.started_s
+            self._outcomes.ended(record)
 
 
 class RequestTracker:

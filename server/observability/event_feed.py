@@ -9,14 +9,14 @@ import asyncio
 import json
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from multiworld_serving.server.errors import OverloadedError
-from multiworld_serving.server.observability.metrics import Metrics, Totals
+from multiworld_serving.server.observability.request_outcomes import RequestOutcomes
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot
 
 logger = logging.getLogger(__name__)
@@ -120,8 +120,8 @@ class Subscription:
 class EventFeed:
     """Derives events from snapshots and sends them to all subscribers."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, requests: RequestOutcomes) -> None:
+        self._requests = requests
         self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self._points: deque[Point] = deque(maxlen=_MAX_POINTS)
         self._subscriptions: set[Subscription] = set()
@@ -130,7 +130,7 @@ class EventFeed:
         self._leaders: dict[str, bool] = {}
         """Whether each leader was ready, by address."""
         self._leader: str | None = None
-        self._totals = metrics.totals()
+        self._statuses = requests.statuses()
         self._tick_s = time.monotonic()
         self._version: str | None = None
         self._next_id = 1
@@ -200,14 +200,14 @@ class EventFeed:
                 failed = True
 
     def _tick(self, snapshot: PipelineSnapshot) -> None:
-        totals, now_s = self._metrics.totals(), time.monotonic()
-        point = _point(self._totals, totals, now_s - self._tick_s, self._metrics.take_durations())
+        statuses, now_s = self._requests.statuses(), time.monotonic()
+        point = _point(statuses - self._statuses, now_s - self._tick_s, self._requests.take_durations())
         for stage in snapshot.stages:
             moved = stage.rerouted - self._rerouted.get(stage.index, 0)
             self._rerouted[stage.index] = stage.rerouted
             if moved > 0:  # a leader that was restarted counts from 0
                 self._emit("rerouted", stage.index, detail=f"{moved} {'batch' if moved == 1 else 'batches'}")
-        self._totals, self._tick_s = totals, now_s
+        self._statuses, self._tick_s = statuses, now_s
         self._points.append(point)
         self._broadcast("status", asdict(snapshot))
         self._broadcast("points", [asdict(point)])
@@ -272,7 +272,7 @@ def _message(kind: str, content: object, event_id: int | None = None) -> bytes:
     return f"event: {kind}\n{number}data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
 
 
-def _point(before: Totals, now: Totals, seconds: float, took_s: list[float]) -> Point:
+def _point(statuses: Counter[str], seconds: float, took_s: list[float]) -> Point:
     took_s.sort()
 
     def quantile_ms(share: float) -> float | None:
@@ -280,9 +280,9 @@ def _point(before: Totals, now: Totals, seconds: float, took_s: list[float]) -> 
 
     return Point(
         at_unix_s=time.time(),
-        answered=round((now.answered - before.answered) / seconds, 1),
-        refused=round((now.refused - before.refused) / seconds, 1),
-        failed=round((now.failed - before.failed) / seconds, 1),
+        answered=round(statuses["2"] / seconds, 1),
+        refused=round(statuses["4"] / seconds, 1),
+        failed=round(statuses["5"] / seconds, 1),
         p50_ms=quantile_ms(0.5),
         p99_ms=quantile_ms(0.99),
         slowest_ms=quantile_ms(1),

@@ -5,19 +5,39 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from starlette.types import Scope
 
-from multiworld_serving.server.observability.inference_statistics import Inference
+from multiworld_serving.server.predictor import Prediction
+
+InferenceProtocol = Literal["predict", "v2", "grpc"]
+"""The inference API of a request."""
 
 _GIVEN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _SCOPE_KEY = "multiworld.request"
 
 
+@dataclass(frozen=True)
+class Inference:
+    """What was measured for one request.
+
+    Attributes:
+        predictions: predictions, one per image, at least one.
+        input_s: seconds to parse and decode the images.
+        output_s: seconds to serialize the response.
+    """
+
+    predictions: Sequence[Prediction]
+    input_s: float
+    output_s: float
+
+
 @dataclass
 class RequestRecord:
-    """The record of one HTTP request, created by `RequestTracker` and completed by the routes."""
+    """The record of one request: the routes complete it, and log, metrics, statistics and traces read it."""
 
     request_id: str
     version: str
@@ -31,6 +51,10 @@ class RequestRecord:
     """Measurements of the inference; None = no prediction."""
     status: int = 0
     """Status of the response; 0 = not started."""
+    protocol: InferenceProtocol | None = None
+    """None = it is not an inference request."""
+    duration_s: float = 0.0
+    """From the first byte of the request to the last byte of the response; 0 = not ended."""
     key_name: str = ""
     """Name of the key with which the request was authorized; empty if it needed none."""
     id_is_generated: bool = False

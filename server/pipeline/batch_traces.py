@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from multiworld_serving.common.observers import observer
 from multiworld_serving.common.tracing import Tracing
 from multiworld_serving.common.wire import TraceContext
 from multiworld_serving.server.observability.request_traces import current_span
@@ -24,6 +25,7 @@ from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.actions import SendBatch
 
 
+@observer
 class BatchTraces:
     """Creates the spans of batches that contain traced requests. Other batches cost one dictionary lookup."""
 

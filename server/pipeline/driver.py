@@ -22,8 +22,8 @@ from multiworld_serving.server.errors import (
     StageError,
 )
 from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.pipeline.batch_counts import BatchCounts
+from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
+from multiworld_serving.server.pipeline.batch_counts import count_sent
 from multiworld_serving.server.pipeline.batch_tensors import (
     BatchTensors,
     InputRow,
@@ -73,7 +73,9 @@ _WHY_BROKEN = {
 class SchedulerDriver:
     """Owns the scheduler, the pending requests and the tensors."""
 
-    def __init__(self, settings: LeaderSettings, num_stages: int, metrics: Metrics, context: DriverContext) -> None:
+    def __init__(
+        self, settings: LeaderSettings, num_stages: int, metrics: LeaderMetrics, context: DriverContext
+    ) -> None:
         self._metrics = metrics
         self._context = context
         self._traces = context.traces
@@ -84,7 +86,6 @@ class SchedulerDriver:
         """By batch and link."""
         self._events: deque[tuple[Event, Tensor | KeptOutput | None]] = deque()
         self._handling = False
-        self._counts = BatchCounts(metrics)
         self._arrived: Tensor | KeptOutput | None = None
         """The output of the batch whose event is being handled."""
         self._wanted = False
@@ -157,13 +158,12 @@ class SchedulerDriver:
         compute_s = min(message.compute_ns / 1e9, took_s)
         waited_s = min(message.waited_us / 1e6, took_s - compute_s)
         transfer_s = took_s - compute_s - waited_s
-        self._metrics.batch_answered(
-            sent.stage,
-            link.slot.index,
-            compute_s=compute_s,
-            transfer_s=transfer_s,
-            payload_bytes=relayed_bytes(output),
-        )
+        of_link, nbytes = self._metrics.link(sent.stage, link.slot.index), relayed_bytes(output)
+        of_link.compute_s.observe(compute_s)
+        of_link.transfer_s.observe(transfer_s)
+        if nbytes:
+            of_link.received_bytes.inc(nbytes)
+            self._metrics.relayed_from_workers.inc(nbytes)
         if self._traces is not None:
             self._traces.answered(message.batch, link, compute_s, waited_s, transfer_s)
         times = self._tensors.times.get(message.batch)
@@ -181,7 +181,6 @@ class SchedulerDriver:
         if sent is None:  # the link has just ended
             return
         logger.warning("world=%s batch=%d the input is lost: %s", link.world_name, message.batch, lost.detail)
-        self._metrics.batch_failed(link.stage, link.slot.index)
         if self._traces is not None:
             self._traces.failed(message.batch, link, "the input is lost")
         for holder in lost.unreachable:
@@ -196,7 +195,7 @@ class SchedulerDriver:
                 pending.future.set_exception(InputUnreachableError("a worker cannot fetch the input from its frontend"))
                 self._close(request)
                 self.submit_event(RequestCancelled(request))
-        self._metrics.input_lost()
+        self._metrics.inputs_lost.inc()
         self.submit_event(InputLost(batch, replica))
 
     def frontend_cannot_reach(self, frontend: str, holder: str) -> None:
@@ -211,7 +210,6 @@ class SchedulerDriver:
         )
         sent = self._in_flight.pop((message.batch, link.id), None)
         if sent is not None:
-            self._metrics.batch_failed(link.stage, link.slot.index)
             if self._traces is not None:
                 self._traces.failed(message.batch, link, error)
             self.submit_event(BatchFailed(message.batch, sent.replica, error))
@@ -243,8 +241,6 @@ class SchedulerDriver:
             self._handling = False
             self._arrived = None
             self._wake_at(self.scheduler.next_wakeup_s())
-        self._metrics.queue_depth(self.scheduler.queue_depth)
-        self._counts.hedges(self.scheduler.counters.hedges)
         self._context.after_event()
 
     def _decide(self, event: Event) -> list[Action]:
@@ -334,8 +330,9 @@ class SchedulerDriver:
             plan = self._context.find_plan(action.version)
             traced = self._traces.sent(action, link, plan.version.name) if self._traces is not None else None
             self.edges.send(action, link, stored, plan.number, self._fetchers(action.requests), traced or ())
-            self._metrics.batch_sent(action.stage, link.slot.index, relayed_bytes(stored))
-        self._counts.sent(action)
+            if nbytes := relayed_bytes(stored):
+                self._metrics.link(action.stage, link.slot.index).sent_bytes.inc(nbytes)
+        count_sent(self._metrics, action)
 
     def _fetchers(self, requests: tuple[int, ...]) -> list[str | None]:
         return [pending.fetcher for request in requests if (pending := self._pending.get(request)) is not None]
@@ -348,7 +345,7 @@ class SchedulerDriver:
         for request, row in action.rows:
             pending = self._pending.get(request)
             if pending is None or pending.future.done():
-                self._metrics.duplicate_answer()
+                self._metrics.duplicates.inc()
                 self._close(request)
                 continue
             pending.future.set_result(

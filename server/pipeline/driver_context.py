@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from multiworld_serving.server.errors import DeadlineError
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.predictor import Prediction
 from multiworld_serving.server.replicas.worker_link import WorkerLink
@@ -28,10 +28,10 @@ class PendingRequest:
     fetcher: str | None
     """The frontend that fetches the output itself; None: the leader needs it."""
 
-    def lose(self, metrics: Metrics) -> None:
+    def lose(self, metrics: LeaderMetrics) -> None:
         """The deadline has passed some time ago: report the request as lost if it has no outcome."""
         if not self.future.done():
-            metrics.request_lost()
+            metrics.lost.inc()
             logger.error("request_id=%s lost: neither answer nor error by its deadline", self.request_id)
             self.future.set_exception(
                 DeadlineError("no answer by the deadline; this is a bug of the server, please report it")
@@ -50,7 +50,7 @@ class SentBatch:
 
 @dataclass(frozen=True)
 class DriverContext:
-    """What the driver needs from the leader. `after_event`, `traces` and the metrics must not raise: see `metrics.guarded`.
+    """What the driver needs from the leader. `after_event` and `traces` must not raise: see `common.observers`.
 
     Attributes:
         model: the name of the model.

@@ -11,7 +11,7 @@ from typing import Protocol
 from multiworld import AskError, Cause, WorldManager
 from multiworld_serving.common.wire import JoinOffer, JoinRequest, WireError
 from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.replicas.breaker import Breaker
 from multiworld_serving.server.replicas.placement import Placement, Slot
 from multiworld_serving.server.replicas.worker_link import BatchListener, WorkerLink
@@ -61,7 +61,7 @@ class WorkerRegistry:
         self,
         plan: VersionPlan,
         settings: LeaderSettings,
-        metrics: Metrics,
+        metrics: LeaderMetrics,
         manager: WorldManager,
         events: WorkerEvents,
         on_change: Callable[[], None],
@@ -252,10 +252,9 @@ class WorkerRegistry:
 
     def _start_serving(self, link: WorkerLink) -> None:
         slot = self._slot_of(link)
-        self._metrics.world_ready(slot.id.name, link.stage, slot.index)
-        self._metrics.world_worker(slot.id.name, link.worker, link.request.host)
+        self._metrics.link(link.stage, slot.index)
         if slot.broken_at_s is not None and slot.last_failure is not None:
-            self._metrics.world_recovered(cause=slot.last_failure.cause, seconds=time.monotonic() - slot.broken_at_s)
+            self._metrics.recovery_s.labels(slot.last_failure.cause).observe(time.monotonic() - slot.broken_at_s)
             slot.broken_at_s = None
         self._serving.add(link.id)
         self._events.on_serving(link)
@@ -272,8 +271,9 @@ class WorkerRegistry:
             if not link.leader_unresponsive:
                 self._count_failure(link)
             self._schedule_slot_removal(slot, link)
-        if slot.stage is not None:
-            self._record_end(slot, link, left=left)
+        if slot.stage is not None and not left:
+            self._metrics.world_broken(link.stage, slot.index, link.cause, link.silent_s)
+            slot.broken_at_s = slot.broken_at_s or time.monotonic()
         if link.id in self._serving:
             self._serving.discard(link.id)
             self._events.on_ended(link)
@@ -292,15 +292,6 @@ class WorkerRegistry:
         if slot in self._expected:
             self._expected[slot].cancel()
         self._expected[slot] = asyncio.get_running_loop().call_later(_SLOT_RETENTION_S, remove)
-
-    def _record_end(self, slot: Slot, link: WorkerLink, *, left: bool) -> None:
-        if left:
-            self._metrics.world_closed(slot.id.name, link.stage, slot.index)
-            return
-        self._metrics.world_broken(
-            slot.id.name, link.stage, slot.index, cause=link.cause or "", detected_after_s=link.silent_s
-        )
-        slot.broken_at_s = slot.broken_at_s or time.monotonic()
 
     def _count_failure(self, link: WorkerLink) -> None:
         now_s = time.monotonic()

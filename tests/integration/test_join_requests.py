@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from multiworld import AskError, ask
 from multiworld_serving.common.wire import RELEASE, WORKER_PROTOCOL
 from multiworld_serving.server.leader import Leader
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.server.versions.version_table import VersionPlan
 from tests.cut_bundles import version_of
@@ -71,7 +71,7 @@ def plan() -> VersionPlan:
 @pytest.fixture
 async def leader(plan: VersionPlan) -> AsyncIterator[Leader]:
     settings = ServeSettings(token=SecretStr(SECRET), join_port=0, stages=1)
-    async with Leader("resnet18", plan, settings, Metrics()) as made:
+    async with Leader("resnet18", plan, settings, LeaderMetrics()) as made:
         yield made
 
 

@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 
 from multiworld_serving.common.config import Settings, load
 from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.leader_connection import DRAIN_S
 from multiworld_serving.workers.settings import WorkerSettings
@@ -271,9 +271,9 @@ def test_adapter_exports_the_metric_of_the_autoscaler() -> None:
         "metric"
     ]["name"]
     assert rule["name"]["as"] == wanted
-    metrics = Metrics()
-    metrics.replicas_wanted((1.0,))
-    assert f"{rule['seriesQuery'].partition('{')[0]}{{" in metrics.exposition()[0].decode()
+    metrics = LeaderMetrics()
+    metrics.replicas_wanted.labels(0).set(1.0)
+    assert f"{rule['seriesQuery'].partition('{')[0]}{{" in metrics.text().decode()
     assert f", {settings()[0].replicas}))" in rule["metricsQuery"], "no stage below its redundancy"
 
 

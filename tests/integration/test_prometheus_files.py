@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from tests.programs import program
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -52,10 +52,9 @@ def test_rules_pass_their_unit_tests(file: Path) -> None:
 
 
 def test_metric_names_follow_the_prometheus_conventions() -> None:
-    metrics = Metrics({"version": "1"})
-    metrics.world_ready("s0.r0", 0, 0)
-    metrics.batch_answered(0, 0, compute_s=0.1, transfer_s=0.1, payload_bytes=1)
-    check(program("promtool"), "check", "metrics", stdin=metrics.exposition()[0])
+    metrics = LeaderMetrics({"version": "1"})
+    metrics.link(0, 0).compute_s.observe(0.1)
+    check(program("promtool"), "check", "metrics", stdin=metrics.text())
 
 
 @pytest.mark.parametrize("alert", ALERTS)

@@ -45,9 +45,9 @@ def scrape(metrics_url: str) -> dict[str, float]:
 def test_worker_exports_its_batches_worlds_and_process(served: tuple[LocalService, str]) -> None:
     found = scrape(served[1])
     # The leader's join self-test is a batch as well.
-    answered = found['multiworld_worker_batches_total{stage="0",outcome="answered"}']
+    answered = found['multiworld_worker_batches_total{outcome="answered",stage="0"}']
     assert answered >= REQUESTS + 1
-    assert found['multiworld_worker_batches_total{stage="0",outcome="failed"}'] == 0
+    assert found['multiworld_worker_batches_total{outcome="failed",stage="0"}'] == 0
     assert found['multiworld_worker_compute_seconds_count{stage="0"}'] == answered
     assert found['multiworld_worker_compute_seconds_sum{stage="0"}'] > 0
     assert found["multiworld_worker_leaders_connected"] == found["multiworld_worker_worlds_joined_total"] == 1
@@ -55,23 +55,23 @@ def test_worker_exports_its_batches_worlds_and_process(served: tuple[LocalServic
     assert found["process_cpu_seconds_total"] > 0
     assert found["process_resident_memory_bytes"] > 50 * 2**20, "torch alone uses more"
     assert found["process_open_fds"] > 5
-    assert any(series.startswith("multiworld_build_info{version=") for series in found)
+    assert any(series.startswith("multiworld_build_info{") for series in found)
     assert not any(series.startswith("multiworld_gpu_") for series in found), "it computes on the CPU"
 
 
 async def test_worker_without_a_leader_is_alive_and_not_ready() -> None:
-    probed = metrics_port("127.0.0.1", 0, WorkerMetrics(), lambda: None, lambda: False)
+    probed = metrics_port("127.0.0.1", 0, WorkerMetrics(), lambda: False)
     async with probed as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         assert [(await client.get(path)).status_code for path in ("/healthz", "/readyz")] == [200, 503]
 
 
 def test_worker_and_leader_count_the_same_batches(served: tuple[LocalService, str]) -> None:
     service, metrics_url = served
-    before = scrape(metrics_url)['multiworld_worker_batches_total{stage="0",outcome="answered"}']
+    before = scrape(metrics_url)['multiworld_worker_batches_total{outcome="answered",stage="0"}']
     of_leader = service.metric("multiworld_stage_duration_seconds_count", phase="compute")
     for _ in range(REQUESTS):
         predict(service)
-    after = scrape(metrics_url)['multiworld_worker_batches_total{stage="0",outcome="answered"}']
+    after = scrape(metrics_url)['multiworld_worker_batches_total{outcome="answered",stage="0"}']
     assert after - before == REQUESTS
     assert service.metric("multiworld_stage_duration_seconds_count", phase="compute") - of_leader == REQUESTS
 

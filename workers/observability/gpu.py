@@ -6,42 +6,53 @@ import importlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 5.0
-STALE_S = 15.0
+_INTERVAL_S = 5.0
+_STALE_S = 15.0
 """Readings older than this are dropped: the driver does not respond."""
 
-Readings = Mapping[str, float]
-"""Values by metric name; see `multiworld_serving.workers.observability.metrics.GPU_READINGS`."""
 
-
-class GpuSampler:
-    """Reads a GPU periodically while its block runs.
+class GpuCollector(Collector):
+    """Reads one GPU periodically while its block runs, and exports the last readings. A failure ends the reading and is logged.
 
     Args:
-        read: returns the readings. An exception ends the sampling and is logged once.
+        nvml: the module `pynvml`.
+        device: the CUDA device; found in NVML by PCI bus id, because CUDA_VISIBLE_DEVICES renumbers CUDA devices only.
     """
 
     def __init__(
-        self, read: Callable[[], Readings], *, interval_s: float = INTERVAL_S, stale_s: float = STALE_S
+        self, nvml: Any, device: torch.device, *, interval_s: float = _INTERVAL_S, stale_s: float = _STALE_S
     ) -> None:
-        self._read = read
-        self._every_s = interval_s
+        self._nvml = nvml
+        self._device = device
+        self._interval_s = interval_s
         self._stale_s = stale_s
-        self._readings: tuple[float, Readings] = (0.0, {})
+        self._last: tuple[float, list[Metric]] = (0.0, [])
         self._closed = threading.Event()
-        # A daemon, so that the process's exit does not wait for the driver.
-        self._thread = threading.Thread(target=self._watch, name="gpu-watch", daemon=True)
+
+    @classmethod
+    def of(cls, device: torch.device) -> GpuCollector | None:
+        """For this device; None if it is not a GPU, or if nvidia-ml-py (extra `gpu`) is not installed."""
+        if device.type != "cuda":
+            return None
+        try:
+            return cls(importlib.import_module("pynvml"), device)
+        except ImportError:
+            logger.info("no GPU metrics: install nvidia-ml-py, for example with multiworld-serving[gpu]")
+            return None
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        # A daemon, so that the process's exit does not wait for the driver.
+        threading.Thread(target=self._watch, name="gpu-watch", daemon=True).start()
         return self
 
     def __exit__(
@@ -49,66 +60,52 @@ class GpuSampler:
     ) -> None:
         self._closed.set()
 
-    def latest(self) -> Readings:
-        """The last readings, without blocking; empty if there are none or they are stale."""
-        read_s, readings = self._readings
-        return readings if time.monotonic() - read_s < self._stale_s else {}
+    def collect(self) -> Iterator[Metric]:
+        """See `Collector`. Nothing if there are no readings or they are stale."""
+        read_s, metrics = self._last
+        if time.monotonic() - read_s < self._stale_s:
+            yield from metrics
 
     def _watch(self) -> None:
         try:
+            self._nvml.nvmlInit()
+            handle = self._nvml.nvmlDeviceGetHandleByPciBusId(pci_bus_id(self._device))
             while not self._closed.is_set():
-                readings = self._read()
-                self._readings = (time.monotonic(), readings)
-                self._closed.wait(self._every_s)
+                self._last = (time.monotonic(), list(self._read(handle)))
+                self._closed.wait(self._interval_s)
         except Exception as error:  # noqa: BLE001 - metrics must not end a worker
             logger.warning("cannot read GPU metrics: %s", error)
 
-
-def nvml_reader(device: torch.device) -> Callable[[], Readings] | None:
-    """A function that reads this device; None if it is not a GPU, or if nvidia-ml-py (extra `gpu`) is not installed."""
-    if device.type != "cuda":
-        return None
-    try:
-        library = importlib.import_module("pynvml")
-    except ImportError:
-        logger.info("no GPU metrics: install nvidia-ml-py, for example with multiworld-serving[gpu]")
-        return None
-    return NvmlReader(library, device).read
-
-
-class NvmlReader:
-    """Reads one GPU through NVML.
-
-    Args:
-        library: the module `pynvml`.
-        device: the CUDA device; found in NVML by PCI bus id, because CUDA_VISIBLE_DEVICES renumbers CUDA devices only.
-    """
-
-    def __init__(self, library: Any, device: torch.device) -> None:
-        self._library = library
-        self._device = device
-        self._handle: Any = None
-
-    def read(self) -> Readings:
-        """All readings that this GPU supports. Raises pynvml.NVMLError if the GPU is not found."""
-        nvml = self._library
-        if self._handle is None:
-            nvml.nvmlInit()
-            self._handle = nvml.nvmlDeviceGetHandleByPciBusId(pci_bus_id(self._device))
-        sources: dict[str, Callable[[Any], float]] = {
-            "gpu_utilization_ratio": lambda handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
-            "gpu_memory_used_bytes": lambda handle: nvml.nvmlDeviceGetMemoryInfo(handle).used,
-            "gpu_memory_total_bytes": lambda handle: nvml.nvmlDeviceGetMemoryInfo(handle).total,
-            "gpu_temperature_celsius": lambda handle: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-            "gpu_power_watts": lambda handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,  # milliwatts
-        }
-        readings = {}
-        for name, source in sources.items():
+    def _read(self, handle: Any) -> Iterator[Metric]:
+        nvml = self._nvml
+        readings: tuple[tuple[str, str, Callable[[], float]], ...] = (
+            (
+                "utilization_ratio",
+                "Share of the last sample period in which the GPU was busy, for any process.",
+                lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            ),
+            (
+                "memory_used_bytes",
+                "Memory of the GPU in use, by any process.",
+                lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
+            ),
+            ("memory_total_bytes", "Memory of the GPU.", lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total),
+            (
+                "temperature_celsius",
+                "Temperature of the GPU.",
+                lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            ),
+            ("power_watts", "Power draw of the GPU.", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+        )
+        for name, says, read in readings:
             try:
-                readings[name] = float(source(self._handle))
-            except nvml.NVMLError as error:
-                logger.debug("%s is not available: %s", name, error)  # not every GPU or MIG slice supports everything
-        return readings
+                value = read()
+            except nvml.NVMLError as error:  # not every GPU or MIG slice supports everything
+                logger.debug("%s is not available: %s", name, error)
+                continue
+            metric = GaugeMetricFamily(f"multiworld_gpu_{name}", says, labels=("device",))
+            metric.add_metric((str(self._device),), value)
+            yield metric
 
 
 def pci_bus_id(device: torch.device) -> str:

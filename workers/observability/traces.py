@@ -6,10 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from multiworld_serving.common.observers import observer
 from multiworld_serving.common.tracing import Tracing
 from multiworld_serving.common.wire import TraceContext
 
 
+@observer
 class ComputeTraces:
     """Creates the spans.
 

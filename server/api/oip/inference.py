@@ -21,8 +21,7 @@ from multiworld_serving.server.api.samples import predict_samples
 from multiworld_serving.server.errors import UnknownModelError
 from multiworld_serving.server.http.body import BodyReader
 from multiworld_serving.server.http.disconnect import DEADLINE_GRACE_S, while_connected
-from multiworld_serving.server.observability.inference_statistics import Inference
-from multiworld_serving.server.observability.request_record import RequestRecord
+from multiworld_serving.server.observability.request_record import Inference, RequestRecord
 from multiworld_serving.server.predictor import Prediction, Predictor
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from multiworld_serving.server.api.predict import Seconds, timeout_parameter
 from multiworld_serving.server.api.response_headers import HEADER_DOCUMENTATION
 from multiworld_serving.server.http.errors import error_documentation
 from multiworld_serving.server.http.inference_route import InferenceRoute
-from multiworld_serving.server.observability.inference_statistics import Statistics
+from multiworld_serving.server.observability.request_outcomes import RequestOutcomes
 from multiworld_serving.server.predictor import Pipeline, Predictor
 from multiworld_serving.server.readiness import readiness_error
 
@@ -57,7 +57,7 @@ class V2Routes(_ModelRoutes):
     """The routes under /v2 that are not inference."""
 
     predictor: Pipeline
-    statistics: Statistics
+    requests: RequestOutcomes
 
     def router(self) -> APIRouter:
         """The routes, documented for OpenAPI."""
@@ -142,7 +142,7 @@ class V2Routes(_ModelRoutes):
         return {"name": self.signature.model.name, "ready": True}
 
     def _statistics(self) -> dict[str, Any]:
-        return {"model_stats": [self.statistics.as_json(self.signature.model.name, str(self.predictor.version.number))]}
+        return {"model_stats": [self.requests.statistics(str(self.predictor.version.number))]}
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from multiworld_serving.server.auth.authorizer import Authorizer, http_port_perm
 from multiworld_serving.server.errors import BodyTimeoutError, BodyTooLargeError, RequestRejected
 from multiworld_serving.server.http.errors import INTERNAL_ERROR, STATUS_OF_REASON, retry_after_s
 from multiworld_serving.server.http.request_tracker import RequestObserver
-from multiworld_serving.server.observability.request_metrics import InferenceProtocol
-from multiworld_serving.server.observability.request_record import RequestRecord
+from multiworld_serving.server.observability.request_record import InferenceProtocol, RequestRecord
 from multiworld_serving.server.predictor import Predictor
 
 logger = logging.getLogger(__name__)

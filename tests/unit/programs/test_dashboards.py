@@ -12,27 +12,28 @@ import pytest
 from multiworld_serving.common.edges import EdgeMetrics
 from multiworld_serving.deploy.processes.service import restart_metrics
 from multiworld_serving.server.frontends.merge_metrics import merge_metrics
-from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from tests import dashboard_queries as written
 from tests.dashboard_queries import Query, dashboard_queries, panels, recorded_names, rules_text, selectors
-from tests.unit.server.test_metrics_registry import tell_everything
-from tests.unit.workers.test_worker_metrics import tell_everything as tell_everything_of_a_worker
+from tests.unit.server.test_leader_metrics import busy_frontend, busy_leader
+from tests.unit.workers.test_worker_metrics import busy_worker
 
 FROM_PROMETHEUS = {"job", "instance"}
 
 
 def told() -> dict[str, set[str]]:
     """The labels of every series that a leader or a worker exports, by name."""
-    metrics, of_worker = Metrics({"version": "1"}), WorkerMetrics({"version": "1"})
-    tell_everything(metrics)
-    tell_everything_of_a_worker(of_worker)
-    for program in (metrics, of_worker):
+    frontend, leader, worker = busy_frontend(), busy_leader(), busy_worker()
+    for program in (frontend, worker):
         EdgeMetrics(program)
     restarts = restart_metrics({"leader": {0: 0}, "frontend": {0: 0}, "worker": {0: 0}})
-    of_service = merge_metrics([("leader-0", metrics.exposition()[0].decode()), ("supervisor", restarts)])
+    texts = [
+        ("frontend-0", frontend.text().decode()),
+        ("leader-0", leader.text().decode()),
+        ("supervisor", restarts),
+    ]
+    of_service = merge_metrics(texts)
     found: dict[str, set[str]] = {"up": set(FROM_PROMETHEUS)}
-    for line in (of_service + of_worker.exposition()[0].decode()).splitlines():
+    for line in (of_service + worker.text().decode()).splitlines():
         if match := re.fullmatch(r"(\w+)(?:\{(.*)\})? \S+", line):
             found.setdefault(match[1], set(FROM_PROMETHEUS)).update(re.findall(r'(\w+)="', match[2] or ""))
     return found

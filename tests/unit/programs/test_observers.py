@@ -7,19 +7,16 @@ from typing import Any
 
 import pytest
 
-from multiworld_serving.common.metrics import guarded
+from multiworld_serving.common.observers import observer, suppress_errors
 from multiworld_serving.server import main as server_main
-from multiworld_serving.server.observability.inference_statistics import Statistics
-from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.observability.request_recorder import LocalRequestRecorder, RequestOutcome
 
 
+@observer
 class Observer:
     def __init__(self) -> None:
         self.calls = 0
-        self.name = "me"
 
-    def saw(self, what: str, *, fails: bool = False) -> str:
+    def saw(self, what: str, *, fails: bool = False) -> str | None:
         self.calls += 1
         if fails:
             raise BrokenPipeError(what)
@@ -29,13 +26,8 @@ class Observer:
         raise ValueError("nothing")
 
 
-def test_guarded_observer_behaves_like_the_original() -> None:
-    observer = guarded(Observer())
-    assert (observer.name, observer.saw("it")) == ("me", "it")
-
-
 def test_failing_observer_is_logged_once_and_called_again(caplog: pytest.LogCaptureFixture) -> None:
-    observer = guarded(Observer())
+    observer = Observer()
     with caplog.at_level(logging.DEBUG):
         for _ in range(3):
             assert observer.saw("it", fails=True) is None
@@ -49,12 +41,12 @@ def test_failing_observer_is_logged_once_and_called_again(caplog: pytest.LogCapt
     assert "BrokenPipeError: it" in caplog.text
 
 
-def test_guarded_observer_does_not_swallow_cancellation() -> None:
+def test_errors_are_suppressed_but_not_the_end_of_the_program() -> None:
     def stop() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        guarded(stop)()
+        suppress_errors(stop)()
 
 
 def snapshot(state: str) -> Any:
@@ -83,23 +75,3 @@ def test_frontends_are_told_when_the_reporter_fails(monkeypatch: pytest.MonkeyPa
     listeners.tell(snapshot("loading"))
     listeners.tell(snapshot("ready"))
     assert told == ["loading", "ready"]
-
-
-@pytest.mark.parametrize("broken", ["metrics", "statistics"])
-def test_request_is_recorded_without_an_exception_when_an_observer_fails(broken: str) -> None:
-    class Failing:
-        def __getattr__(self, name: str) -> Any:
-            def fail(*_: object, **__: object) -> None:
-                raise ValueError(name)
-
-            return fail
-
-    observers: dict[str, Any] = {"metrics": Metrics(), "statistics": Statistics(), broken: Failing()}
-    recorder = LocalRequestRecorder("resnet18", **observers)
-    assert recorder.request_started("predict") in (0, None)
-    recorder.request_ended(0, RequestOutcome("v", "predict", 200, "ok", 0.1, None))
-    if broken == "statistics":
-        labels = {"model": "resnet18", "version": "v", "protocol": "predict", "code": "200", "reason": "ok"}
-        assert observers["metrics"].registry.get_sample_value("multiworld_requests_total", labels) == 1
-    else:
-        assert observers["statistics"].as_json("resnet18", "v")["inference_stats"]["fail"]["count"] == 1

@@ -27,7 +27,7 @@ from multiworld_serving.common.wire import (
     parse_edge_states,
 )
 from multiworld_serving.server.errors import InputUnreachableError
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.batch_tensors import InputRef, InputRow
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
@@ -90,7 +90,7 @@ class Bench:
             for index in range(replicas)
         ]
         by_id = {line.id: line for line in self.lines}
-        self.metrics = Metrics()
+        self.metrics = LeaderMetrics()
         context = DriverContext("m", lambda _: plan_without_stages(), by_id.get, lambda _: None, lambda: None)  # type: ignore[arg-type]
         with fixed_batching():
             self.driver = SchedulerDriver(settings, 2, self.metrics, context)

@@ -10,10 +10,10 @@ import torch
 from pydantic import SecretStr
 from torch import Tensor
 
-from multiworld_serving.common.metrics import guarded
+from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.wire import JoinRequest, Message, MessageKind
 from multiworld_serving.server.errors import StageError
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
 from multiworld_serving.server.predictor import Prediction
@@ -52,7 +52,7 @@ class Bench:
 
     stages: int = 1
     replicas: int = 2
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: LeaderMetrics = field(default_factory=LeaderMetrics)
     after_event: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -222,33 +222,21 @@ async def test_false_compute_times_count_at_most_the_elapsed_time(monkeypatch: p
     bench.driver.close()
 
 
-class BrokenMetrics:
-    """Every call raises."""
-
-    def __getattr__(self, name: str) -> object:
-        def fail(*_: object, **__: object) -> None:
-            raise BrokenPipeError(f"{name} is broken")
-
-        return fail
-
-
 def broken() -> None:
     raise BrokenPipeError("nobody reads")
 
 
-async def test_requests_are_answered_when_every_observer_fails(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench(metrics=guarded(BrokenMetrics()), after_event=guarded(broken))  # type: ignore[arg-type]
+async def test_requests_are_answered_when_an_observer_fails(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(after_event=suppress_errors(broken))
     assert_right(await bench.work(bench.ask(3)))
     assert_right(await bench.work(bench.ask(3)))
     told = [record.getMessage().partition(" failed;")[0] for record in caplog.records if record.exc_info]
-    assert sorted(told) == sorted(set(told)), "each is logged once"
-    assert {"broken", "BrokenMetrics.batch_answered", "BrokenMetrics.queue_depth"} <= set(told)
+    assert told == ["broken"], "it is logged once"
     bench.driver.close()
 
 
 async def test_retries_and_reroutes_are_counted_apart() -> None:
     bench = Bench()
-    value = bench.metrics.registry.get_sample_value
     first, second = bench.lines.values()
     asked = bench.ask(1)
     async with asyncio.timeout(WAIT_S):
@@ -258,11 +246,11 @@ async def test_retries_and_reroutes_are_counted_apart() -> None:
         error = Message.from_text(MessageKind.FAILED, "of this test", batch=batch)
         bench.driver.on_failed(waits[done], error)  # type: ignore[arg-type]
         await waiting
-        assert value("multiworld_retries_total", {"stage": "0"}) == 1
+        assert bench.metrics.retries[0] == 1
         bench.driver.submit_event(ReplicaLost(f"{waits[waiting].id}@v", "exit"))
         assert (await waits[done].sent.get())[0] == batch
-    assert value("multiworld_retries_total", {"stage": "0"}) == 1
-    assert value("multiworld_reroutes_total", {"stage": "0"}) == 1
+    assert bench.metrics.retries[0] == 1
+    assert bench.metrics.reroutes[0] == 1
     for task in asked:
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)

@@ -8,7 +8,7 @@ import torch
 from pydantic import SecretStr
 
 from multiworld_serving.server.errors import RequestRejected
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
 from multiworld_serving.server.scheduling.actions import Action, Reject
@@ -28,7 +28,7 @@ class ForgetfulDriver(SchedulerDriver):
 async def test_request_without_an_outcome_is_counted_as_lost(
     driver_class: type[SchedulerDriver], lost: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    metrics = Metrics()
+    metrics = LeaderMetrics()
     settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0)
     alone = DriverContext("resnet18", lambda _: plan_without_stages(), lambda _: None, lambda _: None, lambda: None)
     driver = driver_class(settings, 1, metrics, alone)

@@ -11,7 +11,7 @@ from pydantic import SecretStr
 
 from multiworld import Cause
 from multiworld_serving.common.wire import JoinRequest
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.replicas.placement import Placement
 from multiworld_serving.server.replicas.registry import WorkerRegistry
@@ -230,7 +230,7 @@ async def test_extra_replica_that_crashed_is_removed_when_no_worker_takes_its_sl
     told = asyncio.Event()
     plan = cast(VersionPlan, SimpleNamespace(stages=(None,)))
     around = cast(Any, None)
-    registry = WorkerRegistry(plan, settings, Metrics(), around, around, told.set)
+    registry = WorkerRegistry(plan, settings, LeaderMetrics(), around, around, told.set)
     slots = registry.placement
     for worker in ("kept", "further"):
         join(slots, worker)
@@ -252,7 +252,7 @@ async def test_slot_of_a_crashed_worker_stays_when_another_worker_has_taken_it(m
     settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, replicas=1)
     plan = cast(VersionPlan, SimpleNamespace(stages=(None,)))
     around = cast(Any, None)
-    registry = WorkerRegistry(plan, settings, Metrics(), around, around, lambda: None)
+    registry = WorkerRegistry(plan, settings, LeaderMetrics(), around, around, lambda: None)
     slots = registry.placement
     for worker in ("kept", "further"):
         join(slots, worker)

@@ -27,7 +27,7 @@ from multiworld_serving.server.frontends.messages import (
     Scrape,
     row_payload,
 )
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, StageSnapshot
 
@@ -153,7 +153,7 @@ class Pool:
     """A pool of fake leaders that serve, and its metrics."""
 
     def __init__(self, leaders: int, grace_s: float) -> None:
-        self.metrics = Metrics()
+        self.metrics = FrontendMetrics()
         self.seen: list[PipelineSnapshot] = []
         self.pool = LeaderPool(grace_s, self.metrics, self.seen.append)
         self.leaders = [FakeLeader(self.pool, number) for number in range(leaders)]

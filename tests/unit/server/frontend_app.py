@@ -18,7 +18,7 @@ from torch import Tensor
 from multiworld_serving.server.api.app import create_api
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.http.limits import RequestLimits
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, ReplicaState, StageSnapshot
 
@@ -92,7 +92,7 @@ class RunningFrontend:
     app: FastAPI
     client: httpx.AsyncClient
     predictor: ColourPredictor
-    metrics: Metrics
+    metrics: FrontendMetrics
 
     async def assert_serves(self) -> None:
         """A valid request gets its answer: earlier requests did no harm."""
@@ -102,7 +102,10 @@ class RunningFrontend:
 
     def sample(self, name: str, **labels: str) -> float | None:
         """The current value of one series."""
-        return self.metrics.registry.get_sample_value(name, labels)
+        of_counters, derived = (
+            each.get_sample_value(name, labels) for each in (self.metrics.registry, self.metrics.derived)
+        )
+        return derived if of_counters is None else of_counters
 
 
 @asynccontextmanager
@@ -116,7 +119,7 @@ async def running_frontend(
     **limits: Any,
 ) -> AsyncIterator[RunningFrontend]:
     """The application with these limits, served in this process."""
-    predictor, metrics = predictor or ColourPredictor(), Metrics()
+    predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
     options: Any = {"authorizer": authorizer, "access_log": access_log, "admin_port": admin_port}
     app = create_api(predictor, model, RequestLimits(**limits), metrics, **options).app
     transport = httpx.ASGITransport(app)

@@ -19,7 +19,7 @@ from multiworld_serving.server.api.oip_grpc.server import GrpcPort
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.tls import TlsFiles
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ServedModel
 from tests.unit.server.frontend_app import MODEL, ColourPredictor
 
@@ -34,12 +34,12 @@ class RunningGrpc:
     number: int
     stub: Any
     predictor: ColourPredictor
-    metrics: Metrics
+    metrics: FrontendMetrics
 
     def requests(self, **labels: str) -> float:
         """How many requests with these labels were counted."""
         labels = {"model": MODEL.name, "version": MODEL.version, "protocol": "grpc", **labels}
-        return self.metrics.registry.get_sample_value("multiworld_requests_total", labels) or 0
+        return self.metrics.derived.get_sample_value("multiworld_requests_total", labels) or 0
 
 
 @asynccontextmanager
@@ -53,7 +53,7 @@ async def running_grpc(
     **limits: Any,
 ) -> AsyncIterator[RunningGrpc]:
     """The port with these limits, served in this process. With `root`, the client uses TLS."""
-    predictor, metrics = predictor or ColourPredictor(), Metrics()
+    predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
     requests = RequestLimits(**limits)
     api = create_api(predictor, model, requests, metrics, access_log=True, protocols=("predict", "v2", "grpc"))
     authorizer = authorizer or Authorizer(ApiKeys(KeySet(), KeySet()))

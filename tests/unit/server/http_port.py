@@ -16,7 +16,7 @@ from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving
 from multiworld_serving.server.api.app import create_api
 from multiworld_serving.server.http.limits import RequestLimits
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from tests.unit.server.frontend_app import MODEL, ColourPredictor
 from tests.waiting import until
 
@@ -30,7 +30,7 @@ class Port:
     number: int
     server: HttpServer
     predictor: ColourPredictor
-    metrics: Metrics
+    metrics: FrontendMetrics
     clients: list[Client] = field(default_factory=list)
 
     async def open(self, context: ssl.SSLContext | None = None) -> Client:
@@ -94,7 +94,7 @@ async def http_port(
     timeout_s: float = 10.0,
 ) -> AsyncIterator[Port]:
     """Serve with these limits. `app` replaces the application; with `context` the port uses TLS."""
-    predictor, metrics = predictor or ColourPredictor(), Metrics()
+    predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
     app = app or create_api(predictor, MODEL, RequestLimits(timeout_s=timeout_s), metrics).app
     sock = bind("127.0.0.1", 0, "--http-port")
     number: int = sock.getsockname()[1]

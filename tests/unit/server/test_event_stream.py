@@ -11,7 +11,7 @@ from starlette.types import Message
 from multiworld_serving.server.api import event_stream
 from multiworld_serving.server.api.event_stream import EventStream
 from multiworld_serving.server.observability.event_feed import EventFeed
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from tests.unit.server.frontend_app import ColourPredictor
 
 
@@ -37,7 +37,7 @@ class Reader:
 
 
 async def test_stream_starts_with_status_and_ends_when_the_client_disconnects() -> None:
-    feed, reader = EventFeed(Metrics()), Reader(takes=100)
+    feed, reader = EventFeed(FrontendMetrics().requests), Reader(takes=100)
     stream = asyncio.create_task(EventStream(feed, ColourPredictor(), 0)({}, reader.receive, reader.send))
     async with asyncio.timeout(30):
         await reader.has_three.wait()
@@ -54,7 +54,7 @@ async def test_client_is_disconnected_when_it_reads_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(event_stream, "_STALLED_S", 0.01)
-    feed, reader = EventFeed(Metrics()), Reader(takes=1)
+    feed, reader = EventFeed(FrontendMetrics().requests), Reader(takes=1)
     async with asyncio.timeout(30):
         with caplog.at_level(logging.WARNING):
             await EventStream(feed, ColourPredictor(), 0)({}, reader.receive, reader.send)

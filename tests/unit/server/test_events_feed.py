@@ -11,7 +11,8 @@ import pytest
 
 from multiworld_serving.server.errors import OverloadedError
 from multiworld_serving.server.observability.event_feed import EventFeed, Subscription
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
+from multiworld_serving.server.observability.request_record import RequestRecord
 from multiworld_serving.server.snapshots import (
     FailureSnapshot,
     LeaderSnapshot,
@@ -42,7 +43,7 @@ def read(subscription: Subscription) -> list[tuple[str, Any]]:
 
 def happened(*snapshots: PipelineSnapshot) -> list[tuple[str, int, str]]:
     """The events of a feed of these successive snapshots: type, generation and detail."""
-    feed = EventFeed(Metrics())
+    feed = EventFeed(FrontendMetrics().requests)
     with feed.subscribe(snapshots[0]) as subscription:
         for each in snapshots:
             feed.observe(each)
@@ -85,16 +86,13 @@ async def test_feed_emits_takes_over_when_a_spare_is_promoted() -> None:
 
 
 async def test_tick_reports_rates_latencies_and_reroutes() -> None:
-    metrics = Metrics()
-    feed = EventFeed(metrics)
+    requests = FrontendMetrics().requests
+    feed = EventFeed(requests)
     now = snapshot(replica("ready"))
     with feed.subscribe(now) as subscription:
         read(subscription)
         for duration_s in (0.010, 0.020, 0.900):
-            metrics.request_started()
-            metrics.request_finished(
-                model="m", version="v", protocol="predict", code=200, reason="ok", duration_s=duration_s
-            )
+            requests.ended(RequestRecord("id", "v", protocol="predict", status=200, duration_s=duration_s))
         feed._tick(replace(now, stages=(replace(now.stages[0], rerouted=2),)))
         feed._tick(
             replace(now, stages=(replace(now.stages[0], rerouted=1),))
@@ -111,7 +109,7 @@ async def test_tick_reports_rates_latencies_and_reroutes() -> None:
 
 
 def test_feed_reports_leaders_and_does_not_compare_the_views_of_two_leaders() -> None:
-    feed = EventFeed(Metrics())
+    feed = EventFeed(FrontendMetrics().requests)
     first, second = LeaderSnapshot("a:1", "ready", "leader-0"), LeaderSnapshot("b:1", "ready", "leader-1")
     before = replace(snapshot(replica("ready", 1)), leader="leader-0", leaders=(first, second))
     lost = replace(first, state="unreachable")
@@ -138,7 +136,7 @@ async def test_ticks_continue_and_log_one_error_when_snapshots_fail(
             raise RuntimeError("no snapshot")
         return snapshot()
 
-    feed = EventFeed(Metrics())
+    feed = EventFeed(FrontendMetrics().requests)
     with feed.subscribe(snapshot()) as subscription:
         read(subscription)
         async with feed.running(fails_twice), asyncio.timeout(30):
@@ -148,7 +146,7 @@ async def test_ticks_continue_and_log_one_error_when_snapshots_fail(
 
 
 async def test_subscriber_gets_missed_events_when_it_reconnects() -> None:
-    feed = EventFeed(Metrics())
+    feed = EventFeed(FrontendMetrics().requests)
     for generation in range(1, 6):
         feed.observe(snapshot(replica("ready", generation)))
 
@@ -162,7 +160,7 @@ async def test_subscriber_gets_missed_events_when_it_reconnects() -> None:
 
 
 async def test_only_the_slow_subscriber_is_dropped() -> None:
-    feed = EventFeed(Metrics())
+    feed = EventFeed(FrontendMetrics().requests)
     with feed.subscribe(snapshot()) as slow, feed.subscribe(snapshot()) as quick:
         for _ in range(100):
             feed._tick(snapshot())
@@ -174,7 +172,7 @@ async def test_only_the_slow_subscriber_is_dropped() -> None:
 
 
 async def test_subscribers_are_limited_and_freed_when_they_leave() -> None:
-    feed = EventFeed(Metrics())
+    feed = EventFeed(FrontendMetrics().requests)
     readers = [feed.subscribe(snapshot()) for _ in range(32)]
     for reader in readers:
         reader.__enter__()
@@ -186,7 +184,7 @@ async def test_subscribers_are_limited_and_freed_when_they_leave() -> None:
 
 
 async def test_subscriptions_end_when_the_service_drains() -> None:
-    feed = EventFeed(Metrics())
+    feed = EventFeed(FrontendMetrics().requests)
     with feed.subscribe(snapshot()) as subscription:
         feed.observe(snapshot(draining=True))
         async with asyncio.timeout(10):

@@ -40,7 +40,8 @@ from multiworld_serving.server.frontends.scrape import ServiceMetrics
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.main import _answerer
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
+from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.edge_routing import EdgeRouting
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.settings import FrontendSettings
@@ -131,7 +132,7 @@ class Service:
 
     def __init__(self) -> None:
         self.leader = FakeLeader()
-        self.metrics = Metrics()
+        self.metrics = LeaderMetrics()
         self.port = self.leader.manager.listen("127.0.0.1", 0)
         leader = cast(Leader, self.leader)
         self.sessions = FrontendSessions(
@@ -149,7 +150,7 @@ class Service:
     async def frontend(self, name: str = "frontend-0") -> LeaderPool:
         """Start a frontend and wait until it is connected."""
         settings = self.settings(name)
-        pool = LeaderPool(5.0, Metrics(), lambda _: None)
+        pool = LeaderPool(5.0, FrontendMetrics(), lambda _: None)
         manager = WorldManager(secret=SECRET, verify_collectives=False)
         link = self.links[name] = LeaderLink(Address("127.0.0.1", self.port), settings, manager, pool)
         pool.links.append(link)
@@ -312,7 +313,7 @@ async def test_invalid_join_request_is_answered_with_an_error(question: str) -> 
 async def test_frontend_ends_when_its_only_leader_does_not_take_its_token() -> None:
     async with running() as service, WorldManager(secret="another", verify_collectives=False) as manager:
         settings = service.settings(secret="another")
-        link = LeaderLink(settings.leaders[0], settings, manager, LeaderPool(1.0, Metrics(), lambda _: None))
+        link = LeaderLink(settings.leaders[0], settings, manager, LeaderPool(1.0, FrontendMetrics(), lambda _: None))
         with pytest.raises(UserError, match="rejects this frontend's token"):
             await link.run()
 
@@ -322,7 +323,7 @@ async def test_frontend_of_several_leaders_goes_on_when_one_does_not_take_its_to
 ) -> None:
     async with running() as service, WorldManager(secret="another", verify_collectives=False) as manager:
         settings = service.settings(secret="another", leaders=f"127.0.0.1:{service.port},127.0.0.1:1")
-        link = LeaderLink(settings.leaders[0], settings, manager, LeaderPool(1.0, Metrics(), lambda _: None))
+        link = LeaderLink(settings.leaders[0], settings, manager, LeaderPool(1.0, FrontendMetrics(), lambda _: None))
         task = asyncio.create_task(link.run())
         await until(lambda: "rejects this frontend's token" in caplog.text)
         await asyncio.sleep(0.1)
@@ -609,19 +610,13 @@ async def test_any_frontend_has_the_metrics_of_all_processes(tmp_path: Any) -> N
     file.write_text("# HELP restarts_total Restarts.\n# TYPE restarts_total counter\nrestarts_total 3\n")
     async with running() as service:
         pool, _ = await service.frontend("a"), await service.frontend("b")
-        text, content_type = await ServiceMetrics("a", Metrics(), pool, file).exposition()
-        assert content_type.startswith("text/plain")
-        lines = [line for line in text.splitlines() if line.startswith("multiworld_frontends{")]
-        assert sorted(lines) == [
-            'multiworld_frontends{process="a"} 0',
-            'multiworld_frontends{process="b"} 0',
-            'multiworld_frontends{process="leader-0"} 2',
-        ]
+        text = (await ServiceMetrics("a", FrontendMetrics(), pool, file).scrape()).decode()
+        lines = text.splitlines()
+        assert 'multiworld_frontends{process="leader-0"} 2.0' in lines
+        assert {'multiworld_http_connections{process="a"} 0.0', 'multiworld_http_connections{process="b"} 0.0'} <= set(
+            lines
+        )
         assert 'restarts_total{process="supervisor"} 3' in text
-        accept = "application/openmetrics-text; version=1.0.0"
-        text, content_type = await ServiceMetrics("a", Metrics(), pool, file).exposition(accept)
-        assert content_type.startswith(accept)
-        assert "# TYPE restarts counter" in text
 
 
 async def test_metrics_of_leaders_with_one_name_are_different_series() -> None:
@@ -632,8 +627,8 @@ async def test_metrics_of_leaders_with_one_name_are_different_series() -> None:
         pool.links.append(other)
         service.sessions.state_changed()
         await until(lambda: other.ambiguous)
-        text, _ = await ServiceMetrics("a", Metrics(), pool).exposition()
-        assert f'multiworld_frontends{{process="leader-0@127.0.0.1:{service.port}"}} 1' in text
+        text = (await ServiceMetrics("a", FrontendMetrics(), pool).scrape()).decode()
+        assert f'multiworld_frontends{{process="leader-0@127.0.0.1:{service.port}"}} 1.0' in text
 
 
 async def test_metrics_are_served_without_those_of_a_process_that_does_not_reply(
@@ -644,9 +639,9 @@ async def test_metrics_are_served_without_those_of_a_process_that_does_not_reply
         pool, other = await service.frontend("a"), await service.frontend("b")
         service.links["b"]._link._on_frame = lambda frame: None  # type: ignore[union-attr]
         assert other.ready
-        text, _ = await ServiceMetrics("a", Metrics(), pool, tmp_path / "missing").exposition()
+        text = (await ServiceMetrics("a", FrontendMetrics(), pool, tmp_path / "missing").scrape()).decode()
         assert 'process="leader-0"' in text
         assert 'process="b"' not in text
-    text, _ = await ServiceMetrics("a", Metrics(), pool).exposition()
+    text = (await ServiceMetrics("a", FrontendMetrics(), pool).scrape()).decode()
     assert 'process="a"' in text
     assert 'process="leader-0"' not in text

@@ -56,7 +56,7 @@ async def test_infer_is_answered_logged_and_counted_as_over_http(caplog: pytest.
         assert port.predictor.request_ids == ["first"] * 2
         await until(lambda: port.requests(code="200", reason="ok") == 1)
         assert (
-            port.metrics.registry.get_sample_value(
+            port.metrics.derived.get_sample_value(
                 "multiworld_images_total", {"model": MODEL.name, "version": MODEL.version}
             )
             == 2

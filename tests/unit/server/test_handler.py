@@ -20,7 +20,7 @@ from multiworld_serving.server.api.handler import processes, program
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.errors import HandlerError, OverloadedError
 from multiworld_serving.server.http.limits import RequestLimits
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from tests.documents import ROOT
 from tests.unit.server.text_model import INFER, TEXT, TextPredictor, tensors
 from tests.waiting import until
@@ -71,7 +71,7 @@ class Handler:
 async def serving(file: Path, timeout_s: float = 60.0) -> AsyncIterator[httpx.AsyncClient]:
     """A frontend of the text model with this handler."""
     with HandlerProcesses(f"{file}:Handler", timeout_s) as handler:
-        app = create_api(TextPredictor(), TEXT, RequestLimits(), Metrics(), handler=handler).app
+        app = create_api(TextPredictor(), TEXT, RequestLimits(), FrontendMetrics(), handler=handler).app
         transport = httpx.ASGITransport(app)
         async with (
             app.router.lifespan_context(app),

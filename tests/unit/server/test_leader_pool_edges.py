@@ -14,7 +14,7 @@ from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.frontends.frames import Frame, FrameKind
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.messages import Check, Predict, PredictReply, Rejection, Scrape
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ImageSizes, KeptRow, Prediction, ServedModel
 from tests.unit.edges.edge_parts import edges
 from tests.unit.server.fake_leaders import FakeLeader, prediction
@@ -62,8 +62,8 @@ class EdgeLeader(FakeLeader):
         return body
 
 
-def pool_with(frontend: Edges | None) -> tuple[LeaderPool, Metrics]:
-    metrics = Metrics()
+def pool_with(frontend: Edges | None) -> tuple[LeaderPool, FrontendMetrics]:
+    metrics = FrontendMetrics()
     pool = LeaderPool(5.0, metrics, lambda _: None, edges=frontend)
     pool.model.set_result(ServedModel.image_classifier("m", "v1", ("?",) * 2, ImageSizes(4, 4)))
     return pool, metrics
@@ -73,7 +73,7 @@ async def predict(pool: LeaderPool) -> Prediction:
     return await pool.predict(IMAGE, deadline_s=time.monotonic() + 30, request_id="mine")
 
 
-def resubmitted(metrics: Metrics, reason: str) -> float:
+def resubmitted(metrics: FrontendMetrics, reason: str) -> float:
     name = "multiworld_requests_resubmitted_total"
     return metrics.registry.get_sample_value(name, {"reason": reason}) or 0.0
 

@@ -1,10 +1,9 @@
 """Metrics of several processes in one exposition: a label says which process a sample is from."""
 
-from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from multiworld_serving.server.frontends.merge_metrics import merge_metrics
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 
 LEADER = """\
 # HELP requests_total Requests.
@@ -48,42 +47,6 @@ def test_samples_say_which_process_they_are_from() -> None:
     assert len(found) == 8
 
 
-def test_exemplars_are_kept_in_openmetrics_only() -> None:
-    metrics = Metrics()
-    for code, duration_s, trace_id in ((200, 0.3, 0xABC), (200, 0.7, None), (500, 9.0, 0xDEF)):
-        metrics.request_finished(
-            model='odd "} # {',
-            version="v",
-            protocol="predict",
-            code=code,
-            reason="ok",
-            duration_s=duration_s,
-            trace_id=trace_id,
-        )
-    parts = [("frontend-0", metrics.part()), ("leader-0", Metrics().part())]
-    exemplars = {
-        (sample.labels["model"], sample.labels["process"], sample.labels["code"]): (
-            sample.exemplar.labels["trace_id"],
-            sample.exemplar.value,
-        )
-        for family in openmetrics.text_string_to_metric_families(  # type: ignore[no-untyped-call]
-            merge_metrics(parts, openmetrics=True)
-        )
-        for sample in family.samples
-        if sample.exemplar is not None
-    }
-    assert exemplars == {
-        ('odd "} # {', "frontend-0", "200"): (f"{0xABC:032x}", 0.3),
-        ('odd "} # {', "frontend-0", "500"): (f"{0xDEF:032x}", 9.0),
-    }
-    plain = merge_metrics(parts)
-    assert "trace_id" not in plain
-    without = [("frontend-0", metrics.exposition()[0].decode()), ("leader-0", Metrics().exposition()[0].decode())]
-    assert samples(plain).keys() == samples(merge_metrics(without)).keys()
-    assert b"trace_id" not in metrics.exposition()[0]
-    assert b"trace_id" in metrics.exposition("application/openmetrics-text; version=1.0.0")[0]
-
-
 def test_families_are_described_once_and_their_samples_are_together() -> None:
     lines = merge_metrics([("a", LEADER), ("b", FRONTEND), ("c", LEADER)]).splitlines()
     assert [line for line in lines if line.startswith("#")] == [
@@ -110,31 +73,13 @@ def test_process_that_says_nothing_or_nonsense_spoils_nothing() -> None:
 
 
 def test_metrics_of_real_processes_stay_complete() -> None:
-    first, second = Metrics(), Metrics()
+    first, second = FrontendMetrics(), FrontendMetrics()
     for count, metrics in enumerate((first, second), 1):
-        metrics.frontends(count)
-        metrics.leaders(1, count)
-    texts = [(name, metrics.exposition()[0].decode()) for name, metrics in (("one", first), ("two", second))]
+        metrics.leaders.set(count)
+    texts = [(name, metrics.text().decode()) for name, metrics in (("one", first), ("two", second))]
     merged = samples(merge_metrics(texts))
     for name, text in texts:
         for (sample, labels), value in samples(text).items():
             found = merged[sample, labels | {("process", name)}]
             assert found == value or (found != found and value != value), sample
     assert len(merged) == sum(len(samples(text)) for _, text in texts)
-
-
-def test_openmetrics_has_the_same_samples() -> None:
-    texts = [("a", LEADER), ("b", FRONTEND), ("c", Metrics().exposition()[0].decode())]
-    texts.append(
-        ("d", '# HELP odd_total Say "no".\n# TYPE odd_total counter\nodd_total 1\n# HELP x X.\n# TYPE x untyped\nx 1\n')
-    )
-    text = merge_metrics(texts, openmetrics=True)
-    families = list(openmetrics.text_string_to_metric_families(text))  # type: ignore[no-untyped-call]
-    found = {(each.name, frozenset(each.labels.items())): each.value for family in families for each in family.samples}
-    assert found == samples(merge_metrics(texts))
-    kinds = {family.name: (family.type, family.documentation) for family in families}
-    assert kinds["requests"] == ("counter", "Requests.")
-    assert kinds["odd"] == ("counter", 'Say "no".')
-    assert kinds["x"] == ("unknown", "X.")
-    assert text.endswith("\n# EOF\n")
-    assert merge_metrics([], openmetrics=True) == "# EOF\n"

@@ -19,10 +19,9 @@ from multiworld_serving.server.administration import (
 )
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
-from multiworld_serving.server.api.operations import OwnMetrics
 from multiworld_serving.server.api.repository import RepositoryRoutes
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.snapshots import PipelineSnapshot
 
@@ -62,7 +61,7 @@ async def no_restart() -> AsyncGenerator[RestartStep, None]:
 def client(repository: Repository, token: bytes = b"", address: str = "127.0.0.1") -> httpx.AsyncClient:
     routes = RepositoryRoutes(repository.snapshot, repository.load, repository.unload)
     authorizer = Authorizer(ApiKeys(KeySet(), KeySet()), (token,) if token else ())
-    app = create_admin_app(OwnMetrics(Metrics()), AdminRoutes(no_restart), authorizer, routes)
+    app = create_admin_app(FrontendMetrics(), AdminRoutes(no_restart), authorizer, routes)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=(address, 1)), base_url="http://operations")
 
 
@@ -161,7 +160,7 @@ async def test_load_is_cancelled_when_the_client_disconnects() -> None:
         pass
 
     routes = RepositoryRoutes(Repository().snapshot, load, Repository().unload)
-    app = create_admin_app(OwnMetrics(Metrics()), AdminRoutes(no_restart), None, routes)
+    app = create_admin_app(FrontendMetrics(), AdminRoutes(no_restart), None, routes)
     scope = {
         "type": "http",
         "method": "POST",

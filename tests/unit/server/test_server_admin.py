@@ -10,9 +10,8 @@ from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.server.administration import OperationInProgressError, RestartFailedError, RestartStep
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
-from multiworld_serving.server.api.operations import OwnMetrics
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 
 PATH = "/admin/rolling-restart"
 
@@ -37,7 +36,7 @@ def client(
     steps: Callable[[], AsyncGenerator[RestartStep, None]], *tokens: bytes, address: str = "127.0.0.1"
 ) -> httpx.AsyncClient:
     authorizer = Authorizer(ApiKeys(KeySet(), KeySet()), tokens)
-    app = create_admin_app(OwnMetrics(Metrics()), AdminRoutes(steps), authorizer)
+    app = create_admin_app(FrontendMetrics(), AdminRoutes(steps), authorizer)
     transport = httpx.ASGITransport(app, client=(address, 1))
     return httpx.AsyncClient(transport=transport, base_url="http://operations")
 

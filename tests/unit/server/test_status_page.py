@@ -12,9 +12,9 @@ import httpx
 from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
-from multiworld_serving.server.api.operations import OperationsRoutes, OwnMetrics
+from multiworld_serving.server.api.operations import OperationsRoutes
 from multiworld_serving.server.observability.event_feed import EventFeed
-from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, running_frontend
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
@@ -87,9 +87,9 @@ async def no_restart() -> AsyncGenerator[RestartStep, None]:
 
 
 async def test_admin_port_serves_the_page_and_says_that_it_offers_actions() -> None:
-    metrics = Metrics()
-    page_routes = OperationsRoutes(ColourPredictor(), MODEL, OwnMetrics(metrics), EventFeed(metrics))
-    app = create_admin_app(OwnMetrics(metrics), AdminRoutes(no_restart), page=page_routes)
+    metrics = FrontendMetrics()
+    page_routes = OperationsRoutes(ColourPredictor(), MODEL, metrics, EventFeed(metrics.requests))
+    app = create_admin_app(metrics, AdminRoutes(no_restart), page=page_routes)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as client:
         page = await client.get("/", headers={"Accept": BROWSER})
         listing = await client.get("/", headers={"Accept": "application/json"})

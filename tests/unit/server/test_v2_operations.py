@@ -6,10 +6,7 @@ import time
 
 import httpx
 import pytest
-import torch
 
-from multiworld_serving.server.observability.inference_statistics import Inference, Statistics
-from multiworld_serving.server.predictor import Prediction
 from multiworld_serving.server.snapshots import ReplicaState
 from tests.unit.server.frontend_app import MODEL, SIDE, ColourPredictor, image_bytes, running_frontend
 from tests.unit.server.v2_requests import INFER, binary_tensor, elements, pixels, request
@@ -164,29 +161,6 @@ async def test_statistics_count_the_inferences_of_both_protocols() -> None:
     assert found["compute_input"]["ns"] > 2 * 3_000_000  # transfers and decoding
     assert found["success"]["ns"] > found["compute_output"]["ns"] > 0
     assert found["fail"]["ns"] > 0
-
-
-def test_statistics_count_a_batch_once_for_all_its_requests() -> None:
-    def answer(batch_size: int, compute_s: float) -> Prediction:
-        return Prediction(torch.zeros(3), "m", "v", 0.5, compute_s, 0.1, 1, (), batch_size)
-
-    statistics = Statistics()
-    for _ in range(3):
-        statistics.request_finished(Inference([answer(4, 2.0)], 0.0, 0.5).times, 1.0)
-    statistics.request_finished(Inference([answer(4, 2.0), answer(1, 7.0)], 0.25, 0.5).times, 1.0)
-    found = statistics.as_json("m", "1")
-    assert (found["inference_count"], found["execution_count"]) == (5, 2)
-    assert [(batch["batch_size"], batch["compute_infer"]) for batch in found["batch_stats"]] == [
-        (1, {"count": 1, "ns": 7_000_000_000}),
-        (4, {"count": 1, "ns": 2_000_000_000}),
-    ]
-    # Three answers of half a second each belong to the batch of four, and half of the one that two images share.
-    assert [batch["compute_output"] for batch in found["batch_stats"]] == [
-        {"count": 1, "ns": 250_000_000},
-        {"count": 1, "ns": 1_750_000_000},
-    ]
-    assert found["inference_stats"]["compute_infer"] == {"count": 4, "ns": 13_000_000_000}
-    assert found["inference_stats"]["compute_input"]["ns"] == pytest.approx(650_000_000)
 
 
 async def test_requests_are_measured_as_v2() -> None:

@@ -20,8 +20,8 @@ from multiworld import Cause
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.workers.observability import gpu
-from multiworld_serving.workers.observability.gpu import GpuSampler, NvmlReader, Readings, nvml_reader
-from multiworld_serving.workers.observability.metrics import GPU_READINGS, WorkerMetrics
+from multiworld_serving.workers.observability.gpu import GpuCollector
+from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from tests.waiting import wait_until
 
 NAMES = {
@@ -33,23 +33,17 @@ NAMES = {
     "multiworld_worker_stages_loaded": ("gauge", set()),
     "multiworld_worker_worlds_joined_total": ("counter", set()),
     "multiworld_worker_worlds_ended_total": ("counter", {"cause"}),
-    "multiworld_gpu_utilization_ratio": ("gauge", {"device"}),
-    "multiworld_gpu_memory_used_bytes": ("gauge", {"device"}),
-    "multiworld_gpu_memory_total_bytes": ("gauge", {"device"}),
-    "multiworld_gpu_temperature_celsius": ("gauge", {"device"}),
-    "multiworld_gpu_power_watts": ("gauge", {"device"}),
 }
 
 
-def tell_everything(metrics: WorkerMetrics) -> None:
+def busy_worker() -> WorkerMetrics:
+    """The metrics of a worker with a GPU, to which everything has happened that adds series."""
+    metrics = WorkerMetrics({"version": "0.1.0"})
     metrics.stage_loaded(0)
-    metrics.world_joined()
-    metrics.computed(0, 0.01)
-    metrics.batch_ended(0, "answered")
-    metrics.busy(True)
-    metrics.world_ended(Cause.HANG)
-    metrics.world_left()
-    metrics.gpu("cuda:0", dict.fromkeys(GPU_READINGS, 0.5))
+    collector = GpuCollector(library(), CUDA)
+    collector._last = (time.monotonic(), list(collector._read("handle")))
+    metrics.registry.register(collector)
+    return metrics
 
 
 @pytest.fixture
@@ -58,9 +52,9 @@ def metrics() -> WorkerMetrics:
 
 
 def test_every_documented_name_is_exposed_with_its_labels(metrics: WorkerMetrics) -> None:
-    tell_everything(metrics)
+    metrics.stage_loaded(0)
     found = {}
-    for family in text_string_to_metric_families(metrics.exposition()[0].decode()):
+    for family in text_string_to_metric_families(metrics.text().decode()):
         if family.name.startswith("multiworld_"):
             name = f"{family.name}_total" if family.type == "counter" else family.name
             found[name] = (family.type, {label for sample in family.samples for label in sample.labels} - {"le"})
@@ -76,37 +70,32 @@ def test_outcomes_and_causes_start_at_zero(metrics: WorkerMetrics) -> None:
         assert value("multiworld_worker_worlds_ended_total", {"cause": cause.value}) == 0
 
 
-def test_busy_value_can_be_parsed_by_prometheus(metrics: WorkerMetrics) -> None:
-    for computes, written in ((True, b"multiworld_worker_busy 1\n"), (False, b"multiworld_worker_busy 0\n")):
-        metrics.busy(computes)
-        assert written in metrics.exposition()[0]
+def test_state_of_the_worker_is_read_in_each_scrape(metrics: WorkerMetrics) -> None:
+    state = {"busy": False, "stages": 0}
+    metrics.watch(lambda: bool(state["busy"]), lambda: state["stages"])
+    for busy, stages in ((True, 2), (False, 1)):
+        state.update(busy=busy, stages=stages)
+        value = metrics.registry.get_sample_value
+        assert (value("multiworld_worker_busy"), value("multiworld_worker_stages_loaded")) == (busy, stages)
 
 
 def test_unknown_stages_of_a_leader_share_one_series(metrics: WorkerMetrics) -> None:
     metrics.stage_loaded(0)
-    before = metrics.exposition()[0].count(b"\nmultiworld_")
+    before = metrics.text().count(b"\nmultiworld_")
     for stage in range(1, 1000):
         metrics.batch_ended(stage, "failed")
-    assert metrics.exposition()[0].count(b"\nmultiworld_") == before + 1
+    assert metrics.text().count(b"\nmultiworld_") == before + 1
     labels = {"stage": "unknown", "outcome": "failed"}
     assert metrics.registry.get_sample_value("multiworld_worker_batches_total", labels) == 999
 
 
 async def test_free_port_answers_scrapes_only(metrics: WorkerMetrics) -> None:
-    refreshed: list[int] = []
-
-    def refresh() -> None:
-        refreshed.append(len(refreshed))
-        metrics.busy(True)
-
-    async with metrics_port("127.0.0.1", 0, metrics, refresh) as port, httpx.AsyncClient() as client:
+    async with metrics_port("127.0.0.1", 0, metrics) as port, httpx.AsyncClient() as client:
         url = f"http://127.0.0.1:{port}"
         answer = await client.get(f"{url}/metrics")
-        assert (answer.status_code, refreshed) == (200, [0])
+        assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/plain; version=")
-        assert "multiworld_worker_busy 1\n" in answer.text
-        openmetrics = await client.get(f"{url}/metrics", headers={"accept": "application/openmetrics-text"})
-        assert openmetrics.text.endswith("# EOF\n")
+        assert "multiworld_worker_busy 0.0\n" in answer.text
         assert (await client.get(f"{url}/")).status_code == 404
         assert (await client.post(f"{url}/metrics")).status_code == 405
     with pytest.raises(OSError, match="refused"), socket.create_connection(("127.0.0.1", port or 0), timeout=5):
@@ -114,13 +103,13 @@ async def test_free_port_answers_scrapes_only(metrics: WorkerMetrics) -> None:
 
 
 async def test_nothing_listens_without_a_port(metrics: WorkerMetrics) -> None:
-    async with metrics_port("127.0.0.1", None, metrics, lambda: None) as port:
+    async with metrics_port("127.0.0.1", None, metrics) as port:
         assert port is None
 
 
 async def test_busy_port_only_logs_an_error(metrics: WorkerMetrics, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        async with metrics_port("127.0.0.1", other.getsockname()[1], metrics, lambda: None) as port:
+        async with metrics_port("127.0.0.1", other.getsockname()[1], metrics) as port:
             assert port is None
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert "no metrics: cannot listen on 127.0.0.1:" in record.getMessage()
@@ -132,7 +121,7 @@ async def test_busy_port_is_an_error_if_it_is_required(metrics: WorkerMetrics) -
         socket.create_server(("127.0.0.1", 0)) as other,
         pytest.raises(UserError, match=r"cannot listen on 127\.0\.0\.1:"),
     ):
-        async with metrics_port("127.0.0.1", other.getsockname()[1], metrics, lambda: None, required=True):
+        async with metrics_port("127.0.0.1", other.getsockname()[1], metrics, required=True):
             pass
 
 
@@ -155,65 +144,68 @@ def library(**overrides: Callable[..., Any]) -> Any:
     return SimpleNamespace(**{**asked, **overrides})
 
 
-@pytest.fixture
-def cuda_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    monkeypatch.setattr(gpu, "pci_bus_id", lambda device: "00000000:3B:00.0")
-    return torch.device("cuda:0")
+CUDA = torch.device("cuda:0")
 
 
 def refuse(*_: Any) -> Any:
     raise NVMLError("not supported")
 
 
-def test_gpu_values_are_in_base_units(cuda_device: torch.device, metrics: WorkerMetrics) -> None:
-    readings = NvmlReader(library(), cuda_device).read()
-    assert readings == {
-        "gpu_utilization_ratio": 0.42,
-        "gpu_memory_used_bytes": 3 << 30,
-        "gpu_memory_total_bytes": 8 << 30,
-        "gpu_temperature_celsius": 55,
-        "gpu_power_watts": 123,
-    }
-    metrics.gpu("cuda:0", readings)
-    assert metrics.registry.get_sample_value("multiworld_gpu_power_watts", {"device": "cuda:0"}) == 123
+def readings(collector: GpuCollector) -> dict[str, float]:
+    """The exported values by name, without the prefix."""
+    metrics = {metric.name.removeprefix("multiworld_gpu_"): metric.samples for metric in collector.collect()}
+    assert all(sample.labels == {"device": "cuda:0"} for samples in metrics.values() for sample in samples)
+    return {name: samples[0].value for name, samples in metrics.items()}
 
 
-def test_unsupported_gpu_values_have_no_series(cuda_device: torch.device, metrics: WorkerMetrics) -> None:
-    metrics.gpu("cuda:0", NvmlReader(library(), cuda_device).read())
-    metrics.gpu("cuda:0", NvmlReader(library(nvmlDeviceGetPowerUsage=refuse), cuda_device).read())
-    value = metrics.registry.get_sample_value
-    assert value("multiworld_gpu_power_watts", {"device": "cuda:0"}) is None
-    assert value("multiworld_gpu_utilization_ratio", {"device": "cuda:0"}) == 0.42
+@pytest.fixture(autouse=True)
+def _bus_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "pci_bus_id", lambda device: "00000000:3B:00.0")
+
+
+def test_gpu_values_are_in_base_units_and_unsupported_ones_are_missing() -> None:
+    with GpuCollector(library(nvmlDeviceGetPowerUsage=refuse), CUDA) as collector:
+        wait_until(lambda: bool(readings(collector)))
+        assert readings(collector) == {
+            "utilization_ratio": 0.42,
+            "memory_used_bytes": 3 << 30,
+            "memory_total_bytes": 8 << 30,
+            "temperature_celsius": 55,
+        }
+    with GpuCollector(library(), CUDA) as collector:
+        wait_until(lambda: bool(readings(collector)))
+        assert readings(collector)["power_watts"] == 123
 
 
 def test_gpu_is_not_read_on_a_cpu_or_without_the_library() -> None:
-    assert nvml_reader(torch.device("cpu")) is None
+    assert GpuCollector.of(torch.device("cpu")) is None
     if importlib.util.find_spec("pynvml") is None:
-        assert nvml_reader(torch.device("cuda:0")) is None
+        assert GpuCollector.of(CUDA) is None
 
 
 def test_readings_of_a_hanging_driver_expire_without_blocking() -> None:
     hung = threading.Event()
     begun: list[float] = []
 
-    def read() -> Readings:
-        if begun:
-            begun.append(time.monotonic())
-            hung.wait(60)
+    def utilization(_: object) -> Any:
         begun.append(time.monotonic())
-        return {"gpu_power_watts": 1.0}
+        if len(begun) > 1:
+            hung.wait(60)
+        return SimpleNamespace(gpu=42)
 
-    with GpuSampler(read, interval_s=0.01, stale_s=2.0) as watch:
+    with GpuCollector(
+        library(nvmlDeviceGetUtilizationRates=utilization), CUDA, interval_s=0.01, stale_s=2.0
+    ) as collector:
         wait_until(lambda: len(begun) >= 2)
-        assert watch.latest() == {"gpu_power_watts": 1.0}, "still fresh"
-        wait_until(lambda: not watch.latest())
+        assert readings(collector), "still fresh"
+        wait_until(lambda: not readings(collector))
         left_s = time.monotonic()
     assert time.monotonic() - left_s < 30, "it does not wait for the thread"
     hung.set()
 
 
 def test_failing_driver_is_logged_once_and_has_no_readings(caplog: pytest.LogCaptureFixture) -> None:
-    with GpuSampler(NvmlReader(library(nvmlInit=refuse), torch.device("cuda:0")).read) as watch:
+    with GpuCollector(library(nvmlInit=refuse), CUDA) as collector:
         wait_until(lambda: bool(caplog.records))
-        assert watch.latest() == {}
+        assert readings(collector) == {}
     assert [record.getMessage() for record in caplog.records] == ["cannot read GPU metrics: not supported"]

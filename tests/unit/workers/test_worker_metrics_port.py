@@ -20,9 +20,9 @@ def get(path: bytes, *lines: bytes, method: bytes = b"GET") -> bytes:
 
 
 @asynccontextmanager
-async def port(refresh: Callable[[], None] = lambda: None) -> AsyncIterator[Callable[[], Awaitable[Client]]]:
+async def port(metrics: WorkerMetrics | None = None) -> AsyncIterator[Callable[[], Awaitable[Client]]]:
     clients: list[Client] = []
-    async with metrics_port("127.0.0.1", 0, WorkerMetrics(), refresh) as number:
+    async with metrics_port("127.0.0.1", 0, metrics or WorkerMetrics()) as number:
         assert number is not None
 
         async def opened() -> Client:
@@ -36,7 +36,7 @@ async def port(refresh: Callable[[], None] = lambda: None) -> AsyncIterator[Call
                 await client.close()
 
 
-def failing() -> None:
+def failing() -> bool:
     raise RuntimeError("the GPU is gone")
 
 
@@ -58,7 +58,9 @@ async def test_request_gets_its_status(data: bytes, status: int) -> None:
 
 
 async def test_failed_scrape_gets_500_and_a_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    async with port(failing) as opened:
+    metrics = WorkerMetrics()
+    metrics.watch(failing, lambda: 0)
+    async with port(metrics) as opened:
         client = await opened()
         await client.say(get(b"/metrics"))
         assert (await client.reader.readline()).startswith(b"HTTP/1.1 500 ")

@@ -1,0 +1,54 @@
+"""The Prometheus metrics of a frontend."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from prometheus_client import Counter, Gauge
+
+from multiworld_serving.common.metrics import ProgramMetrics
+from multiworld_serving.server.observability.request_outcomes import RequestOutcomes
+from multiworld_serving.server.snapshots import ServiceState
+
+
+class FrontendMetrics(ProgramMetrics):
+    """The counters and gauges of a frontend.
+
+    Attributes:
+        requests: the outcomes of all requests.
+    """
+
+    def __init__(self, build: dict[str, str] | None = None) -> None:
+        super().__init__(build)
+        registry = self.registry
+        self.requests = RequestOutcomes(registry)
+        self.derived.register(self.requests)
+        self.connections = Gauge("multiworld_http_connections", "Open connections to the HTTP API.", registry=registry)
+        self.leaders = Gauge("multiworld_leaders", "Leaders that this frontend can use.", registry=registry)
+        self.leaders_configured = Gauge(
+            "multiworld_leaders_configured", "Leaders that this frontend was told of.", registry=registry
+        )
+        self._service_state = Gauge(
+            "multiworld_service_state",
+            "1 for the state of the service as this frontend sees it, 0 for the others.",
+            ("state",),
+            registry=registry,
+        )
+        self._resubmitted = Counter(
+            "multiworld_requests_resubmitted",
+            "Requests that a frontend sent to another leader, by reason: failed = the leader failed, left = it stopped; otherwise the "
+            "reason of its rejection.",
+            ("reason",),
+            registry=registry,
+        )
+        for reason in ("failed", "left"):  # Prometheus sees no increase if a series first appears with value 1
+            self._resubmitted.labels(reason)
+
+    def service_state(self, current: ServiceState) -> None:
+        """Set the state of the service, as this frontend sees it."""
+        for state in get_args(ServiceState):
+            self._service_state.labels(state).set(state == current)
+
+    def resubmitted(self, reason: str) -> None:
+        """A request is sent to another leader."""
+        self._resubmitted.labels(reason).inc()

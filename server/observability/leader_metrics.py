@@ -1,0 +1,242 @@
+"""The Prometheus metrics of a leader.
+
+Counters and histograms are incremented where things happen. What follows from the leader's state is derived in each scrape, by
+`PipelineCollector`. `replica` labels are slots and `world` labels are names without generation, so restarts do not add series.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from multiworld import Cause
+from multiworld_serving.common.metrics import ProgramMetrics
+from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaState
+
+HedgeOutcome = Literal["won", "lost", "wasted"]
+"""Which copy of a hedged batch answered first: won = the second, lost = the first; wasted = the second failed or was not needed."""
+
+CAUSES = tuple(cause.value for cause in Cause)
+"""Known causes of a world's failure; other causes are counted too."""
+
+# Bucket bounds in seconds, dense around typical values and above the timeout that bounds the wait.
+_QUEUE_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 30)  # batch_timeout_s: 0.002
+_BATCH_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
+_STAGE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 10)  # hang_timeout_s: 10
+_DETECTION_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.25, 1.5, 2, 5, 10, 15)  # heartbeat_timeout_s: 1
+_REROUTE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15)  # recovery_grace_s: 15
+_RECOVERY_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120)  # importing torch: 1.4; join_timeout_s: 60
+
+
+class LinkMetrics(NamedTuple):
+    """The series of one slot. Looking up labels would cost more than the increment."""
+
+    sent_bytes: Counter
+    received_bytes: Counter
+    compute_s: Histogram
+    transfer_s: Histogram
+
+
+class LeaderMetrics(ProgramMetrics):
+    """The counters, gauges and histograms of a leader. `Counter` and the others are thread-safe.
+
+    Attributes:
+        reroutes, retries: batches by stage. `PipelineCollector` exports them.
+    """
+
+    def __init__(self, build: dict[str, str] | None = None) -> None:
+        super().__init__(build)
+        self.reroutes: Tally[int] = Tally()
+        self.retries: Tally[int] = Tally()
+        self._links: dict[tuple[int, int], LinkMetrics] = {}
+        self._versions: set[tuple[str, str, int]] = set()
+        self._define_requests()
+        self._define_stages()
+        self._define_failures()
+
+    def _counter(self, name: str, says: str, labels: Iterable[str] = ()) -> Counter:
+        return Counter(f"multiworld_{name}", says, labels, registry=self.registry)
+
+    def _gauge(self, name: str, says: str, labels: Iterable[str] = ()) -> Gauge:
+        return Gauge(f"multiworld_{name}", says, labels, registry=self.registry)
+
+    def _histogram(self, name: str, says: str, bounds: tuple[float, ...], labels: Iterable[str] = ()) -> Histogram:
+        return Histogram(f"multiworld_{name}", says, labels, buckets=bounds, registry=self.registry)
+
+    def _define_requests(self) -> None:
+        self.queue_limit = self._gauge("queue_limit", "Queue depth at which requests are rejected.")
+        self.queue_s = self._histogram(
+            "queue_duration_seconds", "Time that an image waited in the leader before its batch was sent.", _QUEUE_S
+        )
+        self.batch_size = self._histogram("batch_size", "Images per batch.", _BATCH_REQUESTS)
+        self.lost = self._counter("requests_lost", "Requests that got neither a response nor an error in time: a bug.")
+        self.duplicates = self._counter(
+            "duplicate_answers", "Results dropped because the request had one already: late or hedged batches."
+        )
+        self._version = self._gauge(
+            "model_version",
+            "1 for the version that serves new requests, 0 for recent earlier ones.",
+            ("model", "version", "number"),
+        )
+        self._version_changes = self._counter("version_changes", "Switches of new requests to another version.")
+        self.frontends = self._gauge("frontends", "Frontends that are connected to this leader.")
+
+    def _define_stages(self) -> None:
+        self._stage_s = self._histogram(
+            "stage_duration_seconds",
+            "Time of one batch on one link, by phase.",
+            _STAGE_S,
+            ("stage", "replica", "phase"),
+        )
+        self._link_bytes = self._counter(
+            "link_bytes", "Bytes of batches on a link; sent is from the leader.", ("stage", "replica", "direction")
+        )
+        self.inputs_lost = self._counter(
+            "inputs_lost", "Batches whose input a worker could not fetch, and whose images started again."
+        )
+        relayed = self._counter(
+            "relayed_bytes",
+            "Bytes of images, outputs of stages and predictions that passed this leader, by the process that sent them.",
+            ("sender",),
+        )
+        self.relayed_from_frontends, self.relayed_from_workers = map(relayed.labels, ("frontend", "worker"))
+        self.replicas_wanted = self._gauge(
+            "replicas_wanted",
+            "Replicas of a stage that the load of this leader needs; add those of all leaders and round up.",
+            ("stage",),
+        )
+        self.quarantined = self._gauge(
+            "workers_quarantined", "Workers quarantined by the circuit breaker after repeated failures."
+        )
+
+    def _define_failures(self) -> None:
+        self._world_failures = self._counter(
+            "world_failures", "World failures, by cause.", ("stage", "replica", "cause")
+        )
+        self._detection_s = self._histogram(
+            "failure_detection_seconds", "Time from the last sign of life to the failure.", _DETECTION_S, ("cause",)
+        )
+        self.reroute_s = self._histogram(
+            "reroute_seconds", "Time from a failure until its batch was sent to another replica.", _REROUTE_S
+        )
+        self.recovery_s = self._histogram(
+            "recovery_seconds", "Time from a failure until the slot served again.", _RECOVERY_S, ("cause",)
+        )
+        for cause in CAUSES:  # Prometheus sees no increase if a series first appears with value 1
+            self._detection_s.labels(cause)
+            self.recovery_s.labels(cause)
+
+    def link(self, stage: int, replica: int) -> LinkMetrics:
+        """The series of a slot. Created, together with those of its failures, if they are missing."""
+        link = self._links.get((stage, replica))
+        if link is None:
+            for cause in CAUSES:
+                self._world_failures.labels(stage, replica, cause)
+            link = self._links[stage, replica] = LinkMetrics(
+                self._link_bytes.labels(stage, replica, "sent"),
+                self._link_bytes.labels(stage, replica, "received"),
+                self._stage_s.labels(stage, replica, "compute"),
+                self._stage_s.labels(stage, replica, "transfer"),
+            )
+        return link
+
+    def world_broken(self, stage: int, replica: int, cause: str, detected_after_s: float | None) -> None:
+        """A link failed. `detected_after_s` counts from the last sign of life; None = unknown."""
+        self._world_failures.labels(stage, replica, cause).inc()
+        if detected_after_s is not None:
+            self._detection_s.labels(cause).observe(detected_after_s)
+
+    def version_serves(self, model: str, version: ModelVersion) -> None:
+        """New requests use this version from now on."""
+        if self._versions:
+            self._version_changes.inc()
+        for former in self._versions:
+            self._version.labels(*former).set(0)
+        self._versions.add((model, version.name, version.number))
+        self._version.labels(model, version.name, version.number).set(1)
+
+    def version_retired(self, model: str, version: ModelVersion) -> None:
+        """Remove the series of an earlier version."""
+        self._versions.discard((model, version.name, version.number))
+        self._version.remove(model, version.name, version.number)
+
+
+@dataclass(eq=False)
+class PipelineCollector(Collector):
+    """Derives the metrics of the pipeline from its snapshot.
+
+    Attributes:
+        hedges: late batches that were sent to a second replica, by `HedgeOutcome`.
+    """
+
+    metrics: LeaderMetrics
+    snapshot: Callable[[], PipelineSnapshot]
+    hedges: Mapping[str, int]
+
+    def collect(self) -> Iterator[Metric]:
+        """See `Collector`."""
+        now = self.snapshot()
+        depth = "Images accepted by the leader and not in flight."
+        yield GaugeMetricFamily("multiworld_queue_depth", depth, now.queue_depth)
+        least = "Smallest number of ready replicas of any stage, minus one; -1 = not serving."
+        yield GaugeMetricFamily("multiworld_redundancy", least, now.redundancy)
+        spares = "Spare workers: they hold all stages and serve none."
+        yield GaugeMetricFamily("multiworld_spares", spares, len(now.spares))
+        hedges = CounterMetricFamily(
+            "multiworld_hedges", "Late batches sent to a second replica, by outcome.", labels=("outcome",)
+        )
+        for outcome in get_args(HedgeOutcome):
+            hedges.add_metric((outcome,), self.hedges.get(outcome, 0))
+        yield hedges
+        yield from self._stages(now)
+        yield from _replicas(now)
+
+    def _stages(self, now: PipelineSnapshot) -> Iterator[Metric]:
+        reroutes = CounterMetricFamily(
+            "multiworld_reroutes", "Batches sent to another replica because their replica was lost.", labels=("stage",)
+        )
+        retries = CounterMetricFamily(
+            "multiworld_retries",
+            "Batches sent to another replica because the stage raised an error.",
+            labels=("stage",),
+        )
+        states = GaugeMetricFamily(
+            "multiworld_stage_replicas", "Replicas of a stage, by state.", labels=("stage", "state")
+        )
+        for stage in now.stages:
+            index, tally = str(stage.index), Tally(replica.state for replica in stage.replicas)
+            reroutes.add_metric((index,), self.metrics.reroutes[stage.index])
+            retries.add_metric((index,), self.metrics.retries[stage.index])
+            for state in get_args(ReplicaState):
+                states.add_metric((index, state), tally[state])
+        yield from (reroutes, retries, states)
+
+
+def _replicas(now: PipelineSnapshot) -> Iterator[Metric]:
+    in_flight = GaugeMetricFamily(
+        "multiworld_replica_in_flight", "Batches in flight to a replica.", labels=("stage", "replica")
+    )
+    up = GaugeMetricFamily(
+        "multiworld_world_up", "1 while the world of the link is ready.", labels=("world", "stage", "replica")
+    )
+    workers = GaugeMetricFamily(
+        "multiworld_world_worker",
+        "1 for the worker that has the link, or had it last.",
+        labels=("world", "worker", "host"),
+    )
+    for stage in now.stages:
+        for replica in stage.replicas:
+            if replica.world is None:
+                continue
+            slot, world = (str(stage.index), str(replica.slot)), f"s{stage.index}.r{replica.slot}"
+            in_flight.add_metric(slot, replica.in_flight)
+            up.add_metric((world, *slot), replica.state == "ready")
+            workers.add_metric((world, replica.worker or "", replica.host or ""), 1)
+    yield from (in_flight, up, workers)

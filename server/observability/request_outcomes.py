@@ -1,0 +1,253 @@
+"""Counts the outcomes of inference requests once, for Prometheus, the status page and the statistics of the Open Inference Protocol."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Tally
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from multiworld_serving.common.observers import suppress_errors
+from multiworld_serving.server.observability.request_record import Inference, InferenceProtocol, RequestRecord
+
+# Bucket bounds in seconds, dense around typical values and above the timeout that bounds the wait.
+# fmt: off
+_REQUEST_S = (
+    0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 1, 2.5, 5, 10, 30, 60,  # timeout_s: 30
+)
+# fmt: on
+MAX_VERSIONS = 8
+"""Versions whose series are kept, as leaders keep the numbers of the latest eight."""
+_FORGOTTEN = ""
+"""Stands for all earlier versions, which are not exported."""
+_MAX_DURATIONS = 10_000
+_NOT_FOR_THE_MODEL = (404, 405)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    requests: int = 0
+    seconds: float = 0.0
+    images: int = 0
+
+
+@dataclass(slots=True)
+class _BatchTimes:
+    """Sums over batches of one size. Each image of a batch contributes an equal share."""
+
+    executions: float = 0.0
+    transfer_s: float = 0.0
+    compute_s: float = 0.0
+    output_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _PhaseTimes:
+    """Sums over answered requests, in seconds. Images are processed in parallel: the slowest one determines the request's time."""
+
+    queue: float = 0.0
+    compute_input: float = 0.0
+    compute_infer: float = 0.0
+    compute_output: float = 0.0
+
+
+class RequestOutcomes(Collector):
+    """All inference requests of one frontend. For the event loop's thread only.
+
+    Args:
+        registry: for the distribution of the durations.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._in_flight = 0
+        self._model = ""
+        self._protocols: Sequence[InferenceProtocol] = ()
+        self._codes: Mapping[str, int] = {}
+        self._outcomes: dict[tuple[str, str, int, str], _Outcome] = {}
+        """By version, protocol, status and reason."""
+        self._versions: list[str] = []
+        """The latest last."""
+        self._last_unix_s = 0.0
+        self._phases = _PhaseTimes()
+        self._batches: dict[int, _BatchTimes] = {}
+        """By size."""
+        self._recent_s: deque[float] = deque(maxlen=_MAX_DURATIONS)
+        self._durations: dict[tuple[str, int], Histogram] = {}
+        self._duration = Histogram(
+            "multiworld_request_duration_seconds",
+            "Time from the first byte of the request to the last byte of the response, by outcome.",
+            ("model", "protocol", "code"),
+            buckets=_REQUEST_S,
+            registry=registry,
+        )
+
+    def declare(
+        self, model: str, version: str, protocols: Sequence[InferenceProtocol], codes: Mapping[str, int]
+    ) -> None:
+        """Create the series of the possible outcomes with value 0, so that the first one is an increase.
+
+        Args:
+            codes: HTTP status by reason, including that of success.
+        """
+        self._model, self._protocols, self._codes = model, protocols, codes
+        self._use(version)
+
+    @suppress_errors
+    def started(self) -> None:
+        """A request has started."""
+        self._in_flight += 1
+
+    @suppress_errors
+    def ended(self, record: RequestRecord) -> None:
+        """A request has ended."""
+        self._in_flight -= 1
+        protocol, code, duration_s = record.protocol or "", record.status, record.duration_s
+        if code not in _NOT_FOR_THE_MODEL:
+            self._last_unix_s = time.time()
+        if self._versions[-1:] != [record.version]:
+            self._use(record.version)
+        key = (record.version, protocol, code, record.reason)
+        outcome = self._outcomes.get(key) or self._outcomes.setdefault(key, _Outcome())
+        outcome.requests += 1
+        outcome.seconds += duration_s
+        if code == 200:
+            self._recent_s.append(duration_s)
+            if record.inference is not None:
+                outcome.images += len(record.inference.predictions)
+                self._add_times(record.inference)
+        self._duration_of(protocol, code).observe(duration_s)
+
+    def _duration_of(self, protocol: str, code: int) -> Histogram:
+        found = self._durations.get((protocol, code))
+        if found is None:
+            found = self._durations[protocol, code] = self._duration.labels(self._model, protocol, code)
+        return found
+
+    def _use(self, version: str) -> None:
+        """Note that this version is the latest one, and merge the outcomes of the version that was used longest ago."""
+        if version in self._versions:
+            self._versions.remove(version)
+        else:
+            for protocol in self._protocols:
+                self._duration_of(protocol, 200)
+                for reason, code in self._codes.items():
+                    self._outcomes.setdefault((version, protocol, code, reason), _Outcome())
+        self._versions.append(version)
+        if len(self._versions) > MAX_VERSIONS:
+            former = self._versions.pop(0)
+            for key in [key for key in self._outcomes if key[0] == former]:
+                outcome, merged = self._outcomes.pop(key), self._outcomes.setdefault((_FORGOTTEN, *key[1:]), _Outcome())
+                merged.requests += outcome.requests
+                merged.seconds += outcome.seconds
+                merged.images += outcome.images
+
+    def _add_times(self, inference: Inference) -> None:
+        predictions, phases = inference.predictions, self._phases
+        slowest, slowest_s, output_s = predictions[0], -1.0, inference.output_s / len(predictions)
+        for image in predictions:
+            took_s = image.queue_s + image.compute_s + image.transfer_s
+            if took_s > slowest_s:
+                slowest, slowest_s = image, took_s
+            share = 1 / image.batch_size
+            times = self._batches.get(image.batch_size)
+            if times is None:
+                times = self._batches[image.batch_size] = _BatchTimes()
+            times.executions += share
+            times.transfer_s += image.transfer_s * share
+            times.compute_s += image.compute_s * share
+            times.output_s += output_s  # each image's output is serialized separately
+        phases.queue += slowest.queue_s
+        phases.compute_input += inference.input_s + slowest.transfer_s
+        phases.compute_infer += slowest.compute_s
+        phases.compute_output += inference.output_s
+
+    # For the status page
+
+    def statuses(self) -> Tally[str]:
+        """The number of requests since the start, by the first digit of the status."""
+        codes: Tally[str] = Tally()
+        for (_, _, code, _), outcome in self._outcomes.items():
+            codes[str(code)[0]] += outcome.requests
+        return codes
+
+    def take_durations(self) -> list[float]:
+        """Durations in seconds of the responses since the last call, at most the latest 10,000. For one caller."""
+        taken = list(self._recent_s)
+        self._recent_s.clear()
+        return taken
+
+    # For Prometheus
+
+    def collect(self) -> Iterator[Metric]:
+        """See `Collector`."""
+        requests = CounterMetricFamily(
+            "multiworld_requests",
+            "Inference requests completed, by outcome.",
+            labels=("model", "version", "protocol", "code", "reason"),
+        )
+        images: Tally[str] = Tally()
+        for (version, protocol, code, reason), outcome in self._outcomes.items():
+            if version != _FORGOTTEN:
+                requests.add_metric((self._model, version, protocol, str(code), reason), outcome.requests)
+                images[version] += outcome.images
+        yield requests
+        answered = CounterMetricFamily(
+            "multiworld_images", "Images in answered inference requests.", labels=("model", "version")
+        )
+        for version, count in images.items():
+            answered.add_metric((self._model, version), count)
+        yield answered
+        yield GaugeMetricFamily(
+            "multiworld_requests_in_flight", "Inference requests in flight.", max(0, self._in_flight)
+        )
+
+    # For the Open Inference Protocol
+
+    def statistics(self, version: str) -> dict[str, Any]:
+        """One element of `model_stats`: sums since the start, over all versions."""
+        success, fail = _Outcome(), _Outcome()
+        for (_, _, code, _), outcome in self._outcomes.items():
+            if code not in _NOT_FOR_THE_MODEL:
+                total = success if code == 200 else fail
+                total.requests += outcome.requests
+                total.seconds += outcome.seconds
+                total.images += outcome.images
+        phases = {
+            name: _duration(success.requests, getattr(self._phases, name))
+            for name in ("queue", "compute_input", "compute_infer", "compute_output")
+        }
+        return {
+            "name": self._model,
+            "version": version,
+            "last_inference": round(self._last_unix_s * 1e3),
+            "inference_count": success.images,
+            "execution_count": round(sum(times.executions for times in self._batches.values())),
+            "inference_stats": {
+                "success": _duration(success.requests, success.seconds),
+                "fail": _duration(fail.requests, fail.seconds),
+                **phases,
+                "cache_hit": _duration(0, 0),
+                "cache_miss": _duration(0, 0),
+            },
+            "response_stats": {},
+            "batch_stats": [
+                {
+                    "batch_size": size,
+                    "compute_input": _duration(times.executions, times.transfer_s),
+                    "compute_infer": _duration(times.executions, times.compute_s),
+                    "compute_output": _duration(times.executions * size, times.output_s),
+                }
+                for size, times in sorted(self._batches.items())
+            ],
+            "memory_usage": [],
+        }
+
+
+def _duration(count: float, seconds: float) -> dict[str, int]:
+    return {"count": round(count), "ns": round(seconds * 1e9)}
