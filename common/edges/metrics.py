@@ -59,7 +59,7 @@ class EdgeMetrics:
             "multiworld_edge_retained_bytes", "Bytes of tensors kept for others to fetch.", registry=registry
         )
         self._budget = Gauge(
-            "multiworld_edge_budget_bytes", "Most bytes of tensors kept: --edge-memory.", registry=registry
+            "multiworld_edge_budget_bytes", "Maximum bytes of tensors kept for others.", registry=registry
         )
         self._exceeded = Counter(
             "multiworld_edge_budget_exceeded",
