@@ -368,7 +368,9 @@ def test_stage_that_does_not_fit_into_memory_is_not_chosen(caplog: pytest.LogCap
         for index, size in enumerate([300_000_000, 100_000_000])
     )
     settings, none = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, replicas=2), cast(Any, None)
-    registry = WorkerRegistry(cast(VersionPlan, SimpleNamespace(stages=stages)), settings, LeaderMetrics(), none, none, none)
+    registry = WorkerRegistry(
+        cast(VersionPlan, SimpleNamespace(stages=stages)), settings, LeaderMetrics(), none, none, none
+    )
     nowhere = frozenset[int]()
 
     def stage(memory_mb: int) -> int | None:
