@@ -47,9 +47,8 @@ def test_version_of_a_file_is_a_valid_name(folder: Path) -> None:
     assert load_model("resnet18", "random:7").version == "random:7"
 
 
-@pytest.mark.parametrize("cut", ["counted", "measured"])
-def test_further_versions_have_the_same_stages(folder: Path, cut: str) -> None:
-    loader, plan = opened(folder, cut=cut, stages=3)
+def test_further_versions_have_the_same_stages(folder: Path) -> None:
+    loader, plan = opened(folder, stages=3)
     versions = VersionTable(plan)
     assert loader.load(None, versions) is plan
     safetensors.torch.save_file(random_model("resnet18", 6, 10).state_dict(), folder / "next.safetensors")
