@@ -35,7 +35,7 @@ col2im.default constant_pad_nd.default contiguous.default conv1d.default conv1d.
 conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input convolution.default cos.default cosh.default cumprod.default
 cumsum.default detach.default diagonal.default diff.default div.Scalar div.Scalar_mode div.Tensor div.Tensor_mode dot.default
 einsum.default elu.default embedding.default eq.Scalar eq.Tensor erf.default erfc.default exp.default expand.default
-expand_as.default expm1.default eye.default fill.Scalar flatten.using_ints flip.default floor.default floor_divide.Scalar
+expand_as.default expm1.default eye.default fill.Scalar fill.Tensor flatten.using_ints flip.default floor.default floor_divide.Scalar
 floor_divide.default fmod.Scalar fmod.Tensor frobenius_norm.dim full.default full_like.default gather.default ge.Scalar ge.Tensor
 gelu.default ger.default glu.default grid_sampler_2d.default grid_sampler_3d.default group_norm.default gt.Scalar gt.Tensor
 hardsigmoid.default hardswish.default hardtanh.default histc.default im2col.default index.Tensor index_add.default
