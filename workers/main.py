@@ -17,7 +17,6 @@ from multiworld import WorldManager
 from multiworld_serving.common.config import UserError, exit_with_parent, raise_descriptor_limit
 from multiworld_serving.common.config.addresses import local_host
 from multiworld_serving.common.config.process import notify_systemd
-from multiworld_serving.common.config.settings import LOOP_STALL_TIMEOUT_S
 from multiworld_serving.common.edges import EdgeMetrics, Edges
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels
@@ -75,7 +74,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
     status, refusals = 0, list[UserError]()
     try:
         async with contextlib.AsyncExitStack() as stack, notify_systemd(on_thread=True), asyncio.TaskGroup() as tasks:
-            limit_s = LOOP_STALL_TIMEOUT_S + exit_timer.LOOP_BLOCKED_MARGIN_S
+            limit_s = settings.loop_stall_timeout_s + exit_timer.LOOP_BLOCKED_MARGIN_S
             stack.enter_context(exit_timer.exit_when_blocked(loop, limit_s))
             edges = await _open_edges(stack, settings, device, metrics)
             connections, turns = list[LeaderConnection](), JoinTurns()

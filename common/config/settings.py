@@ -17,8 +17,7 @@ ENV_PREFIX = "MULTIWORLD_"
 DEVICE_PATTERN = r"^(cpu|cuda(:\d+)?)$"
 INTERNAL = "internal"
 """Panel of the settings that only the supervisor gives to the processes that it starts."""
-LOOP_STALL_TIMEOUT_S = 10.0
-"""Time for which the event loop of a peer may be blocked while its heartbeats continue."""
+_LOOP_STALL_TIMEOUT_S = 10.0
 _HEARTBEATS_PER_TIMEOUT = 5
 
 
@@ -107,12 +106,17 @@ class Settings(BaseSettings):
         return self
 
     @property
+    def loop_stall_timeout_s(self) -> float:
+        """Time for which the event loop of a peer may be blocked while its heartbeats continue; not below the heartbeat timeout."""
+        return max(_LOOP_STALL_TIMEOUT_S, self.heartbeat_timeout_s)
+
+    @property
     def heartbeats(self) -> dict[str, Any]:
         """Arguments of `WorldManager`: the interval and the timeout of heartbeats, and how long an event loop may be blocked."""
         return {
             "heartbeat_interval_s": self.heartbeat_timeout_s / _HEARTBEATS_PER_TIMEOUT,
             "heartbeat_timeout_s": self.heartbeat_timeout_s,
-            "loop_stall_timeout_s": LOOP_STALL_TIMEOUT_S,
+            "loop_stall_timeout_s": self.loop_stall_timeout_s,
         }
 
     @property

@@ -12,8 +12,6 @@ from tests.services import service_for_workers
 
 pytestmark = pytest.mark.timeout(300)
 
-QUICK_REJOIN = ("--rejoin-backoff-max-s", "0.5")
-
 
 def leader(token_file: Path, join_port: int) -> LocalService:
     return service_for_workers(token_file, join_port=join_port, stages=2)
@@ -24,9 +22,7 @@ def test_workers_join_the_next_leader_when_theirs_is_killed(tmp_path: Path) -> N
     token_file.write_text(TOKEN)
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(leader(token_file, 0))
-        workers = [
-            stack.enter_context(external_worker(first.join_address, name=name, options=QUICK_REJOIN)) for name in "ab"
-        ]
+        workers = [stack.enter_context(external_worker(first.join_address, name=name)) for name in "ab"]
         first.wait_until_complete(120)
         assert answers(first) == [200, 200, 200]
         first.stop(signal.SIGKILL)
@@ -45,10 +41,7 @@ def test_worker_of_two_leaders_serves_one_while_the_other_is_down_and_rejoins_it
     with contextlib.ExitStack() as stack:
         first, second = (stack.enter_context(leader(token_file, 0)) for _ in range(2))
         workers = [
-            stack.enter_context(
-                external_worker(first.join_address, second.join_address, name=name, options=QUICK_REJOIN)
-            )
-            for name in "ab"
+            stack.enter_context(external_worker(first.join_address, second.join_address, name=name)) for name in "ab"
         ]
         for each in (first, second):
             each.wait_until_complete(120)

@@ -83,7 +83,7 @@ def test_log_and_terminal_show_the_history_of_a_frozen_worker(service: LocalServ
     shown = seen.read_text()
     assert "broken" in shown
     assert "stage 1 replica 0" in shown
-    assert "rejoined and serves" in shown
+    assert "stage 1 replica 0 rejoined" in shown
 
 
 def index(lines: list[LogLine], after: int, **fields: object) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from multiworld import WorldManager
 from multiworld_serving.cli.options import PROGRAMS
 from multiworld_serving.common.config import Settings, SettingsError, UserError, load
 from multiworld_serving.common.config.settings import to_json
@@ -33,6 +34,7 @@ OTHERS: dict[str, Any] = {
     "join_timeout_s": 1e2,
     "labels": 'a "quoted"\\path\n',
     "mean": "0.5,0.25,0.125",
+    "optimize": "compile",  # eager refuses the other precision
     "target_latency_ms": 50.0,
     "autoscale": None,  # excludes external_workers
     "std": "0.5,0.25,1",
@@ -219,3 +221,10 @@ def test_service_keeps_the_grpc_port_for_its_frontends_and_refuses_that_of_anoth
             ):
                 pass
         assert made._addresses["grpc"] == f"127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize("timeout_s", [0.2, 1.0, 30.0, 600.0])
+async def test_worlds_accept_the_heartbeats_of_every_timeout(timeout_s: float) -> None:
+    settings = ServeSettings(heartbeat_timeout_s=timeout_s)
+    async with WorldManager(**settings.heartbeats):
+        assert settings.heartbeats["heartbeat_timeout_s"] == timeout_s
