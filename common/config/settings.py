@@ -17,7 +17,7 @@ ENV_PREFIX = "MULTIWORLD_"
 DEVICE_PATTERN = r"^(cpu|cuda(:\d+)?)$"
 INTERNAL = "internal"
 """Panel of the settings that only the supervisor gives to the processes that it starts."""
-_LOOP_STALL_TIMEOUT_S = 10.0
+LOOP_STALL_TIMEOUT_S = 10.0
 _HEARTBEATS_PER_TIMEOUT = 5
 
 
@@ -108,7 +108,7 @@ class Settings(BaseSettings):
     @property
     def loop_stall_timeout_s(self) -> float:
         """Time for which the event loop of a peer may be blocked while its heartbeats continue; not below the heartbeat timeout."""
-        return max(_LOOP_STALL_TIMEOUT_S, self.heartbeat_timeout_s)
+        return max(LOOP_STALL_TIMEOUT_S, self.heartbeat_timeout_s)
 
     @property
     def heartbeats(self) -> dict[str, Any]:
