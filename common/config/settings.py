@@ -18,6 +18,8 @@ DEVICE_PATTERN = r"^(cpu|cuda(:\d+)?)$"
 INTERNAL = "internal"
 """Panel of the settings that only the supervisor gives to the processes that it starts."""
 LOOP_STALL_TIMEOUT_S = 10.0
+_MAX_HEARTBEAT_INTERVAL_S = 0.2
+"""The interval does not grow with a long timeout: the peer may have a shorter one."""
 _HEARTBEATS_PER_TIMEOUT = 5
 
 
@@ -114,7 +116,7 @@ class Settings(BaseSettings):
     def heartbeats(self) -> dict[str, Any]:
         """Arguments of `WorldManager`: the interval and the timeout of heartbeats, and how long an event loop may be blocked."""
         return {
-            "heartbeat_interval_s": self.heartbeat_timeout_s / _HEARTBEATS_PER_TIMEOUT,
+            "heartbeat_interval_s": min(_MAX_HEARTBEAT_INTERVAL_S, self.heartbeat_timeout_s / _HEARTBEATS_PER_TIMEOUT),
             "heartbeat_timeout_s": self.heartbeat_timeout_s,
             "loop_stall_timeout_s": self.loop_stall_timeout_s,
         }
