@@ -10,42 +10,41 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 _FLOCK = struct.Struct("hhqqi4x")
 """Linux's struct flock: type, whence, start, length, process."""
 
-_OVERSUBSCRIBED = 2
-"""More runnable threads than this per processor count as oversubscribed."""
+_OVERSUBSCRIBED = 2.0
+"""With more runnable threads than this per core, a worker uses only its equal share of the cores."""
+
+Threads = Literal["one", "idle", "share"]
+"""How to compute a batch: on one thread; on the worker's share of the cores if some are idle, else on one thread; or on its share."""
 
 
-def oversubscribed() -> bool:
-    """Whether other programs compete for the cores. Threads that synchronise with each other then also wait to be scheduled, and one
-    thread is faster than two."""
+def runnable_per_core() -> float:
+    """Runnable threads of the whole machine per core, this thread included; 0 if unknown."""
     with suppress(OSError, ValueError, IndexError):
-        runnable = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
-        return runnable > _OVERSUBSCRIBED * (os.cpu_count() or 1)
-    return False
+        return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) / (os.cpu_count() or 1)
+    return 0.0
 
 
-class OneThread(NamedTuple):
-    """For which batches of a stage one thread is faster than the worker's share of the cores.
+class BatchThreads(NamedTuple):
+    """How to compute the batches of a stage. Measured when the stage is warmed up.
 
-    Threads of one operation wait for each other, so for small operations one thread may be faster. Measured when a stage is warmed up.
+    Threads of one operation wait for each other. For the smallest operations one thread is faster. For small ones, several threads are
+    faster on idle cores and need more CPU time, which other processes lack when no core is idle.
 
     Attributes:
         single, largest: for one row, and for the largest batch, which stands for all batches of several rows.
     """
 
-    single: bool = False
-    largest: bool = False
+    single: Threads = "share"
+    largest: Threads = "share"
 
-    def is_faster(self, rows: int) -> bool:
-        """Whether to compute so many rows on one thread."""
+    def of(self, rows: int) -> Threads:
+        """How to compute a batch of so many rows."""
         return self.single if rows == 1 else self.largest
-
-
-SEVERAL_THREADS = OneThread()
 
 
 class SharedCores:
@@ -58,7 +57,7 @@ class SharedCores:
         index: this worker's byte, from 0 to `workers` - 1, unique per process.
         workers: number of workers that share.
         total: number of cores to share.
-        oversubscribed: returns whether to use only an equal share among all workers, even if some are idle.
+        load: returns the runnable threads per core.
     Raises:
         OSError: the file cannot be opened.
     """
@@ -69,12 +68,12 @@ class SharedCores:
         index: int,
         workers: int,
         total: int,
-        oversubscribed: Callable[[], bool] = oversubscribed,
+        load: Callable[[], float] = runnable_per_core,
     ) -> None:
         self._index = index
         self._others = [other for other in range(workers) if other != index]
         self._total = total
-        self._oversubscribed = oversubscribed
+        self._load = load
         # Opened once: closing any descriptor of a file releases all locks that the process has on it.
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
@@ -84,13 +83,18 @@ class SharedCores:
         return tuple(sorted({1} | {max(1, self._total // count) for count in range(1, len(self._others) + 2)}))
 
     @contextmanager
-    def acquire_cores(self, *, one_thread: bool = False) -> Iterator[int]:
-        """Count as computing while the block runs. Yields how many threads to use: `one_thread`, or an equal share of the cores."""
+    def acquire_cores(self, threads: Threads = "share") -> Iterator[int]:
+        """Count as computing while the block runs. Yields how many threads to use. A share is an equal part of the cores among the workers
+        that compute now; of all workers, idle or not, on an oversubscribed machine, where threads also wait to be scheduled."""
         with suppress(OSError):  # another process has the same index; the others count both as one
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._index)
         try:
-            shares = 1 + (len(self._others) if self._oversubscribed() else self._busy_others())
-            yield 1 if one_thread else max(1, self._total // shares)
+            load = self._load()
+            if threads == "one" or (threads == "idle" and load > 1):
+                yield 1
+            else:
+                shares = 1 + (len(self._others) if load > _OVERSUBSCRIBED else self._busy_others())
+                yield max(1, self._total // shares)
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._index)
 

@@ -25,7 +25,7 @@ from multiworld_serving.models import (
     optimize,
     torch_threads,
 )
-from multiworld_serving.workers.compute.cores import SEVERAL_THREADS, OneThread, SharedCores
+from multiworld_serving.workers.compute.cores import BatchThreads, SharedCores, Threads
 from multiworld_serving.workers.compute.fair_queue import FairQueue
 from multiworld_serving.workers.compute.stage_store import LoadedStage, StageStore
 from multiworld_serving.workers.compute.transfers import Allocate, transfers_for
@@ -37,8 +37,8 @@ _COMPILER_BYTES = 1 << 30
 """Memory of the compiler besides weights."""
 _COPIES_OF_WEIGHTS = 3
 """While a stage is compiled: received, as parameters, and folded."""
-_SMALL_BATCH_S = 0.03
-"""Operations of a batch that takes longer on one thread are large enough to gain from more threads, so it is not measured."""
+_SMALL_BATCH_S = 0.06
+"""Operations of a batch that takes longer on one thread are large enough to gain from more threads."""
 _ROUNDS = 5
 _CLEARLY = 0.9
 """One thread is used if it takes less than this part of the time of several."""
@@ -134,12 +134,12 @@ class Engine:
         return sorted(shapes, reverse=True)
 
     @contextmanager
-    def acquire_cores(self, *, one_thread: bool) -> Iterator[None]:
+    def acquire_cores(self, use: Threads) -> Iterator[None]:
         """Use this worker's share of the cores, or one thread, while the block runs. Called on the engine's thread."""
         if self._cores is None:
             yield
             return
-        with self._cores.acquire_cores(one_thread=one_thread) as threads:
+        with self._cores.acquire_cores(use) as threads:
             if threads != torch.get_num_threads():
                 torch.set_num_threads(threads)
             yield
@@ -334,7 +334,7 @@ class EngineQueue:
         def compute() -> Computed:
             started_ns = time.perf_counter_ns()
             loaded = self._stages[version, stage]
-            with self._engine.acquire_cores(one_thread=loaded.one_thread.is_faster(len(batch))):
+            with self._engine.acquire_cores(loaded.threads.of(len(batch))):
                 rows = arrived().to(loaded.spec.input_dtype)
                 output = self._forward(loaded.optimized.module, rows, float32_as, allocate)
             self.computed_ns = time.perf_counter_ns() - started_ns
@@ -350,28 +350,24 @@ class EngineQueue:
 
     async def _warm_up(
         self, spec: BundleStageSpec, module: nn.Module, sample_shape: tuple[int, ...], max_batch_size: int
-    ) -> OneThread:
-        """Run the shapes that batches will have, and find out which of them one thread computes faster than several."""
+    ) -> BatchThreads:
+        """Run the shapes that batches will have, and find out how many threads to compute them on."""
         engine = self._engine
         for batch_size, threads in engine.warm_up_shapes(max_batch_size):
             await engine.run(self, partial(self._timed_s, module, spec.example(batch_size, sample_shape), threads))
         if len(engine.threads) == 1:
-            return SEVERAL_THREADS
-        row_s: float = await engine.run(self, partial(self._timed_s, module, spec.example(1, sample_shape), 1))
-        faster = []
-        for batch_size in (1, max_batch_size):
-            if measured := batch_size * row_s <= _SMALL_BATCH_S:
-                batch = spec.example(batch_size, sample_shape)
-                measured = await engine.run(self, partial(self._one_thread_is_faster, module, batch))
-            faster.append(measured)
-        return OneThread(*faster)
+            return BatchThreads()
+        batches = [spec.example(batch_size, sample_shape) for batch_size in (1, max_batch_size)]
+        return BatchThreads(*[await engine.run(self, partial(self._threads_for, module, batch)) for batch in batches])
 
-    def _one_thread_is_faster(self, module: nn.Module, batch: Tensor) -> bool:
+    def _threads_for(self, module: nn.Module, batch: Tensor) -> Threads:
         """Compare the best of several rounds in turn, because other processes may compute meanwhile."""
-        most = self._engine.threads[-1]
-        rounds = [[self._timed_s(module, batch, threads) for threads in (1, most)] for _ in range(1 + _ROUNDS)][1:]
-        one_s, most_s = map(min, zip(*rounds, strict=True))
-        return bool(one_s < _CLEARLY * most_s)
+        if self._timed_s(module, batch, 1) > _SMALL_BATCH_S:
+            return "share"
+        share = self._engine.threads[-1]
+        rounds = [[self._timed_s(module, batch, threads) for threads in (1, share)] for _ in range(_ROUNDS)]
+        one_s, share_s = map(min, zip(*rounds, strict=True))
+        return "one" if one_s < _CLEARLY * share_s else "idle"
 
     def _timed_s(self, module: nn.Module, batch: Tensor, threads: int) -> float:
         began_s = time.perf_counter()

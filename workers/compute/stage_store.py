@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from weakref import WeakValueDictionary
 
 from multiworld_serving.models import BundleStageSpec, OptimizedStage
-from multiworld_serving.workers.compute.cores import SEVERAL_THREADS, OneThread
+from multiworld_serving.workers.compute.cores import BatchThreads
 
 _LONGEST_TURN_S = 30.0
 """A session waits at most this long for another one that loads the same stage; then it loads the stage itself."""
@@ -17,19 +17,17 @@ class LoadedStage:
 
     Attributes:
         optimized: the module that computes it.
-        one_thread: which batches to compute on one thread.
+        threads: how to compute its batches.
     """
 
-    def __init__(
-        self, spec: BundleStageSpec, optimized: OptimizedStage, one_thread: OneThread = SEVERAL_THREADS
-    ) -> None:
+    def __init__(self, spec: BundleStageSpec, optimized: OptimizedStage, threads: BatchThreads) -> None:
         self.spec = spec
         self.optimized = optimized
-        self.one_thread = one_thread
+        self.threads = threads
 
     def become(self, other: "LoadedStage") -> None:
         """Compute with the module of another one from now on."""
-        self.optimized, self.one_thread = other.optimized, other.one_thread
+        self.optimized, self.threads = other.optimized, other.threads
 
 
 class StageStore:

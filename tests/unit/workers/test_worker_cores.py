@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.workers.compute.cores import OneThread, SharedCores
+from multiworld_serving.workers.compute.cores import BatchThreads, SharedCores
 
 _COMPUTES = """
 import sys
 from multiworld_serving.workers.compute.cores import SharedCores
-with SharedCores(sys.argv[1], int(sys.argv[2]), 4, 4, lambda: False).acquire_cores() as threads:
+with SharedCores(sys.argv[1], int(sys.argv[2]), 4, 4, lambda: 0.5).acquire_cores() as threads:
     print(threads, flush=True)
     sys.stdin.read()
 """
@@ -44,10 +44,10 @@ def threads(cores: SharedCores) -> int:
 
 
 def test_all_cores_are_used_when_no_other_worker_computes(file: str) -> None:
-    assert threads(SharedCores(file, 0, 4, 4, lambda: False)) == 4
+    assert threads(SharedCores(file, 0, 4, 4, lambda: 0.5)) == 4
     with computing(file, 1) as (_, theirs):
         assert theirs == 4
-    assert threads(SharedCores(file, 0, 4, 4, lambda: False)) == 4
+    assert threads(SharedCores(file, 0, 4, 4, lambda: 0.5)) == 4
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_shares_are_all_possible_thread_counts(file: str, seats: int, total: int
 
 
 def test_cores_are_shared_equally_when_others_compute(file: str) -> None:
-    cores = SharedCores(file, 0, 4, 4, lambda: False)
+    cores = SharedCores(file, 0, 4, 4, lambda: 0.5)
     with computing(file, 1), computing(file, 3) as (_, of_the_second):
         assert of_the_second == 2
         assert threads(cores) == 1  # of three: 4 // 3
@@ -68,36 +68,41 @@ def test_cores_are_shared_equally_when_others_compute(file: str) -> None:
 
 
 def test_each_worker_has_one_thread_when_there_are_more_workers_than_cores(file: str) -> None:
-    cores = SharedCores(file, 0, 4, 2, lambda: False)
+    cores = SharedCores(file, 0, 4, 2, lambda: 0.5)
     with computing(file, 1), computing(file, 2), computing(file, 3):
         assert threads(cores) == 1
 
 
 def test_cores_are_released_when_a_computing_worker_is_killed(file: str) -> None:
-    cores = SharedCores(file, 0, 4, 4, lambda: False)
+    cores = SharedCores(file, 0, 4, 4, lambda: 0.5)
     with computing(file, 1) as (process, _):
         assert threads(cores) == 2
         process.kill()
         process.wait(60)
-        assert threads(SharedCores(file, 0, 4, 4, lambda: False)) == 4
+        assert threads(SharedCores(file, 0, 4, 4, lambda: 0.5)) == 4
 
 
 def test_batch_is_computed_when_all_slots_are_taken(file: str) -> None:
-    cores = SharedCores(file, 1, 4, 4, lambda: False)
+    cores = SharedCores(file, 1, 4, 4, lambda: 0.5)
     with computing(file, 1):
         assert threads(cores) == 4
 
 
 def test_share_is_at_most_equal_when_other_programs_use_the_machine(file: str) -> None:
-    assert threads(SharedCores(file, 0, 2, 4, lambda: True)) == 2
-    assert threads(SharedCores(file, 0, 8, 4, lambda: True)) == 1
+    assert threads(SharedCores(file, 0, 2, 4, lambda: 2.5)) == 2
+    assert threads(SharedCores(file, 0, 8, 4, lambda: 2.5)) == 1
 
 
-def test_one_thread_is_used_for_batches_for_which_it_was_faster(file: str) -> None:
-    cores, small = SharedCores(file, 0, 1, 4, lambda: False), OneThread(single=True)
-    for rows, expected in ((1, 1), (2, 4), (8, 4)):
-        with cores.acquire_cores(one_thread=small.is_faster(rows)) as count:
-            assert count == expected
+@pytest.mark.parametrize(("load", "expected"), [(0.5, (1, 4, 4)), (1.5, (1, 1, 4))])
+def test_small_batches_use_one_thread_when_it_is_faster_or_no_core_is_idle(
+    file: str, load: float, expected: tuple[int, ...]
+) -> None:
+    cores, threads_of = SharedCores(file, 0, 1, 4, lambda: load), BatchThreads("one", "idle")
+    taken = []
+    for use in (threads_of.of(1), threads_of.of(8), BatchThreads().of(8)):
+        with cores.acquire_cores(use) as count:
+            taken.append(count)
+    assert tuple(taken) == expected
 
 
 def test_sharing_is_refused_when_the_file_is_gone(tmp_path: Path) -> None:
