@@ -37,9 +37,9 @@ _COMPILER_BYTES = 1 << 30
 """Memory of the compiler besides weights."""
 _COPIES_OF_WEIGHTS = 3
 """While a stage is compiled: received, as parameters, and folded."""
-_SMALL_BATCH_S = 0.06
-"""Operations of a batch that takes longer on one thread are large enough to gain from more threads."""
-_ROUNDS = 5
+_SMALL_BATCH_S = 0.12
+"""Operations of a batch are large enough to gain from more threads if its rows, one by one on one thread, take longer."""
+_ROUNDS = 3
 _CLEARLY = 0.9
 """One thread is used if it takes less than this part of the time of several."""
 
@@ -357,15 +357,20 @@ class EngineQueue:
             await engine.run(self, partial(self._timed_s, module, spec.example(batch_size, sample_shape), threads))
         if len(engine.threads) == 1:
             return BatchThreads()
-        batches = [spec.example(batch_size, sample_shape) for batch_size in (1, max_batch_size)]
-        return BatchThreads(*[await engine.run(self, partial(self._threads_for, module, batch)) for batch in batches])
+        row_s: float = await engine.run(self, partial(self._timed_s, module, spec.example(1, sample_shape), 1))
+        found: list[Threads] = []
+        for batch_size in (1, max_batch_size):
+            threads_of: Threads = "share"
+            if batch_size * row_s <= _SMALL_BATCH_S:
+                batch = spec.example(batch_size, sample_shape)
+                threads_of = await engine.run(self, partial(self._threads_of_small, module, batch))
+            found.append(threads_of)
+        return BatchThreads(*found)
 
-    def _threads_for(self, module: nn.Module, batch: Tensor) -> Threads:
+    def _threads_of_small(self, module: nn.Module, batch: Tensor) -> Threads:
         """Compare the best of several rounds in turn, because other processes may compute meanwhile."""
-        if self._timed_s(module, batch, 1) > _SMALL_BATCH_S:
-            return "share"
         share = self._engine.threads[-1]
-        rounds = [[self._timed_s(module, batch, threads) for threads in (1, share)] for _ in range(_ROUNDS)]
+        rounds = [[self._timed_s(module, batch, threads) for threads in (1, share)] for _ in range(1 + _ROUNDS)][1:]
         one_s, share_s = map(min, zip(*rounds, strict=True))
         return "one" if one_s < _CLEARLY * share_s else "idle"
 
