@@ -12,7 +12,7 @@ from multiworld_serving.models.optimize.fusing import Workload, fusable
 from multiworld_serving.models.optimize.graphs import place
 from multiworld_serving.models.optimize.tuning import ExecutionMode, Tuning
 
-_CHECKED_ROWS = 4
+_CHECKED_ROWS = 2
 
 
 @dataclass(frozen=True)

@@ -353,11 +353,13 @@ class EngineQueue:
     ) -> BatchThreads:
         """Run the shapes that batches will have, and find out how many threads to compute them on."""
         engine = self._engine
+        row_s = 0.0
         for batch_size, threads in engine.warm_up_shapes(max_batch_size):
-            await engine.run(self, partial(self._timed_s, module, spec.example(batch_size, sample_shape), threads))
+            example = spec.example(batch_size, sample_shape)
+            row_s = await engine.run(self, partial(self._timed_s, module, example, threads))
+        # The last shape is one row on the fewest threads.
         if len(engine.threads) == 1:
             return BatchThreads()
-        row_s: float = await engine.run(self, partial(self._timed_s, module, spec.example(1, sample_shape), 1))
         found: list[Threads] = []
         for batch_size in (1, max_batch_size):
             threads_of: Threads = "share"
