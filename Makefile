@@ -14,7 +14,7 @@ GRPC     := server/api/oip_grpc
 BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost elastic
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test containers check dist fmt rules bench chaos peers throughput gpu soak proto docs clean
+.PHONY: help install serve test containers check dist fmt rules bench chaos peers throughput gpu soak mutants proto docs clean
 .SILENT:
 
 help: ## List all targets.
@@ -69,6 +69,9 @@ gpu: $(STAMP) ## Run all GPU tests and benchmarks, at most nine minutes; report 
 
 soak: $(STAMP) ## Test scheduler, worlds and elastic worlds under random faults with new seeds: make soak ARGS="--hours 3".
 	exec $(BIN)/python -m tests.torture.soak $(ARGS)
+
+mutants: $(STAMP) ## Plant 30 known bugs, one at a time, and list those that no test finds; about 30 minutes.
+	exec $(BIN)/python -m tests.mutations $(ARGS)
 
 proto: ## Compile open_inference.proto after a change of it; the descriptor is committed.
 	$(PYTHON) -m venv .venv-proto

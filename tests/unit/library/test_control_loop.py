@@ -141,6 +141,7 @@ def test_control_loop_that_never_started_can_be_stopped() -> None:
     ControlLoop().stop()
 
 
+@pytest.mark.timing
 def test_own_stall_does_not_count_as_silence_of_peers(control_loop: ControlLoop, ends: Ends) -> None:
     silences: SimpleQueue[float] = SimpleQueue()
 
@@ -155,6 +156,7 @@ def test_own_stall_does_not_count_as_silence_of_peers(control_loop: ControlLoop,
     assert silences.get(timeout=PATIENCE_S) < 1.0
 
 
+@pytest.mark.timing
 def test_silence_of_a_peer_counts_when_this_process_stalls_again_and_again(
     control_loop: ControlLoop, ends: Ends
 ) -> None:
