@@ -1,63 +1,137 @@
-"""A thread pool of daemon threads: unlike an executor's, a blocked thread does not keep the process from exiting."""
+"""Threads for work that would block the event loop: images to decode, versions to load."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from multiworld.execution.threads import DaemonThread
+from multiworld_serving.server.errors import OverloadedError
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
 
-class DaemonThreadPool:
-    """Runs work in order of submission. Threads start on demand and end after `close`.
+_RETRY_AFTER_S = 1.0
+_CLOSE_S = 5.0
+"""Maximum wait at shutdown for work that runs."""
+
+
+class DaemonThreads:
+    """Runs work on threads in FIFO order, for one event loop.
+
+    Threads start on demand and end when the `async with` block ends. Unlike those of an executor, a thread that is blocked then is
+    abandoned: it does not keep the process from exiting.
 
     Args:
-        count: maximum number of threads.
-        name: prefix of the thread names.
+        threads: maximum number of threads.
+        name: prefix of their names.
+        max_waiting: maximum number of calls that wait for a thread; further ones are rejected.
     """
 
-    def __init__(self, count: int, name: str) -> None:
-        self._count = count
+    def __init__(self, threads: int, name: str, *, max_waiting: int = 1) -> None:
+        self._max_threads = threads
         self._name = name
-        self._waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._threads: list[DaemonThread] = []
+        self._max_waiting = max_waiting
+        self._queue: SimpleQueue[list[Callable[[], None]] | None] = SimpleQueue()
+        self._threads = 0
+        self._open = 0
+        """Calls that wait or run."""
+        self._ended = asyncio.Semaphore(0)
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Start or queue `work`. Raises RuntimeError if the system cannot start a thread and none runs yet."""
-        if len(self._threads) < self._count:
-            self._start_thread()
-        future: Future[T] = Future()
-        self._waiting.put((future, work))
-        return future
+    @property
+    def waiting(self) -> int:
+        """Number of calls that wait for a thread."""
+        return max(0, self._open - self._max_threads)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run `work` on a thread; return its result or raise its exception.
+
+        If cancelled, waiting work does not start, and running work finishes on its thread.
+
+        Raises:
+            OverloadedError: `max_waiting` calls wait already.
+            RuntimeError: the system cannot start a thread, and none runs yet.
+        """
+        if self._open >= self._max_threads + self._max_waiting:
+            raise OverloadedError(
+                f"{self.waiting} images wait to be decoded, which is the limit; try again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        loop = asyncio.get_running_loop()
+        if self._threads < self._max_threads:
+            self._start_thread(loop)
+        future: asyncio.Future[T] = loop.create_future()
+
+        def call() -> None:
+            try:
+                result = work()
+            except BaseException as error:  # noqa: BLE001 - passed to the caller through the future
+                loop.call_soon_threadsafe(self._complete, future, error, None)
+            else:
+                loop.call_soon_threadsafe(self._complete, future, None, result)
+
+        queued = [call]
+        self._open += 1
+        self._queue.put(queued)
+        try:
+            return await future
+        finally:
+            if queued:  # no thread has taken the work
+                with contextlib.suppress(IndexError):
+                    queued.pop()
+                    self._open -= 1
 
     def close(self) -> None:
         """End each thread after the queued work. Does not wait."""
-        for _ in self._threads:
-            self._waiting.put(None)
+        for _ in range(self._threads):
+            self._queue.put(None)
 
-    def _start_thread(self) -> None:
-        thread = DaemonThread(self._run, f"{self._name}-{len(self._threads)}")
+    def _start_thread(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            thread.start()
+            DaemonThread(lambda: self._run(loop), f"{self._name}-{self._threads}").start()
         except RuntimeError:
             if not self._threads:
                 raise
         else:
-            self._threads.append(thread)
+            self._threads += 1
 
-    def _run(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            future, work = item
-            if future.set_running_or_notify_cancel():
-                try:
-                    result = work()
-                except BaseException as error:  # noqa: BLE001 - passed to the caller through the future
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
-                    del result
-            del item, future, work  # do not keep an image in memory until the next work arrives
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            while (queued := self._queue.get()) is not None:
+                with contextlib.suppress(IndexError):
+                    queued.pop()()
+                del queued  # do not keep an image in memory until the next work arrives
+            loop.call_soon_threadsafe(self._ended.release)
+
+    def _complete(self, future: asyncio.Future[Any], error: BaseException | None, result: object) -> None:
+        self._open -= 1
+        if future.done():  # the caller was cancelled
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Wait for work that has begun, for a limited time."""
+        self.close()
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                while self._threads:
+                    await self._ended.acquire()
+                    self._threads -= 1
+        except TimeoutError:
+            logger.error(  # noqa: TRY400 - expected
+                "%d threads %s are blocked; stopping without waiting for them", self._threads, self._name
+            )

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AdminRoutes:
-    """The routes of the admin endpoints. `AuthorizationMiddleware` authorizes requests before they arrive here.
+    """The routes of the admin endpoints. `RequestMiddleware` authorizes requests before they arrive here.
 
     Attributes:
         restart_workers: starts a rolling restart.

@@ -5,7 +5,7 @@ notebook. A JPEG much larger than needed is decoded at 1/2, 1/4 or 1/8 of its si
 torch, in half of Pillow's time. Small images differ from torchvision by at most one grey level, large photographs by less than one on
 average. Time and memory do not depend on the aspect ratio.
 
-All functions are synchronous and stateless; `decode_pool` runs them on threads.
+All functions are synchronous and stateless; `DaemonThreads` runs them.
 """
 
 from __future__ import annotations

@@ -6,34 +6,29 @@ import math
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
+import msgspec
 import torch
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Query
 from fastapi.responses import Response
 from pydantic import BaseModel, Field
-from pydantic.json_schema import SkipJsonSchema
 from starlette.requests import Request
 from torch import Tensor
 
-from multiworld_serving.server.api.decode_pool import DecodePool
 from multiworld_serving.server.api.form import FIELD, extract_image
 from multiworld_serving.server.api.images import image_tensor
 from multiworld_serving.server.api.response_headers import HEADER_DOCUMENTATION, prediction_headers
+from multiworld_serving.server.daemon_threads import DaemonThreads
 from multiworld_serving.server.errors import MediaTypeError, StageError, WrongPathError
-from multiworld_serving.server.http.body import BodyReader, translate_body_timeout
-from multiworld_serving.server.http.disconnect import DEADLINE_GRACE_S, while_connected
 from multiworld_serving.server.http.errors import error_documentation
-from multiworld_serving.server.http.inference_route import TIMEOUT_HEADER, InferenceRoute
+from multiworld_serving.server.http.inference_route import Seconds, inference_router, timeout_parameter
+from multiworld_serving.server.http.open_request import OpenRequest, RequestGate
 from multiworld_serving.server.observability.request_record import Inference, RequestRecord
-from multiworld_serving.server.predictor import Predictor, ServedModel
+from multiworld_serving.server.predictor import Prediction, ServedModel
 
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
 FORM_TYPE = "multipart/form-data"
-
-
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)] | SkipJsonSchema[None]
-"""The header is optional, but the text "null" is not a valid value."""
 
 
 class ClassProbability(BaseModel):
@@ -92,21 +87,18 @@ class PredictRoute:
 
     summary: ClassVar[str] = "classify an image: curl -F image=@photo.jpg http://HOST:PORT/predict"
     """For the list of endpoints."""
-    predictor: Predictor
+    gate: RequestGate
     model: ServedModel
-    bodies: BodyReader
-    decoders: DecodePool
-    timeout_s: float
-    max_image_pixels: int
-    top_k: int
+    threads: DaemonThreads
 
     def router(self) -> APIRouter:
         """The route, documented for OpenAPI."""
+        labels, limits = len(self.model.labels), self.gate.limits
         top_k_query = Query(
-            self._default_top_k, ge=1, le=len(self.model.labels), description="Number of classes in the response."
+            min(limits.top_k, labels), ge=1, le=labels, description="Number of classes in the response."
         )
-        timeout_header = timeout_parameter(self.timeout_s)
-        router = APIRouter(tags=["inference"], route_class=InferenceRoute)
+        timeout_header = timeout_parameter(limits.timeout_s)
+        router = inference_router("inference")
 
         @router.post(
             "/predict",
@@ -116,50 +108,19 @@ class PredictRoute:
         )
         async def predict(request: Request, top_k: int = top_k_query, timeout_s: Seconds = timeout_header) -> Response:
             """Classify one image: JPEG, PNG or WebP, as the field `image` of a form or as the body itself."""
-            return await self._predict(request, top_k, min(self.timeout_s, timeout_s or self.timeout_s))
+            content_type = _supported_content_type(request)
+            record, predictor = RequestRecord.of(request.scope), self.gate.predictor
+            async with OpenRequest(self.gate, record, request.receive, timeout_s) as opened:
+                body = await opened.body(request.headers)
+                await predictor.check(deadline_s=opened.deadline_s, ahead=self.threads.waiting)
+                image = await self.threads.run(partial(self._decode, body, content_type))
+                opened.release()
+                del body
+                decoded_s, opened.predicts = time.monotonic(), True
+                prediction = await predictor.predict(image, deadline_s=opened.deadline_s, request_id=record.request_id)
+            return self._response(prediction, record, decoded_s - record.received_s, top_k)
 
         return router
-
-    @property
-    def _default_top_k(self) -> int:
-        return min(self.top_k, len(self.model.labels))
-
-    async def _predict(self, request: Request, top_k: int, timeout_s: float) -> Response:
-        record = RequestRecord.of(request.scope)
-        deadline_s = record.started_s + timeout_s
-        with self.predictor.request():
-            with translate_body_timeout(timeout_s, limit_s=self.timeout_s):
-                image, decode_s = await self._image(request, deadline_s)
-            async with while_connected(request.receive, deadline_s=deadline_s + DEADLINE_GRACE_S):
-                prediction = await self.predictor.predict(image, deadline_s=deadline_s, request_id=record.request_id)
-        predicted_s = time.monotonic()
-        record.version = prediction.version
-        body = PredictResponse(
-            id=record.request_id,
-            model=prediction.model,
-            version=prediction.version,
-            predictions=_top_classes(prediction.output, self.model.labels, top_k),
-            timings_ms=Timings(
-                total=_ms(time.monotonic() - record.started_s),
-                decode=_ms(decode_s),
-                queue=_ms(prediction.queue_s),
-                compute=_ms(prediction.compute_s),
-                transfer=_ms(prediction.transfer_s),
-            ),
-        )
-        text = body.model_dump_json()
-        record.inference = Inference((prediction,), input_s=decode_s, output_s=time.monotonic() - predicted_s)
-        return Response(text, media_type="application/json", headers=prediction_headers((prediction,)))
-
-    async def _image(self, request: Request, deadline_s: float) -> tuple[Tensor, float]:
-        """Read and decode the image; returns the tensor and the seconds this took. Frees the body before the prediction."""
-        content_type = _supported_content_type(request)
-        async with self.bodies.read(request, deadline_s=deadline_s) as body:
-            received_s = time.monotonic()
-            await self.predictor.check(deadline_s=deadline_s, ahead=self.decoders.waiting)
-            async with while_connected(request.receive, deadline_s=deadline_s):
-                image = await self.decoders.run(partial(self._decode, body, content_type))
-        return image, time.monotonic() - received_s
 
     def _decode(self, body: bytes, content_type: str) -> Tensor:
         sizes = self.model.image
@@ -168,17 +129,37 @@ class PredictRoute:
             extract_image(body, content_type) if _media_type(content_type) == FORM_TYPE else body,
             resize_size=sizes.resize_size,
             crop_size=sizes.crop_size,
-            max_pixels=self.max_image_pixels,
+            max_pixels=self.gate.limits.max_image_pixels,
         )
 
-
-def timeout_parameter(limit_s: float) -> Any:
-    """The header in which a client sends its timeout."""
-    return Header(
-        None,
-        alias=TIMEOUT_HEADER,
-        description=f"Timeout in seconds; can only shorten the server's {limit_s:g}.",
-    )
+    def _response(self, prediction: Prediction, record: RequestRecord, decode_s: float, top_k: int) -> Response:
+        """The fields are those of `PredictResponse`."""
+        predicted_s = time.monotonic()
+        record.version = prediction.version
+        best = torch.topk(prediction.output, top_k)
+        probabilities = best.values.tolist()
+        if not all(map(math.isfinite, probabilities)):
+            raise StageError("the model returned probabilities that are not finite for this image; check the weights")
+        body = msgspec.json.encode(
+            {
+                "id": record.request_id,
+                "model": prediction.model,
+                "version": prediction.version,
+                "predictions": [
+                    {"label": self.model.labels[class_id], "class_id": class_id, "probability": probability}
+                    for class_id, probability in zip(best.indices.tolist(), probabilities, strict=True)
+                ],
+                "timings_ms": {
+                    "total": _ms(predicted_s - record.started_s),
+                    "decode": _ms(decode_s),
+                    "queue": _ms(prediction.queue_s),
+                    "compute": _ms(prediction.compute_s),
+                    "transfer": _ms(prediction.transfer_s),
+                },
+            }
+        )
+        record.inference = Inference((prediction,), input_s=decode_s, output_s=time.monotonic() - predicted_s)
+        return Response(body, media_type="application/json", headers=prediction_headers((prediction,)))
 
 
 def _supported_content_type(request: Request) -> str:
@@ -199,17 +180,6 @@ def _supported_content_type(request: Request) -> str:
 
 def _media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
-
-
-def _top_classes(probabilities: Tensor, labels: tuple[str, ...], top_k: int) -> list[ClassProbability]:
-    best = torch.topk(probabilities, top_k)
-    values, classes = best.values.tolist(), best.indices.tolist()
-    if not all(map(math.isfinite, values)):
-        raise StageError("the model returned probabilities that are not finite for this image; check the weights")
-    return [
-        ClassProbability(label=labels[class_id], class_id=class_id, probability=probability)
-        for class_id, probability in zip(classes, values, strict=True)
-    ]
 
 
 def _ms(seconds: float) -> float:

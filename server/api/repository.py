@@ -8,7 +8,6 @@ POST /v2/repository/models/{model}/unload
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,8 @@ from starlette.routing import Route
 from multiworld_serving.server.administration import InvalidWeightsError, OperationInProgressError, VersionFailedError
 from multiworld_serving.server.api.oip.metadata import repository_index
 from multiworld_serving.server.errors import BodyTooLargeError, InferenceRequestError, UnknownModelError
-from multiworld_serving.server.http.disconnect import while_connected
 from multiworld_serving.server.http.errors import error_response
+from multiworld_serving.server.http.open_request import while_connected
 from multiworld_serving.server.observability.request_record import RequestRecord
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.snapshots import PipelineSnapshot
@@ -38,7 +37,7 @@ _REASONS: dict[type[Exception], tuple[int, str]] = {
 
 @dataclass(frozen=True)
 class RepositoryRoutes:
-    """The routes of the extension. `AuthorizationMiddleware` authorizes requests before they arrive here."""
+    """The routes of the extension. `RequestMiddleware` authorizes requests before they arrive here."""
 
     snapshot: Callable[[], PipelineSnapshot]
     load_version: Callable[[str | None], Awaitable[ModelVersion]]
@@ -75,8 +74,7 @@ class RepositoryRoutes:
         """
         self._check_model(request)
         weights = _weights(_object(body.get("parameters"), "parameters"))
-        async with while_connected(request.receive, deadline_s=math.inf):
-            version = await self.load_version(weights)
+        version = await while_connected(request.receive, self.load_version(weights))
         return {"name": self.snapshot().model, "version": str(version.number), "weights": version.name}
 
     async def _unload(self, request: Request, body: Mapping[str, Any]) -> object:

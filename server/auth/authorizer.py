@@ -1,4 +1,4 @@
-"""Authorization: middleware of both ports that admits a request or rejects it with 401 or 403.
+"""Authorization: which key a request needs, and whether it has one.
 
 There are inference keys and admin keys; no key is both. Without inference keys, inference needs no authentication. Without
 admin keys, admin endpoints need the join token; if the service generated that token itself, they accept only requests from
@@ -11,22 +11,17 @@ import base64
 import binascii
 import hmac
 import ipaddress
-import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from multiworld_serving.common.config.keys import KeySet
-from multiworld_serving.server.errors import ForbiddenError, RequestRejected, UnauthenticatedError
-from multiworld_serving.server.http.errors import rejection_response
-from multiworld_serving.server.observability.request_record import RequestRecord
-
-logger = logging.getLogger(__name__)
+from multiworld_serving.server.errors import ForbiddenError, UnauthenticatedError
 
 
 class Permission(Enum):
@@ -112,13 +107,11 @@ class Authorizer:
             UnauthenticatedError: no key, or an unknown one.
             ForbiddenError: the key does not have this permission.
         """
-        if permission is Permission.NOTHING:
+        if permission is Permission.NOTHING or (permission is not Permission.ADMIN and not self.keys.inference):
             return ""
         headers = Headers(scope=scope)
         if permission is Permission.ADMIN:
             return self._check_admin(scope, headers)
-        if not self.keys.inference:
-            return ""
         principal = self._principal(_presented_key(headers, scope["method"]))
         if principal is None:
             raise UnauthenticatedError(_KEY_REQUIRED)
@@ -184,44 +177,3 @@ def _is_local(scope: Scope) -> bool:
         return scope["client"] is not None and ipaddress.ip_address(scope["client"][0]).is_loopback
     except ValueError:
         return False
-
-
-class AuthorizationMiddleware:
-    """ASGI middleware between `RequestTracker` and the routes.
-
-    Args:
-        permission_for: returns the permission that a path requires.
-    """
-
-    def __init__(self, app: ASGIApp, *, authorizer: Authorizer, permission_for: Callable[[str], Permission]) -> None:
-        self._app = app
-        self._authorizer = authorizer
-        self._permission_for = permission_for
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        permission = self._permission_for(scope["path"])
-        try:
-            name = self._authorizer.check(permission, scope)
-        except (UnauthenticatedError, ForbiddenError) as rejection:
-            await _reject(rejection, permission, scope, receive, send)
-            return
-        record = RequestRecord.of(scope)
-        record.key_name = name
-        if permission is Permission.ADMIN:
-            fields = {"method": scope["method"], "target": scope["path"][:256], "by": name}
-            logger.info("admin request", extra={**fields, "request_id": record.request_id})
-        await self._app(scope, receive, send)
-
-
-async def _reject(
-    rejection: RequestRejected, permission: Permission, scope: Scope, receive: Receive, send: Send
-) -> None:
-    response = rejection_response(rejection, RequestRecord.of(scope))
-    if response.status_code == 401:
-        response.headers.append("WWW-Authenticate", 'Bearer realm="multiworld"')
-        if permission is Permission.ANY_KEY:  # pages for browsers, which then ask for a password
-            response.headers.append("WWW-Authenticate", 'Basic realm="multiworld: the key as the password"')
-    await response(scope, receive, send)

@@ -19,10 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from multiworld_serving.server.errors import InvalidParameterError, RequestRejected
-from multiworld_serving.server.observability.request_record import RequestRecord
-
-CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that disconnected. Never sent; a label of the metrics."""
+from multiworld_serving.server.observability.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
 
 STATUS_OF_REASON: Final[dict[str, int]] = {
     "invalid_request": 422,
@@ -146,8 +143,8 @@ def error_response(
 ) -> JSONResponse:
     """An error response in the common format. Also stores the reason in the record."""
     record.reason = reason
-    body = ErrorBody(error=error, reason=reason, request_id=record.request_id)
-    return JSONResponse(body.model_dump() | fields, status, headers)
+    body = {"error": error, "reason": reason, "request_id": record.request_id, **fields}
+    return JSONResponse(body, status, headers)
 
 
 def install_error_handlers(app: Starlette, other_port: OtherPort | None = None) -> None:

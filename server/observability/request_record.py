@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from starlette.types import Scope
 
@@ -15,6 +15,9 @@ from multiworld_serving.server.predictor import Prediction
 
 InferenceProtocol = Literal["predict", "v2", "grpc"]
 """The inference API of a request."""
+
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that disconnected. Never sent; a label of the metrics."""
 
 _GIVEN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _SCOPE_KEY = "multiworld.request"
@@ -49,8 +52,8 @@ class RequestRecord:
     """Outcome: "ok", or the reason of the error."""
     inference: Inference | None = None
     """Measurements of the inference; None = no prediction."""
-    status: int = 0
-    """Status of the response; 0 = not started."""
+    status: int = CLIENT_CLOSED_REQUEST
+    """Status of the response. The initial value remains if the task of the request is cancelled."""
     protocol: InferenceProtocol | None = None
     """None = it is not an inference request."""
     duration_s: float = 0.0
@@ -59,6 +62,8 @@ class RequestRecord:
     """Name of the key with which the request was authorized; empty if it needed none."""
     id_is_generated: bool = False
     """Whether the id was generated, since the headers contain none."""
+    span: Any = None
+    """The recorded span of a traced request."""
 
     @classmethod
     def begin(cls, scope: Scope, version: str) -> RequestRecord:

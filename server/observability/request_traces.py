@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.tracing import Tracing
 from multiworld_serving.server.observability.request_record import RequestRecord
 
@@ -35,22 +34,24 @@ class RequestTraces:
         self._propagator = TraceContextTextMapPropagator()
         self._kind = SpanKind.SERVER
 
-    @contextmanager
-    def request(self, scope: Scope, record: RequestRecord) -> Iterator[None]:
-        """Run the block in the span of this request; the record provides the attributes at its end."""
-        parent = self._propagator.extract(_Carrier(scope))
-        name = f"{scope['method']} {_route(scope['path'])}"
-        span = self._tracer.start_span(name, context=parent, kind=self._kind)
-        if not span.is_recording():
-            yield
-            return
-        token = current_span.set(span)
-        try:
-            yield
-        finally:
-            current_span.reset(token)
-            _describe(span, scope, record)
-            span.end()
+    @suppress_errors
+    def begin(self, scope: Scope, record: RequestRecord) -> None:
+        """Start the span of this request, if it is traced."""
+        headers = Headers(scope=scope)
+        carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        # The route as a name, so that the number of names is bounded.
+        route = "/v2/models/{model}/infer" if scope["path"].startswith("/v2/") else scope["path"]
+        parent = self._propagator.extract(carrier)
+        span = self._tracer.start_span(f"{scope['method']} {route}", context=parent, kind=self._kind)
+        record.span = span if span.is_recording() else None
+        current_span.set(record.span)  # also None: the task of a pipelined request inherits the value of the one before
+
+    @suppress_errors
+    def end(self, scope: Scope, record: RequestRecord) -> None:
+        """End the span. The record provides its attributes."""
+        if record.span is not None:
+            _describe(record.span, scope, record)
+            record.span.end()
 
 
 def _describe(span: Any, scope: Scope, record: RequestRecord) -> None:
@@ -74,21 +75,8 @@ def _describe(span: Any, scope: Scope, record: RequestRecord) -> None:
                 "multiworld.path": ",".join(record.path),
             }
         )
-    if record.status >= 500 or not record.status:
+    if record.status >= 500:
         span.set_status(Status(StatusCode.ERROR, record.reason))
-
-
-def _route(path: str) -> str:
-    """The route as a span name, so that the number of names is bounded."""
-    return "/v2/models/{model}/infer" if path.startswith("/v2/") else path
-
-
-class _Carrier(dict[str, str]):
-    """The W3C Trace Context headers, as the propagator expects them."""
-
-    def __init__(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
-        super().__init__({name: headers[name] for name in ("traceparent", "tracestate") if name in headers})
 
 
 def current_span_ids() -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from multiworld import Cause
 from multiworld_serving.common.config import release_free_memory
 from multiworld_serving.server.administration import VersionFailedError
-from multiworld_serving.server.daemon_threads import DaemonThreadPool
+from multiworld_serving.server.daemon_threads import DaemonThreads
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
 from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError
@@ -153,11 +153,11 @@ class VersionRollout:
     async def _plan(self, weights: str | None) -> VersionPlan:
         if self._loader is None:
             raise VersionFailedError("this service cannot load other versions: it was started without a version loader")
-        threads = DaemonThreadPool(1, "version")
-        loading = asyncio.wrap_future(threads.submit(partial(self._loader.load, weights, self._versions)))
+        threads = DaemonThreads(1, "version")
+        loading = asyncio.create_task(threads.run(partial(self._loader.load, weights, self._versions)))
         # Retrieve the exception, because after a cancel no one awaits the future.
         loading.add_done_callback(lambda done: done.cancelled() or done.exception())
-        threads.close()
+        loading.add_done_callback(lambda _: threads.close())
         cancelled = asyncio.create_task(self._cancelled.wait())
         ends: set[asyncio.Future[Any]] = {loading, cancelled}
         try:

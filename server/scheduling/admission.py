@@ -5,8 +5,8 @@ requests that are ahead. Other modules only bound the memory and the connections
 what exceeds the bound:
 
     common/http/server.py        connections (`max_connections`) → 503
-    server/http/body.py          size of one body (`max_body_bytes`) → 413; bytes of all bodies in memory → 429 overloaded
-    server/api/decode_pool.py    images that wait to be decoded → 429 overloaded
+    server/http/open_request.py  size of one body (`max_body_bytes`) → 413; bytes of all bodies in memory → 429 overloaded
+    server/daemon_threads.py     images that wait to be decoded → 429 overloaded
 
 `Leader.check` asks the admission before an image is decoded, with the images that wait to be decoded as `ahead`. `Leader.request` rejects
 all requests while the service is stopping or its model is unloaded.

@@ -20,16 +20,14 @@ from multiworld_serving.models.errors import BundleError
 from multiworld_serving.server.api.handler import program
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.api.oip.infer_response import output_tensors
-from multiworld_serving.server.api.predict import Seconds, timeout_parameter
 from multiworld_serving.server.api.response_headers import HEADER_DOCUMENTATION, prediction_headers
 from multiworld_serving.server.api.samples import predict_samples
 from multiworld_serving.server.errors import HandlerError, HandlerInputError
-from multiworld_serving.server.http.body import BodyReader, translate_body_timeout
-from multiworld_serving.server.http.disconnect import DEADLINE_GRACE_S, while_connected
 from multiworld_serving.server.http.errors import error_documentation
-from multiworld_serving.server.http.inference_route import InferenceRoute
+from multiworld_serving.server.http.inference_route import Seconds, inference_router, timeout_parameter
+from multiworld_serving.server.http.open_request import OpenRequest, RequestGate
 from multiworld_serving.server.observability.request_record import Inference, RequestRecord
-from multiworld_serving.server.predictor import Prediction, Predictor, ServedModel
+from multiworld_serving.server.predictor import Prediction, ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +39,15 @@ class HandlerRoute:
     """The route POST /predict of a service with a handler, and its dependencies."""
 
     summary: ClassVar[str] = "any body that the handler decodes"
-    predictor: Predictor
+    gate: RequestGate
     model: ServedModel
     handler: HandlerProcesses
-    bodies: BodyReader
-    timeout_s: float
     max_rows: int
 
     def router(self) -> APIRouter:
         """The route, documented for OpenAPI."""
-        router = APIRouter(tags=["inference"], route_class=InferenceRoute)
-        timeout_header = timeout_parameter(self.timeout_s)
+        router = inference_router("inference")
+        timeout_header = timeout_parameter(self.gate.limits.timeout_s)
 
         @router.post(
             "/predict",
@@ -64,40 +60,34 @@ class HandlerRoute:
         )
         async def predict(request: Request, timeout_s: Seconds = timeout_header) -> Response:
             """Send the body that the handler of this service expects."""
-            return await self._predict(request, min(self.timeout_s, timeout_s or self.timeout_s))
+            record = RequestRecord.of(request.scope)
+            try:
+                return await self._predict(request, record, timeout_s)
+            except HandlerError as error:
+                logger.error("request_id=%s %s", record.request_id, error)  # noqa: TRY400 - the traceback is the handler's
+                raise HandlerError(_FAILED) from error
 
         return router
 
-    async def _predict(self, request: Request, timeout_s: float) -> Response:
-        record = RequestRecord.of(request.scope)
-        deadline_s = record.started_s + timeout_s
-        try:
-            with self.predictor.request():
-                with translate_body_timeout(timeout_s, limit_s=self.timeout_s):
-                    rows, key, input_s = await self._decode(request, deadline_s)
-                async with while_connected(request.receive, deadline_s=deadline_s + DEADLINE_GRACE_S):
-                    predictions = await predict_samples(
-                        self.predictor, rows, key, deadline_s=deadline_s, request_id=record.request_id
-                    )
-                    predicted_s = time.monotonic()
-                    body, content_type = await self._encode(predictions)
-        except HandlerError as error:
-            logger.error("request_id=%s %s", record.request_id, error)  # noqa: TRY400 - the traceback is the handler's
-            raise HandlerError(_FAILED) from error
+    async def _predict(self, request: Request, record: RequestRecord, timeout_s: float | None) -> Response:
+        predictor = self.gate.predictor
+        async with OpenRequest(self.gate, record, request.receive, timeout_s) as opened:
+            body = await opened.body(request.headers)
+            await predictor.check(deadline_s=opened.deadline_s, ahead=self.handler.waiting)
+            arrays = await self.handler.call(program.decode, body, request.headers.get("content-type", ""))
+            opened.release()
+            del body
+            rows, key = self._rows(arrays)
+            decoded_s, opened.predicts = time.monotonic(), True
+            predictions = await predict_samples(
+                predictor, rows, key, deadline_s=opened.deadline_s, request_id=record.request_id
+            )
+            predicted_s = time.monotonic()
+            response, content_type = await self._encode(predictions)
         record.version = predictions[0].version
-        record.inference = Inference(predictions, input_s=input_s, output_s=time.monotonic() - predicted_s)
-        return Response(body, media_type=content_type, headers=prediction_headers(predictions))
-
-    async def _decode(self, request: Request, deadline_s: float) -> tuple[Sequence[Tensor], str, float]:
-        """Read the body and let the handler decode it; returns input rows, their key and the seconds this took."""
-        content_type = request.headers.get("content-type", "")
-        async with self.bodies.read(request, deadline_s=deadline_s) as body:
-            received_s = time.monotonic()
-            await self.predictor.check(deadline_s=deadline_s, ahead=self.handler.waiting)
-            async with while_connected(request.receive, deadline_s=deadline_s):
-                arrays = await self.handler.call(program.decode, body, content_type)
-        rows, key = self._rows(arrays)
-        return rows, key, time.monotonic() - received_s
+        times_s = decoded_s - record.received_s, time.monotonic() - predicted_s
+        record.inference = Inference(predictions, *times_s)
+        return Response(response, media_type=content_type, headers=prediction_headers(predictions))
 
     def _rows(self, arrays: dict[str, np.ndarray[Any, Any]]) -> tuple[Sequence[Tensor], str]:
         names = [spec.name for spec in self.model.inputs]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +20,6 @@ from multiworld_serving.server.predictor import Prediction, ServedModel
 HEADER_LENGTH = "Inference-Header-Content-Length"
 _MAX_JSON_VALUES = 1_000_000
 """In all outputs of a response. As for requests, more numbers must be binary."""
-
-
-@dataclass(frozen=True)
-class EncodedResponse:
-    """The body, and the length of the JSON at its start; None = the whole body is JSON."""
-
-    body: bytes
-    json_bytes: int | None
-
-    @property
-    def media_type(self) -> str:
-        return "application/json" if self.json_bytes is None else "application/octet-stream"
 
 
 def output_tensors(predictions: Sequence[Prediction], model: ServedModel) -> tuple[Tensor, ...]:
@@ -70,11 +57,13 @@ def encoded_outputs(
 
 def build_response(
     predictions: Sequence[Prediction], wanted: Sequence[OutputOptions], request_id: str | None, signature: Signature
-) -> EncodedResponse:
+) -> tuple[bytes, int | None]:
     """Serialize the predictions of the samples, in their order.
 
     Args:
         request_id: the client's id; None = none.
+    Returns:
+        The body, and the length of the JSON at its start; None = the whole body is JSON.
     Raises:
         InferenceRequestError, StageError: as `encoded_outputs`.
     """
@@ -87,7 +76,7 @@ def build_response(
     }
     text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
     binaries = [binary for _, binary in parts if binary is not None]
-    return EncodedResponse(b"".join((text, *binaries)), len(text)) if binaries else EncodedResponse(text, None)
+    return (b"".join((text, *binaries)), len(text)) if binaries else (text, None)
 
 
 def _output(tensor: Tensor, wanted: OutputOptions, signature: Signature) -> tuple[dict[str, Any], bytes | None]:

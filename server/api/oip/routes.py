@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import base64
 import importlib.metadata
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from io import BytesIO
 from typing import Any
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Depends, Path
 from fastapi.responses import Response
 from PIL import Image
 from starlette.requests import Request
+from starlette.routing import BaseRoute
 
 from multiworld_serving.server.api.images import MIN_SIDE
-from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH
-from multiworld_serving.server.api.oip.infer_route import InferRoute
+from multiworld_serving.server.api.oip.compression import accepted_encoding, content_encoding, pack, unpack
+from multiworld_serving.server.api.oip.infer_request import InferRequest, parse_infer_request
+from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH, build_response
+from multiworld_serving.server.api.oip.inference import OipInference
 from multiworld_serving.server.api.oip.metadata import Signature, repository_index
 from multiworld_serving.server.api.oip.tensors import DATATYPES
-from multiworld_serving.server.api.predict import Seconds, timeout_parameter
-from multiworld_serving.server.api.response_headers import HEADER_DOCUMENTATION
+from multiworld_serving.server.api.response_headers import HEADER_DOCUMENTATION, prediction_headers
+from multiworld_serving.server.errors import InferenceRequestError
 from multiworld_serving.server.http.errors import error_documentation
-from multiworld_serving.server.http.inference_route import InferenceRoute
+from multiworld_serving.server.http.inference_route import (
+    Seconds,
+    inference_router,
+    refuse_unknown_parameters,
+    timeout_parameter,
+)
+from multiworld_serving.server.http.open_request import OpenRequest
 from multiworld_serving.server.observability.request_outcomes import RequestOutcomes
-from multiworld_serving.server.predictor import Pipeline, Predictor
+from multiworld_serving.server.observability.request_record import RequestRecord
+from multiworld_serving.server.predictor import Pipeline, Prediction
 from multiworld_serving.server.readiness import readiness_error
 
 _TAG = "open inference protocol"
@@ -34,34 +46,19 @@ Handler = Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class _ModelRoutes:
-    """Base class of routes with model name and version in their path."""
-
-    predictor: Predictor
-    signature: Signature
-
-    def _path_parameters(self) -> tuple[Any, Any]:
-        """The path parameters for name and version, documented with their only valid values."""
-        name = Path(description="The served model's name.", json_schema_extra={"enum": [self.signature.model.name]})
-        now = str(self.predictor.version.number)
-        says = "Number of the version that serves; this document contains the one that served when it was created."
-        version = Path(description=says, json_schema_extra={"enum": [now]})
-        return name, version
-
-    def _check(self, model: str, version: str | None = None) -> None:
-        self.signature.check_served(model, version, self.predictor.version)
-
-
-@dataclass(frozen=True)
-class V2Routes(_ModelRoutes):
-    """The routes under /v2 that are not inference."""
+class V2Routes:
+    """The routes under /v2."""
 
     predictor: Pipeline
+    inference: OipInference
     requests: RequestOutcomes
 
-    def router(self) -> APIRouter:
+    def routes(self) -> list[BaseRoute]:
         """The routes, documented for OpenAPI."""
-        router = APIRouter(tags=[_TAG])
+        return [*self._infer_router().routes, *self._router().routes]
+
+    def _router(self) -> APIRouter:
+        router = APIRouter(tags=[_TAG], dependencies=[Depends(refuse_unknown_parameters)])
         not_ready = error_documentation((503,))
         router.add_api_route("/v2", self.server, response_model=dict[str, Any])
         router.add_api_route("/v2/health/live", self.live, response_model=dict[str, bool])
@@ -127,41 +124,45 @@ class V2Routes(_ModelRoutes):
                 responses=responses,
             )
 
+    def _path_parameters(self) -> tuple[Any, Any]:
+        """The path parameters for name and version, documented with their only valid values."""
+        served = self.inference.signature.model.name
+        name = Path(description="The served model's name.", json_schema_extra={"enum": [served]})
+        now = str(self.predictor.version.number)
+        says = "Number of the version that serves; this document contains the one that served when it was created."
+        version = Path(description=says, json_schema_extra={"enum": [now]})
+        return name, version
+
+    def _check(self, model: str, version: str | None = None) -> None:
+        self.inference.signature.check_served(model, version, self.predictor.version)
+
     def _check_ready(self) -> None:
         if not self.predictor.ready:
             raise readiness_error(self.predictor.snapshot())
 
     def _metadata(self) -> dict[str, Any]:
-        return self.signature.metadata(self.predictor.version)
+        return self.inference.signature.metadata(self.predictor.version)
 
     def _config(self) -> dict[str, Any]:
-        return self.signature.config(self.predictor.version)
+        return self.inference.signature.config(self.predictor.version)
 
     def _model_ready(self) -> dict[str, Any]:
         self._check_ready()
-        return {"name": self.signature.model.name, "ready": True}
+        return {"name": self.inference.signature.model.name, "ready": True}
 
     def _statistics(self) -> dict[str, Any]:
         return {"model_stats": [self.requests.statistics(str(self.predictor.version.number))]}
 
-
-@dataclass(frozen=True)
-class V2InferRoutes(_ModelRoutes):
-    """The inference routes under /v2."""
-
-    route: InferRoute
-
-    def router(self) -> APIRouter:
-        """The routes, documented for OpenAPI."""
-        router = APIRouter(tags=[_TAG], route_class=InferenceRoute)
-        timeout_header = timeout_parameter(self.route.inference.timeout_s)
+    def _infer_router(self) -> APIRouter:
+        router = inference_router(_TAG)
+        timeout_header = timeout_parameter(self.inference.gate.limits.timeout_s)
         model_parameter, version_parameter = self._path_parameters()
 
         async def of_model(
             request: Request, model: str = model_parameter, timeout_s: Seconds = timeout_header
         ) -> Response:
             self._check(model)
-            return await self.route.infer(request, timeout_s)
+            return await infer(self.inference, request, timeout_s)
 
         async def of_version(
             request: Request,
@@ -170,7 +171,7 @@ class V2InferRoutes(_ModelRoutes):
             timeout_s: Seconds = timeout_header,
         ) -> Response:
             self._check(model, version)
-            return await self.route.infer(request, timeout_s, version=int(version))
+            return await infer(self.inference, request, timeout_s, version=int(version))
 
         endpoints: dict[str, Callable[..., Awaitable[Response]]] = {"": of_model, "/versions/{version}": of_version}
         for path, endpoint in endpoints.items():
@@ -182,9 +183,53 @@ class V2InferRoutes(_ModelRoutes):
                 summary="Compute the outputs of one or more samples.",
                 response_class=Response,
                 responses={**_RESPONSE_DOCUMENTATION, **error_documentation(_INFER_ERRORS)},
-                openapi_extra={"requestBody": _body_documentation(self.signature)},
+                openapi_extra={"requestBody": _body_documentation(self.inference.signature)},
             )
         return router
+
+
+async def infer(
+    inference: OipInference, request: Request, timeout_s: float | None, version: int | None = None
+) -> Response:
+    """Compute one or more samples of a request whose model and version were checked.
+
+    Args:
+        timeout_s: the client's timeout from the request header.
+        version: number of the version that the client requires; None = any.
+    Raises:
+        RequestRejected: at least one sample was rejected, and so the whole request is.
+    """
+    headers, signature, record = request.headers, inference.signature, RequestRecord.of(request.scope)
+    encoding, json_bytes = content_encoding(headers.get("content-encoding")), _json_bytes(headers.get(HEADER_LENGTH))
+    accepted = accepted_encoding(headers.get("accept-encoding"))
+
+    def parse(body: bytes) -> InferRequest:
+        plain = body if encoding is None else unpack(body, encoding, inference.gate.limits.max_body_bytes)
+        return replace(parse_infer_request(plain, json_bytes, signature), version=version)
+
+    def encode(predictions: Sequence[Prediction], asked: InferRequest) -> tuple[bytes, int | None]:
+        body, json_bytes = build_response(predictions, asked.outputs, asked.id, signature)
+        return body if accepted is None else pack(body, accepted), json_bytes
+
+    async with OpenRequest(inference.gate, record, request.receive, timeout_s) as opened:
+        predictions, (encoded, binary_at) = await inference.answer(
+            opened, record, partial(parse, await opened.body(headers, allow_empty=True)), encode
+        )
+    answer = prediction_headers(predictions) | {"Vary": "Accept-Encoding"}
+    if binary_at is not None:
+        answer[HEADER_LENGTH] = str(binary_at)
+    if accepted is not None:
+        answer["Content-Encoding"] = accepted
+    media_type = "application/json" if binary_at is None else "application/octet-stream"
+    return Response(encoded, media_type=media_type, headers=answer)
+
+
+def _json_bytes(given: str | None) -> int | None:
+    if given is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,18}", given):
+        raise InferenceRequestError(f"{HEADER_LENGTH} is {given[:64]!r}; expected a number of bytes")
+    return int(given)
 
 
 _INFER_ERRORS = (400, 404, 408, 413, 415, 422, 429, 500, 503, 504)

@@ -18,13 +18,14 @@ from starlette.types import Scope
 from multiworld_serving.server.auth.authorizer import Authorizer, http_port_permission
 from multiworld_serving.server.errors import BodyTimeoutError, BodyTooLargeError, RequestRejected
 from multiworld_serving.server.http.errors import INTERNAL_ERROR, STATUS_OF_REASON, retry_after_s
-from multiworld_serving.server.http.request_tracker import RequestObserver
+from multiworld_serving.server.http.limits import RequestLimits
+from multiworld_serving.server.observability.request_observer import RequestObserver
 from multiworld_serving.server.observability.request_record import InferenceProtocol, RequestRecord
 from multiworld_serving.server.predictor import Predictor
 
 logger = logging.getLogger(__name__)
 
-_CODES = {
+STATUS_CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
@@ -42,25 +43,11 @@ _CODES = {
 """The gRPC status of each HTTP status. The only place that maps them."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The status of a call that failed."""
-
-    code: grpc.StatusCode
-    detail: str
-    retry_after_s: float | None = None
-
-    @classmethod
-    def of(cls, rejection: RequestRejected) -> Failure:
-        """The failure that this rejection becomes."""
-        return cls(_CODES[STATUS_OF_REASON[rejection.reason]], rejection.detail, retry_after_s(rejection))
-
-
 class Call:
     """One call.
 
     Attributes:
-        deadline_s: by `time.monotonic()`: that of the client, or of the server if it is earlier.
+        timeout_s: that of the client, or of the server if it is shorter.
         trailers: metadata at the end of an answer.
     """
 
@@ -70,7 +57,12 @@ class Call:
         self._context = context
         self._limits = limits
         left_s = context.time_remaining()
-        self.deadline_s = record.started_s + min(limits.timeout_s, limits.timeout_s if left_s is None else left_s)
+        self.timeout_s: float = limits.timeout_s if left_s is None else min(limits.timeout_s, left_s)
+
+    @property
+    def late(self) -> bool:
+        """Whether its deadline has passed."""
+        return time.monotonic() >= self.record.started_s + self.timeout_s
 
     async def message(self) -> bytes:
         """Receive the message of the request.
@@ -80,7 +72,7 @@ class Call:
             BodyTooLargeError: gRPC has refused it.
         """
         try:
-            async with asyncio.timeout(max(0.0, self.deadline_s - time.monotonic())), self._limits.receiving:
+            async with asyncio.timeout(self.timeout_s), self._limits.receiving:
                 message = await self._context.read()
         except TimeoutError as error:
             raise BodyTimeoutError("the message was not received before the call timed out; send it faster") from error
@@ -99,10 +91,10 @@ class CallLimits:
         receiving: calls that receive a message at the same time: the memory for the largest messages is reserved for them.
     """
 
-    def __init__(self, *, timeout_s: float, max_bytes: int, max_held_bytes: int) -> None:
-        self.timeout_s = timeout_s
-        self.max_bytes = max_bytes
-        self.receiving = asyncio.Semaphore(max(1, max_held_bytes // max_bytes))
+    def __init__(self, requests: RequestLimits) -> None:
+        self.timeout_s = requests.timeout_s
+        self.max_bytes = requests.max_body_bytes
+        self.receiving = asyncio.Semaphore(max(1, requests.max_held_bytes // requests.max_body_bytes))
 
 
 Answer = Callable[[Call], Awaitable[bytes]]
@@ -126,46 +118,41 @@ class CallHandler:
         Args:
             path: of the method.
             equivalent: path of the same method over HTTP, for its permission.
-            protocol: see `RequestObserver.observe`.
+            protocol: see `RequestObserver.begin`.
         """
         permission = http_port_permission(equivalent)
 
         async def run(_: object, context: Any) -> bytes:
             scope = _scope(path, context)
-            record = RequestRecord.begin(scope, self.predictor.version.name)
-            with self.observer.observe(scope, record, protocol):
-                call = Call(context, record, self.limits)
-                try:
-                    record.key_name = self.authorizer.check(permission, scope)
-                    outcome: bytes | Failure = await answer(call)
-                    record.status = 200
-                except RequestRejected as rejection:
-                    outcome = Failure.of(rejection)
-                    record.status, record.reason = STATUS_OF_REASON[rejection.reason], rejection.reason
-                except asyncio.CancelledError:
-                    if time.monotonic() >= call.deadline_s:  # gRPC has cancelled the call, and not the client
-                        record.status, record.reason = STATUS_OF_REASON["deadline"], "deadline"
-                    raise
-                except Exception:
-                    outcome = Failure(_CODES[500], INTERNAL_ERROR)
-                    record.status, record.reason = 500, "internal"
-                    logger.exception("request failed request_id=%s path=%s", record.request_id, path)
-            return await _finished(context, call, outcome)
+            record = self.observer.begin(scope, self.predictor.version.name, protocol)
+            call = Call(context, record, self.limits)
+            try:
+                record.key_name = self.authorizer.check(permission, scope)
+                message = await answer(call)
+                record.status = 200
+            except RequestRejected as rejection:
+                record.status, record.reason = STATUS_OF_REASON[rejection.reason], rejection.reason
+                detail, retry_s = rejection.detail, retry_after_s(rejection)
+            except asyncio.CancelledError:
+                if call.late:  # gRPC has cancelled the call, and not the client
+                    record.status, record.reason = STATUS_OF_REASON["deadline"], "deadline"
+                raise
+            except Exception:
+                record.status, record.reason, detail, retry_s = 500, "internal", INTERNAL_ERROR, None
+                logger.exception("request failed request_id=%s path=%s", record.request_id, path)
+            finally:
+                self.observer.end(scope, record)
+            trailers = {"x-request-id": record.request_id}
+            if record.status == 200:
+                context.set_trailing_metadata(tuple((trailers | call.trailers).items()))
+                return message
+            trailers["reason"] = record.reason
+            if retry_s is not None:
+                trailers["grpc-retry-pushback-ms"] = str(round(retry_s * 1e3))
+            await context.abort(STATUS_CODES[record.status], detail, tuple(trailers.items()))
+            raise AssertionError("abort raises")
 
         return grpc.stream_unary_rpc_method_handler(run)
-
-
-async def _finished(context: Any, call: Call, outcome: bytes | Failure) -> bytes:
-    """The message of the answer. Ends the call if it failed."""
-    trailers = {"x-request-id": call.record.request_id, **call.trailers}
-    if isinstance(outcome, bytes):
-        context.set_trailing_metadata(tuple(trailers.items()))
-        return outcome
-    trailers["reason"] = call.record.reason
-    if outcome.retry_after_s is not None:
-        trailers["grpc-retry-pushback-ms"] = str(round(outcome.retry_after_s * 1e3))
-    await context.abort(outcome.code, outcome.detail, tuple(trailers.items()))
-    raise AssertionError("abort raises")
 
 
 def _scope(path: str, context: Any) -> Scope:

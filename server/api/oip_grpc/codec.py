@@ -90,7 +90,7 @@ def parse_infer_message(body: bytes, signature: Signature, now: ModelVersion) ->
     return replace(infer_request(request, given, signature), version=None if version is None else int(version))
 
 
-def infer_message(predictions: Sequence[Prediction], *, asked: InferRequest, signature: Signature) -> bytes:
+def infer_message(predictions: Sequence[Prediction], asked: InferRequest, *, signature: Signature) -> bytes:
     """A ModelInferResponse, always with raw contents. Raises as `encoded_outputs`."""
     parts = encoded_outputs(predictions, asked.outputs, signature)
     message: bytes = (

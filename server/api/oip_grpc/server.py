@@ -54,12 +54,7 @@ class GrpcPort:
         max_connections: int,
         tls: TlsFiles | None,
     ) -> None:
-        limits = CallLimits(
-            timeout_s=requests.timeout_s,
-            max_bytes=requests.max_body_bytes,
-            max_held_bytes=requests.max_held_bytes,
-        )
-        calls = CallHandler(pipeline, api.observer, authorizer, limits)
+        calls = CallHandler(pipeline, api.observer, authorizer, CallLimits(requests))
         methods = InferenceService(pipeline, api.inference).handlers(calls)
         self._handlers = grpc.method_handlers_generic_handler(SERVICE, methods)
         self._options = _options(requests, max_connections)

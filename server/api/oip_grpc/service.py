@@ -10,12 +10,13 @@ from typing import Any
 
 import grpc
 
-from multiworld_serving.server.api.oip.inference import OipInference, PreparedRequest
+from multiworld_serving.server.api.oip.inference import OipInference
 from multiworld_serving.server.api.oip.metadata import repository_index
 from multiworld_serving.server.api.oip_grpc.calls import Answer, Call, CallHandler
 from multiworld_serving.server.api.oip_grpc.codec import decode, infer_message, parse_infer_message
 from multiworld_serving.server.api.oip_grpc.definitions import METHODS, SERVICE
 from multiworld_serving.server.api.response_headers import prediction_headers
+from multiworld_serving.server.http.open_request import OpenRequest
 from multiworld_serving.server.predictor import Pipeline
 
 _EXTENSIONS = ["classification", "model_repository(index)"]
@@ -47,19 +48,19 @@ class InferenceService:
         return found
 
     async def _infer(self, call: Call) -> bytes:
-        with self.inference.predictor.request():
-            prepared = await self._prepared(call)
-            encode = partial(infer_message, asked=prepared.asked, signature=self.inference.signature)
-            predictions, message = await self.inference.answer(prepared, call.record, encode)
+        inference, signature, record = self.inference, self.inference.signature, call.record
+        async with OpenRequest(inference.gate, record, None, call.timeout_s) as opened:
+            body = await call.message()
+            opened.received()
+            opened.hold(len(body))
+            predictions, message = await inference.answer(
+                opened,
+                record,
+                partial(parse_infer_message, body, signature, self.pipeline.version),
+                partial(infer_message, signature=signature),
+            )
         call.trailers = {name.lower(): value for name, value in prediction_headers(predictions).items()}
         return message
-
-    async def _prepared(self, call: Call) -> PreparedRequest:
-        """Receive and decode the message. Frees it before the prediction."""
-        body, inference = await call.message(), self.inference
-        with inference.bodies.reserve(len(body), already_held=0):
-            parse = partial(parse_infer_message, body, inference.signature, self.pipeline.version)
-            return await inference.prepare(parse, len(body), call.record, deadline_s=call.deadline_s)
 
     def _model_ready(self, request: Any) -> Mapping[str, Any]:
         self._check(request)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-import threading
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from fastapi import FastAPI
 from torch import Tensor
 
 from multiworld_serving.server import errors
-from multiworld_serving.server.api.decode_pool import DecodePool
-from multiworld_serving.server.errors import OverloadedError, RequestRejected
+from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.http.errors import STATUS_OF_REASON
 from multiworld_serving.server.predictor import Prediction
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
@@ -98,7 +96,7 @@ async def test_predict_returns_500_when_the_model_returns_nan() -> None:
 async def test_predict_returns_504_when_the_predictor_exceeds_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("multiworld_serving.server.api.predict.DEADLINE_GRACE_S", 0.0)
+    monkeypatch.setattr("multiworld_serving.server.http.open_request.DEADLINE_GRACE_S", 0.0)
     async with running_frontend(ColourPredictor(proceed=asyncio.Event()), timeout_s=3.0) as frontend:
         response = await frontend.client.post("/predict", files={"image": image_bytes()})
         assert response.status_code == 504
@@ -179,62 +177,3 @@ async def test_no_task_remains_when_requests_have_ended() -> None:
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == before
     assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-async def test_decoding_is_rejected_when_too_many_wait_for_a_thread() -> None:
-    release = threading.Event()
-    try:
-        async with DecodePool(threads=1, max_waiting=1) as pool:
-            running = asyncio.create_task(pool.run(release.wait))
-            waiting = asyncio.create_task(pool.run(lambda: "done"))
-            await asyncio.sleep(0)
-            with pytest.raises(OverloadedError) as refused:
-                await pool.run(lambda: "never")
-            assert refused.value.retry_after_s == 1
-            release.set()
-            assert await running
-            assert await waiting == "done"
-    finally:
-        release.set()
-
-
-async def test_waiting_decode_never_starts_when_cancelled() -> None:
-    release, begun = threading.Event(), threading.Event()
-    try:
-        async with DecodePool(threads=1, max_waiting=1) as pool:
-            running = asyncio.create_task(pool.run(release.wait))
-            waiting = asyncio.create_task(pool.run(begun.set))
-            await asyncio.sleep(0)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            release.set()
-            await running
-            assert await pool.run(lambda: "next") == "next"
-            assert not begun.is_set()
-    finally:
-        release.set()
-
-
-async def test_thread_stays_busy_when_its_decode_is_cancelled() -> None:
-    release, begun = threading.Event(), threading.Event()
-
-    def work() -> None:
-        begun.set()
-        release.wait()
-
-    try:
-        async with DecodePool(threads=1, max_waiting=1) as pool:
-            running = asyncio.create_task(pool.run(work))
-            await asyncio.to_thread(begun.wait)
-            running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
-            waiting = asyncio.create_task(pool.run(lambda: "next"))
-            await asyncio.sleep(0)
-            with pytest.raises(OverloadedError):
-                await pool.run(lambda: "too early")
-            release.set()
-            assert await waiting == "next"
-    finally:
-        release.set()
