@@ -1,6 +1,6 @@
 """The backends of a world, and the NCCL group of stock PyTorch, without the global default group.
 
-The required facts about c10d are in docs/decisions/0002-worlds-on-stock-torch.md. The project has run NCCL with one GPU only; what
+The required facts about c10d are in docs/decisions/0001-one-process-group-a-link.md. The project has run NCCL with one GPU only; what
 concerns several members is marked as not run (docs/gpu.md).
 """
 
