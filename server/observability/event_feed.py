@@ -6,15 +6,19 @@ Events are derived from the difference between two snapshots; the leader passes 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.server.errors import OverloadedError
 from multiworld_serving.server.observability.request_outcomes import RequestOutcomes
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot
@@ -42,6 +46,14 @@ _MAX_SUBSCRIBERS = 32
 _MAX_WAITING = 64
 """Messages queued for one subscriber: about a minute of them."""
 _KEEP_ALIVE_S = 15.0
+_STALLED_S = 10.0
+"""A client that reads nothing for this long is disconnected."""
+
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",  # otherwise nginx buffers the events
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,7 @@ class Event:
     id: int
     at_unix_s: float
     what: EventType
-    stage: int | None
+    stage: int | None = None
     replica: int | None = None
     worker: str | None = None
     generation: int = 0
@@ -82,41 +94,6 @@ class Point:
     slowest_ms: float | None
 
 
-class Subscription:
-    """Messages queued for one subscriber. Ends if the subscriber is too slow or the service stops."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[bytes] = deque()
-        self._available = asyncio.Event()
-        self._ended = False
-
-    def put(self, message: bytes) -> None:
-        """Queue a message. If too many are queued, end the subscription: its data would be outdated."""
-        if len(self._waiting) >= _MAX_WAITING:
-            self.end()
-        if not self._ended:
-            self._waiting.append(message)
-            self._available.set()
-
-    def end(self) -> None:
-        """Accept no further messages."""
-        self._ended = True
-        self._available.set()
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while True:
-            while self._waiting:
-                yield self._waiting.popleft()
-            if self._ended:
-                return
-            self._available.clear()
-            try:
-                async with asyncio.timeout(_KEEP_ALIVE_S):
-                    await self._available.wait()
-            except TimeoutError:
-                yield b": still here\n\n"
-
-
 class EventFeed:
     """Derives events from snapshots and sends them to all subscribers."""
 
@@ -124,15 +101,12 @@ class EventFeed:
         self._requests = requests
         self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self._points: deque[Point] = deque(maxlen=_MAX_POINTS)
-        self._subscriptions: set[Subscription] = set()
-        self._replicas: dict[tuple[int, int], ReplicaSnapshot] = {}
+        self._subscriptions: set[asyncio.Queue[bytes]] = set()
+        """Messages that wait for each subscriber; an empty one is the end."""
+        self._last: PipelineSnapshot | None = None
         self._rerouted: dict[int, int] = {}
-        self._leaders: dict[str, bool] = {}
-        """Whether each leader was ready, by address."""
-        self._leader: str | None = None
         self._statuses = requests.statuses()
         self._tick_s = time.monotonic()
-        self._version: str | None = None
         self._next_id = 1
 
     @asynccontextmanager
@@ -148,26 +122,36 @@ class EventFeed:
 
     def observe(self, snapshot: PipelineSnapshot) -> None:
         """Emit events for the differences to the last snapshot, and the snapshot itself if there are any."""
-        next_id = self._next_id
-        if self._version not in (None, snapshot.version):
-            self._emit("version_changed", None, detail=f"{self._version} to {snapshot.version}")
-        self._version = snapshot.version
-        self._compare_leaders(snapshot)
-        comparable, self._leader = self._leader in (None, snapshot.leader), snapshot.leader
-        for stage in snapshot.stages:
-            for replica in stage.replicas:
-                before = self._replicas.get((stage.index, replica.slot))
-                self._replicas[stage.index, replica.slot] = replica
-                if comparable:  # another leader has other worlds with the same workers
-                    self._compare(stage.index, before, replica)
+        next_id, last, self._last = self._next_id, self._last, snapshot
+        if last is not None and last.version != snapshot.version:
+            self._emit("version_changed", detail=f"{last.version} to {snapshot.version}")
+        ready_before = {each.address for each in last.leaders if each.state == "ready"} if last else set()
+        for leader in snapshot.leaders:
+            name = leader.name or leader.address
+            if leader.state == "ready" and leader.address not in ready_before:
+                self._emit("leader_ready", detail=name)
+            elif leader.state != "ready" and leader.address in ready_before:
+                self._emit("leader_lost", detail=f"{name} is {leader.state}")
+        if last is None or last.leader in (
+            None,
+            snapshot.leader,
+        ):  # another leader has other worlds with the same workers
+            before = (
+                {(stage.index, each.slot): each for stage in last.stages for each in stage.replicas} if last else {}
+            )
+            for stage in snapshot.stages:
+                for replica in stage.replicas:
+                    self._compare(stage.index, before.get((stage.index, replica.slot)), replica)
         if snapshot.draining or self._next_id > next_id:
-            self._broadcast("status", asdict(snapshot))
+            self._broadcast("status", snapshot)
         if snapshot.draining:
             self._end_all()
 
     @contextmanager
-    def subscribe(self, snapshot: PipelineSnapshot, last_id: int = 0) -> Iterator[Subscription]:
-        """Subscribe while the block runs. First come a snapshot, past points, and the events after event `last_id`.
+    def subscribe(self, snapshot: PipelineSnapshot, last_id: int = 0) -> Iterator[asyncio.Queue[bytes]]:
+        """The messages while the block runs. First come a snapshot, past points, and the events after event `last_id`.
+
+        An empty message is the end: the subscriber is too slow, or the service stops.
 
         Raises:
             OverloadedError: too many subscribers.
@@ -176,28 +160,23 @@ class EventFeed:
             raise OverloadedError(
                 f"{_MAX_SUBSCRIBERS} clients follow the events already; close one, or use GET /status"
             )
-        subscription = Subscription()
-        subscription.put(b"retry: 2000\n\n" + _message("status", asdict(snapshot)))
-        subscription.put(_message("points", [asdict(point) for point in self._points]))
+        messages: asyncio.Queue[bytes] = asyncio.Queue()
+        messages.put_nowait(b"retry: 2000\n\n" + _message("status", snapshot))
+        messages.put_nowait(_message("points", tuple(self._points)))
         missed = [event for event in self._events if event.id > last_id or last_id >= self._next_id]
         for event in missed[-_MAX_WAITING // 2 :]:
-            subscription.put(_message("event", asdict(event), event.id))
-        self._subscriptions.add(subscription)
+            messages.put_nowait(_message("event", event, event.id))
+        self._subscriptions.add(messages)
         try:
-            yield subscription
+            yield messages
         finally:
-            self._subscriptions.discard(subscription)
+            self._subscriptions.discard(messages)
 
     async def _run(self, snapshot: Callable[[], PipelineSnapshot]) -> None:
-        failed = False
+        tick = suppress_errors(lambda: self._tick(snapshot()))
         while True:
             await asyncio.sleep(_TICK_S)
-            try:
-                self._tick(snapshot())
-            except Exception:
-                if not failed:
-                    logger.exception("the event feed failed on a tick; it continues and does not log further failures")
-                failed = True
+            tick()
 
     def _tick(self, snapshot: PipelineSnapshot) -> None:
         statuses, now_s = self._requests.statuses(), time.monotonic()
@@ -206,29 +185,15 @@ class EventFeed:
             moved = stage.rerouted - self._rerouted.get(stage.index, 0)
             self._rerouted[stage.index] = stage.rerouted
             if moved > 0:  # a leader that was restarted counts from 0
-                self._emit("rerouted", stage.index, detail=f"{moved} {'batch' if moved == 1 else 'batches'}")
+                self._emit("rerouted", stage=stage.index, detail=f"{moved} {'batch' if moved == 1 else 'batches'}")
         self._statuses, self._tick_s = statuses, now_s
         self._points.append(point)
-        self._broadcast("status", asdict(snapshot))
-        self._broadcast("points", [asdict(point)])
+        self._broadcast("status", snapshot)
+        self._broadcast("points", (point,))
         self.observe(snapshot)
 
-    def _compare_leaders(self, snapshot: PipelineSnapshot) -> None:
-        for leader in snapshot.leaders:
-            ready = leader.state == "ready"
-            before = self._leaders.get(leader.address)
-            self._leaders[leader.address] = ready
-            if ready and before is not True:
-                self._emit("leader_ready", None, detail=leader.name or leader.address)
-            elif before and not ready:
-                self._emit("leader_lost", None, detail=f"{leader.name or leader.address} is {leader.state}")
-
     def _compare(self, stage: int, before: ReplicaSnapshot | None, now: ReplicaSnapshot) -> None:
-        if before is not None and (before.state, before.generation, before.world) == (
-            now.state,
-            now.generation,
-            now.world,
-        ):
+        if before and (before.state, before.generation, before.world) == (now.state, now.generation, now.world):
             return
         what: EventType | None = None
         detail = ""
@@ -240,36 +205,79 @@ class EventFeed:
         elif now.state in ("joining", "draining", "left"):
             what = now.state
         if what is not None and now.world is not None:
-            self._emit(what, stage, now, detail)
+            where = {"replica": now.slot, "worker": now.worker, "generation": now.generation}
+            self._emit(what, stage=stage, detail=detail, **where)
 
-    def _emit(
-        self, what: EventType, stage: int | None, replica: ReplicaSnapshot | None = None, detail: str = ""
-    ) -> None:
-        if replica is None:
-            event = Event(self._next_id, time.time(), what, stage, detail=detail)
-        else:
-            where = (replica.slot, replica.worker, replica.generation)
-            event = Event(self._next_id, time.time(), what, stage, *where, detail)
+    def _emit(self, what: EventType, **fields: Any) -> None:
+        event = Event(self._next_id, time.time(), what, **fields)
         self._next_id += 1
         self._events.append(event)
-        self._broadcast("event", asdict(event), event.id)
+        self._broadcast("event", event, event.id)
 
     def _broadcast(self, kind: str, content: object, event_id: int | None = None) -> None:
         if not self._subscriptions:
             return
         message = _message(kind, content, event_id)
-        for subscription in self._subscriptions:
-            subscription.put(message)
+        for messages in tuple(self._subscriptions):
+            if messages.qsize() < _MAX_WAITING:
+                messages.put_nowait(message)
+            else:  # its data would be outdated
+                self._subscriptions.discard(messages)
+                messages.put_nowait(b"")
 
     def _end_all(self) -> None:
-        for subscription in self._subscriptions:
-            subscription.end()
+        for messages in self._subscriptions:
+            messages.put_nowait(b"")
+
+
+class EventStream(Response):
+    """The response of GET /events: server-sent events until the client disconnects, is too slow, or the service stops.
+
+    Starlette's StreamingResponse would wait for a slow client forever.
+
+    Args:
+        last_id: id of the last event that the client received.
+    """
+
+    def __init__(self, feed: EventFeed, snapshot: PipelineSnapshot, last_id: int) -> None:
+        super().__init__(headers=_HEADERS)
+        del self.headers["content-length"]
+        self._feed = feed
+        self._snapshot = snapshot
+        self._last_id = last_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._feed.subscribe(self._snapshot, self._last_id) as messages:
+            gone = asyncio.create_task(_end_when_gone(receive, messages))
+            try:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                while message := await _next(messages):
+                    async with asyncio.timeout(_STALLED_S):
+                        await send({"type": "http.response.body", "body": message, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            except TimeoutError:
+                logger.warning("disconnecting a client of /events that read nothing for %g s", _STALLED_S)
+            finally:
+                gone.cancel()
+
+
+async def _next(messages: asyncio.Queue[bytes]) -> bytes:
+    try:
+        return await asyncio.wait_for(messages.get(), _KEEP_ALIVE_S)
+    except TimeoutError:
+        return b": still here\n\n"
+
+
+async def _end_when_gone(receive: Receive, messages: asyncio.Queue[bytes]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    messages.put_nowait(b"")
 
 
 def _message(kind: str, content: object, event_id: int | None = None) -> bytes:
     """Format a server-sent event."""
     number = "" if event_id is None else f"id: {event_id}\n"
-    return f"event: {kind}\n{number}data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
+    return f"event: {kind}\n{number}data: ".encode() + msgspec.json.encode(content) + b"\n\n"
 
 
 def _point(statuses: Counter[str], seconds: float, took_s: list[float]) -> Point:

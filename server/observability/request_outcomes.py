@@ -31,30 +31,23 @@ _NOT_FOR_THE_MODEL = (404, 405)
 
 
 @dataclass(slots=True)
-class _Outcome:
-    requests: int = 0
-    seconds: float = 0.0
+class _Sums:
+    """Sums over requests with the same outcome, or over batches of the same size, of which each image contributes an equal share.
+
+    Images of a request are processed in parallel: the slowest one determines the times of the request.
+    """
+
+    count: float = 0
     images: int = 0
-
-
-@dataclass(slots=True)
-class _BatchTimes:
-    """Sums over batches of one size. Each image of a batch contributes an equal share."""
-
-    executions: float = 0.0
-    transfer_s: float = 0.0
+    total_s: float = 0.0
+    queue_s: float = 0.0
+    input_s: float = 0.0
     compute_s: float = 0.0
     output_s: float = 0.0
 
-
-@dataclass(slots=True)
-class _PhaseTimes:
-    """Sums over answered requests, in seconds. Images are processed in parallel: the slowest one determines the request's time."""
-
-    queue: float = 0.0
-    compute_input: float = 0.0
-    compute_infer: float = 0.0
-    compute_output: float = 0.0
+    def add(self, other: _Sums) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class RequestOutcomes(Collector):
@@ -69,13 +62,12 @@ class RequestOutcomes(Collector):
         self._model = ""
         self._protocols: Sequence[InferenceProtocol] = ()
         self._codes: Mapping[str, int] = {}
-        self._outcomes: dict[tuple[str, str, int, str], _Outcome] = {}
+        self._outcomes: dict[tuple[str, str, int, str], _Sums] = {}
         """By version, protocol, status and reason."""
         self._versions: list[str] = []
         """The latest last."""
         self._last_unix_s = 0.0
-        self._phases = _PhaseTimes()
-        self._batches: dict[int, _BatchTimes] = {}
+        self._batches: dict[int, _Sums] = {}
         """By size."""
         self._recent_s: deque[float] = deque(maxlen=_MAX_DURATIONS)
         self._durations: dict[tuple[str, int], Histogram] = {}
@@ -113,14 +105,13 @@ class RequestOutcomes(Collector):
         if self._versions[-1:] != [record.version]:
             self._use(record.version)
         key = (record.version, protocol, code, record.reason)
-        outcome = self._outcomes.get(key) or self._outcomes.setdefault(key, _Outcome())
-        outcome.requests += 1
-        outcome.seconds += duration_s
+        outcome = self._outcomes.get(key) or self._outcomes.setdefault(key, _Sums())
+        outcome.count += 1
+        outcome.total_s += duration_s
         if code == 200:
             self._recent_s.append(duration_s)
             if record.inference is not None:
-                outcome.images += len(record.inference.predictions)
-                self._add_times(record.inference)
+                self._add_times(outcome, record.inference)
         self._duration_of(protocol, code).observe(duration_s)
 
     def _duration_of(self, protocol: str, code: int) -> Histogram:
@@ -137,35 +128,30 @@ class RequestOutcomes(Collector):
             for protocol in self._protocols:
                 self._duration_of(protocol, 200)
                 for reason, code in self._codes.items():
-                    self._outcomes.setdefault((version, protocol, code, reason), _Outcome())
+                    self._outcomes.setdefault((version, protocol, code, reason), _Sums())
         self._versions.append(version)
         if len(self._versions) > MAX_VERSIONS:
             former = self._versions.pop(0)
             for key in [key for key in self._outcomes if key[0] == former]:
-                outcome, merged = self._outcomes.pop(key), self._outcomes.setdefault((_FORGOTTEN, *key[1:]), _Outcome())
-                merged.requests += outcome.requests
-                merged.seconds += outcome.seconds
-                merged.images += outcome.images
+                outcome = self._outcomes.pop(key)
+                self._outcomes.setdefault((_FORGOTTEN, *key[1:]), _Sums()).add(outcome)
 
-    def _add_times(self, inference: Inference) -> None:
-        predictions, phases = inference.predictions, self._phases
-        slowest, slowest_s, output_s = predictions[0], -1.0, inference.output_s / len(predictions)
+    def _add_times(self, outcome: _Sums, inference: Inference) -> None:
+        predictions = inference.predictions
+        output_s = inference.output_s / len(predictions)
         for image in predictions:
-            took_s = image.queue_s + image.compute_s + image.transfer_s
-            if took_s > slowest_s:
-                slowest, slowest_s = image, took_s
             share = 1 / image.batch_size
-            times = self._batches.get(image.batch_size)
-            if times is None:
-                times = self._batches[image.batch_size] = _BatchTimes()
-            times.executions += share
-            times.transfer_s += image.transfer_s * share
-            times.compute_s += image.compute_s * share
-            times.output_s += output_s  # each image's output is serialized separately
-        phases.queue += slowest.queue_s
-        phases.compute_input += inference.input_s + slowest.transfer_s
-        phases.compute_infer += slowest.compute_s
-        phases.compute_output += inference.output_s
+            batch = self._batches.get(image.batch_size) or self._batches.setdefault(image.batch_size, _Sums())
+            batch.count += share
+            batch.input_s += image.transfer_s * share
+            batch.compute_s += image.compute_s * share
+            batch.output_s += output_s  # each image's output is serialized separately
+        slowest = max(predictions, key=lambda image: image.queue_s + image.compute_s + image.transfer_s)
+        outcome.images += len(predictions)
+        outcome.queue_s += slowest.queue_s
+        outcome.input_s += inference.input_s + slowest.transfer_s
+        outcome.compute_s += slowest.compute_s
+        outcome.output_s += inference.output_s
 
     # For the status page
 
@@ -173,7 +159,7 @@ class RequestOutcomes(Collector):
         """The number of requests since the start, by the first digit of the status."""
         codes: Tally[str] = Tally()
         for (_, _, code, _), outcome in self._outcomes.items():
-            codes[str(code)[0]] += outcome.requests
+            codes[str(code)[0]] += round(outcome.count)
         return codes
 
     def take_durations(self) -> list[float]:
@@ -194,7 +180,7 @@ class RequestOutcomes(Collector):
         images: Tally[str] = Tally()
         for (version, protocol, code, reason), outcome in self._outcomes.items():
             if version != _FORGOTTEN:
-                requests.add_metric((self._model, version, protocol, str(code), reason), outcome.requests)
+                requests.add_metric((self._model, version, protocol, str(code), reason), outcome.count)
                 images[version] += outcome.images
         yield requests
         answered = CounterMetricFamily(
@@ -211,27 +197,23 @@ class RequestOutcomes(Collector):
 
     def statistics(self, version: str) -> dict[str, Any]:
         """One element of `model_stats`: sums since the start, over all versions."""
-        success, fail = _Outcome(), _Outcome()
+        success, fail = _Sums(), _Sums()
         for (_, _, code, _), outcome in self._outcomes.items():
             if code not in _NOT_FOR_THE_MODEL:
-                total = success if code == 200 else fail
-                total.requests += outcome.requests
-                total.seconds += outcome.seconds
-                total.images += outcome.images
-        phases = {
-            name: _duration(success.requests, getattr(self._phases, name))
-            for name in ("queue", "compute_input", "compute_infer", "compute_output")
-        }
+                (success if code == 200 else fail).add(outcome)
         return {
             "name": self._model,
             "version": version,
             "last_inference": round(self._last_unix_s * 1e3),
             "inference_count": success.images,
-            "execution_count": round(sum(times.executions for times in self._batches.values())),
+            "execution_count": round(sum(batches.count for batches in self._batches.values())),
             "inference_stats": {
-                "success": _duration(success.requests, success.seconds),
-                "fail": _duration(fail.requests, fail.seconds),
-                **phases,
+                "success": _duration(success.count, success.total_s),
+                "fail": _duration(fail.count, fail.total_s),
+                "queue": _duration(success.count, success.queue_s),
+                "compute_input": _duration(success.count, success.input_s),
+                "compute_infer": _duration(success.count, success.compute_s),
+                "compute_output": _duration(success.count, success.output_s),
                 "cache_hit": _duration(0, 0),
                 "cache_miss": _duration(0, 0),
             },
@@ -239,11 +221,11 @@ class RequestOutcomes(Collector):
             "batch_stats": [
                 {
                     "batch_size": size,
-                    "compute_input": _duration(times.executions, times.transfer_s),
-                    "compute_infer": _duration(times.executions, times.compute_s),
-                    "compute_output": _duration(times.executions * size, times.output_s),
+                    "compute_input": _duration(batches.count, batches.input_s),
+                    "compute_infer": _duration(batches.count, batches.compute_s),
+                    "compute_output": _duration(batches.count * size, batches.output_s),
                 }
-                for size, times in sorted(self._batches.items())
+                for size, batches in sorted(self._batches.items())
             ],
             "memory_usage": [],
         }

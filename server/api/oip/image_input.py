@@ -7,21 +7,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from multiworld_serving.server.api.oip.metadata import Signature
-from multiworld_serving.server.api.oip.tensors import (
-    abbreviated,
-    check_rows,
-    given_shape,
-    json_data,
-    tensor_from_binary,
-    tensor_from_json,
-)
+from multiworld_serving.server.api.oip.tensors import InputTensor, abbreviated, check_rows, json_data, tensor_values
 from multiworld_serving.server.errors import InferenceRequestError
 
 Image = Tensor | bytes
@@ -31,7 +22,7 @@ _LENGTH_BYTES = 4
 _HALF_GREY_LEVEL = 0.5 / 255
 
 
-def image_input(tensor: Mapping[str, Any], data: memoryview | None, signature: Signature) -> list[Image]:
+def image_input(tensor: InputTensor, data: memoryview | None, signature: Signature) -> list[Image]:
     """The images of an input: UINT8, FP32 (0 to 1), or BYTES (files; in JSON as base64).
 
     Args:
@@ -39,12 +30,11 @@ def image_input(tensor: Mapping[str, Any], data: memoryview | None, signature: S
     Raises:
         InferenceRequestError: the input is invalid for this model.
     """
-    name, datatype = signature.model.inputs[0].name, tensor.get("datatype")
+    name, datatype, shape = tensor.name, tensor.datatype, tensor.shape
     if datatype not in ("UINT8", "FP32", "BYTES"):
         raise InferenceRequestError(
             f"the input {name!r} has datatype {abbreviated(datatype)}; send UINT8 (0 to 255), FP32 (0 to 1) or BYTES (files)"
         )
-    shape = given_shape(name, tensor)
     if datatype == "BYTES":
         if len(shape) not in (1, 2) or shape[1:] not in ([], [1]):
             raise InferenceRequestError(
@@ -56,12 +46,8 @@ def image_input(tensor: Mapping[str, Any], data: memoryview | None, signature: S
     if datatype == "BYTES":
         if data is not None:
             return _elements(name, data, shape[0])
-        return [_from_base64(name, value, at) for at, value in enumerate(json_data(name, tensor, shape))]
-    values = (
-        tensor_from_json(name, datatype, shape, json_data(name, tensor, shape))
-        if data is None
-        else tensor_from_binary(name, datatype, shape, data)
-    )
+        return [_from_base64(name, value, at) for at, value in enumerate(json_data(tensor))]
+    values = tensor_values(tensor, data)
     pixels = values if datatype == "UINT8" else _grey_levels(name, values)
     return [image.clone() for image in pixels] if len(pixels) > 1 else [pixels[0]]
 
@@ -78,7 +64,7 @@ def image_from_raw(body: bytes, signature: Signature) -> list[Image]:
             f"without JSON the body is one image, UINT8 {shape}: {expected} bytes, "
             f"not {len(body)}; send image files to /predict, or as BYTES with JSON"
         )
-    return [tensor_from_binary(signature.model.inputs[0].name, "UINT8", shape, memoryview(body))]
+    return [tensor_values(InputTensor(signature.model.inputs[0].name, "UINT8", shape), memoryview(body))]
 
 
 def _wrong_shape(name: str, shape: list[int], signature: Signature) -> str:

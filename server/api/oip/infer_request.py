@@ -1,34 +1,68 @@
 """Parses inference requests: JSON, JSON followed by binary data, or one raw tensor.
 
-gRPC has another encoding of the same request: it calls `named_inputs` and `infer_request` with what it has decoded.
+gRPC has another encoding of the same request: it calls `infer_body` and `infer_request` with what it has decoded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta, Struct
 from pydantic_core import from_json
 from torch import Tensor
 
-from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.errors import BundleError
 from multiworld_serving.server.api.oip.image_input import Image, image_from_raw, image_input
 from multiworld_serving.server.api.oip.metadata import Signature
-from multiworld_serving.server.api.oip.tensors import BINARY_ONLY, DATATYPES, abbreviated, input_tensor
+from multiworld_serving.server.api.oip.tensors import BINARY_ONLY, DATATYPES, InputTensor, abbreviated, input_tensor
 from multiworld_serving.server.errors import InferenceRequestError
 
 MAX_VALUES = 1_000_000
 MAX_FIELDS = 20_000
-"""Parsing holds the GIL and so blocks the leader's event loop: about 50 ms for this many values, but seconds for a body full of
+"""Parsing holds the GIL and so blocks the frontend's event loop: about 50 ms for this many values, but seconds for a body full of
 lists and fields. Counting commas, brackets and colons limits it before parsing. Sixty-four images as nested lists, as large as
 the limit of values allows, have 14,000 lists."""
 
-_MAX_TIMEOUT_US = 2**63 - 1
 
-Given = list[tuple[dict[str, Any], memoryview | None]]
-"""Each input as the request describes it, and its binary data; None if its values are in its `data`."""
+class OutputParameters(Struct, frozen=True):
+    """How to return an output; see `OutputOptions`."""
+
+    classification: Annotated[int, Meta(ge=0)] = 0
+    binary_data: bool | None = None
+    shared_memory_region: Any = None
+
+
+class RequestedOutput(Struct, frozen=True):
+    """One element of `outputs`."""
+
+    name: str
+    parameters: OutputParameters | None = None
+
+
+class RequestParameters(Struct, frozen=True):
+    """The parameters of a request that mean something here; others are ignored.
+
+    Attributes:
+        timeout: microseconds; 0 = no timeout, as in Triton.
+    """
+
+    timeout: Annotated[int, Meta(ge=0)] = 0
+    binary_data_output: bool = False
+    sequence_id: int | str = 0
+    sequence_start: bool = False
+    sequence_end: bool = False
+
+
+class InferBody(Struct, frozen=True):
+    """A request as the protocol describes it in JSON."""
+
+    inputs: Annotated[list[InputTensor], Meta(min_length=1)]
+    outputs: list[RequestedOutput] | None = None
+    parameters: RequestParameters | None = None
+    id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,40 +119,13 @@ def parse_infer_request(body: bytes, json_bytes: int | None, signature: Signatur
         raise InferenceRequestError(
             f"Inference-Header-Content-Length is {json_bytes}, but the body has only {len(body)} bytes"
         )
-    request = _json_object(body if json_bytes is None else body[:json_bytes])
-    binary = None if json_bytes is None else memoryview(body)[json_bytes:]
-    return infer_request(request, _with_data(named_inputs(request.get("inputs"), signature), binary), signature)
-
-
-def infer_request(request: Mapping[str, Any], given: Given, signature: Signature) -> InferRequest:
-    """The request that a client describes, as in JSON.
-
-    Raises:
-        InferenceRequestError: the request is invalid for this model.
-    """
-    parameters = _object(request.get("parameters"), "`parameters` of the request")
-    for name in parameters:
-        if name.startswith("sequence_") and parameters[name] not in (0, "", False):
-            raise InferenceRequestError(
-                f"the parameter {abbreviated(name)} is for stateful models, and this model is stateless; omit it"
-            )
-    outputs = _outputs(request.get("outputs"), _flag(parameters, "binary_data_output"), signature)
-    rows: Sequence[Image]
-    if signature.model.image is not None:
-        ((tensor, data),) = given
-        rows, key = image_input(tensor, data, signature), ""
-    else:
-        rows, key = _rows(given, signature)
-    return InferRequest(
-        rows=rows,
-        key=key,
-        outputs=outputs,
-        id=_id(request.get("id")),
-        timeout_s=_timeout_s(parameters.get("timeout")),
+    asked = infer_body(_json(body if json_bytes is None else body[:json_bytes]), signature)
+    return infer_request(
+        asked, _binary_data(asked, None if json_bytes is None else memoryview(body)[json_bytes:]), signature
     )
 
 
-def _json_object(data: bytes) -> dict[str, Any]:
+def _json(data: bytes) -> object:
     values, fields = data.count(b","), data.count(b"[") + data.count(b"{") + data.count(b":")
     if values > MAX_VALUES or fields > MAX_FIELDS:
         raise InferenceRequestError(
@@ -126,33 +133,53 @@ def _json_object(data: bytes) -> dict[str, Any]:
             "send the numbers as binary data"
         )
     try:
-        found = from_json(data, allow_inf_nan=False, cache_strings="keys")
+        return from_json(data, allow_inf_nan=True, cache_strings="keys")
     except ValueError as error:
         raise InferenceRequestError(
             f"the body is not valid JSON ({error}); if binary data follows the JSON, Inference-Header-Content-Length must be "
             "the length of the JSON"
         ) from error
-    return _object(found, "body")
 
 
-def named_inputs(inputs: object, signature: Signature) -> list[dict[str, Any]]:
-    """The inputs of the request, in its order. Raises InferenceRequestError unless they are the model's, each once."""
+def infer_body(request: object, signature: Signature) -> InferBody:
+    """The typed request. Raises InferenceRequestError unless it is valid and its inputs are the model's, each once."""
+    try:
+        asked = msgspec.convert(request, InferBody)
+    except msgspec.ValidationError as error:
+        raise InferenceRequestError(f"the request is invalid: {error}") from error
     names = [spec.name for spec in signature.model.inputs]
-    if not isinstance(inputs, list) or not inputs:
-        raise InferenceRequestError(f"the request has no list `inputs`; the model's {_named('input', names)}")
-    tensors = [_object(tensor, "member of `inputs`") for tensor in inputs]
-    by_name = {name: [tensor for tensor in tensors if tensor.get("name") == name] for name in names}
-    for tensor in tensors:
-        if tensor.get("name") not in names:
+    given = [tensor.name for tensor in asked.inputs]
+    for name in given:
+        if name not in names:
             raise InferenceRequestError(
-                f"there is no input {abbreviated(tensor.get('name'))}; the model's only {_named('input', names)}"
+                f"there is no input {abbreviated(name)}; the model's only {_named('input', names)}"
             )
-    for name, found in by_name.items():
-        if len(found) != 1:
-            raise InferenceRequestError(f"the input {name!r} is given {len(found)} times; expected once")
-        if "shared_memory_region" in _object(found[0].get("parameters"), f"`parameters` of input {name!r}"):
-            raise InferenceRequestError("shared memory is not supported; send the data in the request")
-    return tensors
+    for name in names:
+        if (times := given.count(name)) != 1:
+            raise InferenceRequestError(f"the input {name!r} is given {times} times; expected once")
+    if any(tensor.parameters and tensor.parameters.shared_memory_region is not None for tensor in asked.inputs):
+        raise InferenceRequestError("shared memory is not supported; send the data in the request")
+    return asked
+
+
+def infer_request(asked: InferBody, data: Sequence[memoryview | None], signature: Signature) -> InferRequest:
+    """The request for the model.
+
+    Args:
+        data: binary data of each input; None = its values are in its `data`.
+    Raises:
+        InferenceRequestError: the request is invalid for this model.
+    """
+    parameters = asked.parameters or RequestParameters()
+    if parameters.sequence_id or parameters.sequence_start or parameters.sequence_end:
+        raise InferenceRequestError("the parameters `sequence_…` are for stateful models; omit them")
+    outputs = _outputs(asked.outputs, parameters.binary_data_output, signature)
+    rows: Sequence[Image]
+    if signature.model.image is not None:
+        rows, key = image_input(asked.inputs[0], data[0], signature), ""
+    else:
+        rows, key = _rows(asked.inputs, data, signature)
+    return InferRequest(rows, key, outputs, asked.id or None, parameters.timeout / 1e6 or None)
 
 
 def _named(kind: str, names: Sequence[str]) -> str:
@@ -161,28 +188,28 @@ def _named(kind: str, names: Sequence[str]) -> str:
     return f"{kind} is {listed}" if len(names) == 1 else f"{kind}s are {listed}"
 
 
-def _with_data(tensors: list[dict[str, Any]], binary: memoryview | None) -> Given:
-    """Each input with its part of the binary data that follow the JSON."""
-    found: Given = []
+def _binary_data(asked: InferBody, binary: memoryview | None) -> list[memoryview | None]:
+    """The part of each input in the binary data that follow the JSON."""
+    found: list[memoryview | None] = []
     at = 0
-    for tensor in tensors:
-        name = tensor["name"]
-        parameters = _object(tensor.get("parameters"), f"`parameters` of input {name!r}")
-        size = parameters.get("binary_data_size")
+    for tensor in asked.inputs:
+        size = None if tensor.parameters is None else tensor.parameters.binary_data_size
         if size is None:
-            found.append((tensor, None))
+            found.append(None)
             continue
-        if "data" in tensor:
-            raise InferenceRequestError(f"the input {name!r} has both `data` and `binary_data_size`; give one of them")
+        if tensor.data is not None:
+            raise InferenceRequestError(
+                f"the input {tensor.name!r} has both `data` and `binary_data_size`; give one of them"
+            )
         left = 0 if binary is None else binary.nbytes - at
-        last = tensor is tensors[-1]
-        if type(size) is not int or binary is None or not (size == left if last else 0 <= size <= left):
+        last = tensor is asked.inputs[-1]
+        if binary is None or not (size == left if last else 0 <= size <= left):
             follow = "none, since Inference-Header-Content-Length is missing" if binary is None else f"{left} bytes"
             raise InferenceRequestError(
-                f"the input {name!r} has `binary_data_size` {abbreviated(size)}, but after the JSON there are {follow}"
+                f"the input {tensor.name!r} has `binary_data_size` {size}, but after the JSON there are {follow}"
                 + (" for it" if at else "")
             )
-        found.append((tensor, binary[at : at + size]))
+        found.append(binary[at : at + size])
         at += size
     if binary is not None and at < binary.nbytes:
         raise InferenceRequestError(
@@ -193,26 +220,20 @@ def _with_data(tensors: list[dict[str, Any]], binary: memoryview | None) -> Give
 
 
 def _rows(
-    given: Sequence[tuple[Mapping[str, Any], memoryview | None]], signature: Signature
+    inputs: Sequence[InputTensor], data: Sequence[memoryview | None], signature: Signature
 ) -> tuple[Sequence[Tensor], str]:
     """The input rows, and their key."""
     model = signature.model
-    by_name = {tensor["name"]: (tensor, data) for tensor, data in given}
+    by_name = {tensor.name: (tensor, values) for tensor, values in zip(inputs, data, strict=True)}
     tensors = [input_tensor(*by_name[spec.name], spec, model.dimensions, signature.max_rows) for spec in model.inputs]
     counts = {spec.name: len(tensor) for spec, tensor in zip(model.inputs, tensors, strict=True)}
     if len(set(counts.values())) > 1:
         raise InferenceRequestError(
             f"the inputs have different numbers of rows: {abbreviated(counts)}; expected equal ones"
         )
-    return _packed(tensors, signature)
-
-
-def _packed(tensors: Sequence[Tensor], signature: Signature) -> tuple[Sequence[Tensor], str]:
-    """The rows of these tensors, and their key. Raises InferenceRequestError if their lengths do not fit together."""
-    rows_format = signature.model.input_rows
     try:
-        rows = rows_format.pack(tensors)
-        return rows.unbind(), rows_format.key(rows)
+        rows = model.input_rows.pack(tensors)
+        return rows.unbind(), model.input_rows.key(rows)
     except BundleError as error:
         raise InferenceRequestError(f"the inputs do not fit together: {error}") from error
 
@@ -225,81 +246,38 @@ def _raw_row(body: bytes, signature: Signature) -> tuple[Sequence[Tensor], str]:
         raise InferenceRequestError(
             f"without JSON the shapes of the inputs are not known; the model's {_named('input', names)}: describe them in JSON"
         )
-    spec: TensorSpec = model.inputs[0]
-    shape = [1, *spec.shape[1:]]
-    tensor = {"name": spec.name, "datatype": DATATYPES[spec.dtype], "shape": shape}
-    return _rows([(tensor, memoryview(body))], signature)
+    spec = model.inputs[0]
+    shape = [1, *(dim for dim in spec.shape[1:] if isinstance(dim, int))]
+    return _rows([InputTensor(spec.name, DATATYPES[spec.dtype], shape)], [memoryview(body)], signature)
 
 
-def _outputs(outputs: object, binary: bool, signature: Signature) -> list[OutputOptions]:
+def _outputs(wanted: Sequence[RequestedOutput] | None, binary: bool, signature: Signature) -> list[OutputOptions]:
     """The outputs to return, and how."""
-    specs = signature.model.outputs
-    names = [spec.name for spec in specs]
-    if outputs is None or outputs == []:
-        outputs = [{"name": name} for name in names]
-    if not isinstance(outputs, list):
-        raise InferenceRequestError("`outputs` must be a list of objects, each with a `name`")
-    wanted = [_object(output, "member of `outputs`") for output in outputs]
-    for output in wanted:
-        if output.get("name") not in names:
+    names = [spec.name for spec in signature.model.outputs]
+    wanted = wanted or [RequestedOutput(name) for name in names]
+    given = [output.name for output in wanted]
+    for name in given:
+        if name not in names:
             raise InferenceRequestError(
-                f"there is no output {abbreviated(output.get('name'))}; the model's only {_named('output', names)}"
+                f"there is no output {abbreviated(name)}; the model's only {_named('output', names)}"
             )
-    for name in names:
-        if (times := sum(output["name"] == name for output in wanted)) > 1:
+        if (times := given.count(name)) > 1:
             raise InferenceRequestError(f"the output {name!r} is requested {times} times; expected once")
-    return [_output_options(output, names.index(output["name"]), binary, signature) for output in wanted]
+    return [_output_options(output, names.index(output.name), binary, signature) for output in wanted]
 
 
-def _output_options(output: Mapping[str, Any], index: int, binary: bool, signature: Signature) -> OutputOptions:
-    spec = signature.model.outputs[index]
-    parameters = _object(output.get("parameters"), f"`parameters` of output {spec.name!r}")
-    if "shared_memory_region" in parameters:
+def _output_options(output: RequestedOutput, index: int, binary: bool, signature: Signature) -> OutputOptions:
+    datatype = DATATYPES[signature.model.outputs[index].dtype]
+    parameters = output.parameters or OutputParameters()
+    if parameters.shared_memory_region is not None:
         raise InferenceRequestError("shared memory is not supported; read the data from the response")
-    classes = parameters.get("classification", 0)
-    if type(classes) is not int or classes < 0:
-        raise InferenceRequestError(
-            f"`classification` is {abbreviated(classes)}; expected the number of classes to return"
-        )
-    if classes and not signature.num_classes:
+    if parameters.classification and not signature.num_classes:
         raise InferenceRequestError("`classification` needs labels, which this model does not have; omit it")
-    found = OutputOptions(index, min(classes, signature.num_classes), _flag(parameters, "binary_data", binary))
-    if DATATYPES[spec.dtype] in BINARY_ONLY and not found.binary:
+    classes = min(parameters.classification, signature.num_classes)
+    found = OutputOptions(index, classes, binary if parameters.binary_data is None else parameters.binary_data)
+    if datatype in BINARY_ONLY and not found.binary:
         raise InferenceRequestError(
-            f"the output {spec.name!r} is {DATATYPES[spec.dtype]}, which JSON cannot express; ask for binary data with "
+            f"the output {output.name!r} is {datatype}, which JSON cannot express; ask for binary data with "
             "`binary_data` in its `parameters`, or `binary_data_output` in those of the request"
         )
     return found
-
-
-def _id(value: object) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise InferenceRequestError(f"`id` is {abbreviated(value)}; expected a string")
-    return value or None
-
-
-def _timeout_s(value: object) -> float | None:
-    """Convert microseconds to seconds; 0 = no timeout, as in Triton."""
-    if value is None:
-        return None
-    if type(value) is not int or not 0 <= value <= _MAX_TIMEOUT_US:
-        raise InferenceRequestError(
-            f"`timeout` is {abbreviated(value)}; expected an integer number of microseconds, at least 0"
-        )
-    return value / 1e6 or None
-
-
-def _flag(parameters: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    value = parameters.get(name, default)
-    if not isinstance(value, bool):
-        raise InferenceRequestError(f"`{name}` is {abbreviated(value)}; expected true or false")
-    return value
-
-
-def _object(value: object, what: str) -> dict[str, Any]:
-    """Return `value` if it is a JSON object; missing `parameters` are empty."""
-    if value is None and what.startswith("`parameters`"):
-        return {}
-    if not isinstance(value, dict):
-        raise InferenceRequestError(f"the {what} is {abbreviated(value)}; expected a JSON object")
-    return value

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from multiworld_serving.models.bundle.manifest import TensorSpec
@@ -46,12 +47,25 @@ def abbreviated(value: object) -> str:
     return _short.repr(value)
 
 
-def given_shape(name: str, tensor: Mapping[str, Any]) -> list[int]:
-    """The shape that the request gives. Raises InferenceRequestError if it is not a list of integers."""
-    shape = tensor.get("shape")
-    if not isinstance(shape, list) or not all(type(size) is int for size in shape):
-        raise InferenceRequestError(f"the input {name!r} has shape {abbreviated(shape)}; expected a list of integers")
-    return shape
+class InputParameters(Struct, frozen=True):
+    """The parameters of an input that mean something here; others are ignored."""
+
+    binary_data_size: int | None = None
+    shared_memory_region: Any = None
+
+
+class InputTensor(Struct, frozen=True):
+    """An input as the request describes it.
+
+    Attributes:
+        data: its values, flat or nested; None = they are in binary data.
+    """
+
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: InputParameters | None = None
+    data: list[Any] | None = None
 
 
 def check_rows(name: str, rows: int, most: int, what: str = "rows") -> None:
@@ -63,7 +77,7 @@ def check_rows(name: str, rows: int, most: int, what: str = "rows") -> None:
 
 
 def input_tensor(
-    tensor: Mapping[str, Any],
+    tensor: InputTensor,
     data: memoryview | None,
     spec: TensorSpec,
     dimensions: Mapping[str, tuple[int, int]],
@@ -80,12 +94,11 @@ def input_tensor(
     Raises:
         InferenceRequestError: the input is invalid for this model.
     """
-    expected, datatype = DATATYPES[spec.dtype], tensor.get("datatype")
-    if datatype != expected:
+    expected, shape = DATATYPES[spec.dtype], tensor.shape
+    if tensor.datatype != expected:
         raise InferenceRequestError(
-            f"the input {spec.name!r} has datatype {abbreviated(datatype)}; the model takes {expected}"
+            f"the input {spec.name!r} has datatype {abbreviated(tensor.datatype)}; the model takes {expected}"
         )
-    shape = given_shape(spec.name, tensor)
     wanted = ["N" if at == 0 else dim for at, dim in enumerate(spec.shape)]
     if len(shape) != len(wanted) or any(
         isinstance(dim, int) and dim != length for dim, length in zip(wanted, shape, strict=True)
@@ -100,15 +113,20 @@ def input_tensor(
             raise InferenceRequestError(
                 f"the input {spec.name!r} has the length {abbreviated(length)} in the dimension {dim!r}; expected {least} to {most}"
             )
+    return tensor_values(tensor, data)
+
+
+def tensor_values(tensor: InputTensor, data: memoryview | None) -> Tensor:
+    """The values of an input as a tensor. Raises InferenceRequestError if they do not fit its datatype and shape."""
     if data is not None:
-        return tensor_from_binary(spec.name, expected, shape, data)
-    return tensor_from_json(spec.name, expected, shape, json_data(spec.name, tensor, shape))
+        return _from_binary(tensor.name, tensor.datatype, tensor.shape, data)
+    return _from_json(tensor.name, tensor.datatype, tensor.shape, json_data(tensor))
 
 
-def json_data(name: str, tensor: Mapping[str, Any], shape: list[int]) -> list[Any]:
+def json_data(tensor: InputTensor) -> list[Any]:
     """The values in `data`, flat. Raises InferenceRequestError if they are missing or do not fill the shape."""
-    data = tensor.get("data")
-    if not isinstance(data, list):
+    name, shape, data = tensor.name, tensor.shape, tensor.data
+    if data is None:
         raise InferenceRequestError(
             f"the input {name!r} has no list `data`; send its values there, or after the JSON with `binary_data_size`"
         )
@@ -131,7 +149,7 @@ def json_data(name: str, tensor: Mapping[str, Any], shape: list[int]) -> list[An
     return level
 
 
-def tensor_from_json(name: str, datatype: str, shape: list[int], values: list[Any]) -> Tensor:
+def _from_json(name: str, datatype: str, shape: list[int], values: list[Any]) -> Tensor:
     """A tensor of as many values as its shape needs. Raises InferenceRequestError for values of another type."""
     if datatype in BINARY_ONLY:
         raise InferenceRequestError(
@@ -153,7 +171,7 @@ def tensor_from_json(name: str, datatype: str, shape: list[int], values: list[An
     return _tensor(datatype, shape, data)
 
 
-def tensor_from_binary(name: str, datatype: str, shape: list[int], data: memoryview) -> Tensor:
+def _from_binary(name: str, datatype: str, shape: list[int], data: memoryview) -> Tensor:
     """A tensor of values in little-endian, row-major order. Raises InferenceRequestError if their number is wrong."""
     expected = math.prod(shape) * _DTYPES[datatype].itemsize
     if data.nbytes != expected:

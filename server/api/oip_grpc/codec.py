@@ -6,19 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 from google.protobuf.message import DecodeError
 
 from multiworld_serving.server.api.oip.infer_request import (
     MAX_FIELDS,
     MAX_VALUES,
-    Given,
+    InferBody,
     InferRequest,
+    infer_body,
     infer_request,
-    named_inputs,
 )
 from multiworld_serving.server.api.oip.infer_response import encoded_outputs
 from multiworld_serving.server.api.oip.metadata import Signature
-from multiworld_serving.server.api.oip.tensors import BINARY_ONLY
+from multiworld_serving.server.api.oip.tensors import BINARY_ONLY, InputTensor
 from multiworld_serving.server.api.oip_grpc.definitions import METHODS
 from multiworld_serving.server.errors import InferenceRequestError
 from multiworld_serving.server.predictor import ModelVersion, Prediction
@@ -76,18 +77,18 @@ def parse_infer_message(body: bytes, signature: Signature, now: ModelVersion) ->
             {"name": each.name, "parameters": _parameters(each.parameters, without="binary_data")}
             for each in message.outputs
         ],
+        "inputs": [
+            {
+                "name": each.name,
+                "datatype": each.datatype,
+                "shape": list(each.shape[:_MAX_DIMENSIONS]),
+                "parameters": _parameters(each.parameters),
+            }
+            for each in message.inputs
+        ],
     }
-    described = [
-        {
-            "name": each.name,
-            "datatype": each.datatype,
-            "shape": list(each.shape[:_MAX_DIMENSIONS]),
-            "parameters": _parameters(each.parameters),
-        }
-        for each in message.inputs
-    ]
-    given = _with_values(named_inputs(described, signature), message)
-    return replace(infer_request(request, given, signature), version=None if version is None else int(version))
+    asked, data = _with_values(infer_body(request, signature), message)
+    return replace(infer_request(asked, data, signature), version=None if version is None else int(version))
 
 
 def infer_message(predictions: Sequence[Prediction], asked: InferRequest, *, signature: Signature) -> bytes:
@@ -112,48 +113,50 @@ def _parameters(parameters: Mapping[str, Any], without: str = "") -> dict[str, A
     return {name: getattr(value, choice) if choice else None for name, value, choice in found if name != without}
 
 
-def _with_values(described: list[dict[str, Any]], message: Any) -> Given:
-    """Each input with its values: its raw contents, or in `data`."""
+def _with_values(asked: InferBody, message: Any) -> tuple[InferBody, list[memoryview | None]]:
+    """The request with the values of typed contents in `data`; and the binary data of each input, also of elements of BYTES."""
     raw = message.raw_input_contents
-    if raw and len(raw) != len(described):
+    if raw and len(raw) != len(asked.inputs):
         raise InferenceRequestError(
-            f"`raw_input_contents` has {len(raw)} elements for {len(described)} inputs; expected one for each"
+            f"`raw_input_contents` has {len(raw)} elements for {len(asked.inputs)} inputs; expected one for each"
         )
     values = sum(len(found) for each in message.inputs for _, found in each.contents.ListFields())
     if values > MAX_VALUES:
         raise InferenceRequestError(
             f"the `contents` of the inputs have {values} values, at most {MAX_VALUES}; send `raw_input_contents`"
         )
-    given: Given = []
-    for at, tensor in enumerate(described):
+    inputs: list[InputTensor] = []
+    data: list[memoryview | None] = []
+    for at, tensor in enumerate(asked.inputs):
         contents = message.inputs[at].contents
         typed = [field.name for field, _ in contents.ListFields()]
         if raw and typed:
             raise InferenceRequestError(
-                f"the input {tensor['name']!r} has both `contents` and `raw_input_contents`; give one of them"
+                f"the input {tensor.name!r} has both `contents` and `raw_input_contents`; give one of them"
             )
-        given.append((tensor, memoryview(raw[at])) if raw else _typed(tensor, contents, typed))
-    return given
+        values_of, binary = (None, memoryview(raw[at])) if raw else _typed(tensor, contents, typed)
+        inputs.append(msgspec.structs.replace(tensor, data=values_of))
+        data.append(binary)
+    return msgspec.structs.replace(asked, inputs=inputs), data
 
 
-def _typed(tensor: dict[str, Any], contents: Any, fields: Sequence[str]) -> tuple[dict[str, Any], memoryview | None]:
-    """The input with the values of its `contents`: elements of BYTES as binary data, others as in JSON."""
-    name, datatype = tensor["name"], tensor["datatype"]
-    if datatype not in _CONTENTS.keys() | BINARY_ONLY:
-        return tensor, None  # refused because of its datatype
-    expected = _CONTENTS.get(datatype)
-    if fields != [expected] and (fields or 0 not in tensor["shape"]):
+def _typed(tensor: InputTensor, contents: Any, fields: Sequence[str]) -> tuple[list[Any] | None, memoryview | None]:
+    """The values of its `contents` as a list, or as binary data."""
+    if tensor.datatype not in _CONTENTS.keys() | BINARY_ONLY:
+        return None, None  # refused because of its datatype
+    expected = _CONTENTS.get(tensor.datatype)
+    if fields != [expected] and (fields or 0 not in tensor.shape):
         raise InferenceRequestError(
-            f"the input {name!r} of {datatype} has its values in {' and '.join(fields) or 'no field'}; expected "
+            f"the input {tensor.name!r} of {tensor.datatype} has its values in {' and '.join(fields) or 'no field'}; expected "
             + ("raw_input_contents" if expected is None else f"raw_input_contents or {expected}")
         )
     if expected is None:
-        return tensor, memoryview(b"")
+        return None, memoryview(b"")
     values = getattr(contents, expected)
-    if datatype == "BYTES":
+    if tensor.datatype == "BYTES":
         elements = (part for each in values for part in (len(each).to_bytes(_LENGTH_BYTES, "little"), each))
-        return tensor, memoryview(b"".join(elements))
-    return tensor | {"data": list(values)}, None
+        return None, memoryview(b"".join(elements))
+    return list(values), None
 
 
 def _check_fields(body: bytes) -> None:

@@ -1,16 +1,20 @@
-"""The event feed: differences between snapshots, for a limited number of subscribers that keep up."""
+"""The event feed: differences between snapshots, for a limited number of subscribers that keep up, and GET /events over ASGI."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
 from multiworld_serving.server.errors import OverloadedError
-from multiworld_serving.server.observability.event_feed import EventFeed, Subscription
+from multiworld_serving.server.observability import event_feed
+from multiworld_serving.server.observability.event_feed import EventFeed, EventStream
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.request_record import RequestRecord
 from multiworld_serving.server.snapshots import (
@@ -33,10 +37,9 @@ def snapshot(*replicas: ReplicaSnapshot, draining: bool = False) -> PipelineSnap
     return PipelineSnapshot("m", "v", True, draining, 1.0, 0, 0, (StageSnapshot(0, ("stem",), replicas),))
 
 
-def read(subscription: Subscription) -> list[tuple[str, Any]]:
+def read(waiting: asyncio.Queue[bytes]) -> list[tuple[str, Any]]:
     """The messages that wait for this subscriber."""
-    messages = b"".join(subscription._waiting).decode().split("\n\n")
-    subscription._waiting.clear()
+    messages = b"".join(waiting.get_nowait() for _ in range(waiting.qsize())).decode().split("\n\n")
     fields = [dict(line.split(": ", 1) for line in message.splitlines()) for message in messages if message]
     return [(each["event"], json.loads(each["data"])) for each in fields if "event" in each]
 
@@ -126,7 +129,7 @@ def test_feed_reports_leaders_and_does_not_compare_the_views_of_two_leaders() ->
 async def test_ticks_continue_and_log_one_error_when_snapshots_fail(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("multiworld_serving.server.observability.event_feed._TICK_S", 0.0)
+    monkeypatch.setattr(event_feed, "_TICK_S", 0.0)
     asked = 0
 
     def fails_twice() -> PipelineSnapshot:
@@ -140,9 +143,9 @@ async def test_ticks_continue_and_log_one_error_when_snapshots_fail(
     with feed.subscribe(snapshot()) as subscription:
         read(subscription)
         async with feed.running(fails_twice), asyncio.timeout(30):
-            message = await anext(aiter(subscription))
+            message = await subscription.get()
     assert b"event: status" in message
-    assert caplog.text.count("the event feed failed") == 1
+    assert caplog.text.count("further exceptions of it are not logged") == 1
 
 
 async def test_subscriber_gets_missed_events_when_it_reconnects() -> None:
@@ -163,11 +166,12 @@ async def test_only_the_slow_subscriber_is_dropped() -> None:
     feed = EventFeed(FrontendMetrics().requests)
     with feed.subscribe(snapshot()) as slow, feed.subscribe(snapshot()) as quick:
         for _ in range(100):
-            feed._tick(snapshot())
+            feed.observe(replace(snapshot(), version=str(_)))
             read(quick)
-        messages = [message async for message in slow]
-        assert len(messages) <= 64
-        feed._tick(snapshot())
+        messages = [slow.get_nowait() for _ in range(slow.qsize())]
+        assert len(messages) <= 65
+        assert messages[-1] == b""
+        feed.observe(snapshot())
         assert read(quick)
 
 
@@ -187,6 +191,55 @@ async def test_subscriptions_end_when_the_service_drains() -> None:
     feed = EventFeed(FrontendMetrics().requests)
     with feed.subscribe(snapshot()) as subscription:
         feed.observe(snapshot(draining=True))
-        async with asyncio.timeout(10):
-            messages = [message async for message in subscription]
-    assert b'"draining":true' in messages[-1]
+        messages = [subscription.get_nowait() for _ in range(subscription.qsize())]
+    assert b'"draining":true' in messages[-2]
+    assert messages[-1] == b""
+
+
+class Reader:
+    """One end of an ASGI connection. Takes `takes` messages, then none."""
+
+    def __init__(self, takes: int) -> None:
+        self.taken: list[Message] = []
+        self.gone = asyncio.Event()
+        self.has_three = asyncio.Event()
+        self._takes = takes
+
+    async def receive(self) -> Message:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if len(self.taken) >= self._takes:
+            await asyncio.Event().wait()
+        self.taken.append(message)
+        if len(self.taken) == 3:
+            self.has_three.set()
+
+
+async def test_stream_starts_with_status_and_ends_when_the_client_disconnects() -> None:
+    feed, reader = EventFeed(FrontendMetrics().requests), Reader(takes=100)
+    stream = asyncio.create_task(EventStream(feed, snapshot(), 0)({}, reader.receive, reader.send))
+    async with asyncio.timeout(30):
+        await reader.has_three.wait()
+        reader.gone.set()
+        await stream
+    headers = dict(reader.taken[0]["headers"])
+    assert headers[b"content-type"].startswith(b"text/event-stream")
+    assert b"content-length" not in headers
+    assert b"event: status" in reader.taken[1]["body"]
+    assert reader.taken[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+async def test_client_is_disconnected_when_it_reads_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_feed, "_STALLED_S", 0.01)
+    feed, reader = EventFeed(FrontendMetrics().requests), Reader(takes=1)
+    async with asyncio.timeout(30):
+        with caplog.at_level(logging.WARNING):
+            await EventStream(feed, snapshot(), 0)({}, reader.receive, reader.send)
+    assert "disconnecting a client of /events" in caplog.text
+    with contextlib.ExitStack() as stack:
+        for _ in range(32):  # the place of that client is free
+            stack.enter_context(feed.subscribe(snapshot()))

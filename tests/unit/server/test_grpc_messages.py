@@ -150,9 +150,8 @@ def image(datatype: str = "UINT8", shape: list[int] = SHAPE, **contents: Any) ->
 
 DATA = ONE.numpy().tobytes()
 REFUSED: dict[str, tuple[Any, str]] = {
-    "nothing": (infer(), "no list `inputs`"),
+    "nothing": (infer(), "length >= 1 - at `$.inputs`"),
     "no values": (infer(image()), "has its values in no field; expected raw_input_contents or uint_contents"),
-    "fewer raw contents": (infer(image(), image(), raw=[DATA]), "'input' is given 2 times"),
     "more raw contents": (infer(image(), raw=[DATA, DATA]), "2 elements for 1 inputs; expected one for each"),
     "both": (infer(image(uint_contents=[1]), raw=[DATA]), "both `contents` and `raw_input_contents`"),
     "another field": (infer(image(int_contents=[1])), "has its values in int_contents; expected"),
@@ -161,30 +160,23 @@ REFUSED: dict[str, tuple[Any, str]] = {
         infer(tensor("ids", "FP16", [1, 3], fp32_contents=[1]), TYPED[1], model_name="text"),
         "in fp32_contents; expected raw_input_contents",
     ),
-    "too few values": (infer(image(uint_contents=[1])), "does not fill its shape"),
-    "too large values": (infer(image(uint_contents=[256] * ONE.numel())), "values outside 0 to 255"),
-    "short raw contents": (infer(image(), raw=[DATA[:-1]]), "requires 768 bytes of data, not 767"),
-    "long raw contents": (infer(image(), raw=[DATA + b"x"]), "requires 768 bytes of data, not 769"),
-    "empty raw contents": (infer(image(), raw=[b""]), "requires 768 bytes of data, not 0"),
     "unknown datatype": (infer(image("FP99", fp32_contents=[1])), "datatype 'FP99'; send UINT8"),
-    "a huge shape": (infer(image(shape=[2**62, *SHAPE[1:]]), raw=[DATA]), "4611686018427387904 images; expected 1 to"),
-    "a negative shape": (infer(image(shape=[-1, *SHAPE[1:]]), raw=[DATA]), "-1 images; expected 1 to"),
     "many dimensions": (infer(image(shape=[1] * 100_000), raw=[DATA]), "expected [N, 3, 16, 16]"),
-    "an unknown input": (infer(tensor("x", "UINT8", SHAPE), raw=[DATA]), "no input 'x'"),
-    "an unknown output": (infer(image(), raw=[DATA], outputs=[wanted("x")]), "no output 'x'"),
     "stateful": (infer(image(), raw=[DATA], given={"sequence_id": 1}), "stateful"),
     "shared memory": (
         infer(tensor("input", "UINT8", SHAPE, {"shared_memory_region": "r"})),
         "shared memory is not supported",
     ),
-    "a wrong timeout": (infer(image(), raw=[DATA], given={"timeout": "1"}), "`timeout` is '1'; expected an integer"),
+    "a wrong timeout": (
+        infer(image(), raw=[DATA], given={"timeout": "1"}),
+        "Expected `int`, got `str` - at `$.parameters.timeout`",
+    ),
     "an unset parameter": (
         infer(image(), raw=[DATA], outputs=[wanted("probabilities", classification="3")]),
-        "`classification` is '3'",
+        "Expected `int`, got `str` - at `$.outputs[0]",
     ),
     "many values": (infer(image(uint_contents=[0] * 1_000_001)), "1000001 values, at most 1000000; send `raw_input"),
     "many inputs": (infer(*[tensor("", "", [])] * 30_000), "more than 20000 inputs"),
-    "many outputs": (infer(outputs=[wanted("")] * 30_000), "more than 20000 inputs"),
     "many parameters": (infer(given={str(number): True for number in range(10_000)}), "more than 20000 inputs"),
 }
 

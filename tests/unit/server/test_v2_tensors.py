@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -182,6 +183,25 @@ async def test_every_element_type_is_read_and_written(dtype: str) -> None:
         assert "which JSON cannot express; send its data after the JSON" in response.json()["error"]
     else:
         assert response.json()["outputs"][0]["data"] == values.flatten().tolist()
+
+
+async def test_inputs_that_are_not_finite_are_taken_as_json_and_as_binary_data() -> None:
+    spec = TensorSpec("x", "float32", ("batch", 3))
+    model = ServedModel("echo", "v1", (spec,), (spec,))
+    values = torch.tensor([[torch.nan, torch.inf, -torch.inf]])
+    given = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": values.flatten().tolist()}
+    wants = {"binary_data_output": True}
+
+    class Echo(ColourPredictor):
+        async def predict(self, row: torch.Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
+            return Prediction(row, "echo", "v1", 0, 0, 0, 1, ("w",))
+
+    async with running_frontend(Echo(), model) as frontend:
+        text = json.dumps({"inputs": [given], "parameters": wants})
+        for sent in ({"content": text}, binary([("x", "FP32", values)], parameters=wants)):
+            found = binary_outputs(await frontend.client.post("/v2/models/echo/infer", **sent))
+            returned = torch.frombuffer(bytearray(found["x"]), dtype=torch.float32)
+            torch.testing.assert_close(returned, values.flatten(), equal_nan=True)
 
 
 async def test_values_that_json_cannot_express_are_answered_in_binary_only() -> None:
