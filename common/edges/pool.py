@@ -282,7 +282,8 @@ class _Edge:
                 async with asyncio.timeout(_IDLE_S):
                     await self._added.wait()
             except TimeoutError:
-                return
+                if not self._queue:  # a fetch may come in the turn of the loop in which the time is over
+                    return
 
     def _next_fetches(self) -> list[_Fetch]:
         """Take the first fetch of the queue, and those after it that can be in the same message."""

@@ -148,6 +148,25 @@ async def test_idle_edge_is_closed_and_opened_again(monkeypatch: pytest.MonkeyPa
         await until(lambda: not producer._server._tasks)
 
 
+async def test_fetch_in_the_turn_in_which_the_edge_becomes_idle_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle_s = 0.02
+    monkeypatch.setattr(pool, "_IDLE_S", idle_s)
+    async with edges("p") as producer, edges("c") as consumer:
+        loop = asyncio.get_running_loop()
+        for number in range(60):
+            await fetch(consumer, producer.holder, kept(producer))
+            asked: asyncio.Future[object] = loop.create_future()
+
+            def ask(asked: asyncio.Future[object] = asked, kept_number: int = kept(producer)) -> None:
+                task = loop.create_task(fetch(consumer, producer.holder, kept_number))
+                task.add_done_callback(lambda done: asked.set_result(done.exception() or done.result()))
+
+            loop.call_later(idle_s + (number % 6 - 3) * 5e-5, ask)
+            found = await asyncio.wait_for(asked, 10)
+            assert isinstance(found, Tensor), found
+            assert torch.equal(found, ROWS)
+
+
 async def test_cancelled_fetch_leaves_the_edge_to_the_others() -> None:
     async with edges("p") as producer, edges("c") as consumer:
         number = kept(producer)
