@@ -1,36 +1,126 @@
-"""Admin endpoints that change the service, on the admin port only."""
+"""The routes of the admin port that change the service: rolling restart, and Triton's model repository extension.
+
+POST /admin/rolling-restart
+POST /v2/repository/index
+POST /v2/repository/models/{model}/load     {"parameters": {"weights": "random:1"}}, or `config` as sent by Triton's clients
+POST /v2/repository/models/{model}/unload
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
+import msgspec
+from msgspec import Struct
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from multiworld_serving.server.administration import OperationInProgressError, RestartFailedError, RestartStep
-from multiworld_serving.server.errors import MediaTypeError
+from multiworld_serving.server.administration import (
+    InvalidWeightsError,
+    OperationInProgressError,
+    RestartFailedError,
+    RestartStep,
+    VersionFailedError,
+)
+from multiworld_serving.server.api.oip.metadata import repository_index
+from multiworld_serving.server.errors import (
+    BodyTooLargeError,
+    InferenceRequestError,
+    MediaTypeError,
+    UnknownModelError,
+)
+from multiworld_serving.server.http.errors import error_response
+from multiworld_serving.server.http.open_request import while_connected
+from multiworld_serving.server.observability.request_record import RequestRecord
+from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.snapshots import PipelineSnapshot
 
 logger = logging.getLogger(__name__)
+
+_MAX_BODY_BYTES = 64 * 1024
+_REASONS: dict[type[Exception], tuple[int, str]] = {
+    InvalidWeightsError: (400, "invalid_weights"),
+    OperationInProgressError: (409, "busy"),
+    VersionFailedError: (500, "version_failed"),
+}
+
+
+class Administration(Protocol):
+    """The service, for administrators."""
+
+    def snapshot(self) -> PipelineSnapshot:
+        """The state of the pipeline."""
+
+    async def load_version(self, weights: str | None) -> ModelVersion:
+        """Load a version; None = the weights of the settings. Raises one of `OPERATION_ERRORS`."""
+
+    async def unload(self) -> None:
+        """Unload the model."""
+
+    def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
+        """Restart every worker in turn. Raises OperationInProgressError or RestartFailedError."""
+
+
+class _Text(Struct):
+    """A parameter in Triton's configuration."""
+
+    string_value: str | None = None
+
+
+class _ConfigParameters(Struct):
+    weights: _Text | None = None
+
+
+class _Config(Struct):
+    """Triton's `config`: the configuration as JSON."""
+
+    parameters: _ConfigParameters | None = None
+
+
+class _LoadParameters(Struct, forbid_unknown_fields=True):
+    weights: str | None = None
+    config: str | None = None
+    unload_dependents: bool = False
+
+
+class _Body(Struct):
+    """The body of a request to the repository."""
+
+    parameters: _LoadParameters | None = None
+    ready: bool = False
+
+    @property
+    def weights(self) -> str | None:
+        """The name of the weights, from `weights` or from `config`. None = the weights of the settings."""
+        given = self.parameters or _LoadParameters()
+        if given.weights is not None or given.config is None:
+            return given.weights
+        config = msgspec.json.decode(given.config, type=_Config)
+        found = config.parameters and config.parameters.weights
+        return found.string_value if found else None
 
 
 @dataclass(frozen=True)
 class AdminRoutes:
-    """The routes of the admin endpoints. `RequestMiddleware` authorizes requests before they arrive here.
+    """The routes. `RequestMiddleware` authorizes requests before they arrive here."""
 
-    Attributes:
-        restart_workers: starts a rolling restart.
-    """
-
-    restart_workers: Callable[[], AsyncGenerator[RestartStep, None]]
+    service: Administration
 
     def routes(self) -> list[Route]:
         """The routes, for the application of the admin port."""
-        return [Route("/admin/rolling-restart", self.rolling_restart, methods=["POST"])]
+        models = "/v2/repository/models/{model}"
+        return [
+            Route("/admin/rolling-restart", self.rolling_restart, methods=["POST"]),
+            Route("/v2/repository/index", _json_endpoint(self._index), methods=["POST"]),
+            Route(f"{models}/load", _json_endpoint(self._load), methods=["POST"]),
+            Route(f"{models}/unload", _json_endpoint(self._unload), methods=["POST"]),
+        ]
 
     async def rolling_restart(self, request: Request) -> Response:
         """Restart every worker in turn. The response is one JSON object per line, sent as it happens; the last is the outcome.
@@ -42,7 +132,29 @@ class AdminRoutes:
             raise MediaTypeError(
                 "the content type is not application/json; send Content-Type: application/json and the body {}"
             )
-        return StreamingResponse(_lines(self.restart_workers()), media_type="application/x-ndjson")
+        return StreamingResponse(_lines(self.service.restart_workers()), media_type="application/x-ndjson")
+
+    async def _index(self, request: Request, body: _Body) -> object:
+        return repository_index(self.service.snapshot(), only_ready=body.ready)
+
+    async def _load(self, request: Request, body: _Body) -> object:
+        """Load a version; responds when only the new version serves. Triton's response is empty; its clients ignore the content.
+
+        The load is cancelled if the client disconnects.
+        """
+        self._check_model(request)
+        version = await while_connected(request.receive, self.service.load_version(body.weights))
+        return {"name": self.service.snapshot().model, "version": str(version.number), "weights": version.name}
+
+    async def _unload(self, request: Request, body: _Body) -> object:
+        self._check_model(request)
+        await self.service.unload()
+        return {}
+
+    def _check_model(self, request: Request) -> None:
+        name, served = request.path_params["model"], self.service.snapshot().model
+        if name != served:
+            raise UnknownModelError(f"there is no model {name[:64]!r}; the only model is {served!r}")
 
 
 async def _lines(steps: AsyncGenerator[RestartStep, None]) -> AsyncGenerator[str, None]:
@@ -58,3 +170,29 @@ async def _lines(steps: AsyncGenerator[RestartStep, None]) -> AsyncGenerator[str
         yield json.dumps({"state": "failed", "restarted": done, "error": str(error)}) + "\n"
     else:
         yield json.dumps({"state": "done", "restarted": done}) + "\n"
+
+
+def _json_endpoint(
+    handler: Callable[[Request, _Body], Awaitable[object]],
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            return JSONResponse(await handler(request, await _body(request)))
+        except msgspec.MsgspecError as error:
+            raise InferenceRequestError(f"the body is invalid ({error})") from error
+        except tuple(_REASONS) as error:
+            status, reason = next(found for kind, found in _REASONS.items() if isinstance(error, kind))
+            return error_response(status, str(error), reason, RequestRecord.of(request.scope))
+
+    return endpoint
+
+
+async def _body(request: Request) -> _Body:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_BODY_BYTES:
+            raise BodyTooLargeError(
+                f"the body is larger than {_MAX_BODY_BYTES} bytes; send the name of the weights, not the weights"
+            )
+    return msgspec.json.decode(body or b"{}", type=_Body)

@@ -24,7 +24,6 @@ from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.api.oip.routes import V2Routes
 from multiworld_serving.server.api.operations import OperationsRoutes, Scrape, metrics_response
 from multiworld_serving.server.api.predict import NoPredictRoute, PredictRoute
-from multiworld_serving.server.api.repository import RepositoryRoutes
 from multiworld_serving.server.auth.authorizer import (
     ApiKeys,
     Authorizer,
@@ -141,7 +140,6 @@ def create_admin_app(
     metrics: Scrape,
     admin: AdminRoutes,
     authorizer: Authorizer | None = None,
-    repository: RepositoryRoutes | None = None,
     own: Scrape | None = None,
     http_port: int | None = None,
     page: OperationsRoutes | None = None,
@@ -157,8 +155,7 @@ def create_admin_app(
     async def scrape(request: Request) -> Response:
         return await metrics_response(own if own is not None and "own" in request.query_params else metrics)
 
-    verbs = [*admin.routes(), *(repository.routes() if repository else ())]
-    app = Starlette(routes=[Route("/metrics", scrape), *verbs, *(page.admin_routes() if page else ())])
+    app = Starlette(routes=[Route("/metrics", scrape), *admin.routes(), *(page.admin_routes() if page else ())])
     app.add_middleware(RequestMiddleware, authorizer=authorizer or _open_access(), permission_for=admin_port_permission)
     install_error_handlers(app, None if http_port is None else OtherPort("the HTTP API", http_port, is_inference_path))
     return app

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any, Protocol
 
 from fastapi import APIRouter
@@ -13,13 +14,30 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from multiworld_serving.common.metrics import CONTENT_TYPE
-from multiworld_serving.server.api.status_files import file_routes, index_response
 from multiworld_serving.server.http.errors import ErrorBody, error_documentation, rejection_response
 from multiworld_serving.server.observability.event_feed import EventFeed, EventStream
 from multiworld_serving.server.observability.request_record import RequestRecord
 from multiworld_serving.server.predictor import Pipeline, ServedModel
 from multiworld_serving.server.readiness import readiness_error
 from multiworld_serving.server.snapshots import PipelineSnapshot
+
+_PAGE_PATH = "/status-page"
+_FILE_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "jpg": "image/jpeg",
+}
+_FOLDER = files("multiworld_serving.server.api") / "status_page"
+_FILE_HEADERS = {
+    # Only the page's own files, nothing inline: names of workers and models can never run as scripts.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+    "Vary": "Accept",  # at `/`, clients other than browsers get JSON
+}
 
 
 class Scrape(Protocol):
@@ -70,7 +88,7 @@ class OperationsRoutes:
         router = APIRouter(tags=["operations"])
         router.add_api_route("/", self.index, response_model=dict[str, Any])
         router.add_api_route("/events", self.events, response_class=Response, responses=_EVENTS_DOCUMENTATION)
-        router.routes.extend(file_routes())
+        router.routes.extend(_file_routes())
         router.add_api_route("/healthz", self.healthz, response_model=Alive)
         ready_errors = error_documentation((503,))
         ready_errors[503]["model"] = NotReady
@@ -92,7 +110,7 @@ class OperationsRoutes:
             "GET /metrics": "Prometheus metrics",
             "GET /openapi.json": "OpenAPI document",
         }
-        return index_response(request, self._listing(endpoints))
+        return _index_response(request, self._listing(endpoints))
 
     def _listing(self, endpoints: Mapping[str, str]) -> dict[str, Any]:
         return {
@@ -106,9 +124,9 @@ class OperationsRoutes:
         """The status page for the admin port, where it offers operator actions."""
 
         async def index(request: Request) -> Response:
-            return index_response(request, self._listing(_ADMIN_ENDPOINTS))
+            return _index_response(request, self._listing(_ADMIN_ENDPOINTS))
 
-        return [Route("/", index), Route("/events", self.events), *file_routes()]
+        return [Route("/", index), Route("/events", self.events), *_file_routes()]
 
     async def events(self, request: Request) -> Response:
         """Server-sent events: snapshot (`status`) and rates (`points`) every second, and events (`event`) as they happen."""
@@ -136,6 +154,30 @@ class OperationsRoutes:
     async def scrape(self) -> Response:
         """The metrics of all processes in Prometheus' text format."""
         return await metrics_response(self.metrics)
+
+
+def _index_response(request: Request, listing: Mapping[str, Any]) -> Response:
+    """The response of `/`: the page for browsers, and `listing` as JSON for programs."""
+    if "text/html" in request.headers.get("accept", ""):
+        return _file_response("index.html")
+    return JSONResponse(listing, headers={"Vary": "Accept"})
+
+
+def _file_routes() -> list[Route]:
+    """One route for each file of the page. No path comes from a client."""
+    return [Route(f"{_PAGE_PATH}/{file.name}", _file_endpoint(file.name)) for file in _FOLDER.iterdir()]
+
+
+def _file_endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(_: Request) -> Response:
+        return _file_response(name)
+
+    return endpoint
+
+
+def _file_response(name: str) -> Response:
+    kind = _FILE_TYPES[name.rpartition(".")[2]]
+    return Response((_FOLDER / name).read_bytes(), headers={**_FILE_HEADERS, "Content-Type": kind})
 
 
 async def metrics_response(metrics: Scrape) -> Response:

@@ -28,7 +28,6 @@ from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import Api, create_admin_app, create_api
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.api.operations import OperationsRoutes
-from multiworld_serving.server.api.repository import RepositoryRoutes
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.auth.credential_reloader import (
     CredentialReloader,
@@ -203,12 +202,10 @@ class _Frontend:
             handler=self._handler,
             protocols=("predict", "v2") if self._grpc is None else ("predict", "v2", "grpc"),
         )
-        repository = RepositoryRoutes(pool.snapshot, pool.load_version, pool.unload)
         admin_app = create_admin_app(
             self._scrape,
-            AdminRoutes(pool.restart_workers),
+            AdminRoutes(pool),
             authorizer,
-            repository,
             own=metrics,
             http_port=self._http.getsockname()[1],
             page=OperationsRoutes(pool, model, self._scrape, self._feed),

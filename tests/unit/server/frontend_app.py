@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from PIL import Image
 from torch import Tensor
 
+from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.api.app import create_api
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.http.limits import RequestLimits
@@ -83,6 +84,38 @@ class ColourPredictor:
             for index, state in enumerate(self.states)
         )
         return PipelineSnapshot(MODEL.name, MODEL.version, self.ready, self.draining, 1.5, 0, 0, stages)
+
+
+@dataclass
+class Repository:
+    """Records load requests, and fails on demand."""
+
+    failure: Exception | None = None
+    asked: list[str | None] = field(default_factory=list)
+    unloaded: bool = False
+    loading: str | None = None
+    steps: tuple[RestartStep | Exception, ...] = ()
+
+    async def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
+        for step in self.steps:
+            if isinstance(step, Exception):
+                raise step
+            yield step
+
+    async def load_version(self, weights: str | None) -> ModelVersion:
+        self.asked.append(weights)
+        if self.failure is not None:
+            raise self.failure
+        return ModelVersion(2, weights or "own")
+
+    async def unload(self) -> None:
+        self.unloaded = True
+
+    def snapshot(self) -> PipelineSnapshot:
+        ready = not self.unloaded
+        return PipelineSnapshot(
+            "m", "v", ready, False, 1.0, 0, 0, (), (), 7, version_loading=self.loading, unloaded=self.unloaded
+        )
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ import pytest
 from multiworld_serving.common.config import load
 from multiworld_serving.common.config.keys import hash_key
 from multiworld_serving.common.http.server import HttpServer
-from multiworld_serving.server.auth import credential_reloader
 from multiworld_serving.server.auth.authorizer import Authorizer
-from multiworld_serving.server.auth.credential_reloader import CredentialReloader, Credentials, read_credentials
-from multiworld_serving.server.settings import FrontendSettings, HttpSettings
+from multiworld_serving.server.auth.credential_reloader import CredentialReloader, read_credentials
+from multiworld_serving.server.settings import FrontendSettings
 from tests.certificates import Authority
 
 
@@ -110,42 +109,6 @@ async def test_nothing_is_used_when_one_file_is_no_good(
     assert not any(port.reloaded for port in servers.values())
     assert "are unchanged" in caplog.text
     assert not any(record.exc_info for record in caplog.records), "a mistake in a file is not a defect of ours"
-
-
-async def test_former_credentials_stay_when_reading_fails_in_an_unexpected_way(
-    files: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, authorizer = reloader(settings(files))
-
-    def fails(settings: HttpSettings) -> Credentials:
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr(credential_reloader, "read_credentials", fails)
-    await made.reload()
-    assert names(authorizer) == ["alice"]
-    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["a defect"]
-
-
-async def test_reload_repeats_when_it_is_requested_during_a_reload(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, authorizer = reloader(settings(files))
-    reads = 0
-
-    def read(settings: HttpSettings) -> Credentials:
-        nonlocal reads
-        reads += 1
-        found = read_credentials(settings)
-        if reads == 1:  # the files are read already
-            add_bob(files)
-            made.request_reload()
-        return found
-
-    monkeypatch.setattr(credential_reloader, "read_credentials", read)
-    made.request_reload()
-    assert made._task is not None
-    await made._task
-    assert (reads, names(authorizer)) == (2, ["alice", "bob"])
 
 
 async def test_sighup_reloads_only_when_there_are_files(files: Path) -> None:

@@ -143,16 +143,6 @@ async def test_predict_rejects_a_bad_parameter(
     await frontend.assert_serves()
 
 
-async def test_large_body_is_rejected_unread_by_its_content_length(frontend: RunningFrontend) -> None:
-    async def never() -> AsyncIterator[bytes]:
-        raise AssertionError("the body was read")
-        yield b""
-
-    headers = PNG | {"Content-Length": str(MAX_BODY_BYTES + 1)}
-    response = await frontend.client.post("/predict", content=never(), headers=headers)
-    assert_error(response, 413, "body_too_large", "larger than the limit")
-
-
 async def test_endless_body_is_rejected_at_the_limit(frontend: RunningFrontend) -> None:
     sent = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import httpx
 import pytest
@@ -10,23 +10,13 @@ from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import BaseRoute, Route
 
-from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.snapshots import ReplicaState
-from tests.unit.server.frontend_app import MODEL, ColourPredictor, running_frontend
-from tests.unit.server.text_model import TEXT, TextPredictor
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, Repository, running_frontend
 
-
-async def no_steps() -> AsyncGenerator[RestartStep, None]:
-    """A rolling restart without workers."""
-    steps: tuple[RestartStep, ...] = ()
-    for step in steps:
-        yield step
-
-
-ADMIN = AdminRoutes(no_steps)
+ADMIN = AdminRoutes(Repository())
 
 
 async def test_healthz_is_alive_when_no_stage_has_a_replica() -> None:
@@ -92,14 +82,6 @@ async def test_index_lists_existing_endpoints() -> None:
                 assert (await frontend.client.get(path)).status_code == 200, endpoint
 
 
-async def test_index_has_no_predict_for_a_model_that_classifies_no_images() -> None:
-    async with running_frontend() as frontend:
-        listed = (await frontend.client.get("/")).json()["endpoints"]
-    async with running_frontend(TextPredictor(), TEXT) as frontend:
-        without = (await frontend.client.get("/")).json()["endpoints"]
-    assert listed.keys() - without.keys() == {"POST /predict"}
-
-
 async def test_metrics_are_the_same_on_both_ports() -> None:
     async with running_frontend() as frontend:
         await frontend.assert_serves()
@@ -117,18 +99,6 @@ async def test_metrics_are_the_same_on_both_ports() -> None:
     assert nowhere.status_code == 404
     families = {family.name for family in text_string_to_metric_families(on_http_port.text)}
     assert {"multiworld_requests", "process_open_fds", "python_gc_collections"} <= families
-
-
-async def test_only_inference_is_counted_as_requests() -> None:
-    async with running_frontend() as frontend:
-        for path in ("/", "/healthz", "/readyz", "/metrics", "/nothing"):
-            await frontend.client.get(path)
-        await frontend.client.get("/predict")
-        text = (await frontend.client.get("/metrics")).text
-    requests = [line for line in text.splitlines() if line.startswith("multiworld_requests_total{")]
-    counted = [line for line in requests if not line.endswith(" 0.0")]
-    assert len(counted) == 1
-    assert 'code="405"' in counted[0]
 
 
 async def test_metrics_of_one_process_are_served_on_request() -> None:
@@ -203,19 +173,6 @@ async def test_head_equals_get_without_body(path: str) -> None:
     assert {k: v for k, v in head.headers.items() if k not in changing} == {
         k: v for k, v in got.headers.items() if k not in changing
     }
-
-
-async def test_head_of_events_ends_at_once() -> None:
-    async with running_frontend() as frontend:
-        response = await frontend.client.head("/events")
-    assert (response.status_code, response.content) == (200, b"")
-    assert response.headers["Content-Type"].startswith("text/event-stream")
-
-
-async def test_allow_lists_head_when_get_is_allowed() -> None:
-    async with running_frontend() as frontend:
-        assert (await frontend.client.put("/healthz")).headers["Allow"] == "GET, HEAD"
-        assert (await frontend.client.put("/predict")).headers["Allow"] == "POST"
 
 
 async def test_admin_port_supports_head_and_the_common_error_format() -> None:

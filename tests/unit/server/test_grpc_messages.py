@@ -133,17 +133,6 @@ def test_outputs_are_raw_in_the_order_asked_for() -> None:
     ]
 
 
-def test_classes_are_length_prefixed_texts() -> None:
-    prediction = Prediction(torch.tensor([0.25, 0.5, 0.25]), MODEL.name, "v1", 0, 0, 0, 1, ("w",))
-    message = infer(
-        tensor("input", "UINT8", SHAPE),
-        raw=[ONE.numpy().tobytes()],
-        outputs=[wanted("probabilities", classification=1)],
-    )
-    data = infer_message([prediction], asked=parsed(message), signature=SIGNATURES[MODEL.name])
-    assert list(pb.ModelInferResponse.FromString(data).raw_output_contents) == [elements(b"0.5:1:green")]
-
-
 def image(datatype: str = "UINT8", shape: list[int] = SHAPE, **contents: Any) -> Any:
     return tensor("input", datatype, shape, **contents)
 

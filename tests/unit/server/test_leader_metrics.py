@@ -106,15 +106,6 @@ def test_every_documented_name_is_exposed_with_its_labels(
     assert found == names
 
 
-async def test_scrape_on_a_thread_has_the_same_series() -> None:
-    metrics = busy_leader()
-    names = [
-        [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith(b"#".decode())]
-        for text in ((await metrics.scrape()).decode(), metrics.text().decode())
-    ]
-    assert names[0] == names[1]
-
-
 def test_pipeline_is_derived_from_its_snapshot() -> None:
     metrics = leader_metrics(stage(0, "ready", "joining"), stage(1, "ready"), hedges={"won": 2})
     metrics.reroutes[1] += 1
@@ -130,11 +121,6 @@ def test_pipeline_is_derived_from_its_snapshot() -> None:
         assert value("multiworld_world_up", {"world": f"s0.r{replica}", **slot}) == up
         assert value("multiworld_replica_in_flight", slot) == 2
     assert value("multiworld_world_worker", {"world": "s0.r1", "worker": "worker-1", "host": "h"}) == 1
-
-
-def test_slot_that_never_had_a_worker_has_no_world() -> None:
-    metrics = leader_metrics(StageSnapshot(0, ("stem",), (ReplicaSnapshot(0, "absent"),)))
-    assert b"multiworld_world_up{" not in metrics.text()
 
 
 def test_failures_of_a_slot_start_at_zero_and_add_no_series() -> None:

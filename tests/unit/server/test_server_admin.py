@@ -1,92 +1,183 @@
-"""The verbs of the admin port: permissions and responses."""
+"""The verbs of the admin port: rolling restart, and Triton's model repository extension."""
 
+from __future__ import annotations
+
+import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 import httpx
 import pytest
 
-from multiworld_serving.common.config.keys import KeySet
-from multiworld_serving.server.administration import OperationInProgressError, RestartFailedError, RestartStep
+from multiworld_serving.server.administration import (
+    InvalidWeightsError,
+    OperationInProgressError,
+    RestartFailedError,
+    RestartStep,
+    VersionFailedError,
+)
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
-from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
+from multiworld_serving.server.predictor import ModelVersion
+from tests.unit.server.frontend_app import Repository
 
-PATH = "/admin/rolling-restart"
-
-
-async def two_steps() -> AsyncGenerator[RestartStep, None]:
-    yield RestartStep("w", "s0.r0", "restarting", 1, 1)
-    yield RestartStep("w", "s0.r0", "restarted", 1, 1, 0.5, 2.5)
+RESTART = "/admin/rolling-restart"
+LOAD, UNLOAD = "/v2/repository/models/m/load", "/v2/repository/models/m/unload"
 
 
-async def refused() -> AsyncGenerator[RestartStep, None]:
-    raise OperationInProgressError("one is under way")
-    yield
+def client(repository: Repository) -> httpx.AsyncClient:
+    app = create_admin_app(FrontendMetrics(), AdminRoutes(repository))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://operations")
 
 
-async def failing() -> AsyncGenerator[RestartStep, None]:
-    async for step in two_steps():
-        yield step
-    raise RestartFailedError("x did not come back")
-
-
-def client(
-    steps: Callable[[], AsyncGenerator[RestartStep, None]], *tokens: bytes, address: str = "127.0.0.1"
-) -> httpx.AsyncClient:
-    authorizer = Authorizer(ApiKeys(KeySet(), KeySet()), tokens)
-    app = create_admin_app(FrontendMetrics(), AdminRoutes(steps), authorizer)
-    transport = httpx.ASGITransport(app, client=(address, 1))
-    return httpx.AsyncClient(transport=transport, base_url="http://operations")
-
-
-async def test_restart_reports_each_step_and_its_end() -> None:
-    async with client(two_steps) as operations:
-        response = await operations.post(PATH, json={})
-    lines = [json.loads(line) for line in response.text.splitlines()]
-    assert [line["state"] for line in lines] == ["restarting", "restarted", "done"]
-    assert lines[1]["back_s"] == 2.5
-    assert lines[2]["restarted"] == 1
-
-
-@pytest.mark.parametrize(("steps", "restarted"), [(refused, 0), (failing, 1)])
-async def test_failed_restart_gives_the_reason_in_its_last_line(steps, restarted: int) -> None:  # type: ignore[no-untyped-def]
-    async with client(steps) as operations:
-        response = await operations.post(PATH, json={})
-    last = json.loads(response.text.splitlines()[-1])
-    assert (last["state"], last["restarted"]) == ("failed", restarted)
-    assert last["error"]
-
-
-async def test_other_machines_are_refused_without_a_token() -> None:
-    async with client(two_steps, address="10.0.0.7") as operations:
-        response = await operations.post(PATH, json={})
-    assert response.status_code == 403
-    assert "--token-file" in response.json()["error"]
+STEPS = (
+    RestartStep("w", "s0.r0", "restarting", 1, 1),
+    RestartStep("w", "s0.r0", "restarted", 1, 1, 0.5, 2.5),
+)
 
 
 @pytest.mark.parametrize(
-    ("header", "status"),
+    ("steps", "states", "restarted"),
     [
-        ("", 401),
-        ("Bearer no", 401),
-        ("Basic s3", 401),
-        ("Bearer s3", 200),
-        ("bearer  s3 ", 200),
-        ("Bearer former", 200),
+        (STEPS, ["restarting", "restarted", "done"], 1),
+        ((OperationInProgressError("one is under way"),), ["failed"], 0),
+        ((*STEPS, RestartFailedError("x did not come back")), ["restarting", "restarted", "failed"], 1),
     ],
 )
-@pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.7"])
-async def test_configured_token_is_required_from_everywhere(header: str, status: int, address: str) -> None:
-    async with client(two_steps, b"s3", b"former", address=address) as operations:
-        response = await operations.post(PATH, json={}, headers={"Authorization": header} if header else {})
-    assert response.status_code == status
+async def test_restart_reports_each_step_and_its_end(
+    steps: tuple[RestartStep | Exception, ...], states: list[str], restarted: int
+) -> None:
+    async with client(Repository(steps=steps)) as operations:
+        response = await operations.post(RESTART, json={})
+    lines = [json.loads(line) for line in response.text.splitlines()]
+    assert ([line["state"] for line in lines], lines[-1]["restarted"]) == (states, restarted)
+    assert ("error" in lines[-1]) == (states[-1] == "failed")
+    assert states[-1] != "done" or lines[1]["back_s"] == 2.5
 
 
 async def test_cross_site_browser_requests_are_refused() -> None:
-    async with client(two_steps) as operations:
-        assert (await operations.post(PATH, data={"a": "b"})).status_code == 415
-        assert (await operations.get(PATH)).status_code == 405
-        from_a_page = await operations.post(PATH, json={}, headers={"Origin": "http://127.0.0.1:8002"})
+    async with client(Repository()) as operations:
+        assert (await operations.post(RESTART, data={"a": "b"})).status_code == 415
+        assert (await operations.get(RESTART)).status_code == 405
+        from_a_page = await operations.post(RESTART, json={}, headers={"Origin": "http://127.0.0.1:8002"})
         assert (from_a_page.status_code, from_a_page.json()["reason"]) == (403, "forbidden")
+
+
+@pytest.mark.parametrize(
+    ("body", "weights"),
+    [
+        (b"", None),
+        (b"{}", None),
+        (b'{"parameters": {}}', None),
+        (b'{"parameters": {"weights": "a/b.pth"}}', "a/b.pth"),
+        (b'{"parameters": {"config": "{\\"parameters\\": {\\"weights\\": {\\"string_value\\": \\"x\\"}}}"}}', "x"),
+        (b'{"parameters": {"config": "{\\"name\\": \\"m\\", \\"max_batch_size\\": 3}"}}', None),
+    ],
+)
+async def test_weights_are_accepted_in_every_place_of_a_load_request(body: bytes, weights: str | None) -> None:
+    repository = Repository()
+    async with client(repository) as operators:
+        response = await operators.post(LOAD, content=body)
+    assert response.status_code == 200
+    assert repository.asked == [weights]
+    assert response.json() == {"name": "m", "version": "2", "weights": weights or "own"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[]",
+        b'{"parameters": {"weight": "x"}}',
+        b'{"parameters": {"weights": 7}}',
+        b'{"parameters": {"config": "{"}}',
+        b'{"parameters": {"config": "{\\"parameters\\": 7}"}}',
+    ],
+)
+async def test_invalid_load_request_changes_nothing(body: bytes) -> None:
+    repository = Repository()
+    async with client(repository) as operators:
+        response = await operators.post(LOAD, content=body)
+    assert (response.status_code, response.json()["reason"]) == (400, "invalid_inference_request")
+    assert repository.asked == []
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "reason"),
+    [
+        (InvalidWeightsError("no such weights"), 400, "invalid_weights"),
+        (OperationInProgressError("a restart is under way"), 409, "busy"),
+        (VersionFailedError("w cannot serve stage 0"), 500, "version_failed"),
+    ],
+)
+async def test_outcomes_have_a_status_and_a_reason(failure: Exception, status: int, reason: str) -> None:
+    async with client(Repository(failure)) as operators:
+        response = await operators.post(LOAD, json={})
+    assert response.status_code == status
+    assert response.json()["reason"] == reason
+    assert response.json()["error"] == str(failure)
+
+
+async def test_other_models_are_unknown() -> None:
+    repository = Repository()
+    async with client(repository) as operators:
+        for path in (LOAD.replace("/m/", "/other/"), UNLOAD.replace("/m/", "/other/")):
+            response = await operators.post(path, json={})
+            assert (response.status_code, response.json()["reason"]) == (404, "unknown_model")
+    assert repository.asked == []
+    assert not repository.unloaded
+
+
+async def test_index_lists_serving_and_loading_versions() -> None:
+    repository = Repository(loading="next")
+    async with client(repository) as operators:
+        index = (await operators.post("/v2/repository/index", json={})).json()
+        ready = (await operators.post("/v2/repository/index", json={"ready": True})).json()
+        await operators.post(UNLOAD, json={"parameters": {"unload_dependents": False}})
+        after = (await operators.post("/v2/repository/index")).json()
+    assert index[0] == {"name": "m", "version": "7", "state": "READY", "reason": ""}
+    assert index[1] == {"name": "m", "version": "", "state": "LOADING", "reason": "next"}
+    assert ready == index[:1]
+    assert (after[0]["state"], after[0]["reason"]) == ("UNAVAILABLE", "unloaded")
+
+
+async def test_load_is_cancelled_when_the_client_disconnects() -> None:
+    begun, given_up = asyncio.Event(), asyncio.Event()
+
+    async def load(weights: str | None) -> ModelVersion:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
+        raise AssertionError
+
+    parts = iter([{"type": "http.request", "body": b"{}", "more_body": False}])
+
+    async def receive() -> dict[str, Any]:
+        if (part := next(parts, None)) is not None:
+            return part
+        await begun.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: object) -> None:
+        pass
+
+    repository = Repository()
+    repository.load_version = load  # type: ignore[method-assign]
+    app = create_admin_app(FrontendMetrics(), AdminRoutes(repository))
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": LOAD,
+        "raw_path": LOAD.encode(),
+        "headers": [(b"host", b"operations")],
+        "query_string": b"",
+        "client": ("127.0.0.1", 1),
+        "scheme": "http",
+        "server": ("operations", 80),
+    }
+    async with asyncio.timeout(10):
+        await app(scope, receive, send)
+    assert given_up.is_set()

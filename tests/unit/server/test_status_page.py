@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator
 from html.parser import HTMLParser
 from importlib.resources import files
 
 import httpx
 
-from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
 from multiworld_serving.server.api.operations import OperationsRoutes
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from tests.unit.server.frontend_app import MODEL, ColourPredictor, running_frontend
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, Repository, running_frontend
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 PAGE = files("multiworld_serving.server.api") / "status_page"
@@ -81,15 +79,10 @@ def test_page_has_nothing_inline_and_every_reference_has_its_target() -> None:
             assert (PAGE / imported).is_file(), (file.name, imported)
 
 
-async def no_restart() -> AsyncGenerator[RestartStep, None]:
-    raise AssertionError
-    yield
-
-
 async def test_admin_port_serves_the_page_and_says_that_it_offers_actions() -> None:
     metrics = FrontendMetrics()
     page_routes = OperationsRoutes(ColourPredictor(), MODEL, metrics, EventFeed(metrics.requests))
-    app = create_admin_app(metrics, AdminRoutes(no_restart), page=page_routes)
+    app = create_admin_app(metrics, AdminRoutes(Repository()), page=page_routes)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as client:
         page = await client.get("/", headers={"Accept": BROWSER})
         listing = await client.get("/", headers={"Accept": "application/json"})

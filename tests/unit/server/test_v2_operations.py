@@ -15,13 +15,6 @@ HERE = f"/v2/models/{MODEL.name}"
 PATHS = ["", "/config", "/stats", "/ready"]
 
 
-async def test_server_metadata_has_name_version_and_extensions() -> None:
-    async with running_frontend() as frontend:
-        answer = (await frontend.client.get("/v2")).json()
-    assert answer["name"] == "multiworld-serving"
-    assert {"binary_tensor_data", "classification", "statistics", "model_configuration"} == set(answer["extensions"])
-
-
 async def test_model_metadata_has_its_tensors() -> None:
     async with running_frontend() as frontend:
         metadata = (await frontend.client.get(HERE)).json()
@@ -77,28 +70,6 @@ async def test_unknown_models_and_versions_get_404_with_the_known_ones(suffix: s
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/v2/", 404),
-        ("GET", "/v2/models", 404),
-        ("GET", "/v2/models//ready", 404),
-        ("GET", "/v2/models/meancolour%2F..%2F..%2Fetc/ready", 404),
-        ("GET", "/v2/models/meancolour/versions//ready", 404),
-        ("GET", "/v2/trace/setting", 404),
-        ("GET", "/v2/systemsharedmemory/status", 404),
-        ("GET", f"{HERE}/infer", 405),
-        ("POST", "/v2/health/live", 405),
-        ("GET", "/v2/repository/index", 405),
-    ],
-)
-async def test_framework_errors_have_the_field_error(method: str, path: str, status: int) -> None:
-    async with running_frontend() as frontend:
-        response = await frontend.client.request(method, path)
-    assert response.status_code == status
-    assert len(response.json()["error"]) > 10
-
-
-@pytest.mark.parametrize(
     ("states", "draining", "says"),
     [(("ready", "loading"), False, "stage 1 has no ready replica"), (("ready", "ready"), True, "stopping")],
 )
@@ -115,14 +86,6 @@ async def test_ready_is_503_with_the_reason_when_not_serving(
         (model,) = (await frontend.client.post("/v2/repository/index")).json()
         assert (model["name"], model["version"], model["state"]) == (MODEL.name, "1", "UNAVAILABLE")
         assert says in model["reason"]
-
-
-async def test_ready_is_200_and_listed_in_the_index_when_serving() -> None:
-    async with running_frontend() as frontend:
-        assert (await frontend.client.get("/v2/health/ready")).json() == {"ready": True}
-        assert (await frontend.client.get(f"{HERE}/ready")).json() == {"name": MODEL.name, "ready": True}
-        index = (await frontend.client.post("/v2/repository/index")).json()
-    assert index == [{"name": MODEL.name, "version": "1", "state": "READY", "reason": ""}]
 
 
 async def test_statistics_count_the_inferences_of_both_protocols() -> None:
@@ -161,22 +124,6 @@ async def test_statistics_count_the_inferences_of_both_protocols() -> None:
     assert found["compute_input"]["ns"] > 2 * 3_000_000  # transfers and decoding
     assert found["success"]["ns"] > found["compute_output"]["ns"] > 0
     assert found["fail"]["ns"] > 0
-
-
-async def test_requests_are_measured_as_v2() -> None:
-    labels = {"model": MODEL.name, "version": MODEL.version, "protocol": "v2"}
-    data = pixels("red")
-    async with running_frontend() as frontend:
-        for path in (INFER, f"{HERE}/versions/1/infer"):
-            await frontend.client.post(
-                path, **request(binary_tensor("UINT8", list(data.shape), data.numpy().tobytes()))
-            )
-        await frontend.client.post(INFER, content=b"{")
-        await frontend.client.get(f"{HERE}/ready")
-        assert frontend.sample("multiworld_requests_total", **labels, code="200", reason="ok") == 2
-        reason = "invalid_inference_request"
-        assert frontend.sample("multiworld_requests_total", **labels, code="400", reason=reason) == 1
-        assert frontend.sample("multiworld_requests_in_flight") == 0
 
 
 async def test_openapi_describes_the_protocol_with_a_working_example() -> None:

@@ -233,12 +233,3 @@ async def test_images_without_labels_are_answered_with_tensors_and_not_at_predic
     assert answer.json()["outputs"] == [{"name": "out", "datatype": "FP32", "shape": [1, 2, 2], "data": [255.0] * 4}]
     assert (refused.status_code, refused.json()["reason"]) == (404, "wrong_path")
     assert "does not have labels; send its inputs to /v2/models/segments/infer" in refused.json()["error"]
-
-
-async def test_predict_names_the_right_path_for_a_model_without_images() -> None:
-    async with running_frontend(TextPredictor(), TEXT) as frontend:
-        refused = await frontend.client.post("/predict", files={"image": image_bytes()})
-        document = (await frontend.client.get("/openapi.json")).json()
-    assert refused.status_code == 404
-    assert "/v2/models/text/infer" in refused.json()["error"]
-    assert "/predict" not in document["paths"]
