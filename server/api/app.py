@@ -6,6 +6,7 @@ import importlib.metadata
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import Response
@@ -27,14 +28,14 @@ from multiworld_serving.server.api.predict import NoPredictRoute, PredictRoute
 from multiworld_serving.server.auth.authorizer import (
     ApiKeys,
     Authorizer,
+    Permission,
     admin_port_permission,
     http_port_permission,
     is_admin_path,
     is_inference_path,
 )
-from multiworld_serving.server.auth.openapi_security import document_authentication
 from multiworld_serving.server.daemon_threads import DaemonThreads
-from multiworld_serving.server.http.errors import STATUS_OF_REASON, OtherPort, install_error_handlers
+from multiworld_serving.server.http.errors import DESCRIPTIONS, STATUS_OF_REASON, OtherPort, install_error_handlers
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.open_request import RequestGate
 from multiworld_serving.server.observability.event_feed import EventFeed
@@ -43,6 +44,10 @@ from multiworld_serving.server.observability.request_observer import RequestObse
 from multiworld_serving.server.observability.request_record import InferenceProtocol
 from multiworld_serving.server.observability.request_traces import RequestTraces
 from multiworld_serving.server.predictor import Pipeline, ServedModel
+
+_KEY_SCHEME = "key"
+_ERROR_CONTENT = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
+_CHALLENGE = {"WWW-Authenticate": {"description": "How to send a key.", "schema": {"type": "string"}}}
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ def create_api(
     other = None if admin_port is None else OtherPort("the admin port", admin_port, is_admin_path)
     install_error_handlers(app, other)
     if authorizer.keys.inference:
-        document_authentication(app)
+        _document_authentication(app)
     return Api(app, inference, observer)
 
 
@@ -163,3 +168,31 @@ def create_admin_app(
 
 def _open_access() -> Authorizer:
     return Authorizer(ApiKeys(KeySet(), KeySet()))
+
+
+def _document_authentication(app: FastAPI) -> None:
+    """Add to the OpenAPI document which paths require a key, and their 401 and 403 responses."""
+    plain = app.openapi
+
+    def described() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            _describe(plain())
+        return plain()
+
+    app.openapi = described  # type: ignore[method-assign]  # the way that FastAPI documents
+
+
+def _describe(document: dict[str, Any]) -> None:
+    scheme = {"type": "http", "scheme": "bearer", "description": "A key of --api-keys-file or --admin-keys-file."}
+    document.setdefault("components", {})["securitySchemes"] = {_KEY_SCHEME: scheme}
+    for path, operations in document["paths"].items():
+        if http_port_permission(path) is Permission.NOTHING:
+            continue
+        for operation in operations.values():
+            operation["security"] = [{_KEY_SCHEME: []}]
+            operation["responses"]["401"] = {
+                "description": DESCRIPTIONS[401],
+                "content": _ERROR_CONTENT,
+                "headers": _CHALLENGE,
+            }
+            operation["responses"]["403"] = {"description": DESCRIPTIONS[403], "content": _ERROR_CONTENT}

@@ -2,8 +2,7 @@
 
 open_inference.proto    the definition, also for clients
 open_inference.binpb    its descriptor, compiled by `make proto`
-definitions.py          message classes made of it
-codec.py                messages to requests and predictions to messages
+codec.py                message classes; messages to requests, and predictions to messages
 calls.py                one call: record, authorization, deadline, errors
 service.py              the methods
 server.py               the port; start reading here

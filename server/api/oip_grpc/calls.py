@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -51,13 +50,13 @@ class Call:
         trailers: metadata at the end of an answer.
     """
 
-    def __init__(self, context: Any, record: RequestRecord, limits: CallLimits) -> None:
+    def __init__(self, context: Any, record: RequestRecord, handler: CallHandler) -> None:
         self.record = record
         self.trailers: dict[str, str] = {}
         self._context = context
-        self._limits = limits
-        left_s = context.time_remaining()
-        self.timeout_s: float = limits.timeout_s if left_s is None else min(limits.timeout_s, left_s)
+        self._handler = handler
+        left_s, limit_s = context.time_remaining(), handler.limits.timeout_s
+        self.timeout_s: float = limit_s if left_s is None else min(limit_s, left_s)
 
     @property
     def late(self) -> bool:
@@ -72,43 +71,37 @@ class Call:
             BodyTooLargeError: gRPC has refused it.
         """
         try:
-            async with asyncio.timeout(self.timeout_s), self._limits.receiving:
+            async with asyncio.timeout(self.timeout_s), self._handler.receiving:
                 message = await self._context.read()
         except TimeoutError as error:
             raise BodyTimeoutError("the message was not received before the call timed out; send it faster") from error
         if message is grpc.aio.EOF:
             raise BodyTooLargeError(
-                f"there is no message, or it is larger than the limit of {self._limits.max_bytes} bytes; send a smaller one"
+                f"there is no message, or it is larger than the limit of {self._handler.limits.max_body_bytes} bytes; send a smaller one"
             )
         received: bytes = message
         return received
-
-
-class CallLimits:
-    """Limits of one call and of all calls together.
-
-    Attributes:
-        receiving: calls that receive a message at the same time: the memory for the largest messages is reserved for them.
-    """
-
-    def __init__(self, requests: RequestLimits) -> None:
-        self.timeout_s = requests.timeout_s
-        self.max_bytes = requests.max_body_bytes
-        self.receiving = asyncio.Semaphore(max(1, requests.max_held_bytes // requests.max_body_bytes))
 
 
 Answer = Callable[[Call], Awaitable[bytes]]
 """Answers a call that is authorized. Raises RequestRejected."""
 
 
-@dataclass(frozen=True)
 class CallHandler:
-    """Runs calls."""
+    """Runs calls.
 
-    predictor: Predictor
-    observer: RequestObserver
-    authorizer: Authorizer
-    limits: CallLimits
+    Attributes:
+        receiving: calls that receive a message at the same time: the memory for the largest messages is reserved for them.
+    """
+
+    def __init__(
+        self, predictor: Predictor, observer: RequestObserver, authorizer: Authorizer, limits: RequestLimits
+    ) -> None:
+        self._predictor = predictor
+        self._observer = observer
+        self._authorizer = authorizer
+        self.limits = limits
+        self.receiving = asyncio.Semaphore(max(1, limits.max_held_bytes // limits.max_body_bytes))
 
     def handler(
         self, path: str, equivalent: str, answer: Answer, protocol: InferenceProtocol | None
@@ -124,10 +117,10 @@ class CallHandler:
 
         async def run(_: object, context: Any) -> bytes:
             scope = _scope(path, context)
-            record = self.observer.begin(scope, self.predictor.version.name, protocol)
-            call = Call(context, record, self.limits)
+            record = self._observer.begin(scope, self._predictor.version.name, protocol)
+            call = Call(context, record, self)
             try:
-                record.key_name = self.authorizer.check(permission, scope)
+                record.key_name = self._authorizer.check(permission, scope)
                 message = await answer(call)
                 record.status = 200
             except RequestRejected as rejection:
@@ -141,7 +134,7 @@ class CallHandler:
                 record.status, record.reason, detail, retry_s = 500, "internal", INTERNAL_ERROR, None
                 logger.exception("request failed request_id=%s path=%s", record.request_id, path)
             finally:
-                self.observer.end(scope, record)
+                self._observer.end(scope, record)
             trailers = {"x-request-id": record.request_id}
             if record.status == 200:
                 context.set_trailing_metadata(tuple((trailers | call.trailers).items()))

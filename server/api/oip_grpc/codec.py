@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from importlib.resources import files
+from typing import Any, NamedTuple
 
 import msgspec
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 
 from multiworld_serving.server.api.oip.infer_request import (
     MAX_FIELDS,
@@ -20,9 +24,38 @@ from multiworld_serving.server.api.oip.infer_request import (
 from multiworld_serving.server.api.oip.infer_response import encoded_outputs
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.api.oip.tensors import BINARY_ONLY, InputTensor
-from multiworld_serving.server.api.oip_grpc.definitions import METHODS
 from multiworld_serving.server.errors import InferenceRequestError
 from multiworld_serving.server.predictor import ModelVersion, Prediction
+
+SERVICE = "inference.GRPCInferenceService"
+
+
+class Method(NamedTuple):
+    """The message classes of a method."""
+
+    request: Any
+    response: Any
+
+
+def _methods() -> dict[str, Method]:
+    compiled = (files("multiworld_serving.server.api.oip_grpc") / "open_inference.binpb").read_bytes()
+    pool = DescriptorPool()
+    for file in FileDescriptorSet.FromString(compiled).file:
+        pool.Add(file)
+    service = pool.FindServiceByName(SERVICE)
+    return {
+        method.name: Method(GetMessageClass(method.input_type), GetMessageClass(method.output_type))
+        for method in service.methods
+    }
+
+
+METHODS = _methods()
+"""The methods of the service by name, of the descriptor that `make proto` compiles from `open_inference.proto`.
+
+Code that protoc generates works only with the release of protobuf it was generated for and the next one, and registers in protobuf's
+default pool, where any other copy of the protocol in the process, such as Triton's client, has the same names. These classes have a
+pool of their own.
+"""
 
 _CONTENTS = {
     "BOOL": "bool_contents",

@@ -17,8 +17,8 @@ from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.http.server import KEEP_ALIVE_S
 from multiworld_serving.server.api.app import Api
-from multiworld_serving.server.api.oip_grpc.calls import CallHandler, CallLimits
-from multiworld_serving.server.api.oip_grpc.definitions import SERVICE
+from multiworld_serving.server.api.oip_grpc.calls import CallHandler
+from multiworld_serving.server.api.oip_grpc.codec import SERVICE
 from multiworld_serving.server.api.oip_grpc.service import InferenceService
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.http.limits import RequestLimits
@@ -54,7 +54,7 @@ class GrpcPort:
         max_connections: int,
         tls: TlsFiles | None,
     ) -> None:
-        calls = CallHandler(pipeline, api.observer, authorizer, CallLimits(requests))
+        calls = CallHandler(pipeline, api.observer, authorizer, requests)
         methods = InferenceService(pipeline, api.inference).handlers(calls)
         self._handlers = grpc.method_handlers_generic_handler(SERVICE, methods)
         self._options = _options(requests, max_connections)

@@ -13,8 +13,7 @@ import grpc
 from multiworld_serving.server.api.oip.inference import OipInference
 from multiworld_serving.server.api.oip.metadata import repository_index
 from multiworld_serving.server.api.oip_grpc.calls import Answer, Call, CallHandler
-from multiworld_serving.server.api.oip_grpc.codec import decode, infer_message, parse_infer_message
-from multiworld_serving.server.api.oip_grpc.definitions import METHODS, SERVICE
+from multiworld_serving.server.api.oip_grpc.codec import METHODS, SERVICE, decode, infer_message, parse_infer_message
 from multiworld_serving.server.api.response_headers import prediction_headers
 from multiworld_serving.server.http.open_request import OpenRequest
 from multiworld_serving.server.predictor import Pipeline

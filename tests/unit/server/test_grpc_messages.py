@@ -13,8 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from multiworld_serving.server.api.oip.infer_request import InferRequest
 from multiworld_serving.server.api.oip.metadata import Signature
-from multiworld_serving.server.api.oip_grpc.codec import infer_message, parse_infer_message
-from multiworld_serving.server.api.oip_grpc.definitions import METHODS, SERVICE
+from multiworld_serving.server.api.oip_grpc.codec import METHODS, SERVICE, infer_message, parse_infer_message
 from multiworld_serving.server.errors import InferenceRequestError, RequestRejected, UnknownModelError
 from multiworld_serving.server.predictor import ModelVersion, Prediction
 from tests.unit.server.frontend_app import MODEL, image_bytes
