@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-DEFAULT_OPERATIONS_URL = "http://127.0.0.1:8002"
 Url = Annotated[str, value("URL", "URL of the HTTP API of the service.", "--url", envvar="MULTIWORLD_URL")]
 Urls = Annotated[
     list[str],
@@ -28,6 +27,18 @@ Urls = Annotated[
         envvar="MULTIWORLD_URL",
     ),
 ]
+OperationsUrl = Annotated[
+    str,
+    value(
+        "URL",
+        "URL of the admin port of the service (the port of /metrics), or of its HTTP API, which tells where the admin port is; "
+        "the first, if there are several with commas.",
+        "--operations-url",
+        "--url",
+        envvar=["MULTIWORLD_OPERATIONS_URL", "MULTIWORLD_URL"],
+    ),
+]
+DEFAULT_OPERATIONS_URL = "http://127.0.0.1:8002"
 TimeoutS = Annotated[float, value("SECONDS", "Timeout of one request, in seconds.", min=0.001)]
 
 
@@ -61,48 +72,11 @@ class Access:
         ),
     ] = None
 
-    def credentials(self, token_file: Path | None = None, *, join_token: bool = False) -> ClientCredentials:
-        """Return the credentials from these options and the environment. Raises UserError if a file is invalid.
-
-        Args:
-            join_token: without an API key, use the join token from `token_file` or the environment.
-        """
-        key = _secret(self.api_key_file, "key", "MULTIWORLD_API_KEY")
-        if join_token and not key:
-            key = _secret(token_file, "join token", "MULTIWORLD_TOKEN")
-        return ClientCredentials(key, self.ca_file, self.client_cert_file)
-
-
-@dataclass(frozen=True)
-class AdminPort:
-    """Options for the admin port."""
-
-    panel: ClassVar[None] = None
-    operations_url: Annotated[
-        str,
-        value(
-            "URL",
-            "URL of the admin port of the service (the port of /metrics), or of its HTTP API, which tells where the admin port is; "
-            "the first, if there are several with commas.",
-            "--operations-url",
-            "--url",
-            envvar=["MULTIWORLD_OPERATIONS_URL", "MULTIWORLD_URL"],
-        ),
-    ] = DEFAULT_OPERATIONS_URL
-    token_file: Annotated[
-        Path | None,
-        value(
-            "FILE",
-            "File with the join token; not needed on the machine of a service that generated its own. "
-            "Alternatively, MULTIWORLD_TOKEN holds the token itself.",
-            envvar="MULTIWORLD_TOKEN_FILE",
-        ),
-    ] = None
-
-    def open_client(self, access: Access, timeout_s: float) -> "httpx.Client":
-        """Return an HTTP client with the API key of an administrator, otherwise with the join token. Raises UserError."""
-        url = self.operations_url.partition(",")[0].strip()
-        return open_client(url, timeout_s, access.credentials(self.token_file, join_token=True))
+    def credentials(self) -> ClientCredentials:
+        """Return the credentials from these options and the environment. Raises UserError if a file is invalid."""
+        file = self.api_key_file
+        key = read_token(file, "key").get_secret_value() if file else os.environ.get("MULTIWORLD_API_KEY", "")
+        return ClientCredentials(key.strip(), self.ca_file, self.client_cert_file)
 
 
 class ServiceError(Exception):
@@ -113,17 +87,8 @@ class ServiceUnreachableError(ServiceError):
     """No connection to the service could be made; further requests would fail too."""
 
 
-class ServiceTimeoutError(ServiceError):
-    """The service did not answer in the time that an option gives."""
-
-
 class ServiceUnavailableError(ServiceError):
     """This frontend lost the connection, or cannot serve now (429, 502, 503); another one may."""
-
-
-def _secret(file: Path | None, kind: str, variable: str) -> str:
-    text = read_token(file, kind).get_secret_value() if file else os.environ.get(variable, "")
-    return text.strip()
 
 
 def open_client(url: str, timeout_s: float, credentials: ClientCredentials = NO_CREDENTIALS) -> "httpx.Client":
@@ -163,24 +128,31 @@ def send_to_any(clients: "deque[httpx.Client]", method: str, path: str, **reques
     raise AssertionError("no client")
 
 
-def send_request(client: "httpx.Client", method: str, path: str, **request: Any) -> "httpx.Response":
+def send_request(
+    client: "httpx.Client", method: str, path: str, *, stream: bool = False, **request: Any
+) -> "httpx.Response":
     """Send one request and return its response, which is successful. Keyword arguments are those of httpx.
 
     If the service answers that the path belongs to its other port, the request and all later ones of this client go there.
+
+    Args:
+        stream: return before the body was read; the caller reads and closes the response.
 
     Raises:
         ServiceUnreachableError: no connection could be made.
         ServiceError: the connection failed, or the status is not 2xx.
     """
-    with http_errors(str(client.base_url), timeout_s=client.timeout.read):
-        response = client.request(method, path, **request)
-        if not use_other_port(client, response):
-            return response.raise_for_status()
-    with http_errors(str(client.base_url), timeout_s=client.timeout.read):
-        return client.request(method, path, **request).raise_for_status()
+    for is_last in (False, True):
+        with http_errors(str(client.base_url), timeout_s=client.timeout.read):
+            response = client.send(client.build_request(method, path, **request), stream=stream)
+            if not response.is_success:
+                response.read()
+            if is_last or not _use_other_port(client, response):
+                return response.raise_for_status()
+    raise AssertionError("the loop returns")
 
 
-def use_other_port(client: "httpx.Client", response: "httpx.Response") -> bool:
+def _use_other_port(client: "httpx.Client", response: "httpx.Response") -> bool:
     """Have the client use the other port of the service if that is where the path belongs. Returns whether it does.
 
     The service has two: the HTTP API and the admin port.
@@ -232,7 +204,7 @@ def http_errors(url: str, *, option: str = "--url", timeout_s: float | None = No
             advice = f"it may be the join port of workers; give the URL of the HTTP API with {option}"
             raise ServiceError(f"{url} does not answer with HTTP: {advice}") from error
         if isinstance(error, httpx.TimeoutException) and timeout_s is not None:
-            raise ServiceTimeoutError(f"{url} did not answer within {timeout_s:g} s; increase --timeout-s") from error
+            raise ServiceError(f"{url} did not answer within {timeout_s:g} s; increase --timeout-s") from error
         raise ServiceUnavailableError(f"the connection to {url} failed: {error or type(error).__name__}") from error
 
 

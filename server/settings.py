@@ -58,7 +58,7 @@ class HttpSettings(ServiceSettings):
     api_keys_file: Path | None = setting(None, "Access")
     """File with the inference keys, one NAME:HASH per line, as printed by `multiworld key`; none disables authentication."""
     admin_keys_file: Path | None = setting(None, "Access")
-    """File with the admin keys; none uses the join token instead, or, if it was generated, accepts only this machine."""
+    """File with the admin keys; none accepts admin requests from this machine only."""
     tls_cert_file: Path | None = setting(None, "Access")
     """Certificate chain (PEM); HTTP API and admin port then use TLS 1.2 or newer only."""
     tls_key_file: Path | None = setting(None, "Access")
@@ -88,11 +88,6 @@ class HttpSettings(ServiceSettings):
     """Text to print when the service is ready, with {example} for a request."""
     http_shares: int = setting(1, INTERNAL, ge=1)
     """Number of frontends that share the sockets and the limits."""
-
-    @property
-    def admin_tokens(self) -> tuple[bytes, ...]:
-        """Join tokens that permit admin requests if there are no admin keys; none if only the supervisor knows the token."""
-        return self.secrets
 
     @property
     def needs_keys(self) -> bool:

@@ -1,12 +1,10 @@
-"""`multiworld status`: show the state of a running service, once or as it changes."""
+"""`multiworld status`: show the state of a running service, once or every second."""
 
-import json
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
+from multiworld_serving.cli.console import console, table
 from multiworld_serving.cli.options import AsJson, flag
 from multiworld_serving.cli.service import (
     DEFAULT_URL,
@@ -15,16 +13,16 @@ from multiworld_serving.cli.service import (
     TimeoutS,
     Urls,
     answer_errors,
-    http_errors,
     open_clients,
     read_status,
 )
-from multiworld_serving.cli.status_table import event_line, render_status, throughput
 from multiworld_serving.common.config import UserError
 
 if TYPE_CHECKING:
     import httpx
     from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
 EPILOG = """
 [bold]Examples[/bold]
@@ -36,11 +34,15 @@ multiworld status --watch
 multiworld status --json --url http://10.0.0.1:8000
 """
 
-_RECONNECT_S = 1.0
-_MAX_POINTS = 60
-_MAX_EVENTS = 12
+_WATCH_S = 1.0
+_STYLES = {
+    "ready": "green",
+    **dict.fromkeys(("degraded", "unloaded", "draining", "left"), "yellow"),
+    **dict.fromkeys(("broken", "absent", "not_ready"), "red"),
+}
+"""Color of a state of the service or of a replica."""
 
-Watch = Annotated[bool, flag("--watch", "Keep running and show changes as they happen, until Ctrl-C.")]
+Watch = Annotated[bool, flag("--watch", "Keep running and show the state every second, until Ctrl-C.")]
 
 
 def status(
@@ -53,88 +55,102 @@ def status(
 ) -> int:
     """Show the stages of a running service, their replicas, and the last failure of each."""
     if watch and as_json:
-        raise UserError("--watch and --json exclude each other: programs read GET /events")
+        raise UserError("--watch and --json are mutually exclusive: programs read GET /events")
     with open_clients(urls, timeout_s, access.credentials()) as clients, answer_errors(", ".join(urls)):
         response = read_status(clients)
         if as_json:
             print(response.text)
         elif watch:
-            _watch(clients, StatusView(response.json()))
+            _watch(clients, render_status(response.json()))
         else:
-            from multiworld_serving.cli.console import console
-
             console().print(render_status(response.json()))
     return 0
 
 
-@dataclass
-class StatusView:
-    """What --watch displays.
-
-    Attributes:
-        error: why the connection is lost; empty while it works.
-    """
-
-    status: dict[str, Any]
-    points: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MAX_POINTS))
-    events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MAX_EVENTS))
-    error: str = ""
-
-    def apply(self, kind: str, content: Any) -> None:
-        """Apply one message of GET /events."""
-        self.error = ""
-        if kind == "status":
-            self.status = content
-        elif kind == "points":
-            self.points.extend(content)
-        elif kind == "event" and content["id"] not in {event["id"] for event in self.events}:
-            if self.events and content["id"] < self.events[-1]["id"]:  # a new leader numbers its events from 1
-                self.events.clear()
-            self.events.append(content)
-
-    def render(self) -> "RenderableType":
-        """Render the view for rich."""
-        from rich.console import Group
-        from rich.text import Text
-
-        rate = [Text(throughput(self.points))] if self.points else []
-        error = [Text(self.error, style="red")] if self.error else []
-        return Group(*error, render_status(self.status), *rate, *map(event_line, self.events))
-
-
-def _watch(clients: "deque[httpx.Client]", view: StatusView) -> None:
-    """Display until Ctrl-C. If the connection is lost, it reconnects with the next client."""
+def _watch(clients: "deque[httpx.Client]", shown: "RenderableType") -> None:
+    """Show the state until Ctrl-C: in place on a terminal, else one state below the other."""
     from rich.live import Live
+    from rich.text import Text
 
-    from multiworld_serving.cli.console import console
-
-    with Live(view.render(), console=console(), auto_refresh=False) as live:
+    out = console()
+    with Live(shown, console=out, auto_refresh=False) as live:
         while True:
-            url = str(clients[0].base_url).rstrip("/")
+            if out.is_terminal:
+                live.update(shown, refresh=True)
+            else:
+                out.print(shown)
+                out.file.flush()
+            time.sleep(_WATCH_S)
             try:
-                with http_errors(url), clients[0].stream("GET", "/events") as response:
-                    if not response.is_success:
-                        response.read()
-                    for kind, content in messages(response.raise_for_status().iter_lines()):
-                        view.apply(kind, content)
-                        live.update(view.render(), refresh=True)
-                view.error = f"{url} has stopped; reconnecting …"
+                shown = render_status(read_status(clients).json())
             except ServiceError as error:
-                view.error = f"{error}; retrying …"
-            clients.rotate(-1)
-            live.update(view.render(), refresh=True)
-            time.sleep(_RECONNECT_S)
+                shown = Text(f"{error}; retrying …", style="red")
 
 
-def messages(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Parse server-sent events: yield the event type and the decoded JSON data of each."""
-    kind, data = "", ""
-    for line in lines:
-        name, _, value = line.partition(": ")
-        if name == "event":
-            kind = value
-        elif name == "data":
-            data = value
-        elif not line and data:
-            yield kind, json.loads(data)
-            kind, data = "", ""
+def render_status(snapshot: dict[str, Any]) -> "RenderableType":
+    """Render a document of GET /status. Raises KeyError or TypeError if it has another form."""
+    from rich.console import Group
+    from rich.text import Text
+
+    lists = {
+        "spares": [f"{each['worker']} ({each['state']})" for each in snapshot["spares"]],
+        "leaders": [f"{each['name'] or each['address']} ({each['state']})" for each in snapshot["leaders"]],
+        "frontends": [f"{each['name']} ({each['connections']} connections)" for each in snapshot["frontends"]],
+    }
+    lines = (Text(f"{kind}: {', '.join(names)}") for kind, names in lists.items() if names)
+    return Group(_headline(snapshot), _table(snapshot["stages"]), *lines)
+
+
+def _headline(snapshot: dict[str, Any]) -> "Text":
+    from rich.text import Text
+
+    reasons = f" ({'; '.join(snapshot['reasons'])})" if snapshot["reasons"] else ""
+    ready = [sum(replica["state"] == "ready" for replica in stage["replicas"]) for stage in snapshot["stages"]]
+    tolerated = min(ready, default=0) - 1
+    return Text.assemble(
+        f"{snapshot['model']} {snapshot['version']}: ",
+        (snapshot["state"].replace("_", " "), _STYLES.get(snapshot["state"], "")),
+        f"{reasons}, up {duration(snapshot['uptime_s'])}, "
+        f"{snapshot['queue_depth']} waiting, {snapshot['requests_in_flight']} requests in flight",
+        f"\nfailures tolerated per stage: {tolerated}" if tolerated > 0 else "",
+    )
+
+
+def _table(stages: list[dict[str, Any]]) -> "Table":
+    from rich.text import Text
+
+    hosts = {replica.get("host") for stage in stages for replica in stage["replicas"]} - {None}
+    host = ("host",) if len(hosts) > 1 else ()
+    columns = ("replica", "state", "worker", *host, "pid", "device", "in flight", "done", "last failure")
+    rows = table(*columns, numbers=("pid", "in flight", "done"), collapse_padding=True)  # fits into 80 columns
+    for stage in stages:
+        for replica in stage["replicas"]:
+            world = f"{replica['world']}@{replica['generation']}" if replica["world"] else ""
+            rows.add_row(
+                world or f"s{stage['index']}.r{replica['slot']}",
+                Text(replica["state"], style=_STYLES.get(replica["state"], "")),
+                Text(replica["worker"] or "-"),
+                *(Text(replica.get("host") or "-") for _ in host),
+                str(replica.get("pid") or "-"),
+                Text(replica["device"] or "-"),
+                str(replica["in_flight"]),
+                str(replica["batches_done"]),
+                Text(_failure(replica["last_failure"])),
+            )
+    return rows
+
+
+def _failure(failure: dict[str, Any] | None) -> str:
+    if failure is None:
+        return "-"
+    number, unit, *_ = duration(time.time() - failure["at_unix_s"]).split()
+    return f"{failure['cause']}, {number} {unit} ago"
+
+
+def duration(seconds: float) -> str:
+    """Format a time span: "42 s", "3 min 20 s", "2 h 5 min", "3 d 4 h"."""
+    whole = max(0, round(seconds))
+    for large, small, large_s, small_s in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if whole >= large_s:
+            return f"{whole // large_s} {large} {whole % large_s // small_s} {small}"
+    return f"{whole} s"

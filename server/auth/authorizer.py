@@ -1,18 +1,16 @@
 """Authorization: which key a request needs, and whether it has one.
 
 There are inference keys and admin keys; no key is both. Without inference keys, inference needs no authentication. Without
-admin keys, admin endpoints need the join token; if the service generated that token itself, they accept only requests from
-this machine that do not come from a browser or a proxy.
+admin keys, admin endpoints accept only requests from this machine that do not come from a browser or a proxy. The join token never
+travels over HTTP.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import hmac
 import ipaddress
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -73,7 +71,7 @@ class ApiKeys:
 
     Attributes:
         inference: empty = inference needs no key.
-        admin: empty = admin endpoints accept the join token.
+        admin: empty = admin endpoints accept requests from this machine only.
     """
 
     inference: KeySet
@@ -88,15 +86,10 @@ class Principal(NamedTuple):
 
 
 class Authorizer:
-    """Checks permissions. `keys` and `tokens` may be replaced while it is in use.
+    """Checks permissions. `keys` may be replaced while it is in use."""
 
-    Args:
-        tokens: join tokens that permit admin requests if there are no admin keys; empty if the token was generated.
-    """
-
-    def __init__(self, keys: ApiKeys, tokens: Sequence[bytes] = ()) -> None:
+    def __init__(self, keys: ApiKeys) -> None:
         self.keys = keys
-        self.tokens = tokens
 
     def check(self, permission: Permission, scope: Scope) -> str:
         """Check the permission of a request.
@@ -128,15 +121,9 @@ class Authorizer:
             raise ForbiddenError("an inference key does not permit admin requests; send a key of --admin-keys-file")
         if self.keys.admin:
             raise UnauthenticatedError("no valid admin key; send one as `Authorization: Bearer KEY`")
-        if self.tokens:
-            known = [token for token in self.tokens if presented is not None and hmac.compare_digest(presented, token)]
-            if not known:
-                raise UnauthenticatedError("no valid join token; send it as `Authorization: Bearer TOKEN`")
-            return "join token"
         if not _is_local(scope) or any(name in headers for name in _BROWSER_AND_PROXY_HEADERS):
             raise ForbiddenError(
-                "without admin keys (--admin-keys-file) or a join token (--token-file), the service accepts admin requests "
-                "only from programs on its own machine"
+                "without admin keys (--admin-keys-file), the service accepts admin requests only from programs on its own machine"
             )
         return "this machine"
 

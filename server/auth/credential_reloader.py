@@ -1,4 +1,4 @@
-"""Loads keys, tokens and certificates at start and reloads them on SIGHUP without closing connections."""
+"""Loads keys and certificates at start and reloads them on SIGHUP without closing connections."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class CredentialReloader:
-    """Reloads keys, tokens and certificates. Either all are used or none; the log says which.
+    """Reloads keys and certificates. Either all are used or none; the log says which.
 
     Args:
         servers: the HTTP servers of this process, by the setting of their port.
@@ -119,19 +119,13 @@ class CredentialReloader:
         """Read and validate everything, then apply everything."""
         try:
             credentials = read_credentials(self._settings)
-            tokens = self._settings.admin_tokens
         except Exception as error:
             unexpected = not isinstance(error, UserError | OSError)
-            logger.error("keys, tokens and certificates are unchanged: %s", error, exc_info=unexpected)  # noqa: TRY400
+            logger.error("keys and certificates are unchanged: %s", error, exc_info=unexpected)  # noqa: TRY400
             return
-        self._authorizer.tokens = tokens
         credentials.apply(self._authorizer, self._servers)
         if self._reload_grpc is not None and credentials.grpc is not None:
             self._reload_grpc(credentials.grpc)
         keys = credentials.keys
-        logger.info(
-            "reloaded keys, tokens and certificates keys=%d admin_keys=%d tokens=%d",
-            len(list(keys.inference)),
-            len(list(keys.admin)),
-            len(tokens),
-        )
+        counts = len(list(keys.inference)), len(list(keys.admin))
+        logger.info("reloaded keys and certificates keys=%d admin_keys=%d", *counts)

@@ -186,7 +186,7 @@ class _Frontend:
     async def _serve_http(self) -> None:
         settings, pool, metrics = self._settings, self._pool, self._metrics
         model = pool.model.result()
-        authorizer = Authorizer(self._credentials.keys, settings.admin_tokens)
+        authorizer = Authorizer(self._credentials.keys)
         requests = request_limits(settings)
         api = create_api(
             pool,

@@ -22,7 +22,7 @@ def rotate(service: LocalService, file: Path, *tokens: str) -> None:
     seen = len(service.lines)
     file.write_text("\n".join(tokens))
     os.kill(service.pid, signal.SIGHUP)
-    told = service.wait_for(lambda line: "reloaded keys, tokens and certificates" in line.message, WAIT_S, after=seen)
+    told = service.wait_for(lambda line: "reloaded the join tokens" in line.message, WAIT_S, after=seen)
     assert int(told["tokens"]) == len(tokens)
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(300)
 KEYS = {"alice": "inference-key-of-alice", "ops": "key-of-the-administrators"}
 OPEN = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/v2/models/resnet18/ready")
 WATCHING = ("/", "/status", "/metrics", "/openapi.json")
-RENEWED = "reloaded keys, tokens and certificates"
+RENEWED = "reloaded keys and certificates"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pydantic import SecretStr
 
 from multiworld_serving.cli.main import main
 from multiworld_serving.cli.options import seconds
-from multiworld_serving.cli.status_table import duration
+from multiworld_serving.cli.verbs.status import duration
 from multiworld_serving.common.config import Settings, UserError
 from multiworld_serving.common.config.settings import public_fields
 from multiworld_serving.deploy.processes.service import _Service
@@ -451,6 +451,16 @@ def test_status_names_the_hosts_when_there_are_several(
         assert main(["status", "--url", url]) == 0
         out = capsys.readouterr().out
         assert [host in out for host in ("host", "node-1", "node-2")] == [len(set(hosts)) > 1] * 3
+
+
+def test_watch_in_a_pipe_prints_the_state_every_second(url: str) -> None:
+    command = [sys.executable, "-m", "multiworld_serving.cli.main", "status", "--watch", "--url", url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        headlines = (line for line in watching.stdout if line.startswith("resnet18 random:0: ready"))
+        assert next(headlines)
+        assert next(headlines)
+        watching.terminate()
 
 
 def test_status_prints_json(url: str, capsys: pytest.CaptureFixture[str]) -> None:

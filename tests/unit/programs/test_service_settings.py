@@ -99,9 +99,7 @@ def test_program_has_the_settings_of_the_service(cls: type[Settings]) -> None:
 def test_leader_accepts_the_token_of_the_operator_and_that_of_the_service() -> None:
     with service(ServeSettings(**PORTS, token=SecretStr("of-the-operator"))) as made:
         leader = passed_on(made, LeaderSettings)
-        frontend = passed_on(made, FrontendSettings, leader="127.0.0.1:1")
     assert set(leader.accepted_secrets) == {b"of-the-operator", b"of-the-service"}
-    assert frontend.admin_tokens == (b"of-the-operator",)
 
 
 def test_leader_accepts_the_tokens_that_the_file_has_now(tmp_path: Path) -> None:
@@ -115,7 +113,6 @@ def test_leader_accepts_the_tokens_that_the_file_has_now(tmp_path: Path) -> None
         for content, tokens in (("new\nformer\n", (b"new", b"former")), ("new", (b"new",))):
             file.write_text(content)
             assert leader.accepted_secrets == (*tokens, b"of-the-service")
-            assert frontend.admin_tokens == tokens
         assert frontend.secret == b"of-the-service", "a change of the file cannot lock our own processes out"
 
 
@@ -128,12 +125,10 @@ def test_token_file_that_is_no_good_is_named(tmp_path: Path, content: str) -> No
         settings.accepted_secrets  # noqa: B018 - it is a property
 
 
-def test_operators_need_no_token_when_the_service_made_it_up() -> None:
+def test_leader_accepts_only_its_own_token_when_none_is_given() -> None:
     with service(ServeSettings(**PORTS)) as made:
         leader = passed_on(made, LeaderSettings)
-        frontend = passed_on(made, FrontendSettings, leader="127.0.0.1:1")
     assert leader.accepted_secrets == (b"of-the-service",)
-    assert frontend.admin_tokens == ()
 
 
 def test_file_of_settings_is_in_memory_and_only_this_user_can_read_it() -> None:

@@ -1,4 +1,4 @@
-"""Reloading keys, tokens and certificates: all are used or none, with a log line that says which."""
+"""Reloading keys and certificates: all are used or none, with a log line that says which."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.certificates import Authority
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """A folder with a file of keys and one of tokens."""
+    """A folder with a file of keys."""
     (tmp_path / "api.keys").write_text(f"alice:{hash_key('key-of-alice')}\n")
     (tmp_path / "token").write_text("former")
     return tmp_path
@@ -44,7 +44,7 @@ def add_bob(files: Path) -> None:
 def reloader(
     given: FrontendSettings, servers: Mapping[str, HttpServer] | None = None
 ) -> tuple[CredentialReloader, Authorizer]:
-    authorizer = Authorizer(read_credentials(given).keys, given.admin_tokens)
+    authorizer = Authorizer(read_credentials(given).keys)
     return CredentialReloader(given, authorizer, servers or {}), authorizer
 
 
@@ -69,20 +69,15 @@ async def test_everything_is_used_when_everything_is_valid(files: Path, caplog: 
         settings(files, tls_cert_file=str(files / "server.pem")), cast(Mapping[str, HttpServer], servers)
     )
     add_bob(files)
-    (files / "token").write_text("new\nformer\n")
     await made.reload()
     assert names(authorizer) == ["alice", "bob"]
-    assert authorizer.tokens == (b"new", b"former")
     assert all(port.reloaded for port in servers.values())
-    assert "reloaded keys, tokens and certificates keys=2 admin_keys=0 tokens=2" in caplog.text
+    assert "reloaded keys and certificates keys=2 admin_keys=0" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        ("token", "two words"),
-        ("token", ""),
-        ("token", None),
         ("api.keys", "alice:no-hash\n"),
         ("api.keys", None),
         ("server.pem", "no certificate"),
@@ -98,14 +93,12 @@ async def test_nothing_is_used_when_one_file_is_no_good(
         settings(files, tls_cert_file=str(files / "server.pem")), cast(Mapping[str, HttpServer], servers)
     )
     add_bob(files)
-    (files / "token").write_text("new")
     if content is None:
         (files / file).unlink()
     else:
         (files / file).write_text(content)
     await made.reload()
     assert names(authorizer) == ["alice"]
-    assert authorizer.tokens == (b"former",)
     assert not any(port.reloaded for port in servers.values())
     assert "are unchanged" in caplog.text
     assert not any(record.exc_info for record in caplog.records), "a mistake in a file is not a defect of ours"
