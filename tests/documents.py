@@ -44,8 +44,8 @@ def is_runnable(block: Block) -> bool:
 
 
 def documents() -> list[Path]:
-    """README, pages and guides."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+    """README and pages."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @dataclass

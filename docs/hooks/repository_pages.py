@@ -32,12 +32,7 @@ LIST_AFTER_TEXT = re.compile(r"^(?![-*] |\d+\. |\s)(.+)\n(?=[-*] |1\. )", re.MUL
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the empty lists of the navigation with the files that exist."""
-    docs = Path(config.docs_dir)
     parts = {
-        "Guides": [
-            *(f"guides/{path.name}" for path in sorted(docs.glob("guides/*.md"))),
-            *(path.name for path in sorted(docs.glob("*.md")) if path.name != "index.md"),
-        ],
         "Examples": [path for path in _pages().values() if path.startswith("examples/")],
         "Decisions": [DECISIONS, *(f"decisions/{path.name}" for path in _decisions())],
     }

@@ -31,13 +31,9 @@ class Page(NamedTuple):
 
 PAGES = {
     "docs/http.md": Page(SMALL),
-    "docs/grpc.md": Page(SMALL),
-    "docs/guides/clients.md": Page(SMALL),
-    "docs/client.md": Page(SMALL),
-    "docs/guides/versions.md": Page(SMALL),
-    "docs/guides/tracing.md": Page(SMALL),
-    "docs/guides/coming-from.md": Page(SMALL, serves=True),
-    "docs/guides/own-checkpoint.md": Page({"96": str(SIDE)}, serves=True),
+    "docs/clients.md": Page(SMALL),
+    "docs/versions.md": Page(SMALL),
+    "docs/coming-from.md": Page(SMALL, serves=True),
 }
 
 

@@ -17,14 +17,7 @@ from multiworld_serving.workers.settings import WorkerSettings
 from tests.documents import documents
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCUMENTS = sorted(
-    [
-        ROOT / "README.md",
-        *ROOT.glob("docs/*.md"),
-        ROOT / "docs/guides/two-machines.md",
-        *ROOT.glob("deploy/systemd/*.service"),
-    ]
-)
+DOCUMENTS = sorted([*documents(), *ROOT.glob("deploy/systemd/*.service")])
 INDENTED = re.compile(r"^(?:ExecStart=| {4,})(?:\S*/|kubectl .* -- )?multiworld (?P<arguments>.*)$", re.MULTILINE)
 MENTIONED = re.compile(
     r"(?:^|[`|;&(] *|^ {4,}(?:[A-Z_]+=\S+ )*|\.venv/bin/)multiworld (?P<arguments>[a-z][^`\n#|;&)]*)", re.MULTILINE
@@ -63,7 +56,7 @@ def mentions() -> Iterator[Command]:
 
 
 def test_commands_are_found_in_documents() -> None:
-    assert {"operations.md", "several-machines.md", "kubernetes.md", "README.md"} <= {x.document.name for x in COMMANDS}
+    assert {"operations.md", "machines.md", "kubernetes.md", "README.md"} <= {x.document.name for x in COMMANDS}
     assert len(COMMANDS) > 15
 
 

@@ -25,7 +25,7 @@ from tests.documents import ROOT
 from tests.unit.server.text_model import INFER, TEXT, TextPredictor, tensors
 from tests.waiting import until
 
-GUIDE = (ROOT / "docs/guides/handlers.md").read_text()
+GUIDE = (ROOT / "docs/models.md").read_text()
 FAULTY = """
 import os
 import time
