@@ -27,7 +27,6 @@ SOURCES = ("py", "yml", "yaml", "json", "toml", "html", "js", "css", "sh", "sbat
 
 FOREIGN_OPTIONS = {
     "--gpus-per-task",
-    "--enable-feature",  # Prometheus
     "--model-control-mode",  # Triton
     *("--no-kill", "--nodes", "--requeue"),  # Slurm
     "--port",  # torchrun
@@ -38,9 +37,8 @@ FOREIGN_IDENTIFIERS = {
     *("perf_analyzer", "version_policy"),  # Triton
 }
 NOT_EXPORTED = {
-    *("multiworld_client", "multiworld_serving", "multiworld_token"),
+    *("multiworld_client", "multiworld_serving"),
     "multiworld_workers_wanted",  # of the Prometheus adapter for Kubernetes
-    "multiworld_worlds",  # a network of Docker
 }
 """Names that begin like those of metrics."""
 PAGES = {str(page.relative_to(ROOT)): page for page in documents()}
