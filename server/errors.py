@@ -38,7 +38,7 @@ class InputUnreachableError(Exception):
 
 
 class RequestRejected(Exception):  # noqa: N818 (an outcome of a request, not a fault of ours: the name the contract gives)
-    """A request that ends without an answer. Can be pickled.
+    """A request that ends without an answer.
 
     Args:
         detail: one sentence for people: what was wrong, what was expected, what to do.
@@ -52,9 +52,6 @@ class RequestRejected(Exception):  # noqa: N818 (an outcome of a request, not a 
         super().__init__(detail)
         self.detail = detail
         self.retry_after_s = retry_after_s
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_restore, (type(self), self.detail, self.retry_after_s))
 
     @classmethod
     def for_reason(cls, reason: str, detail: str, *, retry_after_s: float | None = None) -> RequestRejected:
@@ -209,7 +206,3 @@ def _leaves(root: type[RequestRejected] = RequestRejected) -> dict[str, type[Req
     for leaf in root.__subclasses__():
         found |= _leaves(leaf)
     return found
-
-
-def _restore(kind: type[RequestRejected], detail: str, retry_after_s: float | None) -> RequestRejected:
-    return kind(detail, retry_after_s=retry_after_s)

@@ -1,4 +1,4 @@
-"""The leader: connects the scheduler to the worker registry, and implements the pipeline for the HTTP frontend.
+"""The leader: connects the scheduler to the worker registry, and computes the requests of frontends.
 
 The scheduler (through `pipeline/driver.py`) decides about requests and batches. The registry (`replicas/registry.py`) decides which worker
 serves which stage. Versions are switched by `pipeline/rollout.py`.
@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
 
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class Leader:
-    """Implements `multiworld_serving.server.predictor.Pipeline`. Use as `async with`: it listens on entry and frees everything on exit.
+    """One leader. Use as `async with`: it listens on entry and frees everything on exit.
 
     Args:
         model: the name of the model.
@@ -203,25 +203,12 @@ class Leader:
             wanted, tuple(tuple(link.worker for link in ready_links(placement.of_stage(stage))) for stage in stages)
         )
 
-    async def check(self, *, deadline_s: float, ahead: int) -> None:
-        """See `Predictor.check`."""
-        if (rejection := self.rejection(deadline_s, ahead)) is not None:
-            raise rejection
-
     def rejection(self, deadline_s: float, ahead: int) -> RequestRejected | None:
-        """The exception that `check` would raise; None if the request would be accepted."""
+        """Why a request would be refused now; None if it would be accepted. See `Predictor.check`."""
         found = self._driver.scheduler.rejection(deadline_s, time.monotonic(), ahead=ahead)
         if found is None:
             return None
         return RequestRejected.for_reason(found.reason, found.detail, retry_after_s=found.retry_after_s)
-
-    @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
-        """See `Predictor.request`."""
-        if (closed := self.closed_error()) is not None:
-            raise closed
-        with self.open_requests.track():
-            yield
 
     def closed_error(self) -> RequestRejected | None:
         """Why new requests are refused although replicas may be ready (draining, or unloaded); None if they are not."""

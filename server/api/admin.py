@@ -179,7 +179,8 @@ def _json_endpoint(
         try:
             return JSONResponse(await handler(request, await _body(request)))
         except msgspec.MsgspecError as error:
-            raise InferenceRequestError(f"the body is invalid ({error})") from error
+            says = "send the name of a version as `weights`: random:SEED, or a path below --weights-dir"
+            raise InferenceRequestError(f"the body is invalid ({error}); {says}") from error
         except tuple(_REASONS) as error:
             status, reason = next(found for kind, found in _REASONS.items() if isinstance(error, kind))
             return error_response(status, str(error), reason, RequestRecord.of(request.scope))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from python_multipart.multipart import parse_options_header
 
 from multiworld_serving.server.errors import InvalidBodyError
 
@@ -17,7 +16,7 @@ def extract_image(body: bytes, content_type: str) -> bytes:
     """Return the bytes of the file in the field `image`.
 
     Args:
-        body: the whole form.
+        body: the whole form, RFC 2046.
         content_type: the request's header, which contains the boundary.
     Raises:
         InvalidBodyError: not a form, truncated, field missing or empty, another field, or more than one file.
@@ -26,65 +25,34 @@ def extract_image(body: bytes, content_type: str) -> bytes:
     boundary = options.get(b"boundary")
     if not boundary:
         raise InvalidBodyError("the content type multipart/form-data has no boundary; let the HTTP client set it")
-    form = _ImageForm()
-    try:
-        parser = MultipartParser(boundary, form.callbacks())  # type: ignore[arg-type]
-        parser.write(body)
-        parser.finalize()
-    except FormParserError as error:
-        raise InvalidBodyError(f"the body is not a well-formed multipart form ({error}); {_EXPECTED}") from error
-    return form.image()
+    # Split at most into the preamble, two parts and the rest, so that a body of many parts takes no memory.
+    _, *parts = (b"\r\n" + body).split(b"\r\n--" + boundary, 3)
+    if not parts:
+        raise InvalidBodyError(f"the body is not a well-formed multipart form; {_EXPECTED}")
+    if parts[0].startswith(b"--"):
+        raise InvalidBodyError(f"the form has no field {FIELD!r}; {_EXPECTED}")
+    image = _image(parts[0])
+    if len(parts) == 1:
+        raise InvalidBodyError(f"the multipart form is truncated: it has no closing boundary; {_EXPECTED}")
+    if not parts[1].startswith(b"--"):
+        _image(parts[1])
+        raise InvalidBodyError(f"the form has more than one {FIELD!r}; {_EXPECTED}")
+    if not image:
+        raise InvalidBodyError(f"the file in the field {FIELD!r} is empty; send an image file in it")
+    return image
 
 
-class _ImageForm:
-    """Callbacks of the parser. Rejects the first unexpected part, so at most one part is in memory."""
-
-    def __init__(self) -> None:
-        self._header = bytearray()
-        self._value = bytearray()
-        self._name: str | None = None
-        self._images = 0
-        self._complete = False
-        self._data: list[memoryview] = []
-
-    def callbacks(self) -> dict[str, object]:
-        return {
-            "on_part_begin": self._part_begins,
-            "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
-            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
-            "on_header_end": self._header_ends,
-            "on_headers_finished": self._headers_end,
-            "on_part_data": lambda data, start, end: self._data.append(memoryview(data)[start:end]),
-            "on_end": self._form_ends,
-        }
-
-    def image(self) -> bytes:
-        if not self._complete:
-            raise InvalidBodyError(f"the multipart form is truncated: it has no closing boundary; {_EXPECTED}")
-        if not self._images:
-            raise InvalidBodyError(f"the form has no field {FIELD!r}; {_EXPECTED}")
-        image = b"".join(self._data)
-        if not image:
-            raise InvalidBodyError(f"the file in the field {FIELD!r} is empty; send an image file in it")
-        return image
-
-    def _part_begins(self) -> None:
-        self._name = None
-
-    def _header_ends(self) -> None:
-        if self._header.lower() == b"content-disposition":
-            _, options = parse_options_header(self._value.decode("latin-1"))
-            self._name = options.get(b"name", b"").decode("utf-8", "replace")
-        self._header.clear()
-        self._value.clear()
-
-    def _headers_end(self) -> None:
-        if self._name != FIELD:
-            found = "a field without a name" if not self._name else f"the field {self._name[:64]!r}"
-            raise InvalidBodyError(f"the form has {found}; only {FIELD!r} is expected; {_EXPECTED}")
-        self._images += 1
-        if self._images > 1:
-            raise InvalidBodyError(f"the form has more than one {FIELD!r}; {_EXPECTED}")
-
-    def _form_ends(self) -> None:
-        self._complete = True
+def _image(part: bytes) -> bytes:
+    """The content of a part. Raises InvalidBodyError unless it is the field `image`."""
+    head, separator, content = part.partition(b"\r\n\r\n")
+    if not separator:
+        raise InvalidBodyError(f"the body is not a well-formed multipart form; {_EXPECTED}")
+    name = ""
+    for line in head.split(b"\r\n"):
+        header, _, value = line.partition(b":")
+        if header.strip().lower() == b"content-disposition":
+            name = parse_options_header(value.decode("latin-1"))[1].get(b"name", b"").decode("utf-8", "replace")
+    if name != FIELD:
+        found = f"the field {name[:64]!r}" if name else "a field without a name"
+        raise InvalidBodyError(f"the form has {found}; only {FIELD!r} is expected; {_EXPECTED}")
+    return content

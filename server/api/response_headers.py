@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
@@ -11,14 +12,19 @@ from multiworld_serving.server.predictor import Prediction
 
 def prediction_headers(predictions: Sequence[Prediction]) -> dict[str, str]:
     """Version, path and attempts. If the images took several paths, each distinct path is listed once."""
-    # Percent-encoded: a version may be a file name, and header values are limited to ASCII.
-    versions = dict.fromkeys(quote(prediction.version, safe=":+@,") for prediction in predictions)
-    paths = dict.fromkeys(",".join(quote(world, safe=":+@") for world in prediction.path) for prediction in predictions)
+    versions = dict.fromkeys(_quoted(prediction.version, ":+@,") for prediction in predictions)
+    paths = dict.fromkeys(",".join(_quoted(world, ":+@") for world in prediction.path) for prediction in predictions)
     return {
         "X-Model-Version": ";".join(versions),
         "X-Path": ";".join(paths),
         "X-Attempts": str(max(prediction.attempts for prediction in predictions)),
     }
+
+
+@lru_cache(1024)
+def _quoted(name: str, safe: str) -> str:
+    """Percent-encoded: a version may be a file name, and header values are limited to ASCII."""
+    return quote(name, safe=safe)
 
 
 HEADER_DOCUMENTATION: dict[str, Any] = {

@@ -34,14 +34,17 @@ class InferenceRoute(APIRoute):
     takes a quarter of the frontend's CPU time: the endpoint is called with the defaults.
     """
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        fields = (*self.dependant.query_params, *self.dependant.header_params)
+        self._defaults = {field.name: field.get_default() for field in fields}
+
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         if scope["query_string"] or TIMEOUT_HEADER in request.headers or scope["method"] != "POST":
             await super().handle(scope, receive, send)  # refuses other methods too
             return
-        fields = (*self.dependant.query_params, *self.dependant.header_params)
-        defaults = {field.name: field.get_default() for field in fields}
-        response = await self.endpoint(request=request, **scope["path_params"], **defaults)
+        response = await self.endpoint(request=request, **scope["path_params"], **self._defaults)
         await response(scope, receive, send)
 
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 DEADLINE_GRACE_S = 1.0
 """The predictor enforces the deadline with a more precise error; this is the extra time that it gets to report it."""
-_WATCH_AFTER_S = 0.1
+_WATCH_AFTER_S = 0.25
 """Age at which a request starts to watch whether its client disconnects. Most requests end earlier, and a task costs CPU time."""
 _RETRY_AFTER_S = 1.0
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from multiworld import Cause
-from multiworld_serving.common.metrics import ProgramMetrics
+from multiworld_serving.common.metrics import ProgramMetrics, derived_family
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaState
 
@@ -182,61 +182,45 @@ class PipelineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """See `Collector`."""
-        now = self.snapshot()
-        depth = "Images accepted by the leader and not in flight."
-        yield GaugeMetricFamily("multiworld_queue_depth", depth, now.queue_depth)
-        least = "Smallest number of ready replicas of any stage, minus one; -1 = not serving."
-        yield GaugeMetricFamily("multiworld_redundancy", least, now.redundancy)
-        spares = "Spare workers: they hold all stages and serve none."
-        yield GaugeMetricFamily("multiworld_spares", spares, len(now.spares))
-        hedges = CounterMetricFamily(
-            "multiworld_hedges", "Late batches sent to a second replica, by outcome.", labels=("outcome",)
-        )
-        for outcome in get_args(HedgeOutcome):
-            hedges.add_metric((outcome,), self.hedges.get(outcome, 0))
-        yield hedges
-        yield from self._stages(now)
-        yield from _replicas(now)
-
-    def _stages(self, now: PipelineSnapshot) -> Iterator[Metric]:
-        reroutes = CounterMetricFamily(
-            "multiworld_reroutes", "Batches sent to another replica because their replica was lost.", labels=("stage",)
-        )
-        retries = CounterMetricFamily(
-            "multiworld_retries",
-            "Batches sent to another replica because the stage raised an error.",
-            labels=("stage",),
-        )
-        states = GaugeMetricFamily(
-            "multiworld_stage_replicas", "Replicas of a stage, by state.", labels=("stage", "state")
-        )
-        for stage in now.stages:
-            index, tally = str(stage.index), Tally(replica.state for replica in stage.replicas)
-            reroutes.add_metric((index,), self.metrics.reroutes[stage.index])
-            retries.add_metric((index,), self.metrics.retries[stage.index])
-            for state in get_args(ReplicaState):
-                states.add_metric((index, state), tally[state])
-        yield from (reroutes, retries, states)
-
-
-def _replicas(now: PipelineSnapshot) -> Iterator[Metric]:
-    in_flight = GaugeMetricFamily(
-        "multiworld_replica_in_flight", "Batches in flight to a replica.", labels=("stage", "replica")
-    )
-    up = GaugeMetricFamily(
-        "multiworld_world_up", "1 while the world of the link is ready.", labels=("world", "stage", "replica")
-    )
-    workers = GaugeMetricFamily(
-        "multiworld_world_worker",
-        "1 for the worker that has the link, or had it last.",
-        labels=("world", "worker", "host"),
-    )
-    for stage in now.stages:
-        for replica in stage.replicas:
-            if replica.world is None:
-                continue
-            slot, world = (str(stage.index), str(replica.slot)), f"s{stage.index}.r{replica.slot}"
-            in_flight.add_metric(slot, replica.in_flight)
-            up.add_metric((world, *slot), replica.state == "ready")
-            workers.add_metric((world, replica.worker or "", replica.host or ""), 1)
-    yield from (in_flight, up, workers)
+        now, metrics = self.snapshot(), self.metrics
+        for name, says, value in (
+            ("queue_depth", "Images accepted by the leader and not in flight.", now.queue_depth),
+            (
+                "redundancy",
+                "Smallest number of ready replicas of any stage, minus one; -1 = not serving.",
+                now.redundancy,
+            ),
+            ("spares", "Spare workers: they hold all stages and serve none.", len(now.spares)),
+        ):
+            yield derived_family("gauge", name, says, (), [((), value)])
+        hedges = [((outcome,), self.hedges.get(outcome, 0)) for outcome in get_args(HedgeOutcome)]
+        says = "Late batches sent to a second replica, by outcome."
+        yield derived_family("counter", "hedges", says, ("outcome",), hedges)
+        for name, why, counts in (
+            ("reroutes", "their replica was lost", metrics.reroutes),
+            ("retries", "the stage raised an error", metrics.retries),
+        ):
+            says = f"Batches sent to another replica because {why}."
+            of_stages = [((stage.index,), counts[stage.index]) for stage in now.stages]
+            yield derived_family("counter", name, says, ("stage",), of_stages)
+        states = [
+            ((stage.index, state), sum(replica.state == state for replica in stage.replicas))
+            for stage in now.stages
+            for state in get_args(ReplicaState)
+        ]
+        yield derived_family("gauge", "stage_replicas", "Replicas of a stage, by state.", ("stage", "state"), states)
+        slots = [
+            (f"s{stage.index}.r{replica.slot}", (stage.index, replica.slot), replica)
+            for stage in now.stages
+            for replica in stage.replicas
+            if replica.world is not None
+        ]
+        in_flight = [(slot, replica.in_flight) for _, slot, replica in slots]
+        says = "Batches in flight to a replica."
+        yield derived_family("gauge", "replica_in_flight", says, ("stage", "replica"), in_flight)
+        up = [((world, *slot), replica.state == "ready") for world, slot, replica in slots]
+        says = "1 while the world of the link is ready."
+        yield derived_family("gauge", "world_up", says, ("world", "stage", "replica"), up)
+        workers = [((world, replica.worker or "", replica.host or ""), 1) for world, _, replica in slots]
+        says = "1 for the worker that has the link, or had it last."
+        yield derived_family("gauge", "world_worker", says, ("world", "worker", "host"), workers)

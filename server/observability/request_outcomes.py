@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from multiworld_serving.common.metrics import derived_family
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.server.observability.request_record import Inference, InferenceProtocol, RequestRecord
 
@@ -172,26 +173,18 @@ class RequestOutcomes(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """See `Collector`."""
-        requests = CounterMetricFamily(
-            "multiworld_requests",
-            "Inference requests completed, by outcome.",
-            labels=("model", "version", "protocol", "code", "reason"),
-        )
+        exported = {key: outcome for key, outcome in self._outcomes.items() if key[0] != _FORGOTTEN}
+        labels = ("model", "version", "protocol", "code", "reason")
+        requests = [((self._model, *key), outcome.count) for key, outcome in exported.items()]
+        yield derived_family("counter", "requests", "Inference requests completed, by outcome.", labels, requests)
         images: Tally[str] = Tally()
-        for (version, protocol, code, reason), outcome in self._outcomes.items():
-            if version != _FORGOTTEN:
-                requests.add_metric((self._model, version, protocol, str(code), reason), outcome.count)
-                images[version] += outcome.images
-        yield requests
-        answered = CounterMetricFamily(
-            "multiworld_images", "Images in answered inference requests.", labels=("model", "version")
-        )
-        for version, count in images.items():
-            answered.add_metric((self._model, version), count)
-        yield answered
-        yield GaugeMetricFamily(
-            "multiworld_requests_in_flight", "Inference requests in flight.", max(0, self._in_flight)
-        )
+        for (version, *_), outcome in exported.items():
+            images[version] += outcome.images
+        answered = [((self._model, version), count) for version, count in images.items()]
+        says = "Images in answered inference requests."
+        yield derived_family("counter", "images", says, ("model", "version"), answered)
+        in_flight = [((), max(0, self._in_flight))]
+        yield derived_family("gauge", "requests_in_flight", "Inference requests in flight.", (), in_flight)
 
     # For the Open Inference Protocol
 

@@ -8,8 +8,8 @@ what exceeds the bound:
     server/http/open_request.py  size of one body (`max_body_bytes`) → 413; bytes of all bodies in memory → 429 overloaded
     server/daemon_threads.py     images that wait to be decoded → 429 overloaded
 
-`Leader.check` asks the admission before an image is decoded, with the images that wait to be decoded as `ahead`. `Leader.request` rejects
-all requests while the service is stopping or its model is unloaded.
+`Leader.rejection` asks the admission before an image is decoded, with the images that wait to be decoded as `ahead`. `LeaderPool.request`
+rejects all requests while the frontend is stopping or the model is unloaded.
 
 `window` and `max_batch_size` limit what is in flight on a replica; they delay requests and never reject them.
 """

@@ -245,27 +245,6 @@ def test_invalid_version_changes_nothing_and_the_reason_is_reported(
     assert httpx.post(f"{service.url}/predict", files={"image": picture(1)}, timeout=60).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "says"),
-    [
-        (b"{", 400, "not valid JSON"),
-        (b"[]", 400, "must be a JSON object"),
-        (b'{"parameters": 1}', 400, "must be a JSON object"),
-        (b'{"parameters": {"weights": 1}}', 400, "must be a string"),
-        (b'{"parameters": {"config": "{"}}', 400, "not valid JSON"),
-        (b'{"parameters": {"config": {}}}', 400, "must be a string"),
-        (b'{"parameters": {"file:1/model.pt": "eA=="}}', 400, "--weights-dir"),
-        (b" " * 100_000, 413, "send the name of the weights"),
-        (b"[" * 60_000, 400, "not valid JSON"),
-    ],
-)
-def test_malformed_load_request_gets_an_error(service: LocalService, body: bytes, status: int, says: str) -> None:
-    url = service.metrics_url.replace("/metrics", f"/v2/repository/models/{MODEL}/load")
-    response = httpx.post(url, content=body, timeout=60)
-    assert response.status_code == status
-    assert says in response.json()["error"]
-
-
 def test_web_page_cannot_load_a_version(service: LocalService) -> None:
     url = service.metrics_url.replace("/metrics", f"/v2/repository/models/{MODEL}/load")
     assert httpx.post(url, headers={"origin": "http://127.0.0.1:8002"}, timeout=60).status_code == 403

@@ -23,7 +23,6 @@ from multiworld_serving.server.api.oip.infer_request import InferRequest, parse_
 from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH, build_response
 from multiworld_serving.server.api.oip.inference import OipInference
 from multiworld_serving.server.api.oip.metadata import Signature, repository_index
-from multiworld_serving.server.api.oip.tensors import DATATYPES
 from multiworld_serving.server.api.response_headers import HEADER_DOCUMENTATION, prediction_headers
 from multiworld_serving.server.errors import InferenceRequestError
 from multiworld_serving.server.http.errors import error_documentation
@@ -244,53 +243,28 @@ _RESPONSE_DOCUMENTATION: dict[int | str, dict[str, Any]] = {
 
 
 def _body_documentation(signature: Signature) -> dict[str, Any]:
-    inputs = {
+    names = [each.name for each in signature.model.inputs]
+    described = {
         "type": "object",
         "required": ["name", "datatype", "shape"],
-        "properties": {
-            "name": {"enum": [each.name for each in signature.model.inputs]},
-            "datatype": {"enum": _datatypes(signature)},
-            "shape": {
-                "type": "array",
-                "items": {"type": "integer", "minimum": 0},
-                "description": f"{_shapes(signature)}; N up to {signature.max_rows}.",
-            },
-            "data": {"type": "array"},
-            "parameters": {"type": "object"},
-        },
+        "properties": {"name": {"enum": names}, "shape": {"type": "array", "items": {"type": "integer"}}},
+        "description": f"As GET /v2/models/{signature.model.name} describes it, with up to {signature.max_rows} samples.",
     }
-    count = len(signature.model.inputs)
+    inputs = {"type": "array", "minItems": len(names), "maxItems": len(names), "items": described}
     schema = {
         "type": "object",
         "required": ["inputs"],
         "properties": {
             "id": {"type": "string"},
-            "inputs": {"type": "array", "minItems": count, "maxItems": count, "items": inputs},
-            "outputs": {"type": "array", "maxItems": len(signature.model.outputs)},
+            "inputs": inputs,
+            "outputs": {"type": "array"},
             "parameters": {"type": "object"},
         },
     }
     json_body: dict[str, Any] = {"schema": schema}
     if signature.model.image is not None:
-        name = signature.model.inputs[0].name
-        image = {"name": name, "datatype": "BYTES", "shape": [1], "data": [_grey_square()]}
-        json_body["example"] = {"inputs": [image]}
+        file = BytesIO()
+        Image.new("L", (MIN_SIDE, MIN_SIDE), 128).save(file, "PNG")
+        data = [base64.b64encode(file.getvalue()).decode()]
+        json_body["example"] = {"inputs": [{"name": names[0], "datatype": "BYTES", "shape": [1], "data": data}]}
     return {"required": True, "content": {"application/json": json_body, "application/octet-stream": {}}}
-
-
-def _datatypes(signature: Signature) -> list[str]:
-    if signature.model.image is not None:
-        return ["UINT8", "FP32", "BYTES"]
-    return sorted({DATATYPES[each.dtype] for each in signature.model.inputs})
-
-
-def _shapes(signature: Signature) -> str:
-    shapes = (f"{each.name}: [{', '.join(map(str, ('N', *each.shape[1:])))}]" for each in signature.model.inputs)
-    return ", ".join(shapes) + (", or [N] for BYTES" if signature.model.image is not None else "")
-
-
-def _grey_square() -> str:
-    """An image file as base64, so that the example in the document works."""
-    file = BytesIO()
-    Image.new("L", (MIN_SIDE, MIN_SIDE), 128).save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()

@@ -73,15 +73,6 @@ async def test_feed_emits_broken_and_rejoined_when_a_worker_is_killed() -> None:
     ]
 
 
-async def test_feed_emits_left_when_a_worker_leaves() -> None:
-    told = happened(
-        snapshot(replica("ready", 2, last_failure=KILLED)),
-        snapshot(replica("draining", 2, last_failure=KILLED)),
-        snapshot(replica("left", 2, last_failure=KILLED)),
-    )
-    assert [what for what, _, _ in told] == ["rejoined", "draining", "left"]
-
-
 async def test_feed_emits_takes_over_when_a_spare_is_promoted() -> None:
     spare = replica("ready", 1, world="spare0", worker="local-4")
     told = happened(snapshot(replica("ready")), snapshot(replica("broken", last_failure=KILLED)), snapshot(spare))

@@ -81,20 +81,6 @@ def test_inputs_have_the_same_rows_typed_and_raw_in_any_order() -> None:
     assert (typed.key, typed.id, typed.timeout_s, typed.version) == ("3x3", None, None, None)
 
 
-@pytest.mark.parametrize(
-    ("given", "raw"),
-    [
-        (tensor("input", "UINT8", SHAPE, uint_contents=ONE.flatten().tolist()), None),
-        (tensor("input", "UINT8", SHAPE), ONE.numpy().tobytes()),
-        (tensor("input", "FP32", SHAPE, fp32_contents=FLOATS.flatten().tolist()), None),
-        (tensor("input", "FP32", SHAPE), FLOATS.numpy().tobytes()),
-    ],
-)
-def test_pixels_are_taken_in_every_representation(given: Any, raw: bytes | None) -> None:
-    (row,) = parsed(infer(given, raw=[raw] if raw else [])).rows
-    assert torch.equal(row, ONE[0])  # type: ignore[arg-type]
-
-
 def test_image_files_are_taken_in_both_representations() -> None:
     typed = infer(tensor("input", "BYTES", [2], bytes_contents=[FILE, b""]))
     raw = infer(tensor("input", "BYTES", [2, 1]), raw=[elements(FILE, b"")])

@@ -67,17 +67,6 @@ async def test_infer_is_answered_logged_and_counted_as_over_http(caplog: pytest.
     )
 
 
-async def test_a_service_that_is_not_ready_says_so() -> None:
-    predictor = ColourPredictor(states=("ready", "broken"), rejection=errors.NotReadyError("not ready: stage 1"))
-    async with running_grpc(predictor) as port:
-        assert (await port.stub.ServerLive(pb.ServerLiveRequest())).live
-        assert not (await port.stub.ServerReady(pb.ServerReadyRequest())).ready
-        assert not (await port.stub.ModelReady(pb.ModelReadyRequest(name=MODEL.name))).ready
-        assert not (await port.stub.RepositoryIndex(pb.RepositoryIndexRequest(ready=True))).models
-        trailers = await refused(port.stub.ModelInfer(colours("red")), "UNAVAILABLE", "not ready: stage 1")
-        assert (trailers["reason"], trailers["grpc-retry-pushback-ms"]) == ("not_ready", "1000")
-
-
 def test_every_reason_has_a_status_code() -> None:
     codes = {reason: STATUS_CODES[status].name for reason, status in STATUS_OF_REASON.items()}
     for reason, code in {
@@ -214,3 +203,14 @@ async def test_tls_certificate_is_replaced_while_serving(tmp_path: Path) -> None
         assert strongest(await port.stub.ModelInfer(colours("blue"))) == ["blue"], "open connections stay"
         async with channel(port.number) as plain:
             await refused(plain.unary_unary("/inference.GRPCInferenceService/ServerLive")(b""), "UNAVAILABLE")
+
+
+async def test_a_service_that_is_not_ready_says_so() -> None:
+    predictor = ColourPredictor(states=("ready", "broken"), rejection=errors.NotReadyError("not ready: stage 1"))
+    async with running_grpc(predictor) as port:
+        assert (await port.stub.ServerLive(pb.ServerLiveRequest())).live
+        assert not (await port.stub.ServerReady(pb.ServerReadyRequest())).ready
+        assert not (await port.stub.ModelReady(pb.ModelReadyRequest(name=MODEL.name))).ready
+        assert not (await port.stub.RepositoryIndex(pb.RepositoryIndexRequest(ready=True))).models
+        trailers = await refused(port.stub.ModelInfer(colours("red")), "UNAVAILABLE", "not ready: stage 1")
+        assert (trailers["reason"], trailers["grpc-retry-pushback-ms"]) == ("not_ready", "1000")

@@ -15,19 +15,6 @@ HERE = f"/v2/models/{MODEL.name}"
 PATHS = ["", "/config", "/stats", "/ready"]
 
 
-async def test_model_metadata_has_its_tensors() -> None:
-    async with running_frontend() as frontend:
-        metadata = (await frontend.client.get(HERE)).json()
-        config = (await frontend.client.get(f"{HERE}/versions/1/config")).json()
-    assert (metadata["name"], metadata["versions"]) == (MODEL.name, ["1"])
-    assert metadata["inputs"] == [{"name": "input", "datatype": "UINT8", "shape": [-1, 3, SIDE, SIDE]}]
-    assert metadata["outputs"] == [{"name": "probabilities", "datatype": "FP32", "shape": [-1, len(MODEL.labels)]}]
-    assert metadata["parameters"]["weights"] == MODEL.version
-    assert config["max_batch_size"] == int(metadata["parameters"]["max_rows"]) == 64
-    assert config["input"][0]["dims"] == [3, SIDE, SIDE]
-    assert config["parameters"]["weights"] == {"string_value": MODEL.version}
-
-
 async def test_maximum_images_per_request_fit_into_a_body() -> None:
     async with running_frontend(max_body_bytes=3 * SIDE * SIDE * 5 + 1) as frontend:
         assert (await frontend.client.get(f"{HERE}/config")).json()["max_batch_size"] == 5

@@ -54,62 +54,34 @@ def sized(size: object, data: bytes = DATA) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "empty": (text(b""), "not valid JSON"),
     "not JSON": (text(b"hello"), "not valid JSON"),
-    "wrong UTF-8": (text(b'{"id": "\xff"}'), "not valid JSON"),
     "half a surrogate": (text(b'{"id": "\\ud800"}'), "not valid JSON"),
-    "NaN": (text(b'{"inputs": NaN}'), "Expected `array`"),
     "deep": (text(b"[" * 15_000), "not valid JSON"),
-    "many lists": (text(b"[" + b"[],\n" * 19_000 + b"[]]"), "Expected `object`, got `array`"),
     "a number": (text(b"7"), "Expected `object`, got `int`"),
-    "no inputs": (text(b"{}"), "missing required field `inputs`"),
     "inputs empty": (text(b'{"inputs": []}'), "length >= 1"),
     "input a text": (text(b'{"inputs": ["input"]}'), "Expected `object`, got `str` - at `$.inputs[0]`"),
     "unknown input": (request(GOOD | {"name": "image"}), "no input 'image'; the model's only input is 'input'"),
-    "input without name": (text(b'{"inputs": [{}]}'), "missing required field `name`"),
     "input twice": (text(json.dumps({"inputs": [GOOD, GOOD]}).encode()), "given 2 times"),
-    "input and unknown input": (text(json.dumps({"inputs": [GOOD, GOOD | {"name": "b"}]}).encode()), "no input 'b'"),
-    "wrong datatype": (request(tensor("FP16", SHAPE, data=VALUES)), "datatype 'FP16'; send UINT8"),
     "no shape": (request({"name": "input", "datatype": "UINT8", "data": VALUES}), "missing required field `shape`"),
-    "shape a text": (request(GOOD | {"shape": "1x3"}), "Expected `array`, got `str` - at `$.inputs[0].shape`"),
     "shape of floats": (request(GOOD | {"shape": [1.0, 3, SIDE, SIDE]}), "Expected `int`, got `float`"),
     "no batch dimension": (request(GOOD | {"shape": SHAPE[1:]}), "put the batch dimension in front"),
     "channels last": (request(GOOD | {"shape": [1, SIDE, SIDE, 3]}), "put the channels before"),
-    "other size": (request(GOOD | {"shape": [1, 3, 17, 16]}), f"expected [N, 3, {SIDE}, {SIDE}]"),
-    "shape empty": (request(GOOD | {"shape": []}), "shape []"),
     "shape endless": (request(GOOD | {"shape": [1] * 20_000}), "..."),
     "negative shape": (request(GOOD | {"shape": [-1, 3, SIDE, SIDE]}), "has -1 images; expected 1 to 64"),
     "no images": (request(GOOD | {"shape": [0, 3, SIDE, SIDE], "data": []}), "has 0 images"),
-    "enormous shape": (request(GOOD | {"shape": [2**62, 3, SIDE, SIDE]}), "images; expected 1 to 64"),
     "files in three dimensions": (request(tensor("BYTES", [1, 1, 1], data=["x"])), "expected [N] or [N, 1]"),
-    "too few values": (request(GOOD | {"data": VALUES[:-1]}), "it has 767 values, expected 768"),
     "shape for two, data for one": (request(GOOD | {"shape": [2, 3, SIDE, SIDE]}), "it has 768 values, expected 1536"),
-    "nested otherwise": (request(GOOD | {"data": [VALUES]}), "not into lists of 3 everywhere at dimension 1"),
     "nested unevenly": (
         request(GOOD | {"data": [[[[0] * 15] * 16] * 3]}),
         "not into lists of 16 everywhere at dimension 3",
     ),
-    "flat, then a list": (request(GOOD | {"data": [*VALUES[:-1], [1]]}), "has list"),
     "data an object": (request(GOOD | {"data": {}}), "Expected `array | null`, got `object`"),
     "data of texts": (request(GOOD | {"data": ["1"] * 768}), "must be numbers for UINT8, and has str"),
     "data of truth": (request(GOOD | {"data": [True] * 768}), "has bool"),
-    "UINT8 of floats": (request(GOOD | {"data": [1.5] * 768}), "has float"),
     "UINT8 of 256": (request(GOOD | {"data": [256] * 768}), "values outside 0 to 255"),
-    "UINT8 enormous": (request(GOOD | {"data": [10**300] + [0] * 767}), "values outside 0 to 255"),
-    "FP32 enormous": (request(tensor("FP32", SHAPE, data=[10**400] + [0] * 767)), "values outside the range of FP32"),
-    "FP32 beyond floats": (
-        text(
-            json.dumps({"inputs": [tensor("FP32", SHAPE, data=[9.5] + [0] * 767)]}).encode().replace(b"9.5", b"1e999")
-        ),
-        "to inf",
-    ),
     "FP32 normalised": (floats(-2.1, 2.6), "from -2.1 to 2.6; expected 0 to 1, not normalized"),
-    "FP32 of grey levels": (floats(255.0), "send 0 to 255 as UINT8"),
-    "FP32 a little above": (floats(1.0021), "expected 0 to 1"),
     "FP32 NaN": (floats(float("nan")), "from nan to nan"),
-    "FP32 infinite": (floats(float("inf")), "to inf"),
     "BYTES no texts": (request(tensor("BYTES", [1], data=[7])), "is not base64"),
-    "BYTES no base64": (request(tensor("BYTES", [1], data=["photo.jpg!"])), "is not base64"),
     "length no number": (sent(b"{}", Inference_Header_Content_Length="many"), "expected a number of bytes"),
     "length beyond the body": (sent(b"{}", Inference_Header_Content_Length="3"), "the body has only 2 bytes"),
     "length in the middle": (
@@ -122,14 +94,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "after the JSON there are none, since Inference-Header-Content-Length is missing",
     ),
     "size too small": (sized(767), "`binary_data_size` 767, but after the JSON there are 768 bytes"),
-    "size too large": (sized(769), "`binary_data_size` 769"),
-    "size negative": (sized(-1), "`binary_data_size` -1"),
     "data and size": (request((GOOD_BINARY[0] | {"data": VALUES}, DATA)), "has both `data` and `binary_data_size`"),
-    "data and bytes": (request((GOOD, DATA)), "768 bytes follow the JSON, but no input has"),
     "size right, shape not": (request(binary_tensor("UINT8", SHAPE, DATA[:-1])), "requires 768 bytes of data, not 767"),
-    "FP32 of UINT8 size": (request(binary_tensor("FP32", SHAPE, DATA)), "requires 3072 bytes of data, not 768"),
-    "element missing": (request(binary_tensor("BYTES", [2], elements(FILE))), "element 1 of input 'input' ends after"),
-    "element length cut": (request(binary_tensor("BYTES", [1], b"\x01\x00")), "element 0"),
     "elements left": (request(binary_tensor("BYTES", [1], elements(FILE, b"x"))), "5 bytes of data left over"),
     "raw too short": (sent(DATA[:-1], Inference_Header_Content_Length="0"), "768 bytes, not 767"),
     "shared memory in": (request(tensor("UINT8", SHAPE, parameters={"shared_memory_region": "r"})), "not supported"),
@@ -139,22 +105,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "got `array` - at `$.inputs[0].parameters`",
     ),
     "outputs an object": (request(GOOD, outputs={}), "Expected `array | null`"),
-    "output a text": (request(GOOD, outputs=["probabilities"]), "at `$.outputs[0]`"),
     "unknown output": (request(GOOD, outputs=[{"name": "logits"}]), "no output 'logits'; the model's only output is"),
     "output twice": (request(GOOD, outputs=wanting() * 2), "requested 2 times"),
     "classes negative": (
         request(GOOD, outputs=wanting(classification=-1)),
         "Expected `int` >= 0 - at `$.outputs[0]",
     ),
-    "binary a number": (request(GOOD, outputs=wanting(binary_data=1)), "Expected `bool | null`, got `int`"),
-    "parameters a list": (request(GOOD, parameters=[1]), "at `$.parameters`"),
     "timeout negative": (request(GOOD, parameters={"timeout": -1}), "`$.parameters.timeout`"),
-    "timeout a text": (request(GOOD, parameters={"timeout": "1000"}), "`$.parameters.timeout`"),
     "sequence": (request(GOOD, parameters={"sequence_id": 7}), "for stateful models"),
     "id a number": (request(GOOD, id=7), "Expected `str | null`, got `int` - at `$.id`"),
     "not gzip": (sent(b"hello", Content_Encoding="gzip"), "the body is not gzip"),
     "gzip cut": (sent(gzip.compress(bytes(999))[:-9], Content_Encoding="gzip"), "is truncated"),
-    "gzip empty": (sent(b"", Content_Encoding="gzip"), "is truncated"),
     "gzip twice": (sent(gzip.compress(b"{}") * 2, Content_Encoding="gzip"), "bytes follow the end"),
 }
 
@@ -199,12 +160,8 @@ def bomb(encoding: str, size: int) -> dict[str, Any]:
 
 OTHERWISE: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "gzip bomb": (bomb("gzip", 50_000_000), 413, "body_too_large", "the decompressed body is larger"),
-    "deflate bomb": (bomb("deflate", MAX_BODY_BYTES + 1), 413, "body_too_large", "the decompressed body is larger"),
-    "too long": (text(bytes(MAX_BODY_BYTES + 1)), 413, "body_too_large", "larger than the limit"),
     "unknown compression": (sent(b"{}", Content_Encoding="br"), 415, "unsupported_media_type", "send gzip, deflate"),
-    "packed twice": (sent(b"{}", Content_Encoding="gzip, gzip"), 415, "unsupported_media_type", "send gzip"),
     "no image": (request(binary_tensor("BYTES", [2], elements(FILE, b"no"))), 422, "invalid_image", "not an image"),
-    "empty element": (request(binary_tensor("BYTES", [1], elements(b""))), 422, "invalid_image", "not an image"),
     "too many pixels": (
         request(binary_tensor("BYTES", [1], elements(image_bytes("red", (1001, 1000))))),
         413,
@@ -234,28 +191,6 @@ async def test_body_that_decompresses_to_the_limit_is_accepted(frontend: Running
     plain = request(GOOD)["content"]
     packed = sent(gzip.compress(plain + b" " * (MAX_BODY_BYTES - len(plain))), Content_Encoding="gzip")
     assert (await frontend.client.post(INFER, **packed)).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("failure", "status"),
-    [
-        (errors.OverloadedError("the queue is full", retry_after_s=2.1), 429),
-        (errors.NotReadyError("not ready"), 503),
-        (errors.DeadlineError("too late"), 504),
-        (errors.PoisonError("broke three worlds"), 500),
-        (ZeroDivisionError("our bug"), 500),
-    ],
-)
-async def test_infer_fails_with_the_status_of_any_failed_image(failure: Exception, status: int) -> None:
-    data = pixels("red", "green", "blue")
-    async with running_frontend(ColourPredictor(failure=failure)) as frontend:
-        arguments = request(binary_tensor("UINT8", list(data.shape), data.numpy().tobytes()))
-        response = await frontend.client.post(INFER, **arguments)
-    assert response.status_code == status
-    if isinstance(failure, errors.RequestRejected):
-        assert (response.json()["error"], response.json()["reason"]) == (failure.detail, failure.reason)
-    else:
-        assert "our bug" not in response.text
 
 
 async def test_other_images_are_cancelled_when_one_fails() -> None:
