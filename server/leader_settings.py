@@ -96,7 +96,7 @@ class LeaderSettings(ServiceSettings):
     max_batch_size: int = setting(8, "Batching", ge=1, le=1024)
     """Maximum number of images in a batch."""
     batch_timeout_s: float = setting(0.002, "Batching", ge=0, le=60)
-    """Maximum time that an image waits for its batch to fill."""
+    """How long before a replica becomes free a batch is sent to it; while compute times are unknown, the longest wait of a row."""
     target_latency_ms: float | None = setting(None, "Batching", gt=0, le=3_600_000)
     """Latency objective in milliseconds: the number of replicas that a stage needs is computed for it; none counts throughput only."""
     hang_timeout_s: float = setting(10.0, "Failure", gt=0, le=3600)
