@@ -66,25 +66,6 @@ def classifier_bundle(path: Path, seed: int = 0, version: str = "1", labels: int
     return read_bundle(path)
 
 
-class TwoOutputs(nn.Module):
-    """Two tensors of fixed shape from one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(6, 4)
-
-    def forward(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        found: Tensor = self.layer(vectors).relu()
-        return found, found.sum(1)
-
-
-def two_outputs_bundle(path: Path) -> Bundle:
-    """A bundle of `TwoOutputs`, whose rows are packed."""
-    export_model(TwoOutputs(), [torch.randn(2, 6)], path, ExportOptions("two", "1", ("vectors",), max_batch_size=8))
-    return read_bundle(path)
-
-
 def text_bundle(path: Path, num_stages: int = 3) -> Bundle:
     """A bundle of `Text`, of which both inputs have a variable length."""
     ids = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(0))

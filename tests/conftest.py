@@ -13,6 +13,8 @@ from _pytest.runner import runtestprotocol
 
 from examples.digits.train import IMAGE_SIZE, LABELS, train
 from multiworld import WorldManager
+from multiworld_serving.testing.chaos.faults.context import WAIT_S
+from multiworld_serving.testing.chaos.observer import Observer
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.injections import HEARTBEAT_TIMEOUT_S
 from tests.integration.members import Spawn, members
@@ -116,8 +118,8 @@ def _train_digits(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def service(digits: Path) -> Iterator[LocalService]:
-    """Digits served in two stages with two replicas each. Tests that share it leave every replica ready."""
+def running_service(digits: Path) -> Iterator[LocalService]:
+    """See `service`. One for each process of pytest-xdist."""
     with LocalService(
         model="resnet18",
         weights=digits / "digits.safetensors",
@@ -125,11 +127,23 @@ def service(digits: Path) -> Iterator[LocalService]:
         image_size=IMAGE_SIZE,
         stages=2,
         replicas=2,
+        leaders=2,
+        frontends=2,
+        grpc_port=0,
         heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+        recovery_grace_s=60,
         edge_min_bytes=0,
     ) as running:
         yield running
         assert running.stop() == 0, "SIGTERM ends the service with status 0"
+
+
+@pytest.fixture
+def service(running_service: LocalService) -> Iterator[LocalService]:
+    """Digits served by two frontends and two leaders, in two stages with two replicas. It must be whole again after each test."""
+    yield running_service
+    with Observer(running_service.url) as observer:
+        observer.wait(lambda now: now.complete and len(now.frontends) == 2, WAIT_S, "whole again after the test")
 
 
 @pytest.fixture

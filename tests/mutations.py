@@ -21,7 +21,7 @@ LIBRARY = ("tests/unit/library", "tests/integration/test_worlds_[jmp]*.py", "tes
 FRONTENDS = (
     "tests/unit/server/test_leader_pool*.py",
     "tests/unit/server/test_frontend*.py",
-    "tests/chaos/test_frontends.py",
+    "tests/chaos/test_faults.py",
 )
 _TIMEOUT_S = 600.0
 

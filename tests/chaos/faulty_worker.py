@@ -1,7 +1,6 @@
 """A worker with one fault in its computation, as a program: python -m tests.chaos.faulty_worker FAULT [worker options].
 
-Only this process is faulty; joining, links and everything else work normally. With a fault of tests/chaos/lies.py it computes
-correctly and sends a false result.
+Only this process is faulty; joining, links and everything else work normally.
 """
 
 import os
@@ -15,10 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from multiworld_serving.cli.main import main
-from multiworld_serving.common.wire import Channel, Message, TraceContext
-from multiworld_serving.workers import session as worker_session
 from multiworld_serving.workers.compute import engine
-from tests.chaos.lies import LIES, lying
 
 Forward = Callable[..., Tensor]
 BATCHES_BEFORE = 3
@@ -79,18 +75,6 @@ def _faulty(fault: str, forward: Forward) -> Forward:
     return compute
 
 
-def _stall_at_the_first_request() -> None:
-    """Block the event loop while the heartbeat thread continues."""
-    answer = worker_session.Session._answer
-
-    async def block(session: worker_session.Session, message: Message, parents: list[TraceContext]) -> None:
-        if message.batch:  # 0 is the join self-test
-            time.sleep(3600)  # noqa: ASYNC251
-        await answer(session, message, parents)
-
-    worker_session.Session._answer = block  # type: ignore[method-assign, assignment]
-
-
 def _die_after_weights() -> None:
     def die(*_: object, **__: object) -> None:
         _die()
@@ -100,11 +84,7 @@ def _die_after_weights() -> None:
 
 if __name__ == "__main__":
     fault, *options = sys.argv[1:]
-    if fault == "stalls":
-        _stall_at_the_first_request()
     if fault == "dies-loading":
         _die_after_weights()
-    if fault in LIES:
-        Channel.send = lying(fault)  # type: ignore[method-assign, assignment]
     engine.EngineQueue._forward = _faulty(fault, engine.EngineQueue._forward)  # type: ignore[method-assign]
     sys.exit(main(["worker", *options]))

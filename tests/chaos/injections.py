@@ -1,13 +1,14 @@
 """Injects one fault of `multiworld chaos` in a test."""
 
 from multiworld_serving.testing.chaos.campaign import Injection, inject
-from multiworld_serving.testing.chaos.faults import BY_NAME
+from multiworld_serving.testing.chaos.faults import PROCESS_FAULTS
 from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
 from multiworld_serving.testing.chaos.observer import Observer, ReplicaKey
 from multiworld_serving.testing.load.clients import ReferenceRequest
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 
+FAULTS = {fault.name: fault for fault in PROCESS_FAULTS}
 HEARTBEAT_TIMEOUT_S = 3.0
 """Long enough that no other worker counts as frozen on a busy machine."""
 
@@ -18,7 +19,7 @@ def make_fault(service: LocalService, name: str, *slots: ReplicaKey) -> Injectio
         now = observer.wait(lambda now: now.complete, WAIT_S, "complete")
         targets = [now.replicas[slot] for slot in slots]
         made = inject(
-            BY_NAME[name], FaultContext(service, observer, targets, HEARTBEAT_TIMEOUT_S, ReferenceRequest(photo()))
+            FAULTS[name], FaultContext(service, observer, targets, HEARTBEAT_TIMEOUT_S, ReferenceRequest(photo()))
         )
     assert not made.unexpected, made.unexpected
     return made

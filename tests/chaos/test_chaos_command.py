@@ -1,4 +1,4 @@
-"""`multiworld chaos` with a service of its own: a kill and a freeze, its table, JSON and exit status."""
+"""`multiworld chaos` on a running service and on one of its own: its verdict, JSON and exit status."""
 
 import json
 import os
@@ -20,29 +20,17 @@ def chaos(*arguments: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=540, check=False, env=environment)
 
 
-def test_chaos_exits_with_0_when_no_request_is_lost(tmp_path: Path) -> None:
+def test_chaos_exits_with_0_when_no_request_is_lost(service: LocalService, tmp_path: Path) -> None:
     file = tmp_path / "chaos.json"
-    faults = ("kill", "freeze", "leader-kill", "leader-freeze", "frontend-kill")
-    options = ("--rounds", 2, "--set", "image_size=32", "--clients", 4, "--json", file)
-    done = chaos("--faults", ",".join(faults), *options)
+    done = chaos("--url", service.url, "--faults", "kill,leader-kill", "--rounds", 2, "--clients", 4, "--json", file)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ok: no request lost" in done.stdout
-    rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
     found = json.loads(file.read_text())
     assert (found["verdict"], found["failed"], found["duplicates"], found["skipped"]) == ("ok", 0, 0, {})
     assert found["requests"] > 0
-    assert {row["fault"]: (row["times"], row["failed"]) for row in found["faults"]} == dict.fromkeys(faults, (2, 0))
-    assert {failure["status"] for failure in found["failures"]} <= {0}, "connections to a killed frontend"
-    of_workers = [injection for injection in found["injections"] if injection["fault"] in ("kill", "freeze")]
-    causes = {(injection["fault"], *injection["causes"]) for injection in of_workers}
-    assert causes == {("kill", "exit"), ("freeze", "hang")}, "a fault had no effect"
-    of_leaders = [injection for injection in found["injections"] if injection["fault"].startswith("leader")]
-    assert {injection["targets"][0] for injection in of_leaders} == {"leader-0", "leader-1"}
-    for injection in (*of_workers, *of_leaders):
+    assert {row["fault"]: row["times"] for row in found["faults"]} == {"kill": 2, "leader-kill": 2}
+    for injection in found["injections"]:
         assert 0 < injection["detected_s"] <= injection["recovered_s"]
-    for fault in ("kill", "freeze"):
-        assert rows[fault][1:5] == ["2", "0", "0", "0"]
-    assert any(name.startswith("supervisor") for name in found["resources"])
 
 
 def test_chaos_exits_with_1_when_requests_were_lost(tmp_path: Path) -> None:
@@ -54,15 +42,7 @@ def test_chaos_exits_with_1_when_requests_were_lost(tmp_path: Path) -> None:
     found = json.loads(file.read_text())
     assert found["failed"] > 0
     assert {failure["status"] for failure in found["failures"]} == {503}
-    assert found["faults"][0]["failed"] == found["failed"]
     assert "failed and are not excused" in found["verdict"][0]
-
-
-def test_chaos_finds_the_processes_of_a_running_service(service: LocalService) -> None:
-    done = chaos("--url", service.url, "--faults", "kill,frontend-kill")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "left out" not in done.stdout
-    assert all(replica["state"] == "ready" for stage in service.status()["stages"] for replica in stage["replicas"])
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from multiworld_serving.testing.load import clients as load
-from multiworld_serving.testing.load.clients import ReferenceRequest
-from multiworld_serving.testing.load.images import photo
-from multiworld_serving.testing.local_service import LocalService
-from tests.e2e.prometheus_server import PrometheusServer, running_prometheus, wait_until_answers
+from tests.e2e.prometheus_server import running_prometheus, wait_until_answers
 from tests.http_server import QuietHandler, serving
 from tests.programs import free_port, process, program
 from tests.services import small_service
@@ -115,101 +110,3 @@ def test_alerts_reach_the_webhook_and_are_resolved_when_the_fault_is_healed(tmp_
             heard.wait_for("/page", "StageDown", "resolved")
             heard.wait_for("/ticket", "ServiceDegraded", "resolved")
             assert "RequestsLost" not in {alert for _, alert, _ in heard.told}
-
-
-WINDOWS = {
-    "1m": "5s",  # QueueSaturated
-    "5m": "5s",
-    "1h": "15s",
-    "30m": "45s",  # the slow burn must be visible after the fast one, which suppresses it, has ended
-    "6h": "60s",
-    "10m": "90s",  # long enough for five failures
-    "15m": "20s",  # HighDetectionTime
-}
-"""Shortened ranges of the rules. The thresholds are the deployed ones."""
-
-
-@contextmanager
-def stopped(service: LocalService) -> Iterator[None]:
-    """All workers frozen while the block lasts."""
-    pids = service.worker_pids().values()
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-
-
-def wait_until_gone(service: LocalService, worker: str) -> None:
-    """Wait until the leader has detected it."""
-    deadline_s = time.monotonic() + 60
-    while service.worker_at(0, 0) == worker and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-
-
-def flap(service: LocalService, heard: Webhook) -> None:
-    """Kill the worker of one slot repeatedly, up to a limit."""
-    for _ in range(10):
-        service.wait_until_complete(60.0)
-        worker = service.worker_at(0, 0)
-        assert worker is not None
-        os.kill(service.worker_pids()[worker], signal.SIGKILL)
-        wait_until_gone(service, worker)
-        if heard.has("/ticket", "WorldFlapping", "firing"):
-            return
-    heard.wait_for("/ticket", "WorldFlapping", "firing")
-
-
-def stutter(service: LocalService, heard: Webhook, prometheus: PrometheusServer) -> None:
-    """Freeze all workers repeatedly for less than the failure timeouts: answers are late, and the queue is full."""
-    wanted = (("/ticket", "QueueSaturated", "firing"), ("/page", "LatencyBudgetBurnFast", "firing"))
-    # Enough late answers that the slow burn outlasts the fast one: good answers soon halve the ratio.
-    enough = "multiworld:requests_slow:ratio_rate30m > 0.2 and multiworld:requests_slow:ratio_rate6h > 0.2"
-    deadline_s = time.monotonic() + 90
-    while not (all(heard.has(*each) for each in wanted) and prometheus.query(enough)):
-        assert time.monotonic() < deadline_s, heard.told
-        with stopped(service):
-            time.sleep(2.0)
-        time.sleep(0.5)
-
-
-def test_burn_rate_queue_detection_and_flapping_alerts_fire_and_resolve(
-    tmp_path: Path,
-) -> None:
-    prometheus_folder = tmp_path / "prometheus"
-    prometheus_folder.mkdir()
-    settings: dict[str, Any] = {
-        "heartbeat_timeout_s": 4,  # slow detection
-        "recovery_grace_s": 0,  # errors at once while no worker is ready
-        **{"queue_limit": 4, "max_batch_size": 1},
-    }
-    with (
-        webhook() as (heard, url),
-        alertmanager(tmp_path / "alertmanager", url) as address,
-        small_service(replicas=2, **settings) as service,
-        running_prometheus(
-            prometheus_folder, service.metrics_url, alertmanager=address, alert_for="0s", windows=WINDOWS
-        ) as prometheus,
-        load.run_load(service.url, [ReferenceRequest(photo())], rate_hz=10),
-    ):
-        prometheus.wait_for("rate(multiworld_batch_size_count[5s]) > 0")
-        flap(service, heard)
-        service.wait_until_complete(60.0)
-
-        stutter(service, heard, prometheus)
-        heard.wait_for("/ticket", "QueueSaturated", "resolved")
-        heard.wait_for("/page", "LatencyBudgetBurnFast", "resolved")
-        heard.wait_for("/ticket", "LatencyBudgetBurnSlow", "firing")
-
-        with stopped(service):
-            heard.wait_for("/page", "StageDown", "firing")
-            heard.wait_for("/page", "ErrorBudgetBurnFast", "firing")
-            heard.wait_for("/ticket", "HighDetectionTime", "firing")
-        heard.wait_for("/page", "StageDown", "resolved")
-        heard.wait_for("/page", "ErrorBudgetBurnFast", "resolved")
-        heard.wait_for("/ticket", "ErrorBudgetBurnSlow", "firing")
-        for alert in ("HighDetectionTime", "LatencyBudgetBurnSlow", "ErrorBudgetBurnSlow", "WorldFlapping"):
-            heard.wait_for("/ticket", alert, "resolved", timeout_s=150.0)
-        assert "RequestsLost" not in {alert for _, alert, _ in heard.told}

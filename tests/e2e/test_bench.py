@@ -1,10 +1,6 @@
 """`multiworld bench` against a running service: closed and open loop, images and tensors, errors."""
 
 import json
-import os
-import pty
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,45 +39,6 @@ def test_open_loop_with_tensors_reports_throughput(service: LocalService, capsys
     assert found["images_per_s"] == pytest.approx(4 * float(str(found["answered_per_s"])))
 
 
-def test_live_display_is_shown_only_on_a_terminal(service: LocalService) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "multiworld_serving.cli.main",
-        "bench",
-        "--url",
-        service.url,
-        *SHORT,
-        "--clients",
-        "1",
-    ]
-    piped = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert "answers/s" in piped.stdout
-    assert "0 failed" in piped.stdout
-    assert "\x1b" not in piped.stdout + piped.stderr
-    primary, secondary = pty.openpty()
-    on_terminal = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=secondary, env={**os.environ, "TERM": "xterm"}
-    )
-    os.close(secondary)
-    shown = b""
-    while chunk := _read(primary):
-        shown += chunk
-    os.close(primary)
-    assert on_terminal.wait(120) == 0
-    assert on_terminal.stdout is not None
-    on_terminal.stdout.close()
-    assert b"answers/s" in shown
-    assert b"\x1b" in shown
-
-
-def _read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 1 << 16)
-    except OSError:  # the other end of a terminal is closed
-        return b""
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -100,8 +57,3 @@ def test_wrong_usage_prints_one_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
-
-
-def test_bench_exits_with_1_when_the_service_is_down(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--url", "http://127.0.0.1:1"]) == 1
-    assert "multiworld serve" in capsys.readouterr().err

@@ -18,11 +18,9 @@ from examples.digits.train import IMAGE_SIZE, LABELS
 from multiworld_client import (
     AsyncClient,
     Client,
-    DeadlineError,
     InputError,
     InvalidRequestError,
     Prediction,
-    UnreachableError,
 )
 from multiworld_serving.models import load_model
 from multiworld_serving.testing.local_service import LocalService
@@ -161,30 +159,6 @@ async def test_permanent_error_is_raised_at_once(client: Client, aio_client: Asy
         await aio_client.predict(np.zeros((3, 16, 16), np.uint8))
     with pytest.raises(InputError, match="without spaces"):
         client.predict(truncated, request_id="a b")
-
-
-async def test_deadline_error_is_raised_when_the_timeout_is_short(
-    client: Client, aio_client: AsyncClient, pixels: Tensor
-) -> None:
-    with pytest.raises(DeadlineError):
-        client.predict(png(pixels[0]), timeout_s=0.0002)
-    with pytest.raises(DeadlineError):
-        await aio_client.predict(png(pixels[0]), timeout_s=0.0002)
-
-
-async def test_is_ready_is_true_when_the_service_serves(client: Client, aio_client: AsyncClient) -> None:
-    assert client.is_ready()
-    assert await aio_client.is_ready()
-
-
-async def test_unreachable_error_is_raised_when_nothing_listens() -> None:
-    with Client("http://127.0.0.1:9", timeout_s=0.5) as client:
-        assert not client.is_ready()
-        with pytest.raises(UnreachableError):
-            client.predict(b"\xff\xd8\xff")
-    async with AsyncClient("http://127.0.0.1:9", timeout_s=0.5) as aio_client:
-        with pytest.raises(UnreachableError):
-            await aio_client.predict(b"\xff\xd8\xff")
 
 
 def test_client_imports_no_heavy_libraries_and_nothing_of_the_service() -> None:

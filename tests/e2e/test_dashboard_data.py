@@ -101,25 +101,3 @@ def test_every_recording_rule_has_a_series(watched: Watched, name: str) -> None:
 def test_every_selector_of_a_rule_matches_series(watched: Watched) -> None:
     empty = [each for each in sorted(set(selectors(rules_text()))) if not watched.range(each)]
     assert not empty
-
-
-def test_each_fault_is_counted_once_with_its_stage_replica_and_cause(watched: Watched) -> None:
-    found = watched.prometheus.query("multiworld_world_failures_total > 0")
-    faults = {(each["metric"]["stage"], each["metric"]["replica"], each["metric"]["cause"]) for each in found}
-    assert faults == {("0", "0", "exit"), ("1", "1", "hang")}
-    assert all(each["value"][1] == "1" for each in found)
-    for name in ("failure_detection", "recovery"):
-        counted = watched.prometheus.query(f"multiworld_{name}_seconds_count > 0")
-        assert {each["metric"]["cause"]: each["value"][1] for each in counted} == {"exit": "1", "hang": "1"}
-    sums = ("sum(multiworld_reroute_seconds_count)", "sum(multiworld_reroutes_total)")
-    (timed,), (rerouted,) = map(watched.prometheus.query, sums)
-    assert timed["value"][1] == rerouted["value"][1]
-
-
-def test_no_request_was_lost_and_the_timeline_shows_the_frozen_world(watched: Watched) -> None:
-    assert set(values(watched.range("multiworld_requests_lost_total"))) == {0.0}
-    frozen = values(watched.range('multiworld_world_up{world="s1.r1"}'))
-    assert (frozen[0], min(frozen), frozen[-1]) == (1, 0, 1)
-    # A killed worker may be replaced between two scrapes; then only the counters show its failure.
-    killed = values(watched.range('multiworld_world_up{world="s0.r0"}'))
-    assert (killed[0], killed[-1]) == (1, 1)

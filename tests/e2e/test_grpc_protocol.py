@@ -1,8 +1,5 @@
-"""The Open Inference Protocol over gRPC with NVIDIA's client: answers as over HTTP, from two frontends, also while workers die."""
+"""The Open Inference Protocol over gRPC with NVIDIA's client: answers as over HTTP, from two frontends."""
 
-import asyncio
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,42 +7,20 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-import tritonclient.grpc.aio as triton_aio
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
 from multiworld_serving.testing.local_service import LocalService
 from tests.e2e.images import png
-from tests.waiting import until, wait_until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
 MODEL = "resnet18"
 SIDE = 32
-CLIENTS = 8
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 """Clients of one process share a connection otherwise."""
 Pixels = NDArray[np.uint8]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[LocalService]:
-    with LocalService(
-        model=MODEL,
-        weights="random:0",
-        image_size=SIDE,
-        stages=2,
-        replicas=2,
-        frontends=2,
-        grpc_port=0,
-        heartbeat_timeout_s=5,
-    ) as running:
-        for name in ("frontend-0", "frontend-1"):
-            text = f"{name} serves"
-            running.wait_for(lambda line, text=text: str(line.message).startswith(text), 60.0)  # type: ignore[misc]
-        yield running
-        assert running.stop() == 0
-        assert not [line.message for line in running.lines if line["level"] is None], "the log is JSON only"
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +29,17 @@ def pixels() -> Pixels:
 
 
 @pytest.fixture(scope="module")
-def expected(served: LocalService, pixels: Pixels) -> NDArray[np.float32]:
+def expected(running_service: LocalService, pixels: Pixels) -> NDArray[np.float32]:
     """The probabilities of each image, as JSON over HTTP gives them."""
     image = {"name": "input", "datatype": "UINT8", "shape": list(pixels.shape), "data": pixels.ravel().tolist()}
-    found = httpx.post(f"{served.url}/v2/models/{MODEL}/infer", json={"inputs": [image]}, timeout=60).json()
+    found = httpx.post(f"{running_service.url}/v2/models/{MODEL}/infer", json={"inputs": [image]}, timeout=60).json()
     (output,) = found["outputs"]
     return np.array(output["data"], np.float32).reshape(output["shape"])
 
 
 @pytest.fixture
-def client(served: LocalService) -> Iterator[Any]:
-    with triton.InferenceServerClient(served.grpc_address) as running:
+def client(service: LocalService) -> Iterator[Any]:
+    with triton.InferenceServerClient(service.grpc_address) as running:
         yield running
 
 
@@ -126,51 +101,19 @@ def test_refusals_raise_the_clients_exception(client: Any, pixels: Pixels) -> No
         assert raised.value.status() == f"StatusCode.{code}"
 
 
-async def test_killed_workers_cost_no_request(
-    served: LocalService, pixels: Pixels, expected: NDArray[np.float32]
-) -> None:
-    answered, failed, stop = 0, list[object](), asyncio.Event()
-
-    async def ask() -> None:
-        nonlocal answered
-        async with triton_aio.InferenceServerClient(served.grpc_address, channel_args=OWN_CONNECTION) as client:
-            while not stop.is_set():
-                for number, image in enumerate(pixels):
-                    try:
-                        assert_same(await client.infer(MODEL, [tensor(image[None])]), expected[number : number + 1])
-                    except (InferenceServerException, AssertionError) as error:
-                        failed.append(error)
-                    answered += 1
-
-    before = served.metric("multiworld_requests_total", protocol="grpc", code="200")
-    async with asyncio.TaskGroup() as group:
-        for _ in range(CLIENTS):
-            group.create_task(ask())
-        for stage in range(2):
-            status = await asyncio.to_thread(served.wait_until_complete, 60.0)
-            wanted = answered + 50
-            os.kill(status["stages"][stage]["replicas"][0]["pid"], signal.SIGKILL)
-            await until(lambda wanted=wanted: answered > wanted)  # type: ignore[misc]
-        stop.set()
-    assert not failed, failed[:3]
-    counted = served.metric("multiworld_requests_total", protocol="grpc", code="200") - before
-    assert counted == answered
-    assert served.metric("multiworld_requests_lost_total") == 0
-
-
-def test_both_frontends_serve_the_port(served: LocalService) -> None:
+def test_both_frontends_serve_the_port(service: LocalService) -> None:
     """The kernel chooses one of them for each connection."""
     asked = 0
 
     def answering() -> int:
         nonlocal asked
-        with triton.InferenceServerClient(served.grpc_address, channel_args=OWN_CONNECTION) as client:
+        with triton.InferenceServerClient(service.grpc_address, channel_args=OWN_CONNECTION) as client:
             for _ in range(3):
                 with pytest.raises(InferenceServerException, match="no model"):
                     client.infer("x", [])
         asked += 3
         counts = [
-            served.metric("multiworld_requests_total", protocol="grpc", reason="unknown_model", process=name)
+            service.metric("multiworld_requests_total", protocol="grpc", reason="unknown_model", process=name)
             for name in ("frontend-0", "frontend-1")
         ]
         return sum(count > 0 for count in counts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import shutil
@@ -148,42 +147,6 @@ def test_image_is_classified_by_keyboard_alone(small_service: LocalService, chro
     page.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_page_fits_a_phone_in_both_color_schemes(
-    small_service: LocalService, chromium: playwright.Browser, tmp_path: Path, scheme: str
-) -> None:
-    visit = Visit(
-        chromium, small_service.url, viewport={"width": 360, "height": 740}, color_scheme=scheme, is_mobile=True
-    )
-    page = visit.page
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360, "it scrolls sideways"
-    back = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert back == ("rgb(13, 17, 23)" if scheme == "dark" else "rgb(246, 247, 249)")
-    page.screenshot(path=tmp_path / f"phone-{scheme}.png", full_page=True)
-    visit.assert_clean(small_service.url)
-    page.close()
-
-
-def test_model_without_images_gets_a_json_form(small_service: LocalService, chromium: playwright.Browser) -> None:
-    def metadata(route: playwright.Route) -> None:
-        found = route.fetch().json()
-        route.fulfill(json={**found, "parameters": {}})  # a model that does not say that it takes image files
-
-    visit = Visit(chromium)
-    page = visit.page
-    page.route("**/v2/models/resnet18", metadata)
-    page.goto(small_service.url)
-    page.wait_for_selector("#try-json")
-    assert "input: UINT8 [-1, 3, 32, 32]" in page.locator("#inputs label").inner_text()
-    page.click("#try-json .main")
-    playwright.expect(page.locator("#answer")).to_contain_text("probabilities: FP32 [1, 1000] = ", timeout=WAIT_MS)
-    page.fill("#inputs textarea", "[[1")
-    page.click("#try-json .main")
-    playwright.expect(page.locator("#answer")).to_contain_text("input is not valid JSON", timeout=WAIT_MS)
-    visit.assert_clean(small_service.url)
-    page.close()
-
-
 def test_operator_loads_a_version_on_the_admin_port(small_service: LocalService, chromium: playwright.Browser) -> None:
     admin_url = small_service.metrics_url.removesuffix("/metrics")
     visit = Visit(chromium, admin_url)
@@ -234,42 +197,3 @@ def test_operator_restarts_the_workers_and_sees_each_step(
     assert not before & set(small_service.worker_pids().values())
     visit.assert_clean(admin_url)
     page.close()
-
-
-def test_operator_sees_which_worker_loads_a_version(small_service: LocalService, chromium: playwright.Browser) -> None:
-    admin_url = small_service.metrics_url.removesuffix("/metrics")
-    progress = {"phase": "loading", "worker": "local-1", "world": "s0.r1", "passed": ["local-0"], "workers": 4}
-    status = {**small_service.status(), "rollout": {**progress, "leader": "leader-0"}}
-    answers: list[playwright.Route] = []
-    page = chromium.new_page()
-    page.set_default_timeout(WAIT_MS)
-    page.route("**/load", lambda route: answers.append(route))  # noqa: PLW0108 (playwright marks the function)
-    page.route(
-        "**/events",
-        lambda route: route.fulfill(
-            content_type="text/event-stream", body=f"event: status\ndata: {json.dumps(status)}\n\n"
-        ),
-    )
-    page.goto(admin_url)
-    page.wait_for_selector("#operate")
-    page.fill("#key", TOKEN)
-    page.click("#load")
-    outcome = page.locator("#outcome-of-action")
-    loading = "local-1 (s0.r1) loads its stage; 1 of 4 workers have passed the self-test"
-    playwright.expect(outcome).to_contain_text(loading, timeout=WAIT_MS)
-    assert page.locator("#progress").get_attribute("value") == "0.25"
-    answers[0].fulfill(json={"name": "resnet18", "version": "2", "weights": "random:1"})
-    playwright.expect(outcome).to_contain_text("version 2 (random:1) serves after", timeout=WAIT_MS)
-    page.close()
-
-
-def test_service_stops_cleanly_while_a_page_is_open(chromium: playwright.Browser) -> None:
-    with LocalService(model="resnet18", weights="random:0", stages=1, replicas=1, image_size=32) as service:
-        visit = Visit(chromium, service.url)
-        assert service.stop() == 0
-        visit.page.wait_for_selector("#state[data-state=gone]")
-        assert "last seen" in visit.page.locator("#state").inner_text()
-        assert "grayscale" in visit.page.evaluate("getComputedStyle(document.querySelector('main')).filter")
-        errors = [line.message for line in service.lines if line["level"] == "error"]
-        assert not errors, errors
-        visit.page.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
@@ -173,22 +172,6 @@ def test_unsampled_requests_are_not_traced(service: LocalService, collector: Col
     ask(service, traceparent)
     collector.trace(trace_id, finished)
     assert {span.trace_id for span in collector.spans} - before == {bytes.fromhex(trace_id)}
-
-
-def test_all_images_of_a_request_are_in_its_trace(service: LocalService, collector: Collector) -> None:
-    trace_id, _, traceparent = new_trace()
-    body = bytes(3 * 64 * 64)
-    size = {"binary_data_size": 2 * len(body)}
-    tensor = {"name": "input", "datatype": "UINT8", "shape": [2, 3, 64, 64], "parameters": size}
-    head = json.dumps({"inputs": [tensor]})
-    headers = {"inference-header-content-length": str(len(head)), "traceparent": traceparent}
-    url = f"{service.url}/v2/models/resnet18/infer"
-    response = httpx.post(url, content=head.encode() + 2 * body, headers=headers, timeout=60)
-    assert response.status_code == 200
-    spans = collector.trace(trace_id, lambda spans: finished(spans, "POST /v2/models/{model}/infer", computed=4))
-    names = [span.name for span in spans]
-    assert names.count("POST /v2/models/{model}/infer") == 1
-    assert names.count("stage 1") == 2  # one per image, whether or not they shared a batch
 
 
 def test_trace_shows_the_failed_worker_and_its_replacement(service: LocalService, collector: Collector) -> None:

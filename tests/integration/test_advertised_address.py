@@ -1,7 +1,6 @@
 """A leader can tell workers to join at another address; workers do so, and log an error if nothing listens there."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -71,37 +70,3 @@ def test_foreign_source_address_is_refused_at_start() -> None:
     settings = load(WorkerSettings, {"leader": "127.0.0.1:1", "bind_host": "192.0.2.7"})
     with pytest.raises(UserError, match=r"--bind-host 192\.0\.2\.7 cannot be used: Cannot assign requested address"):
         run(settings)
-
-
-class Complaints(logging.Handler):
-    """Log messages about failed joins."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "cannot be joined" in record.getMessage() and not self.first.done():
-            self.first.set_result(record.getMessage())
-
-
-async def test_failed_join_names_the_setting_when_nothing_listens_at_the_advertised_address() -> None:
-    complaints = Complaints()
-    logger = logging.getLogger("multiworld_serving.workers.leader_connection")
-    async with WorldManager(verify_collectives=False) as leader:
-        port = leader.listen()
-
-        async def offer(question: str, host: str) -> bytes:
-            return JoinOffer("w", 1, address="127.0.0.1:1").to_json().encode()
-
-        leader.answer("127.0.0.1", port, offer)
-        logger.addHandler(complaints)
-        try:
-            async with member_of(port), asyncio.timeout(WAIT_S):
-                said = await complaints.first
-        finally:
-            logger.removeHandler(complaints)
-    assert "Connection refused" in said
-    assert (
-        "the leader announced 127.0.0.1:1: its --advertise-host must be an address that this machine can reach" in said
-    )

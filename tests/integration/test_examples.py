@@ -1,6 +1,5 @@
 """Every example runs through the launcher with one rank killed."""
 
-import argparse
 import os
 import re
 import signal
@@ -13,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.launch import EXAMPLES, _fault, ranks_of
-from examples.rank_processes import Terminal
+from examples.launch import EXAMPLES
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 100.0
@@ -148,14 +146,6 @@ def test_other_world_completes_all_steps_when_a_rank_is_killed(example: str, sec
     assert said["launcher"] == [f"{example}: done"]
 
 
-def test_every_rank_ends_when_one_of_a_stock_process_group_is_killed(sections: Sections) -> None:
-    said = sections.of("single_world")
-    assert said["rank 2"][-1] == "killed by SIGKILL"
-    for rank in (0, 1, 3, 4):
-        assert f"the process group is unusable: {KILLED_AFTER} of {STEPS} steps done" in said[f"rank {rank}"]
-        assert said[f"rank {rank}"][-1] == "ended with status 1"
-
-
 def answers_of(lines: list[str]) -> dict[str, set[str]]:
     """The workers' answers for each image."""
     answers, picture = defaultdict(set), ""
@@ -240,28 +230,3 @@ def test_ensemble_answers_every_image_when_one_model_is_killed() -> None:
 def test_readme_names_every_example() -> None:
     readme = (REPOSITORY / "examples" / "README.md").read_text()
     assert not [example for example in EXAMPLES if f"{example}" not in readme]
-
-
-def test_launch_is_refused_when_the_rank_to_kill_does_not_exist() -> None:
-    options = argparse.Namespace(kill_rank=(3, 1), after_step=1, restart_after_s=None)
-    with pytest.raises(SystemExit, match="--kill-rank: all_reduce has no rank 1 in world 3"):
-        _fault("all_reduce", ranks_of("all_reduce", 2), options)
-
-
-@pytest.mark.parametrize(
-    ("on_terminal", "no_color", "coloured"), [(True, False, True), (True, True, False), (False, False, False)]
-)
-def test_output_prefixes_are_colored_only_on_terminals(
-    on_terminal: bool,
-    no_color: bool,
-    coloured: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: on_terminal)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    if no_color:
-        monkeypatch.setenv("NO_COLOR", "1")
-    Terminal(["leader", "world1 rank 1"]).print("leader", "hello")
-    name = "leader        |"
-    assert capsys.readouterr().out == (f"\033[36m{name}\033[0m hello\n" if coloured else f"{name} hello\n")

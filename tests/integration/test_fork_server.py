@@ -1,9 +1,7 @@
 """Processes forked from a server that has imported everything, and the fallback when that server fails."""
 
-import asyncio
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -18,19 +16,10 @@ from tests.integration.small_processes import (
     SERVE,
     Reports,
     end_of,
-    freeze,
     no_child_left,
 )
 from tests.waiting import until
 
-REPLIES_TOO_LATE = """
-wait = os.waitpid
-def slow_wait(*given):
-    status = wait(*given)
-    time.sleep(1000)
-    return status
-os.waitpid = slow_wait
-"""
 CANNOT_FORK = "os.fork = lambda: os.open('/nowhere', 0)\n"
 HAS_A_THREAD = "import threading; threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
 
@@ -95,20 +84,6 @@ async def test_process_is_spawned_when_the_fork_server_died_and_the_next_is_fork
         assert caplog.text.count("has failed") == 1
 
 
-async def test_process_is_spawned_when_the_fork_server_is_frozen(
-    reports: Reports, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = reports.fork_server()
-    async with reports.supervisor(FOREVER, fork_server=server) as supervisor:
-        pid = await reports.next_pid()
-        await until(lambda: supervisor.pids)
-        freeze(pid_of(server))
-        monkeypatch.setattr(fork_server, "FORK_TIMEOUT_S", 0.2)
-        os.kill(pid, signal.SIGKILL)
-        await reports.next()
-    assert "has failed (TimeoutError)" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("server", "said"),
     [
@@ -130,34 +105,3 @@ async def test_processes_are_spawned_when_the_fork_server_cannot_fork(
     assert said in caplog.text
     if said == "TimeoutError":
         assert caplog.text.count(said) == 1, "the others do not wait for the next server"
-
-
-async def test_processes_are_spawned_when_the_fork_server_cannot_start(
-    reports: Reports, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = reports.servers.enter_context(fork_server.ForkServer(["/nowhere/to/be/found"], os.environ))
-    async with reports.supervisor(FOREVER, 2, fork_server=server):
-        await reports.next()
-        await reports.next()
-    assert "cannot start the fork server" in caplog.text
-
-
-async def test_shutdown_does_not_wait_for_the_fork_server_to_import(reports: Reports) -> None:
-    server = reports.fork_server("report('importing'); time.sleep(1000)")
-    async with reports.supervisor(FOREVER, 2, fork_server=server, stop_timeout_s=1000):
-        await reports.next()
-        left_s = time.monotonic()
-    assert time.monotonic() - left_s < 100, "it waited for the server"
-
-
-async def test_process_reads_end_of_file_when_its_supervisor_gave_up(reports: Reports) -> None:
-    server = reports.fork_server(IMPORT + REPLIES_TOO_LATE + SERVE)
-    script = "report('up'); report(f'read={sys.stdin.read()!r}')"
-    task = asyncio.create_task(server.fork(reports.command(script, 0)))
-    _, pid, said = await reports.next()
-    assert said == "up"
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert (await reports.next())[2] == "read=''"
-    os.waitpid(int(pid), 0)  # noqa: ASYNC222 - in a service, it stays a zombie until the supervisor ends

@@ -201,36 +201,6 @@ async def test_stage_of_a_lost_leader_stays_for_the_other_and_is_freed_with_it(
     await worker.until_stages(0)
 
 
-async def test_unloading_of_one_leader_does_not_disturb_the_other(
-    worker: SharedWorker, plan: StagePlan, second: StagePlan
-) -> None:
-    one, other = await worker.leader(plan), await worker.leader(plan)
-    await one.until("ready")
-    await other.until("ready")
-    before = await other.compute(1)
-    await one.link.load((second,))
-    assert len(worker.engine.stages) == 2
-    one.link.unload(1)
-    new = await one.compute(1, version=2)
-    assert torch.equal(await other.compute(2), before)
-    assert not torch.allclose(new, before)
-    await other.link.load((second,))
-    other.link.unload(1)
-    assert torch.equal(await other.compute(3, version=2), new)
-    await worker.until_stages(1)
-
-
-async def test_leaders_with_other_weights_or_batch_sizes_have_stages_of_their_own(
-    worker: SharedWorker, plan: StagePlan
-) -> None:
-    one = await worker.leader(plan)
-    other, larger = await worker.leader(plan_of("random:1")), await worker.leader(plan, max_batch_size=8)
-    for side in (one, other, larger):
-        await side.until("ready")
-    assert len(worker.engine.stages) == 3
-    assert not torch.allclose(await one.compute(1), await other.compute(1))
-
-
 async def test_stage_is_not_loaded_when_the_weights_do_not_have_the_announced_hash(
     worker: SharedWorker, plan: StagePlan
 ) -> None:

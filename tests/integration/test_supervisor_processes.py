@@ -18,7 +18,7 @@ from pydantic import SecretStr
 
 from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.processes.service import _Service
-from multiworld_serving.deploy.processes.supervisor import _POLL_S, Backoff, Supervisor
+from multiworld_serving.deploy.processes.supervisor import Backoff, Supervisor
 from multiworld_serving.server.settings import ServeSettings
 from tests.integration.small_processes import (
     DEAF,
@@ -80,13 +80,6 @@ async def test_killed_process_is_restarted_at_once(reports: Reports) -> None:
     assert supervisor.pids == {}
 
 
-async def test_backoff_restarts_at_zero_after_a_long_run(reports: Reports) -> None:
-    async with reports.supervisor(FOREVER, backoff=Backoff(1000, 1000, reset_after_s=0)):
-        for _ in range(5):
-            os.kill(await reports.next_pid(), signal.SIGKILL)
-        await reports.next()
-
-
 async def test_shutdown_does_not_wait_for_the_backoff(reports: Reports) -> None:
     async with reports.supervisor(FOREVER, backoff=NEVER) as supervisor:
         os.kill(await reports.next_pid(), signal.SIGKILL)
@@ -94,13 +87,6 @@ async def test_shutdown_does_not_wait_for_the_backoff(reports: Reports) -> None:
         os.kill(pid, signal.SIGKILL)
         await end_of(pid)
     assert supervisor.restarts == {0: 1}
-
-
-async def test_stopped_process_may_finish(reports: Reports) -> None:
-    async with reports.supervisor(SAY_GOODBYE, 2):
-        await reports.next()
-        await reports.next()
-    assert {(await reports.next())[2] for _ in range(2)} == {"goodbye"}
 
 
 async def test_workers_are_started_and_stopped_by_name_when_the_service_scales(reports: Reports) -> None:
@@ -120,15 +106,6 @@ async def test_workers_are_started_and_stopped_by_name_when_the_service_scales(r
             assert (await reports.next())[0] == "1", "the lowest free number is used again"
 
 
-async def test_removed_process_is_not_restarted_when_it_waits_for_a_restart(reports: Reports) -> None:
-    async with reports.supervisor(FOREVER, backoff=NEVER) as supervisor:
-        os.kill(await reports.next_pid(), signal.SIGKILL)
-        os.kill(await reports.next_pid(), signal.SIGKILL)
-        await until(lambda: not supervisor.pids)
-        await supervisor.remove(0)
-        assert supervisor.restarts == {}
-
-
 @pytest.mark.parametrize("deafness", ["ignores", "frozen"])
 async def test_process_is_killed_when_it_does_not_stop_in_time(
     reports: Reports, deafness: str, caplog: pytest.LogCaptureFixture
@@ -142,28 +119,6 @@ async def test_process_is_killed_when_it_does_not_stop_in_time(
         await supervisor.remove(0)
         assert supervisor.pids == {1: pids[1]}
     assert caplog.text.count("stopped status=SIGKILL") == 2
-
-
-async def test_process_is_killed_at_once_when_shutdown_is_cancelled(reports: Reports) -> None:
-    async def run() -> None:
-        async with reports.supervisor(DEAF, stop_timeout_s=1000):
-            await reports.next()
-            stopping.set()
-
-    stopping = asyncio.Event()
-    task = asyncio.create_task(run())
-    await stopping.wait()
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-@programs_and_forks
-async def test_nothing_is_left_when_the_block_fails_before_a_process_starts(reports: Reports) -> None:
-    with pytest.raises(RuntimeError, match="of the block"):
-        async with reports.supervisor(FOREVER, 2):
-            raise RuntimeError("of the block")
 
 
 async def test_process_is_retried_when_it_cannot_be_started(reports: Reports, caplog: pytest.LogCaptureFixture) -> None:
@@ -245,16 +200,6 @@ async def test_process_is_killed_and_started_again_when_it_gives_no_more_signs_o
     assert "ended status=SIGKILL" in caplog.text
 
 
-async def test_process_is_left_alone_when_it_has_never_given_a_sign_of_life(reports: Reports) -> None:
-    with NotifyListener() as notify, notify.receiving():
-        options: dict[str, Any] = {"environment": {**os.environ, **notify.environment}, "notify": notify}
-        async with reports.supervisor(FOREVER, 2, blocked_timeout_s=0.001, **options) as supervisor:
-            pids = {int(slot): int(pid) for slot, pid, _ in [await reports.next() for _ in range(2)]}
-            await until(lambda: supervisor.pids == pids)
-            await asyncio.sleep(2 * _POLL_S)  # at least one look at them
-            assert supervisor.pids == pids, "one that still imports its modules is not blocked"
-
-
 async def test_process_is_not_restarted_when_its_settings_are_invalid(
     reports: Reports, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -263,22 +208,6 @@ async def test_process_is_not_restarted_when_its_settings_are_invalid(
         await supervisor._slots[0].ended.wait()
         assert supervisor.restarts == {0: 0}
     assert "exited with status 2 (invalid settings); see its error above" in caplog.text
-
-
-async def test_settings_are_not_invalid_when_a_process_ends_with_status_2_after_a_restart(
-    reports: Reports, tmp_path: Path
-) -> None:
-    statuses = tmp_path / "statuses"
-    statuses.write_text("3 2")
-    script = (
-        f"file = {str(statuses)!r}; first, *rest = open(file).read().split() or ['run']; open(file, 'w').write(' '.join(rest))\n"
-        "if first != 'run': sys.exit(int(first))\n"
-        "report('up'); signal.pause()"
-    )
-    async with reports.supervisor(script, backoff=AT_ONCE) as supervisor:
-        await reports.next()
-        await until(lambda: supervisor.restarts == {0: 2})
-        assert not supervisor.invalid_input.is_set()
 
 
 @programs_and_forks
@@ -301,13 +230,3 @@ async def test_process_has_its_environment_and_the_descriptors_of_its_slot_under
         finally:
             os.close(fd)
     assert found == {"0": "blue-False", "1": "blue-supervisor"}
-
-
-async def test_every_process_gets_a_signal_that_is_sent_to_all(reports: Reports) -> None:
-    script = "signal.signal(signal.SIGHUP, lambda *_: report('reloaded'))\nreport('up')\nwhile True: signal.pause()"
-    async with reports.supervisor(script, 2) as supervisor:
-        for _ in range(2):
-            await reports.next()
-        await until(lambda: len(supervisor.pids) == 2)
-        supervisor.signal_all(signal.SIGHUP)
-        assert sorted([(await reports.next())[::2] for _ in range(2)]) == [["0", "reloaded"], ["1", "reloaded"]]

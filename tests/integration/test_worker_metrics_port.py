@@ -10,10 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
-from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from tests.integration.test_prometheus_files import check
 from tests.programs import program
 from tests.worker_process import metered_service
@@ -59,12 +57,6 @@ def test_worker_exports_its_batches_worlds_and_process(served: tuple[LocalServic
     assert not any(series.startswith("multiworld_gpu_") for series in found), "it computes on the CPU"
 
 
-async def test_worker_without_a_leader_is_alive_and_not_ready() -> None:
-    probed = metrics_port("127.0.0.1", 0, WorkerMetrics(), lambda: False)
-    async with probed as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-        assert [(await client.get(path)).status_code for path in ("/healthz", "/readyz")] == [200, 503]
-
-
 def test_worker_and_leader_count_the_same_batches(served: tuple[LocalService, str]) -> None:
     service, metrics_url = served
     before = scrape(metrics_url)['multiworld_worker_batches_total{outcome="answered",stage="0"}']
@@ -82,10 +74,6 @@ def test_metric_names_follow_the_prometheus_conventions(served: tuple[LocalServi
 
 def probe(metrics_url: str, path: str) -> int:
     return httpx.get(metrics_url.removesuffix("/metrics") + path, timeout=30).status_code
-
-
-def test_serving_worker_is_alive_and_ready(served: tuple[LocalService, str]) -> None:
-    assert [probe(served[1], path) for path in ("/healthz", "/readyz", "/elsewhere")] == [200, 200, 404]
 
 
 def test_lost_leader_is_counted_and_scrapes_continue(tmp_path: Path) -> None:

@@ -1,12 +1,10 @@
-"""Leader and workers on separate machines, with routers, firewalls, high latency and unplugged cables between them.
+"""Leader and workers on separate machines, with routers, firewalls and lost packets between them.
 
 The machines are network namespaces. Clients run on the leader's machine; the tests concern the path between leader and workers.
 """
 
 import contextlib
-import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +20,6 @@ pytestmark = pytest.mark.timeout(900)
 
 WAIT_S = 240.0
 LEADER = "10.90.0.1"
-DELAY_S = 0.05
 PATIENCE_S = 3.0
 """Heartbeat timeout: on a busy machine a process may stop for a second, and only the victim may be lost."""
 CLIENTS = 2
@@ -136,19 +133,6 @@ def test_worker_with_lost_packets_costs_no_request_and_rejoins_after_healing(sit
     assert site.replica(name)["state"] == "ready"
 
 
-def test_worker_with_an_unplugged_cable_costs_no_request_and_rejoins_when_plugged_in(site: Site) -> None:
-    host, name = site.hosts["victim"], "victim"
-    with run_load(site.service, clients=CLIENTS) as load:
-        seen = len(site.service.lines)
-        host.run("ip", "link", "set", "lan", "down")
-        try:
-            site.until(name, "->broken", seen)
-        finally:
-            host.run("ip", "link", "set", "lan", "up")
-        site.until(name, "->ready", seen)
-    assert_nothing_lost(site.service, load)
-
-
 def test_worker_behind_nat_serves_under_its_own_name(site: Site) -> None:
     router = site.network.router("router", "10.90.0.20/24", "192.168.77.1/24", inner="home")
     hidden = site.network.host("hidden", "192.168.77.2/24", network="home", gateway="192.168.77.1")
@@ -187,33 +171,6 @@ def test_worker_with_several_addresses_uses_the_configured_one(site: Site) -> No
     ):
         assert {columns[3].rpartition(":")[0] for columns in sockets(host)} == {"10.90.0.42"}
         assert site.leader.lost_packets() == 0
-
-
-def test_worker_with_50_ms_latency_serves_under_load(site: Site) -> None:
-    relay_host = site.network.host("long-line", "10.90.0.50/24")
-    site.network.plug(relay_host, "198.51.100.1/24", "far")
-    host = site.network.host("distant", "198.51.100.2/24", network="far")
-    address = "198.51.100.1:8001"
-    command = [sys.executable, "-m", "tests.machines.delay", "--listen", address, "--target", f"{LEADER}:{site.port}"]
-    with relay_host.entered():
-        relay = subprocess.Popen([*command, "--delay-s", str(DELAY_S)], stdout=subprocess.PIPE, env=dict(os.environ))
-    try:
-        assert relay.stdout is not None
-        assert relay.stdout.readline() == b"listening\n"
-        with site.worker(host, "distant", leader=address):
-            seen = len(site.service.lines)
-            done = site.replica("distant")["batches_done"]
-            enough = threading.Event()
-            with run_load(site.service, clients=CLIENTS) as load:
-                while site.replica("distant")["batches_done"] == done:  # bounded by the test's own timeout
-                    enough.wait(0.1)
-            assert_nothing_lost(site.service, load)
-            assert not any("->broken" in line.message for line in site.service.lines[seen:])
-    finally:
-        relay.terminate()
-        relay.wait(WAIT_S)
-        if relay.stdout is not None:
-            relay.stdout.close()
 
 
 def test_worker_logs_the_unreachable_address_and_retries(site: Site) -> None:

@@ -5,7 +5,6 @@ of the head, then executes the lines of its standard input:
 
     kill NODE             end all processes of a node at once, as a machine that is switched off
     add NODE CPUS         add a node
-    end_actor NAME        end the process of an actor; Ray starts it again
     kill_gcs, start_gcs   end and start the process on the head that manages the cluster
 
 At the end of the input it ends the cluster.
@@ -122,13 +121,6 @@ class _Nodes:
         for process in processes:
             process.wait()
 
-    def end_actor(self, name: str) -> None:
-        """End the process of an actor of the service, as SIGKILL does. Ray starts it again."""
-        import ray  # noqa: PLC0415
-
-        with ray.init(self.cluster.address, namespace="multiworld", logging_level="ERROR"):
-            ray.kill(ray.get_actor(name), no_restart=False)
-
 
 def _main(arguments: list[str]) -> None:
     import ray  # noqa: PLC0415
@@ -143,8 +135,6 @@ def _main(arguments: list[str]) -> None:
             command, *words = line.split()
             if command == "kill":
                 nodes.kill(*words)
-            elif command == "end_actor":
-                nodes.end_actor(*words)
             elif command == "kill_gcs":
                 nodes.cluster.head_node.kill_gcs_server()
             elif command == "start_gcs":

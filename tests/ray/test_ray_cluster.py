@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,33 +160,6 @@ def ready(found: dict[str, Any]) -> list[str]:
     return [each["worker"] for stage in stages for each in stage["replicas"] if each["state"] == "ready"]
 
 
-def test_workers_are_added_under_load_and_leave_afterwards_also_after_the_autoscaler_was_killed(
-    cluster: Cluster,
-) -> None:
-    one = ("--stages", "1", "--replicas", "1", "--threads", "1", "--image-size", "224")
-    started = cluster.run(*SERVE, *one, "--autoscale", "1..2")
-    assert started.returncode == 0, started.stderr
-    try:
-        urls = re.findall(r"listening http=(\S+)", started.stderr)[-1].split(",") * 2
-        wait_until(lambda: ready(status(urls)) == ["worker-0"])
-        cluster.tell("end_actor", "autoscaler")
-        with load(urls, clients=8, pause_s=0.0) as calls:
-            wait_until(lambda: sorted(ready(status(urls))) == ["worker-0", "worker-1"])
-        with load(urls, clients=1, pause_s=1.0) as few:
-            deadline_s = time.monotonic() + 150  # the load must have been low for a minute
-            while len(ready(status(urls))) != 1:
-                assert time.monotonic() < deadline_s
-                time.sleep(1)
-            since = few.answered
-            wait_until(lambda: few.answered > since + 1)
-        assert not calls.failures
-        assert not few.failures
-    finally:
-        stopped = cluster.run("down")
-    assert stopped.returncode == 0, stopped.stderr
-    assert not status(urls)
-
-
 def test_no_request_is_lost_while_the_head_restarts(cluster: Cluster, redis: str | None) -> None:
     if redis is None:
         pytest.skip("redis-server is not installed: without it, a restarted head does not know the cluster")
@@ -216,13 +188,6 @@ def test_no_request_is_lost_while_the_head_restarts(cluster: Cluster, redis: str
         stopped = cluster.run("down")
     assert stopped.returncode == 0, "the new head knows the service"
     assert not status(urls)
-
-
-def test_missing_resources_are_counted_and_nothing_is_started(cluster: Cluster) -> None:
-    assert "lacks" in (line := cluster.refusal(*SERVE, "--stages", "10", "--replicas", "3"))
-    assert re.search(r"lacks \d+ CPUs: the service needs 32 CPUs", line)
-    assert "lacks 4 GPUs" in cluster.refusal(*SERVE, "--device", "cuda")
-    assert "no service runs" in cluster.refusal("down")
 
 
 def test_everything_is_taken_down_when_a_process_refuses_its_settings(cluster: Cluster) -> None:

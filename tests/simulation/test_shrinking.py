@@ -28,15 +28,7 @@ class Bug:
 
 BUGS = (
     Bug(planted.LosesBatches, "everything", 5, 1),
-    Bug(planted.AnswersTwice, "kills-in-turn", 8, 1),
-    Bug(planted.ComputesForNobody, "everything", 3, 0),
     Bug(planted.MissesDeadlines, "overload-with-short-deadlines", 4, 0),
-    Bug(planted.LosesBatchesOfDoubleFaults, "everything", 8, 2),
-    Bug(planted.ForgetsHolders, "holders-killed", 20, 1),
-    Bug(planted.RetriesLostInputs, "edges-cut", 6, 1),
-    Bug(planted.ForgetsLostInputs, "edges-cut", 6, 1),
-    Bug(planted.MixesKeys, "keys-without-adaptive-batching", 4, 0),
-    Bug(planted.StarvesRareKeys, "keys-without-adaptive-batching", 40, 0),
 )
 
 

@@ -138,11 +138,3 @@ def test_tables_of_metrics_are_complete_and_right() -> None:
     assert documented == exported
     for name, labels in documented_metrics():
         assert labels <= metrics()[name], name
-
-
-def test_names_that_do_not_exist_are_detected() -> None:
-    text = "`nobody_knows_this` `--replica-count 2` MULTIWORLD_NOBODY_KNOWS `server/gone.py`\n```\n`in_a_block`\n```\n"
-    assert spans(text) == {"nobody_knows_this", "--replica-count 2", "server/gone.py"}
-    assert "nobody_knows_this" not in words()
-    assert "--replica-count" not in options()
-    assert "MULTIWORLD_NOBODY_KNOWS" not in words()

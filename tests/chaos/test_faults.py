@@ -1,0 +1,136 @@
+"""Kill, freeze and cut each layer of a running service: the requests are answered, the cause is counted, and the service is whole again."""
+
+import os
+import select
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from multiworld_serving.testing.chaos.observer import ReplicaKey
+from multiworld_serving.testing.chaos.system.processes import resources
+from multiworld_serving.testing.local_service import LocalService
+from tests.chaos.clients import answers, assert_nothing_lost, run_load
+from tests.chaos.injections import FAULTS, make_fault
+from tests.services import small_service
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+FIRST, LAST = (0, 0), (1, 1)
+MATRIX: dict[str, tuple[ReplicaKey, ...]] = {
+    "kill": (LAST,),
+    "freeze": (FIRST,),
+    "cut": (LAST,),
+    "cut-from": (FIRST,),
+    "cut-to": (LAST,),
+    "reset": (FIRST,),
+    "leave": (LAST,),
+    "two": (FIRST, LAST),
+    "stage": ((1, 0), LAST),
+    "all": (FIRST, (0, 1), (1, 0), LAST),
+    "kill-holder": (FIRST, LAST),
+    "kill-reader": (FIRST, LAST),
+    "edge-cut": (FIRST, LAST),
+    "leader-kill": (),
+    "leader-freeze": (),
+    "leader-cut": (),
+    "frontend-kill": (),
+    "frontend-freeze": (),
+    "disconnect": (),
+}
+"""The replicas that each fault affects, by stage and slot."""
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_no_request_fails(service: LocalService, name: str) -> None:
+    fault = FAULTS[name]
+    if why := fault.unavailable_reason():
+        pytest.skip(why)
+    with run_load(service) as load:
+        made = make_fault(service, name, *MATRIX[name])
+    assert set(made.causes) <= (fault.causes if fault.causes is not None else set(made.causes))
+    assert bool(fault.causes) <= bool(made.causes), "the fault had no effect"
+    load.samples[:] = [sample for sample in load.samples if sample.status not in fault.excused]
+    assert_nothing_lost(service, load)
+
+
+@pytest.mark.parametrize("name", ["kill", "freeze", "leader-kill"])
+def test_no_request_fails_when_leaders_relay_the_tensors(name: str, relayed: LocalService) -> None:
+    with run_load(relayed) as load:
+        make_fault(relayed, name, *MATRIX[name])
+    assert_nothing_lost(relayed, load)
+
+
+@pytest.fixture(scope="module")
+def relayed() -> Iterator[LocalService]:
+    with small_service(stages=2, replicas=2, leaders=2, heartbeat_timeout_s=3, edges="relay") as running:
+        yield running
+
+
+def test_leader_memory_is_stable_when_workers_are_killed_and_rejoin(service: LocalService) -> None:
+    make_fault(service, "kill", FIRST)
+    pids = service.child_pids("leader").values()
+    before = [resources(pid) for pid in pids]
+    for _ in range(3):
+        make_fault(service, "kill", FIRST)
+    for was, now in zip(before, map(resources, pids), strict=True):
+        assert now.threads <= was.threads + 2
+        assert now.descriptors <= was.descriptors + 2
+
+
+def test_any_frontend_serves_status_and_metrics_of_all_processes(service: LocalService) -> None:
+    frozen = list(service.child_pids("frontend").values())
+    for other in frozen:
+        os.kill(other, signal.SIGSTOP)
+        try:
+            with httpx.Client(base_url=service.url, timeout=60.0) as client:
+                status = client.get("/status").json()
+                assert [leader["state"] for leader in status["leaders"]] == ["ready", "ready"]
+                assert [frontend["name"] for frontend in status["frontends"]] == ["frontend-0", "frontend-1"]
+                text = client.get("/metrics").text
+                assert all(f'process="{each}"' in text for each in ("leader-0", "leader-1", "supervisor"))
+        finally:
+            os.kill(other, signal.SIGCONT)
+
+
+def test_local_workers_are_forked_and_have_process_titles(service: LocalService) -> None:
+    """If importing torch started a thread, workers would be spawned and start in seconds instead."""
+    for name, pid in service.worker_pids().items():
+        assert Path(f"/proc/{pid}/cmdline").read_text().startswith(f"multiworld worker --name {name}")
+    assert not [line for line in service.lines if "fork server" in line.message]
+
+
+def test_version_is_loaded_by_all_leaders_and_by_one_that_starts_later() -> None:
+    with small_service(leaders=2, frontends=2) as service:
+        operations = f"{service.metrics_url.removesuffix('/metrics')}/v2/repository/models/resnet18/load"
+        for weights, status in (("no-such-weights", 400), ("random:7", 200)):
+            loaded = httpx.post(operations, json={"parameters": {"weights": weights}}, timeout=60)
+            assert loaded.status_code == status, loaded.text
+        pid = service.child_pids("leader")[0]
+        with run_load(service) as load:
+            os.kill(pid, signal.SIGKILL)
+            wait_until(
+                lambda: (
+                    [each["version"] for each in service.status()["leaders"] if each["pid"] not in (pid, None)]
+                    == ["random:7"] * 2
+                )
+            )
+        assert_nothing_lost(service, load)
+
+
+def test_all_processes_end_when_the_supervisor_is_killed() -> None:
+    with small_service(frontends=2) as service:
+        assert answers(service) == [200, 200, 200]
+        pids = [pid for kind in ("frontend", "leader", "worker") for pid in service.child_pids(kind).values()]
+        ends, processes = select.poll(), [os.pidfd_open(pid) for pid in pids]
+        for process in processes:
+            ends.register(process, select.POLLIN)
+        os.kill(pids[0], signal.SIGSTOP)
+        service.stop(signal.SIGKILL)
+        for _ in processes:
+            (ended, _), *_ = ends.poll(60e3)
+            ends.unregister(ended)
+            os.close(ended)
