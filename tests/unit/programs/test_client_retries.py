@@ -209,13 +209,6 @@ def test_errors_can_be_pickled(error: ClientError) -> None:
     assert str(again) == str(error)
 
 
-def test_delays_grow_up_to_the_limit() -> None:
-    retries = Retries(first_pause_s=0.1, max_pause_s=1.0)
-    pauses = [retries.pause_s(failures) for failures in range(1, 200)]
-    assert 0.05 <= pauses[0] <= 0.1
-    assert all(0.5 <= pause <= 1.0 for pause in pauses[5:])
-
-
 CUT_OFF = (200, {"Content-Length": "500", "Connection": "close"}, json.dumps(ANSWER))
 """The beginning of an answer of a server that dies while it sends it."""
 
@@ -255,37 +248,6 @@ async def test_permanent_error_is_not_sent_to_another_url(
     assert not other.requests
 
 
-@both
-async def test_retry_waits_for_the_shortest_retry_after_when_all_urls_fail(
-    script: Script, other: Script, predict: Predict
-) -> None:
-    script.answers = [rejection(429, "overloaded", Retry_After="60")]
-    other.answers = [rejection(503, "not_ready", Retry_After="1"), GOOD]
-    assert (await predict(script, other, timeout_s=30.0)).tries == 3
-    assert len(script.requests) == 1
-    assert other.at_s[1] - other.at_s[0] >= 1.0
-
-
-@both
-async def test_error_is_raised_at_once_when_every_retry_after_exceeds_the_deadline(
-    script: Script, other: Script, predict: Predict
-) -> None:
-    script.answers = other.answers = [rejection(429, "overloaded", Retry_After="3600")]
-    began_s = time.monotonic()
-    with pytest.raises(OverloadedError):
-        await predict(script, other, timeout_s=30.0)
-    assert time.monotonic() - began_s < 20
-    assert (len(script.requests), len(other.requests)) == (1, 1)
-
-
-@both
-async def test_tries_at_all_urls_together_are_limited(script: Script, other: Script, predict: Predict) -> None:
-    script.answers = other.answers = [None]
-    with pytest.raises(UnreachableError):
-        await predict(script, other)
-    assert len(script.requests) + len(other.requests) == FAST_RETRIES.max_tries
-
-
 def test_calls_stay_at_one_url_and_its_connection_until_it_fails(script: Script, other: Script) -> None:
     script.answers = [GOOD, GOOD, None, GOOD]
     other.answers = [GOOD, GOOD, None, GOOD]
@@ -296,31 +258,12 @@ def test_calls_stay_at_one_url_and_its_connection_until_it_fails(script: Script,
     assert (len(script.connections), len(other.connections)) == (2, 1)
 
 
-def test_next_call_begins_at_the_next_url_when_the_first_stalls(script: Script, other: Script) -> None:
-    script.answers, other.answers = [(200, {"Content-Length": "5"}, "")], [GOOD]
-    with Client([script.url, other.url]) as client:
-        with pytest.raises(DeadlineError):
-            client.predict(JPEG, timeout_s=0.3)
-        assert client.predict(JPEG).tries == 1
-    assert len(other.requests) == 1
-
-
 def test_connecting_to_one_of_several_urls_leaves_time_for_the_others() -> None:
     deadline_s = time.monotonic() + 4.0
     assert RemainingTime(deadline_s).get("connect") > 3.0
     assert RemainingTime(deadline_s, others=True).get("connect") <= 2.0
     assert RemainingTime(deadline_s + 60.0, others=True).get("connect") <= 3.0
     assert RemainingTime(deadline_s, others=True).get("read") > 3.0
-
-
-async def test_is_ready_is_true_when_any_url_is_ready(script: Script, other: Script) -> None:
-    script.readiness = 503
-    with Client([script.url, other.url]) as client:
-        assert client.is_ready()
-    async with AsyncClient([script.url, other.url]) as aio_client:
-        assert await aio_client.is_ready()
-        other.readiness = 503
-        assert not await aio_client.is_ready()
 
 
 @pytest.mark.parametrize("urls", [[], "127.0.0.1:8000", ["http://a:8000", "ftp://b"], "http://", "http://a:b"])

@@ -33,9 +33,3 @@ def test_leader_stays_where_it_was_when_the_file_is_unusable(tmp_path: Path, con
     assert settings(file).leader_at(0, OLD) == OLD
     with pytest.raises(SettingsError, match=r"leaders"):
         settings(file).leaders  # noqa: B018
-
-
-def test_leader_without_a_line_stays_where_it_was(tmp_path: Path) -> None:
-    file = tmp_path / "leaders"
-    file.write_text(f"{NEW}\n")
-    assert settings(file).leader_at(1, OLD) == OLD

@@ -59,21 +59,9 @@ def test_a_worker_is_stopped_only_after_the_need_has_been_low_for_the_whole_time
     assert isinstance(policy.decide([low], workers, 120.0), Stop)
 
 
-def test_the_stage_with_the_most_replicas_above_its_need_loses_the_worker_that_was_started_last() -> None:
-    policy = experienced()
-    serving = ["local-0", "local-2", "local-9", "local-10"], ["local-1", "local-3", "local-11"]
-    decision = policy.decide([report((1.0, 2.9), *serving)], [name for names in serving for name in names], 0.0)
-    assert decision == Stop("local-10")
-
-
 def test_no_stage_falls_below_redundancy_when_workers_have_not_joined() -> None:
     """Six workers run for a need of four, but two are not in service: stopping another one would leave a stage with one."""
     assert experienced().decide([report((0.0, 0.0), "ac", "bd")], "abcdef", 0.0) is None
-
-
-def test_needs_of_leaders_are_added_before_rounding() -> None:
-    shares = report((1.2, 0.6), "ac", "bd")
-    assert experienced().decide([shares, shares], "abcd", 0.0) == Grow(5)
 
 
 def test_a_worker_is_not_stopped_when_a_leader_lacks_it_or_does_not_report() -> None:
@@ -82,10 +70,6 @@ def test_a_worker_is_not_stopped_when_a_leader_lacks_it_or_does_not_report() -> 
     assert experienced().decide([low, lacking], "abcde", 0.0) is None
     assert experienced().decide([low, None], "abcde", 0.0) is None
     assert experienced().decide([None, None], "abcde", 0.0) is None
-
-
-def test_workers_are_started_although_a_leader_does_not_report() -> None:
-    assert experienced().decide([report((3.0, 3.0), "ac", "bd"), None], "abcd", 0.0) == Grow(6)
 
 
 def test_supervisor_keeps_the_last_report_of_a_leader_until_it_is_old_or_the_leader_has_ended(
@@ -207,11 +191,6 @@ async def test_refusals_and_failures_are_logged_once_and_scaling_goes_on(caplog:
 def test_limits_that_cannot_be_kept_are_refused_with_what_to_use(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         ServeSettings(autoscale=text)
-
-
-def test_external_workers_are_not_scaled() -> None:
-    with pytest.raises(ValueError, match="mutually exclusive"):
-        ServeSettings.model_validate({"autoscale": "4..8", "external_workers": True, "token": "secret"})
 
 
 def test_the_service_starts_with_the_least_number_of_workers() -> None:

@@ -31,16 +31,6 @@ def test_text_stays_one_line_when_the_message_has_line_breaks() -> None:
     assert "\n" not in TextFormatter().format(record("a\r\n2026-01-01 00:00:00 INFO forged: b"))
 
 
-def test_text_includes_the_traceback() -> None:
-    entry = record("it failed")
-    try:
-        raise ValueError("of the test")
-    except ValueError:
-        entry.exc_info = sys.exc_info()
-    assert "ValueError: of the test" in TextFormatter().format(entry)
-    assert "ValueError: of the test" in json.loads(JsonFormatter().format(entry))["exception"]
-
-
 def test_json_line_has_the_fields_of_message_and_extra() -> None:
     line = as_json('world=s0r1 ready->broken cause=exit detail="closed by peer"', attempts=2)
     assert line["message"].startswith("world=s0r1")
@@ -60,16 +50,6 @@ def test_json_fields_of_a_message_have_types() -> None:
 def test_extra_field_cannot_forge_another_one() -> None:
     line = TextFormatter().format(record("request", target="/a status=200", key="bob"))
     assert line.endswith(': request target="/a status=200" key=bob')
-
-
-def test_extra_fields_cannot_replace_standard_json_fields() -> None:
-    line = as_json("level=debug logger=forged time=never")
-    assert (line["level"], line["logger"]) == ("info", "workers.link")
-    assert line["time"] != "never"
-
-
-def test_json_line_contains_the_repr_of_other_objects() -> None:
-    assert as_json("x", where=Exception("e"))["where"] == "e"
 
 
 def test_lines_of_the_minimum_level_go_to_standard_error() -> None:

@@ -69,22 +69,6 @@ async def test_no_watchdog_messages_are_sent_without_a_watchdog(
     assert [systemd.next(), systemd.next()] == ["READY=1", "STOPPING=1"]
 
 
-async def test_nothing_is_sent_when_systemd_supervises_the_parent_process(
-    systemd: Systemd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WATCHDOG_PID", str(os.getppid()))
-    async with notify_systemd():
-        await asyncio.sleep(0)
-    assert systemd.has_heard_nothing()
-
-
-async def test_service_runs_when_systemd_does_not_listen(systemd: Systemd, caplog: pytest.LogCaptureFixture) -> None:
-    systemd.close()
-    async with notify_systemd():
-        await asyncio.sleep(0)
-    assert "cannot notify systemd of READY=1" in caplog.text
-
-
 @pytest.mark.parametrize(
     "program",
     [

@@ -7,11 +7,9 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from copy import copy
 from dataclasses import replace
 from typing import Any, cast
 
-import msgspec
 import pytest
 import torch
 from pydantic import SecretStr
@@ -20,18 +18,12 @@ from torch import Tensor
 from multiworld import AskError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
-from multiworld_serving.common.wire import RELEASE, EdgeState, FrontendJoinRequest, JoinOffer, join
-from multiworld_serving.models import WeightsError
+from multiworld_serving.common.wire import RELEASE, EdgeState, join
 from multiworld_serving.server.administration import (
-    InvalidWeightsError,
-    OperationInProgressError,
-    RestartFailedError,
     RestartStep,
-    VersionFailedError,
 )
 from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import DrainingError, OverloadedError, RequestRejected, StageError
-from multiworld_serving.server.frontends import frames
 from multiworld_serving.server.frontends.frames import FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
@@ -250,86 +242,12 @@ async def test_frontend_of_another_protocol_says_what_to_upgrade_and_joins_after
     assert "upgrade this frontend" in line
 
 
-async def test_frontend_of_another_release_joins_when_the_protocols_are_equal() -> None:
-    async with running() as service:
-        question = FrontendJoinRequest("frontend-0", "here", 1, release="0.0.1").to_json()
-        answer = await ask("127.0.0.1", service.port, question, secret=SECRET.encode())
-    assert JoinOffer.from_json(answer).world
-
-
-@pytest.mark.parametrize("kind", [FrameKind.WELCOME, FrameKind.STATE])
-async def test_leader_that_sends_other_fields_is_reported_once_when_the_frontend_joins_again_and_again(
-    kind: FrameKind, caplog: pytest.LogCaptureFixture
-) -> None:
-    original = frames.encode
-
-    def encode(sent: FrameKind, number: int = 0, body: Any = frames.NOTHING, payload: bytes = b"") -> bytearray:
-        if sent is kind:
-            body = {**msgspec.to_builtins(body), "pid": "many", "name": 1}
-        return original(sent, number, body, payload)
-
-    async with running() as service:
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(frames, "encode", encode)
-            joining = asyncio.create_task(service.frontend())
-            await until(lambda: next(copy(service.sessions._generations)) > 3)
-        await joining
-    lines = [record.getMessage() for record in caplog.records]
-    assert not [line for line in lines if "cause=error" in line], "the world of the link does not fail"
-    (line,) = (line for line in lines if "cannot be joined" in line)
-    assert f"{kind.name}: Expected `" in line
-    assert "do both sides run the same release?" in line
-
-
-@pytest.mark.parametrize("address", ["a host", ":", "a:b"])
-async def test_frontend_joins_later_when_a_leader_offers_an_invalid_address(
-    address: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with running() as service:
-        service.sessions._advertised = address
-        joining = asyncio.create_task(service.frontend())
-        await until(lambda: "JoinOffer: address is" in caplog.text)
-        service.sessions._advertised = ""
-        await joining
-
-
-@pytest.mark.parametrize(
-    "question",
-    [
-        '{"frontend": 1}',
-        '{"frontend": "two words", "host": "h", "pid": 1, "protocol": 1, "release": "1"}',
-        '"frontend"',
-        "[" * 10_000 + '"frontend"',
-        '{"frontend": "a", "host": "h", "pid": 1, "protocol": 1, "release": "1", "more": 1}',
-    ],
-)
-async def test_invalid_join_request_is_answered_with_an_error(question: str) -> None:
-    async with running() as service:
-        with pytest.raises(AskError):
-            await ask("127.0.0.1", service.port, question, secret=SECRET.encode())
-        assert (await service.frontend()).ready
-
-
 async def test_frontend_ends_when_its_only_leader_does_not_take_its_token() -> None:
     async with running() as service, WorldManager(secret="another", verify_collectives=False) as manager:
         settings = service.settings(secret="another")
         link = LeaderLink(settings.leaders[0], settings, manager, LeaderPool(1.0, FrontendMetrics(), lambda _: None))
         with pytest.raises(UserError, match="rejects this frontend's token"):
             await link.run()
-
-
-async def test_frontend_of_several_leaders_goes_on_when_one_does_not_take_its_token(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with running() as service, WorldManager(secret="another", verify_collectives=False) as manager:
-        settings = service.settings(secret="another", leaders=f"127.0.0.1:{service.port},127.0.0.1:1")
-        link = LeaderLink(settings.leaders[0], settings, manager, LeaderPool(1.0, FrontendMetrics(), lambda _: None))
-        task = asyncio.create_task(link.run())
-        await until(lambda: "rejects this frontend's token" in caplog.text)
-        await asyncio.sleep(0.1)
-        assert not task.done()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_frontend_with_the_same_name_replaces_the_former() -> None:
@@ -353,17 +271,6 @@ async def test_frontend_with_the_same_name_replaces_the_former() -> None:
             assert not former.ready
             assert not former_task.done()
             former_task.cancel()
-
-
-async def test_frontend_joins_again_when_its_link_breaks() -> None:
-    async with running() as service:
-        pool = await service.frontend()
-        for _ in range(3):
-            [session] = service.sessions._sessions
-            session.link.fail("of this test")
-            await until(lambda former=session: service.sessions._sessions - {former} and pool.ready)  # type: ignore[misc]
-            assert (await predict(pool)).attempts == 1
-        assert len(service.leader.manager.worlds) <= 2, "worlds that ended are removed"
 
 
 async def test_frontend_of_another_model_is_disconnected() -> None:
@@ -409,17 +316,6 @@ async def test_rejections_are_those_of_the_leader() -> None:
             await predict(pool)
         service.leader.failure = None
         assert (await predict(pool)).attempts == 1
-
-
-async def test_defect_of_the_leader_is_told_without_its_details(caplog: pytest.LogCaptureFixture) -> None:
-    async with running() as service:
-        pool = await service.frontend()
-        service.leader.failure = AttributeError("a detail of ours")
-        with pytest.raises(RuntimeError, match="see its log"):
-            await predict(pool)
-        assert "a detail of ours" in caplog.text
-        service.leader.failure = None
-        await predict(pool)
 
 
 async def test_check_counts_what_all_frontends_prepare() -> None:
@@ -486,27 +382,6 @@ async def test_frontend_is_disconnected_when_its_frame_is_invalid(
         await predict(pool)
 
 
-async def test_image_of_another_size_is_an_error_of_that_request_alone() -> None:
-    async with running() as service:
-        pool = await service.frontend()
-        with pytest.raises(RuntimeError, match="see its log"):
-            await service.links["frontend-0"].request(REQUEST, b"short", timeout_s=30)
-        await predict(pool)
-
-
-async def test_number_in_use_ends_the_link() -> None:
-    async with running() as service:
-        await service.frontend()
-        service.leader.proceed = asyncio.Event()
-        [session] = service.sessions._sessions
-        link = service.links["frontend-0"]._link
-        assert link is not None
-        for _ in range(2):
-            link.send(FrameKind.PREDICT, 77, REQUEST, PIXELS)
-        await until(lambda: session not in service.sessions._sessions)
-        assert service.leader.cancelled <= 1
-
-
 # -- draining ------------------------------------------------------------------------------------------------------------------
 
 
@@ -551,33 +426,6 @@ async def test_operations_are_performed_by_the_leader() -> None:
         await pool.unload()
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (WeightsError("bad"), InvalidWeightsError),
-        (OperationInProgressError("bad"), OperationInProgressError),
-        (VersionFailedError("bad"), VersionFailedError),
-        (RestartFailedError("bad"), RestartFailedError),
-    ],
-)
-async def test_errors_of_operations_are_those_of_the_leader(error: Exception, expected: type[Exception]) -> None:
-    async with running() as service:
-        pool = await service.frontend()
-        service.leader.failure = error
-        with pytest.raises(expected, match="bad"):
-            await pool.load_version("v2")
-        with pytest.raises(expected, match="bad"):
-            [step async for step in pool.restart_workers()]
-
-
-async def test_unexpected_error_of_an_operation_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    async with running() as service:
-        pool = await service.frontend()
-        service.leader.failure = AttributeError("a defect")
-        with pytest.raises(RuntimeError, match="AttributeError: a defect"):
-            await pool.load_version("v2")
-
-
 async def test_operation_is_cancelled_when_nobody_waits_for_it() -> None:
     async with running() as service:
         pool = await service.frontend()
@@ -617,18 +465,6 @@ async def test_any_frontend_has_the_metrics_of_all_processes(tmp_path: Any) -> N
             lines
         )
         assert 'restarts_total{process="supervisor"} 3' in text
-
-
-async def test_metrics_of_leaders_with_one_name_are_different_series() -> None:
-    async with running() as service:
-        pool = await service.frontend("a")
-        other = LeaderLink(Address("127.0.0.2", 1), service.settings(), cast(Any, None), pool)
-        other.name = "leader-0"
-        pool.links.append(other)
-        service.sessions.state_changed()
-        await until(lambda: other.ambiguous)
-        text = (await ServiceMetrics("a", FrontendMetrics(), pool).scrape()).decode()
-        assert f'multiworld_frontends{{process="leader-0@127.0.0.1:{service.port}"}} 1.0' in text
 
 
 async def test_metrics_are_served_without_those_of_a_process_that_does_not_reply(
