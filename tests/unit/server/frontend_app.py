@@ -13,6 +13,7 @@ import httpx
 import torch
 from fastapi import FastAPI
 from PIL import Image
+from starlette.types import ASGIApp
 from torch import Tensor
 
 from multiworld_serving.server.administration import RestartStep
@@ -174,3 +175,35 @@ def image_bytes(
     file = io.BytesIO()
     Image.new(mode, size, colour).save(file, file_format, **options)
     return file.getvalue()
+
+
+class Connection:
+    """One request sent to the application directly, so that the test can disconnect."""
+
+    def __init__(self, body: bytes, path: str = "/predict") -> None:
+        self.scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"content-type", b"image/png")],
+            "client": ("127.0.0.1", 1),
+            "server": ("test", 80),
+        }
+        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        self.sent: list[dict[str, Any]] = []
+
+    async def run(self, app: ASGIApp) -> None:
+        async def send(message: Any) -> None:
+            self.sent.append(message)
+
+        await app(self.scope, self.messages.get, send)
+
+    def hang_up(self) -> None:
+        self.messages.put_nowait({"type": "http.disconnect"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -54,19 +53,6 @@ async def test_unknown_query_parameter_is_refused(path: str, says: str) -> None:
         await frontend.assert_serves()
     assert (response.status_code, response.json()["reason"]) == (422, "invalid_parameter")
     assert response.json()["error"] == says
-
-
-async def test_predict_answers_a_chunked_body() -> None:
-    async with running_frontend() as frontend:
-        body = image_bytes("green")
-
-        async def chunks() -> AsyncIterator[bytes]:
-            for start in range(0, len(body), 7):
-                yield body[start : start + 7]
-
-        response = await frontend.client.post("/predict", content=chunks(), headers={"Content-Type": "image/png"})
-    assert response.status_code == 200
-    assert response.json()["predictions"][0]["label"] == "green"
 
 
 async def test_predict_returns_version_path_attempts_and_id_in_headers() -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 import pytest
 import torch
-from fastapi import FastAPI
 from torch import Tensor
 
 from multiworld_serving.server import errors
 from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.http.errors import STATUS_OF_REASON
 from multiworld_serving.server.predictor import Prediction
-from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, Connection, image_bytes, running_frontend
 
 LABELS = {"model": MODEL.name, "version": MODEL.version, "protocol": "predict"}
 
@@ -89,38 +87,6 @@ async def test_predict_returns_504_when_the_predictor_exceeds_the_deadline(
         assert response.status_code == 504
         assert response.json()["reason"] == "deadline"
         assert frontend.predictor.cancelled == 1
-
-
-class Connection:
-    """One request sent to the application directly, so that the test can disconnect."""
-
-    def __init__(self, body: bytes, *, complete: bool = True) -> None:
-        self.scope: dict[str, Any] = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": "/predict",
-            "raw_path": b"/predict",
-            "root_path": "",
-            "query_string": b"",
-            "headers": [(b"content-type", b"image/png")],
-            "client": ("127.0.0.1", 1),
-            "server": ("test", 80),
-        }
-        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.messages.put_nowait({"type": "http.request", "body": body, "more_body": not complete})
-        self.sent: list[dict[str, Any]] = []
-
-    async def run(self, app: FastAPI) -> None:
-        async def send(message: Any) -> None:
-            self.sent.append(message)
-
-        await app(self.scope, self.messages.get, send)
-
-    def hang_up(self) -> None:
-        self.messages.put_nowait({"type": "http.disconnect"})
 
 
 async def test_request_is_cancelled_when_the_client_disconnects_while_waiting() -> None:

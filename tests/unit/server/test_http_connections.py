@@ -19,29 +19,6 @@ async def assert_neighbour_is_answered(port: Port) -> None:
     assert (status, answer["predictions"][0]["label"]) == (200, "blue")
 
 
-def get(*lines: bytes, version: bytes = b"1.1") -> bytes:
-    return b"\r\n".join([b"GET /healthz HTTP/" + version, *lines, b"", b""])
-
-
-UNUSUAL = {
-    "host with a port": get(b"Host: localhost:8000"),
-    "host is an address": get(b"Host: [::1]:80"),
-    "empty host": get(b"Host:"),
-    "no host in 1.0": get(version=b"1.0"),
-    "chunked in capitals": get(b"Host: x", b"Transfer-Encoding: Chunked") + b"1;a=b\r\na\r\n0\r\nA: b\r\n\r\n",
-    "thousands of zeros": get(b"Host: x", b"Content-Length: " + b"0" * 5000 + b"1") + b"a",
-    "path with a host": b"GET http://x/healthz HTTP/1.1\r\nHost: x\r\n\r\n",
-}
-
-
-@pytest.mark.parametrize("name", UNUSUAL)
-async def test_unusual_valid_request_is_accepted(name: str) -> None:
-    async with http_port() as port:
-        client = await port.open()
-        await client.say(UNUSUAL[name])
-        assert await client.answer() == (200, {"alive": True})
-
-
 async def test_connection_is_closed_when_it_is_idle() -> None:
     async with http_port(keep_alive_s=1) as port:
         client = await port.open()

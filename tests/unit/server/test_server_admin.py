@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import httpx
 import pytest
@@ -20,7 +19,7 @@ from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ModelVersion
-from tests.unit.server.frontend_app import Repository
+from tests.unit.server.frontend_app import Connection, Repository
 
 RESTART = "/admin/rolling-restart"
 LOAD, UNLOAD = "/v2/repository/models/m/load", "/v2/repository/models/m/unload"
@@ -155,31 +154,12 @@ async def test_load_is_cancelled_when_the_client_disconnects() -> None:
             given_up.set()
         raise AssertionError
 
-    parts = iter([{"type": "http.request", "body": b"{}", "more_body": False}])
-
-    async def receive() -> dict[str, Any]:
-        if (part := next(parts, None)) is not None:
-            return part
-        await begun.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: object) -> None:
-        pass
-
     repository = Repository()
     repository.load_version = load  # type: ignore[method-assign]
-    app = create_admin_app(FrontendMetrics(), AdminRoutes(repository))
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": LOAD,
-        "raw_path": LOAD.encode(),
-        "headers": [(b"host", b"operations")],
-        "query_string": b"",
-        "client": ("127.0.0.1", 1),
-        "scheme": "http",
-        "server": ("operations", 80),
-    }
+    connection = Connection(b"{}", LOAD)
+    loading = asyncio.create_task(connection.run(create_admin_app(FrontendMetrics(), AdminRoutes(repository))))
     async with asyncio.timeout(10):
-        await app(scope, receive, send)
+        await begun.wait()
+        connection.hang_up()
+        await loading
     assert given_up.is_set()

@@ -63,15 +63,6 @@ async def test_infer_answers_images_in_order_in_every_format(name: str) -> None:
     assert response.headers["Content-Type"] == "application/json"
 
 
-async def test_infer_answers_a_raw_body_in_binary() -> None:
-    async with running_frontend() as frontend:
-        response = await frontend.client.post(
-            INFER, content=pixels("red").numpy().tobytes(), headers={HEADER_LENGTH: "0"}
-        )
-        assert int(response.headers[HEADER_LENGTH]) < len(response.content)
-        assert strongest(response) == ["red"]
-
-
 @pytest.mark.parametrize(
     ("fields", "binary"),
     [
@@ -137,15 +128,6 @@ async def test_infer_rounds_floats_to_the_nearest_gray_level() -> None:
             assert response.status_code == 200, response.text
     for found in seen:
         assert torch.equal(found.flatten().float(), levels)
-
-
-async def test_infer_decodes_files_as_predict_does() -> None:
-    file = image_bytes("green", (31, 57), "JPEG", quality=30)
-    async with running_frontend() as frontend:
-        data = request(binary_tensor("BYTES", [1], elements(file)))
-        inferred = (await frontend.client.post(INFER, **data)).json()["outputs"][0]["data"]
-        predicted = (await frontend.client.post("/predict", files={"image": file})).json()["predictions"]
-    assert [inferred[one["class_id"]] for one in predicted] == [one["probability"] for one in predicted]
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "GZIP", "identity"])

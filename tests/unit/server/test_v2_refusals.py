@@ -239,18 +239,6 @@ async def test_infer_returns_500_when_the_model_returns_nan() -> None:
     assert (response.status_code, response.json()["reason"]) == (500, "stage_error")
 
 
-async def test_late_body_gets_408_or_504_by_the_exceeded_limit() -> None:
-    async def stalled() -> AsyncIterator[bytes]:
-        yield b'{"inputs": ['
-        await asyncio.Event().wait()
-
-    async with running_frontend(timeout_s=0.05) as frontend:
-        assert (await frontend.client.post(INFER, content=stalled())).status_code == 408
-    async with running_frontend() as frontend:
-        headers = {"X-Request-Timeout-S": "0.05"}
-        assert (await frontend.client.post(INFER, content=stalled(), headers=headers)).status_code == 504
-
-
 async def test_bodies_of_both_protocols_share_one_limit() -> None:
     begun = asyncio.Event()
     body = request(GOOD)["content"]
