@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from examples.launch import EXAMPLES
-
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 100.0
 STEPS = 100
@@ -225,8 +223,3 @@ def test_ensemble_answers_every_image_when_one_model_is_killed() -> None:
     assert [models for _, models in answers[3:]] == ["3", "3"]
     for number in (1, 2, 3):
         assert any(re.search(rf"^member {number} .*finished all 5 steps", line) for line in lines)
-
-
-def test_readme_names_every_example() -> None:
-    readme = (REPOSITORY / "examples" / "README.md").read_text()
-    assert not [example for example in EXAMPLES if f"{example}" not in readme]

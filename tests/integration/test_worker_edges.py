@@ -24,7 +24,6 @@ from multiworld_serving.common.wire import (
     MessageKind,
     RowRef,
     Source,
-    WireError,
 )
 from multiworld_serving.models import Tuning
 from multiworld_serving.server.replicas.link_types import SlotId
@@ -159,14 +158,6 @@ async def test_worker_reports_a_lost_input_and_serves_on(stages: list[Stage]) ->
     assert second.link.state == "ready"
 
 
-async def test_output_is_relayed_when_the_memory_for_edges_is_used_up(stages: list[Stage]) -> None:
-    first, _ = stages
-    first.edges.store._budget_bytes = 0
-    first.link.send(1, BatchInputs(1, (), images(1), (0,)), 1)
-    result = await first.result()
-    assert result.kind is MessageKind.RESULT
-
-
 @pytest.mark.parametrize("plan", [("bfloat16", 32), ("float16", 32)], indirect=True)
 async def test_outputs_travel_as_the_edge_dtype_and_answers_as_computed(
     stages: list[Stage], plan: tuple[StagePlan, ...]
@@ -249,14 +240,6 @@ async def test_outputs_of_a_leader_are_freed_when_its_link_ends(stages: list[Sta
     else:
         first.link.close()
     await until(lambda: len(first.edges.store) == (0 if lost else 1))
-
-
-async def test_link_breaks_when_a_worker_keeps_an_output_of_another_shape(stages: list[Stage]) -> None:
-    first, _ = stages
-    first.link._validator.batch_sent(1, 1, 1, 0, keeps=True)
-    await first.session._channel.send(Message(MessageKind.KEPT, 1, torch.tensor([5, 8, 8, 8]), version=1))
-    with pytest.raises(WireError, match="KEPT with rows"):
-        first.link.kept(await first.result())
 
 
 @pytest.mark.parametrize(

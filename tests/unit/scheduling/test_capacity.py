@@ -13,7 +13,6 @@ from multiworld_serving.server.scheduling.estimates.capacity import (
     UTILISATION,
     ArrivalRate,
     batch_size,
-    combine,
     replicas_wanted,
 )
 from multiworld_serving.server.scheduling.estimates.service_times import ServiceTimes
@@ -40,10 +39,6 @@ def rate_of(arrivals: list[float], now_s: float) -> float:
     return rate.per_s(now_s)
 
 
-def test_rate_is_zero_without_arrivals() -> None:
-    assert rate_of([], 5.0) == 0.0
-
-
 @pytest.mark.parametrize("per_s", [1, 10, 200])
 def test_rate_of_steady_arrivals_is_exact(per_s: int) -> None:
     assert rate_of([number / per_s for number in range(100 * per_s)], 100.0) == pytest.approx(per_s, rel=0.05)
@@ -53,17 +48,6 @@ def test_rate_follows_a_step_within_a_second_and_a_half() -> None:
     before = [number / 10 for number in range(1000)]
     after = [100 + number / 100 for number in range(150)]
     assert rate_of(before + after, 101.5) == pytest.approx(100, rel=0.2)
-
-
-def test_rate_follows_a_rise_of_few_arrivals_within_two_seconds() -> None:
-    before = [number / 2 for number in range(200)]
-    after = [100 + number / 20 for number in range(40)]
-    assert rate_of(before + after, 102.0) > 12
-
-
-def test_rate_of_few_arrivals_counts_a_longer_time() -> None:
-    """Two arrivals in one second, after nothing for a long time, are no load of 2/s."""
-    assert rate_of([0.0, 60.0, 60.5], 61.0) < 0.1
 
 
 def test_rate_falls_after_the_last_arrival() -> None:
@@ -91,12 +75,6 @@ def test_batch_is_as_large_as_the_objective_allows() -> None:
     assert [size(target_s) for target_s in (None, 0.1, 0.06, 0.05, 0.001)] == [8, 8, 4, 2, 1]
 
 
-def test_transfers_count_as_latency() -> None:
-    near, far = (times_of((0, 1, 0.01), (0, 8, 0.02), transfer_s=transfer_s) for transfer_s in (0.0, 0.05))
-    config = SchedulerConfig(1, target_latency_s=0.05)
-    assert (batch_size(near, config), batch_size(far, config)) == (8, 1)
-
-
 def test_replicas_are_load_times_cost_over_utilisation() -> None:
     times = times_of((0, 8, 0.080), (1, 8, 0.240))
     assert replicas_wanted(100.0, 0, times, SchedulerConfig(2)) == pytest.approx((1 / UTILISATION, 3 / UTILISATION))
@@ -106,20 +84,6 @@ def test_a_backlog_adds_the_replicas_that_work_it_off() -> None:
     times = times_of((0, 8, 0.080))
     (wanted,) = replicas_wanted(100.0, 60, times, SchedulerConfig(1))
     assert wanted == pytest.approx((100 + 60 / DRAIN_S) * 0.010 / UTILISATION)
-
-
-def test_a_shorter_objective_needs_more_replicas() -> None:
-    times = times_of((0, 1, 0.010), (0, 8, 0.020))
-    loose, strict = (
-        replicas_wanted(100.0, 0, times, SchedulerConfig(1, target_latency_s=target_s)) for target_s in (1.0, 0.03)
-    )
-    assert strict[0] == pytest.approx(4 * loose[0])
-
-
-def test_leaders_share_workers_so_their_shares_are_added_before_rounding() -> None:
-    assert combine([(1.2, 0.3)], at_least=1) == (2, 1)
-    assert combine([(1.2, 0.3), (0.7, 0.3)], at_least=1) == (2, 1)
-    assert combine([(1.2, 0.3), (0.9, 0.3)], at_least=2) == (3, 2)
 
 
 def test_scheduler_measures_load_and_times() -> None:

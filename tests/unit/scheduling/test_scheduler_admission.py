@@ -53,16 +53,6 @@ def test_retry_after_counts_only_busy_time_after_low_load() -> None:
     assert rejection.retry_after_s == pytest.approx(10 * 0.1, rel=0.1)
 
 
-def test_retry_after_is_a_guess_before_the_first_answer() -> None:
-    driver = SchedulerHarness(replicas=1, window=1, queue_limit=1)
-    assert only(driver.arrive(3), Reject).retry_after_s == 1.0
-
-
-def test_request_that_arrives_after_its_deadline_is_refused() -> None:
-    driver = SchedulerHarness()
-    assert rejected(driver.handle(RequestArrived(1, deadline_s=0.0))) == {1: "deadline"}
-
-
 def test_new_requests_are_refused_and_accepted_ones_finished_while_draining() -> None:
     driver = SchedulerHarness(batch_timeout_s=1.0)
     driver.arrive()
@@ -141,14 +131,6 @@ def test_no_request_is_refused_because_of_a_rate_measured_at_low_load() -> None:
     for _ in range(50):  # one at a time, 0.1 s each: eight together may take no longer
         driver.done(only(driver.arrive(), SendBatch), after_s=0.1)
     assert rejected(driver.arrive(100, timeout_s=2.0)) == {}
-
-
-def test_no_request_is_refused_because_of_an_old_rate() -> None:
-    driver = SchedulerHarness(replicas=1, window=1, max_batch_size=4)
-    saturated(driver, 5.0)
-    driver.answer_all(list(driver.in_flight.values()), after_s=0.1)
-    driver.now_s += 120.0
-    assert rejected(driver.arrive(100, timeout_s=0.5)) == {}
 
 
 def test_admission_can_be_checked_in_advance() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from multiworld_serving.server.scheduling.scheduler import FailReplica, RequestCancelled, SendBatch
+from multiworld_serving.server.scheduling.scheduler import FailReplica, SendBatch
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only
 
 
@@ -64,13 +64,6 @@ def test_batches_that_wait_for_those_of_other_leaders_are_not_late_once_that_is_
     assert only(driver.wait(0.02), SendBatch).kind == "hedge"
 
 
-def test_nothing_is_hedged_before_durations_are_known() -> None:
-    driver = SchedulerHarness(hedge_factor=2.0)
-    driver.answer_all(driver.arrive(), after_s=0.1)
-    driver.arrive()
-    assert driver.wait(5.0) == []
-
-
 def test_hedges_stay_within_the_budget_when_everything_is_late() -> None:
     driver = _warm(replicas=4, hedge_budget=0.05)
     for _ in range(400):
@@ -80,12 +73,6 @@ def test_hedges_stay_within_the_budget_when_everything_is_late() -> None:
             driver.done(send)
     counters = driver.scheduler.counters
     assert 0 < counters.hedge_rows_sent <= 0.05 * counters.rows_sent
-
-
-def test_nothing_is_hedged_when_the_budget_is_zero() -> None:
-    driver = _warm(hedge_budget=0.0)
-    driver.arrive()
-    assert driver.wait(5.0) == []
 
 
 def test_batch_is_not_rerouted_when_its_link_breaks_and_a_hedge_is_in_flight() -> None:
@@ -112,15 +99,6 @@ def test_other_copy_counts_as_the_retry_when_a_hedged_batch_fails() -> None:
     hedge = only(driver.wait(0.25), SendBatch)
     assert driver.failed(first) == []
     assert only(driver.failed(hedge), SendBatch).isolated
-
-
-def test_both_copies_are_ignored_when_a_hedged_request_is_cancelled() -> None:
-    driver = _warm()
-    first = only(driver.arrive(), SendBatch)
-    hedge = only(driver.wait(0.25), SendBatch)
-    driver.handle(RequestCancelled(41))
-    assert driver.done(first) == driver.done(hedge) == []
-    assert driver.scheduler.counters.hedges == {"wasted": 1}
 
 
 def test_frozen_link_is_broken_when_its_batch_was_hedged_and_answered() -> None:

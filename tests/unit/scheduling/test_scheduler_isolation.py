@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multiworld_serving.server.scheduling.scheduler import FreeBatch, RequestCancelled, SendBatch
+from multiworld_serving.server.scheduling.scheduler import FreeBatch, SendBatch
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected, sends
 
 
@@ -56,13 +56,6 @@ def test_poison_of_a_later_stage_is_found_with_one_replica() -> None:
     assert deaths == 2
 
 
-def test_several_poison_requests_in_one_batch_are_all_found() -> None:
-    driver = SchedulerHarness(replicas=3, max_batch_size=4, batch_timeout_s=1.0)
-    good, bad, _ = _run(driver, sends(driver.arrive(8)), poison={1, 3, 4})
-    assert bad == {1: "poison", 3: "poison", 4: "poison"}
-    assert good == [2, 5, 6, 7, 8]
-
-
 def test_batch_is_split_when_it_has_broken_all_but_one_of_its_worlds() -> None:
     driver = SchedulerHarness(replicas=4, max_batch_size=3, batch_timeout_s=1.0, max_attempts=3)
     first = only(driver.arrive(3), SendBatch)
@@ -82,16 +75,6 @@ def test_suspect_is_alone_on_its_link_when_other_batches_wait() -> None:
     others = sends(driver.arrive(20))
     assert len(others) == 4, "two other replicas, each with a window of two"
     assert all(send.replica != alone.replica for send in others)
-
-
-def test_suspect_waits_for_an_empty_link_when_all_are_busy() -> None:
-    driver = SchedulerHarness(replicas=2, max_batch_size=1, window=2, max_attempts=2)
-    driver.arrive(6)
-    assert sends(driver.broken("s0r1")) == []
-    first, second = driver.on("s0r0")
-    assert sends(driver.done(first)) == [], "reserved: nothing new until it is empty"
-    suspect = only(driver.done(second), SendBatch)
-    assert (suspect.isolated, suspect.requests) == (True, (2,)), "in order of arrival"
 
 
 def test_no_further_suspect_is_sent_while_one_waits_at_a_later_stage() -> None:
@@ -116,17 +99,6 @@ def test_isolation_alternates_with_ordinary_batches_on_a_single_replica() -> Non
         pending = sends(driver.done(pending.pop()))
         turns += [send.isolated for send in pending]
     assert turns == [True, False, True, False, True, False]
-
-
-def test_link_accepts_ordinary_batches_again_when_the_suspects_are_cancelled() -> None:
-    driver = SchedulerHarness(replicas=2, max_batch_size=1, window=2, max_attempts=2)
-    driver.arrive(8)
-    suspects = [send.requests[0] for send in driver.on("s0r1")]
-    driver.broken("s0r1")
-    assert sends(driver.done(driver.on("s0r0")[0])) == [], "reserved"
-    assert driver.handle(RequestCancelled(suspects[0])) == []
-    send = only(driver.handle(RequestCancelled(suspects[1])), SendBatch)
-    assert (send.replica, send.isolated) == ("s0r0", False)
 
 
 def test_innocent_suspect_is_rerouted_when_it_has_not_broken_enough_worlds() -> None:

@@ -55,13 +55,6 @@ def test_waiting_batches_restart_when_a_new_version_is_complete_and_their_stage_
     assert (new.replica, new.requests) == ("n0", (1,))
 
 
-def test_batch_in_flight_restarts_when_the_last_link_of_its_version_breaks() -> None:
-    driver = SchedulerHarness(stages=1, replicas=1)
-    driver.arrive()
-    driver.ready("n0", 0, "v2")
-    assert only(driver.broken("s0r0"), SendBatch).replica == "n0"
-
-
 def test_nothing_is_refused_when_versions_roll_one_worker_at_a_time() -> None:
     driver = SchedulerHarness(stages=2, replicas=2)
     outcome = []
@@ -99,12 +92,3 @@ def test_version_is_in_use_until_its_last_batch_has_ended() -> None:
     driver.answer_all([new])
     driver.answer_all([old])
     assert (batches_of("v1"), batches_of("v2"), batches_of("v3")) == (0, 0, 0)
-
-
-def test_version_is_not_in_use_when_its_batches_restarted_elsewhere() -> None:
-    driver = SchedulerHarness(stages=2, replicas=1)
-    driver.arrive()
-    driver.ready("n0", 0, "v2")
-    driver.ready("n1", 1, "v2")
-    again = only(driver.broken("s0r0"), SendBatch)
-    assert (again.version, driver.scheduler.batches_of("v1"), driver.scheduler.batches_of("v2")) == ("v2", 0, 1)

@@ -73,12 +73,6 @@ async def test_feed_emits_broken_and_rejoined_when_a_worker_is_killed() -> None:
     ]
 
 
-async def test_feed_emits_takes_over_when_a_spare_is_promoted() -> None:
-    spare = replica("ready", 1, world="spare0", worker="local-4")
-    told = happened(snapshot(replica("ready")), snapshot(replica("broken", last_failure=KILLED)), snapshot(spare))
-    assert [what for what, _, _ in told] == ["serves", "broken", "takes_over"]
-
-
 async def test_tick_reports_rates_latencies_and_reroutes() -> None:
     requests = FrontendMetrics().requests
     feed = EventFeed(requests)
@@ -139,20 +133,6 @@ async def test_ticks_continue_and_log_one_error_when_snapshots_fail(
     assert caplog.text.count("further exceptions of it are not logged") == 1
 
 
-async def test_subscriber_gets_missed_events_when_it_reconnects() -> None:
-    feed = EventFeed(FrontendMetrics().requests)
-    for generation in range(1, 6):
-        feed.observe(snapshot(replica("ready", generation)))
-
-    def ids(last_id: int) -> list[int]:
-        with feed.subscribe(snapshot(), last_id) as subscription:
-            return [content["id"] for kind, content in read(subscription) if kind == "event"]
-
-    assert ids(3) == [4, 5]
-    assert ids(0) == [1, 2, 3, 4, 5]
-    assert ids(99) == [1, 2, 3, 4, 5], "event 99 belongs to an earlier leader"
-
-
 async def test_only_the_slow_subscriber_is_dropped() -> None:
     feed = EventFeed(FrontendMetrics().requests)
     with feed.subscribe(snapshot()) as slow, feed.subscribe(snapshot()) as quick:
@@ -176,15 +156,6 @@ async def test_subscribers_are_limited_and_freed_when_they_leave() -> None:
     readers[0].__exit__(None, None, None)
     with feed.subscribe(snapshot()):
         pass
-
-
-async def test_subscriptions_end_when_the_service_drains() -> None:
-    feed = EventFeed(FrontendMetrics().requests)
-    with feed.subscribe(snapshot()) as subscription:
-        feed.observe(snapshot(draining=True))
-        messages = [subscription.get_nowait() for _ in range(subscription.qsize())]
-    assert b'"draining":true' in messages[-2]
-    assert messages[-1] == b""
 
 
 class Reader:

@@ -60,15 +60,6 @@ async def test_status_shows_the_snapshot() -> None:
     assert (status["state"], status["stages"][1]["replicas"][0]["world"]) == ("not_ready", "stage1-0")
 
 
-async def test_index_lists_existing_endpoints() -> None:
-    async with running_frontend() as frontend:
-        endpoints = (await frontend.client.get("/")).json()["endpoints"]
-        for endpoint in endpoints:
-            method, path = endpoint.split()
-            if method == "GET" and path != "/events":  # that one continues until its client disconnects
-                assert (await frontend.client.get(path)).status_code == 200, endpoint
-
-
 async def test_metrics_are_the_same_on_both_ports() -> None:
     async with running_frontend() as frontend:
         await frontend.assert_serves()
@@ -86,15 +77,6 @@ async def test_metrics_are_the_same_on_both_ports() -> None:
     assert nowhere.status_code == 404
     families = {family.name for family in text_string_to_metric_families(on_http_port.text)}
     assert {"multiworld_requests", "process_open_fds", "python_gc_collections"} <= families
-
-
-async def test_metrics_of_one_process_are_served_on_request() -> None:
-    service, own = FrontendMetrics(), FrontendMetrics()
-    own.leaders_configured.set(2)
-    transport = httpx.ASGITransport(create_admin_app(service, ADMIN, own=own))
-    async with httpx.AsyncClient(transport=transport, base_url="http://metrics") as client:
-        texts = [(await client.get(path)).text for path in ("/metrics", "/metrics?own=true")]
-    assert ["multiworld_leaders_configured 2.0" in text.splitlines() for text in texts] == [False, True]
 
 
 async def test_openapi_describes_bodies_answers_and_errors() -> None:
@@ -141,39 +123,6 @@ def _all_routes(routes: Iterable[BaseRoute]) -> Iterator[Route | APIRoute]:
 
 def _schema(response: Mapping[str, Mapping[str, Mapping[str, Mapping[str, str]]]]) -> str:
     return response["content"]["application/json"]["schema"]["$ref"]
-
-
-GETS = (
-    *("/", "/healthz", "/readyz", "/status", "/metrics", "/openapi.json", "/status-page/main.js"),
-    *("/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/stats", f"/v2/models/{MODEL.name}"),
-    *(f"/v2/models/{MODEL.name}/config", f"/v2/models/{MODEL.name}/ready", "/nowhere", "/predict"),
-)
-
-
-@pytest.mark.parametrize("path", GETS)
-async def test_head_equals_get_without_body(path: str) -> None:
-    async with running_frontend() as frontend:
-        got, head = await frontend.client.get(path), await frontend.client.head(path)
-    assert head.status_code == got.status_code
-    assert head.content == b""
-    changing = {"x-request-id", "date", *({"content-length"} if path in {"/metrics", "/status"} else ())}
-    assert {k: v for k, v in head.headers.items() if k not in changing} == {
-        k: v for k, v in got.headers.items() if k not in changing
-    }
-
-
-async def test_admin_port_supports_head_and_the_common_error_format() -> None:
-    metrics = FrontendMetrics()
-    transport = httpx.ASGITransport(create_admin_app(metrics, ADMIN), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://operations") as operators:
-        head = await operators.head("/metrics")
-        assert (head.status_code, head.content) == (200, b"")
-        strange = await operators.get("/metrics", headers={"Accept": "application/openmetrics-text; version=abc"})
-        assert strange.status_code == 200
-        metrics.scrape = None  # type: ignore[assignment, method-assign]
-        failed = await operators.get("/metrics", headers={"X-Request-Id": "mine"})
-    assert failed.status_code == 500
-    assert (failed.json()["reason"], failed.json()["request_id"]) == ("internal", "mine")
 
 
 async def test_request_for_the_other_port_is_told_where_it_is() -> None:

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from multiworld_serving.server.predictor import ImageSizes, ServedModel
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
 
 
@@ -109,8 +108,3 @@ async def test_requests_are_handled_concurrently() -> None:
         responses = await asyncio.gather(*requests)
     assert [response.json()["predictions"][0]["label"] for response in responses] == ["red", "green", "blue"] * 10
     assert frontend.sample("multiworld_requests_in_flight") == 0
-
-
-def test_model_is_refused_when_crop_size_exceeds_resize_size() -> None:
-    with pytest.raises(ValueError, match="crop_size must be 1 to resize_size"):
-        ServedModel.image_classifier("m", "v", ("a",), ImageSizes(18, 19))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,13 +12,9 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from multiworld_serving.common.config.keys import hash_key, parse_keys
 from multiworld_serving.server import errors
 from multiworld_serving.server.api.oip_grpc.calls import STATUS_CODES
-from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.http.errors import STATUS_OF_REASON
-from multiworld_serving.server.http.tls import TlsFiles
-from tests.certificates import Authority
 from tests.unit.server.frontend_app import MODEL, ColourPredictor
 from tests.unit.server.grpc_port import PATIENCE_S, channel, infer, refused, running_grpc, tensor
 from tests.unit.server.v2_requests import COLOURS, pixels
@@ -153,20 +148,6 @@ async def test_a_message_that_never_arrives_ends_with_the_servers_timeout() -> N
         await refused(silent(iter(())), "INVALID_ARGUMENT", "there is no message")
 
 
-async def test_keys_are_required_as_over_http() -> None:
-    keys = ApiKeys(parse_keys(f"alice:{hash_key('of-alice')}", "a"), parse_keys(f"root:{hash_key('of-root')}", "b"))
-    async with running_grpc(authorizer=Authorizer(keys)) as port:
-        for given, code in {"": "UNAUTHENTICATED", "of-bob": "UNAUTHENTICATED", "of-root": "PERMISSION_DENIED"}.items():
-            metadata = (("authorization", f"Bearer {given}"),) if given else ()
-            await refused(port.stub.ModelInfer(colours("red"), metadata=metadata), code, "key")
-            if not given:
-                await refused(port.stub.ServerMetadata(pb.ServerMetadataRequest(), metadata=metadata), code, "key")
-        metadata = (("authorization", "Bearer of-alice"),)
-        assert strongest(await port.stub.ModelInfer(colours("red"), metadata=metadata)) == ["red"]
-        assert (await port.stub.ServerLive(pb.ServerLiveRequest())).live
-        assert (await port.stub.ModelReady(pb.ModelReadyRequest(name=MODEL.name))).ready
-
-
 async def test_stop_answers_what_is_in_flight_and_accepts_nothing_more() -> None:
     predictor = ColourPredictor(proceed=asyncio.Event())
     async with running_grpc(predictor) as port:
@@ -182,27 +163,6 @@ async def test_stop_answers_what_is_in_flight_and_accepts_nothing_more() -> None
         assert predictor.proceed is not None
         predictor.proceed.set()
         assert await call == ["red"]
-
-
-def tls_files(folder: Path) -> tuple[TlsFiles, bytes]:
-    """The files of a service with a new authority, and the authority's certificate."""
-    folder.mkdir()
-    authority = Authority(folder)
-    both = authority.sign("service").read_bytes()
-    return TlsFiles(both, both, None), authority.file.read_bytes()
-
-
-async def test_tls_certificate_is_replaced_while_serving(tmp_path: Path) -> None:
-    first, second = tls_files(tmp_path / "one"), tls_files(tmp_path / "two")
-    async with running_grpc(tls=first[0], root=first[1]) as port:
-        assert strongest(await port.stub.ModelInfer(colours("red"))) == ["red"]
-        port.port.reload_tls(second[0])
-        async with channel(port.number, second[1]) as opened:
-            live = opened.unary_unary("/inference.GRPCInferenceService/ServerLive")
-            assert pb.ServerLiveResponse.FromString(await live(b"")).live
-        assert strongest(await port.stub.ModelInfer(colours("blue"))) == ["blue"], "open connections stay"
-        async with channel(port.number) as plain:
-            await refused(plain.unary_unary("/inference.GRPCInferenceService/ServerLive")(b""), "UNAVAILABLE")
 
 
 async def test_a_service_that_is_not_ready_says_so() -> None:

@@ -138,14 +138,6 @@ async def test_process_that_does_not_return_is_replaced(faulty: Path) -> None:
     assert again["ids"].tolist() == [[1, 2]]
 
 
-async def test_short_deadline_of_a_client_does_not_end_the_process(faulty: Path) -> None:
-    async with serving(faulty) as client:
-        late = await client.post("/predict", content=b"slow", headers={"X-Request-Timeout-S": "0.05"})
-        pids = {(await client.post("/predict", content=b"pid")).json()["error"] for _ in range(2)}
-    assert (late.status_code, late.json()["reason"]) == (504, "deadline")
-    assert len(pids) == 1
-
-
 async def test_bodies_that_crash_the_handler_do_not_delay_other_requests(faulty: Path) -> None:
     """Four such bodies end all processes; each gets its error immediately, and other routes do not wait."""
     async with serving(faulty) as client:

@@ -5,18 +5,11 @@ import asyncio
 import pytest
 
 from tests.unit.server.frontend_app import ColourPredictor, image_bytes
-from tests.unit.server.http_port import Port, http_port
+from tests.unit.server.http_port import http_port
 from tests.waiting import until
 
 IMAGE = image_bytes("blue")
 ASK = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: %d\r\n\r\n"
-
-
-async def assert_neighbour_is_answered(port: Port) -> None:
-    neighbour = await port.open()
-    await neighbour.say(ASK % len(IMAGE) + IMAGE)
-    status, answer = await neighbour.answer()
-    assert (status, answer["predictions"][0]["label"]) == (200, "blue")
 
 
 async def test_connection_is_closed_when_it_is_idle() -> None:

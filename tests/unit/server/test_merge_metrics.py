@@ -3,7 +3,6 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from multiworld_serving.server.frontends.merge_metrics import merge_metrics
-from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 
 LEADER = """\
 # HELP requests_total Requests.
@@ -61,25 +60,7 @@ def test_families_are_described_once_and_their_samples_are_together() -> None:
     assert all(line.startswith("up_seconds") for line in lines[9:11])
 
 
-def test_name_of_a_process_is_escaped() -> None:
-    [(name, labels)] = samples(merge_metrics([('a "\\b"', "# HELP up Up.\n# TYPE up gauge\nup 1\n")]))
-    assert (name, dict(labels)) == ("up", {"process": 'a "\\b"'})
-
-
 def test_process_that_says_nothing_or_nonsense_spoils_nothing() -> None:
     expected = merge_metrics([("a", LEADER)])
     assert merge_metrics([("b", ""), ("a", LEADER), ("c", "nonsense\n\n# EOF\n{} 3\n")]) == expected
     assert merge_metrics([]) == ""
-
-
-def test_metrics_of_real_processes_stay_complete() -> None:
-    first, second = FrontendMetrics(), FrontendMetrics()
-    for count, metrics in enumerate((first, second), 1):
-        metrics.leaders.set(count)
-    texts = [(name, metrics.text().decode()) for name, metrics in (("one", first), ("two", second))]
-    merged = samples(merge_metrics(texts))
-    for name, text in texts:
-        for (sample, labels), value in samples(text).items():
-            found = merged[sample, labels | {("process", name)}]
-            assert found == value or (found != found and value != value), sample
-    assert len(merged) == sum(len(samples(text)) for _, text in texts)

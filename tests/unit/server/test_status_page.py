@@ -90,27 +90,3 @@ async def test_admin_port_serves_the_page_and_says_that_it_offers_actions() -> N
     assert page.headers["Content-Type"] == "text/html; charset=utf-8"
     assert "POST /admin/rolling-restart" in listing.json()["endpoints"]
     assert script.status_code == 200
-
-
-def test_colors_of_both_modes_have_enough_contrast() -> None:
-    """WCAG AA: 4.5 to 1 for text, 3 to 1 for lines."""
-    style = (PAGE / "page.css").read_text()
-    light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in style.split("@media", 2)[:2])
-    for colours in (light, dark):
-        for name in ("text", "soft", "focus", "good", "bad", "wait"):
-            for back in ("back", "card"):
-                assert contrast(colours[name], colours[back]) >= 4.5, (name, back, colours[name])
-        for name in ("ok-line", "refused-line", "failed-line", "p99-line"):
-            assert contrast(colours[name], colours["card"]) >= 4.5, name
-
-
-def contrast(one: str, other: str) -> float:
-    """Contrast ratio of two colors such as "#1b1f24", by WCAG."""
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-def luminance(colour: str) -> float:
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

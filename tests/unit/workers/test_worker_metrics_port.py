@@ -12,8 +12,6 @@ from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from tests.unit.server.http_port import Client
 
-OPENMETRICS = b"application/openmetrics-text; version=abc"
-
 
 def get(path: bytes, *lines: bytes, method: bytes = b"GET") -> bytes:
     return b"\r\n".join([method + b" " + path + b" HTTP/1.1", b"Host: x", *lines, b"", b""])
@@ -55,22 +53,3 @@ async def test_request_gets_its_status(data: bytes, status: int) -> None:
         client = await opened()
         await client.say(data)
         assert (await client.reader.readline()).startswith(b"HTTP/1.1 %d " % status)
-
-
-async def test_failed_scrape_gets_500_and_a_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    metrics = WorkerMetrics()
-    metrics.watch(failing, lambda: 0)
-    async with port(metrics) as opened:
-        client = await opened()
-        await client.say(get(b"/metrics"))
-        assert (await client.reader.readline()).startswith(b"HTTP/1.1 500 ")
-    assert sum("the GPU is gone" in (record.exc_text or "") for record in caplog.records) == 1
-
-
-async def test_scrape_in_a_format_of_no_version_gets_the_text_format() -> None:
-    async with port() as opened:
-        client = await opened()
-        await client.say(get(b"/metrics", b"Accept: " + OPENMETRICS, b"Connection: close"))
-        head = (await client.rest()).partition(b"\r\n\r\n")[0]
-        assert head.startswith(b"HTTP/1.1 200 ")
-        assert b"text/plain; version=0.0.4" in head
