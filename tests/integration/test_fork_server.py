@@ -9,7 +9,6 @@ import pytest
 
 from multiworld_serving.deploy.processes import fork_server
 from multiworld_serving.deploy.processes.supervisor import Backoff
-from multiworld_serving.testing.chaos.system.processes import parent
 from tests.integration.small_processes import (
     FOREVER,
     IMPORT,
@@ -39,15 +38,6 @@ def no_child_is_left() -> Iterator[None]:
 def pid_of(server: fork_server.ForkServer) -> int:
     assert server._process is not None
     return server._process.pid
-
-
-async def test_forked_processes_are_children_of_the_supervisor_and_lead_their_sessions(reports: Reports) -> None:
-    async with reports.supervisor("report(f'up {os.getsid(0)}'); signal.pause()", 3) as supervisor:
-        ups = [await reports.next() for _ in range(3)]
-        assert all(pid == session for _, pid, _, session in ups)
-        pids = {int(slot): int(pid) for slot, pid, *_ in ups}
-        await until(lambda: supervisor.pids == pids)
-        assert {parent(pid) for pid in pids.values()} == {os.getpid()}
 
 
 async def test_processes_survive_the_fork_server_and_their_exit_status_is_known(
