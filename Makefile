@@ -67,7 +67,7 @@ throughput: $(STAMP) .venv-peers/.installed ## Compare throughput and latency wi
 gpu: $(STAMP) ## Run all GPU tests and benchmarks, at most nine minutes; report in build/gpu. Does nothing without a GPU.
 	exec $(BIN)/python -m benchmarks.gpu $(ARGS)
 
-soak: $(STAMP) ## Test scheduler, worlds and elastic worlds under random faults with new seeds: make soak ARGS="--hours 3".
+soak: $(STAMP) ## Test scheduler and worlds under random faults with new seeds: make soak ARGS="--hours 3".
 	exec $(BIN)/python -m tests.torture.soak $(ARGS)
 
 mutants: $(STAMP) ## Plant 30 known bugs, one at a time, and list those that no test finds; about 30 minutes.

@@ -155,6 +155,10 @@ async def spawn(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
 
 @pytest.fixture
 async def manager(request: pytest.FixtureRequest) -> AsyncIterator[WorldManager]:
-    """A manager in the test's process, with MEMBER_SETTINGS."""
-    async with WorldManager(**getattr(request.module, "MEMBER_SETTINGS", {})) as made:
+    """A manager in the test's process, with MEMBER_SETTINGS. The parameter, if any, is `shared_memory_bytes`."""
+    settings = {
+        "shared_memory_bytes": getattr(request, "param", None),
+        **getattr(request.module, "MEMBER_SETTINGS", {}),
+    }
+    async with WorldManager(**settings) as made:
         yield made

@@ -14,9 +14,6 @@ from multiworld.texts import shown
 
 _CONNECT_S = 5.0
 """Timeout of the TCP connection."""
-_TLS_ALERT = b"\x15\x03"
-_SILENT_S = 1.0
-"""A listener of this protocol speaks first. One that has not after this time is asked whether it speaks HTTP."""
 
 
 async def ask(
@@ -44,14 +41,16 @@ async def ask(
         async with asyncio.timeout(timeout_s):
             reader, writer = await _connect(addr, port, bind_host)
             frames = FrameReader(MAX_HANDSHAKE_BYTES)
-            greeting = await _greeting(reader, frames, addr, port)
+            greeting = await _next_frame(reader, frames)
             handshake = ClientHandshake(
                 secret, Hello(question=question if isinstance(question, str) else await question())
             )
             writer.write(handshake.hello(greeting).encode())
             answer = await _next_frame(reader, frames)
     except TimeoutError:
-        raise AskError(f"{addr}:{port} did not answer within {timeout_s:g} s") from None
+        raise AskError(
+            f"{addr}:{port} did not answer within {timeout_s:g} s; is it the port for joining (8001 of a leader), not one for HTTP?"
+        ) from None
     except (OSError, FrameError) as error:
         raise AskError(f"{addr}:{port} cannot be queried: {error}") from error
     finally:
@@ -77,36 +76,6 @@ async def _connect(addr: str, port: int, bind_host: str) -> tuple[asyncio.Stream
         raise OSError(
             f"no connection within {_CONNECT_S:g} s; is the address right, and do routes and firewalls let this machine through?"
         ) from None
-
-
-async def _greeting(reader: asyncio.StreamReader, frames: FrameReader, addr: str, port: int) -> Frame:
-    """Return the first frame. Raises FrameError also if the port speaks HTTP."""
-    waiting = asyncio.create_task(_next_frame(reader, frames))
-    try:
-        done, _ = await asyncio.wait([waiting], timeout=_SILENT_S)
-        if not done and await _speaks_http(addr, port):
-            raise FrameError(
-                "it speaks HTTP, so it is not a port for joining; the join port of a leader is 8001 by default"
-            )
-        return await waiting
-    finally:
-        waiting.cancel()
-
-
-async def _speaks_http(addr: str, port: int) -> bool:
-    """Whether this port answers a line of HTTP like an HTTP server, or one with TLS, within a second."""
-    writer: asyncio.StreamWriter | None = None
-    try:
-        async with asyncio.timeout(_SILENT_S):
-            reader, writer = await asyncio.open_connection(addr, port)
-            writer.write(b"GET / HTTP/1.0\r\n\r\n")
-            answer = await reader.readexactly(5)
-    except (OSError, asyncio.IncompleteReadError):  # a TimeoutError is an OSError
-        return False
-    finally:
-        if writer is not None:
-            writer.close()
-    return answer.startswith((b"HTTP/", _TLS_ALERT))
 
 
 async def _next_frame(reader: asyncio.StreamReader, frames: FrameReader) -> Frame:

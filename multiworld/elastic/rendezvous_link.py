@@ -7,6 +7,8 @@ import torch
 from multiworld.elastic.protocol.messages import MAX_MESSAGE_BYTES, Message, decode, encode
 from multiworld.errors import WorldError
 from multiworld.manager import WorldManager
+from multiworld.ops.operation import Operation
+from multiworld.world import World
 
 _MAX_QUEUED = 1000
 """Maximum number of messages that wait to be sent; a view change needs a few."""
@@ -18,28 +20,39 @@ def link_name(world_name: str, member_id: str) -> str:
 
 
 class RendezvousLink:
-    """One end of the connection. `send` only queues the message and never waits."""
+    """One end of the connection. `send` never waits."""
 
     def __init__(self, manager: WorldManager, name: str, rank: int) -> None:
         self.name = name
         self._manager = manager
         self._peer = 1 - rank
-        self._queue: asyncio.Queue[Message] = asyncio.Queue(_MAX_QUEUED)
-        self._sender: asyncio.Task[None] | None = None
+        self._world: World | None = None
+        self._early: list[Message] = []  # sent before the connection is open
+        self._unsent: set[Operation] = set()
 
     async def open(self, addr: str, port: int, timeout_s: float) -> None:
-        """Connect to the peer and start the sender task. Raises the errors of `initialize_world`."""
-        await self._manager.initialize_world(
+        """Connect to the peer. Raises the errors of `initialize_world`."""
+        self._world = await self._manager.initialize_world(
             self.name, 1 - self._peer, 2, "multiworld", addr, port, timeout_s, verify_collectives=False
         )
-        self._sender = asyncio.get_running_loop().create_task(self._send_queued())
+        for message in self._early:
+            self.send(message)
 
     def send(self, message: Message) -> None:
-        """Queue a message. If the link is lost, `receive` raises the error; `send` does not."""
+        """Send a message, or keep it until the link is open. If the link is lost, `receive` raises the error; `send` does not."""
+        if self._world is None:
+            self._early.append(message)
+            return
+        if len(self._unsent) >= _MAX_QUEUED:  # the peer sends heartbeats but reads no messages
+            self._world.close()
+            return
+        body = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
         try:
-            self._queue.put_nowait(message)
-        except asyncio.QueueFull:  # the peer sends heartbeats but reads no messages
-            self._manager.world(self.name).close()
+            sending = self._world.start_send_message(b"", body, self._peer)
+        except WorldError:
+            return
+        self._unsent.add(sending)
+        sending.add_done_callback(lambda _: self._unsent.discard(sending))
 
     async def receive(self) -> Message:
         """Wait for the next message.
@@ -57,28 +70,13 @@ class RendezvousLink:
             body = torch.empty(size, dtype=torch.uint8)
             return body
 
-        await self._manager.world(self.name).recv_message(accept, self._peer)
+        assert self._world is not None
+        await self._world.recv_message(accept, self._peer)
         return decode(body.numpy().tobytes())
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Close the connection after waiting up to `grace_s` seconds until the queued messages are sent. Idempotent."""
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sent = asyncio.create_task(self._queue.join())
-            if grace_s:
-                await asyncio.wait((sent, sender), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-            for task in (sent, sender):
-                task.cancel()
-            await asyncio.gather(sent, sender, return_exceptions=True)
+        """Close the connection after waiting up to `grace_s` seconds until the messages are sent. Idempotent."""
+        if self._unsent and grace_s:
+            await asyncio.wait([operation.future for operation in self._unsent], timeout=grace_s)
         if self.name in self._manager.worlds:
             self._manager.remove_world(self.name)
-
-    async def _send_queued(self) -> None:
-        while True:
-            message = await self._queue.get()
-            body = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
-            try:
-                await self._manager.world(self.name).start_send_message(b"", body, self._peer)
-            except WorldError:
-                return
-            self._queue.task_done()

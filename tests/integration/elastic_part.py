@@ -12,14 +12,12 @@ from torch.distributed import ReduceOp
 from multiworld.collectives.channel import CollectiveChannel
 from multiworld.elastic import ElasticManager, ElasticWorld
 from multiworld.elastic.protocol import rounds as agreement
-from tests.integration.elastic_torture_part import ElasticTorturePart
 
 
-class ElasticPart(ElasticTorturePart):
+class ElasticPart:
     """Each public method is a command."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.elastic = ElasticManager()
         self._tensors: list[Tensor] = []
 
@@ -101,17 +99,6 @@ class ElasticPart(ElasticTorturePart):
             return verdict
 
         agreement.Round.flags_agree = die  # type: ignore[method-assign,assignment]
-
-    async def elastic_fault_before_close(self) -> None:
-        """Kill this process when the operation is finished here, before any member is notified."""
-        summary = agreement.Round.summary
-
-        def die(round_: agreement.Round) -> bytes:
-            if round_.complete:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return summary(round_)
-
-        agreement.Round.summary = die  # type: ignore[method-assign,assignment]
 
 
 def _described(world: ElasticWorld) -> dict[str, Any]:

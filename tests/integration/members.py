@@ -147,16 +147,6 @@ class Script(TorturePart, ElasticPart):
         """Run this rank's part of an operation of any kind (parts.py)."""
         return await Part(self.manager, world, root, count).perform(operation)
 
-    async def repeat(self, world: str, operation: str, root: int, count: int, at_once: int) -> int:
-        """Run `at_once` of this operation concurrently until the world ends. Returns how many raised; all others completed."""
-        while True:
-            operations = (Part(self.manager, world, root, count).perform(operation) for _ in range(at_once))
-            outcomes = await asyncio.gather(*operations, return_exceptions=True)
-            if failed := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
-                if wrong := [each for each in failed if not isinstance(each, multiworld.WorldError)]:
-                    raise wrong[0]
-                return len(failed)
-
     async def reclaimed(self, world: str) -> bool:
         """Whether all resources of this ended world are freed. Waits for it for at most `PATIENCE_S`."""
         return await asyncio.to_thread(self.manager.worlds[world].reclaimed.wait, PATIENCE_S)
@@ -177,27 +167,6 @@ class Script(TorturePart, ElasticPart):
             return sock or connect(self, rank, address)
 
         MeshConnector._connect = freeze  # type: ignore[method-assign]
-
-    async def starve(self, world: str, peer: int, left_kib: int) -> list[Any]:
-        """Run operations that need memory and a thread with only this much address space left. Returns cause and rank of each error."""
-        here = self.manager.communicator
-        # A strided tensor is copied as a whole, which needs 512 MiB here.
-        large, strided = torch.empty(1 << 27, 2)[:, 0], torch.zeros(4, 2)[:, 0]
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, ((_address_space_kib() + left_kib) << 10, most))
-        try:
-            answers = await asyncio.gather(
-                here.all_reduce(large, world_name=world),
-                here.recv(strided, peer, world, tag=1),
-                return_exceptions=True,
-            )
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        return [
-            [answer.cause, answer.rank] if isinstance(answer, multiworld.BrokenWorldException) else ["done", -1]
-            for answer in answers
-            if answer is None or isinstance(answer, multiworld.BrokenWorldException)
-        ]
 
     async def return_what_comes(self, world: str, peer: int, count: int, tag: int) -> None:
         tensor = torch.zeros(count)
@@ -247,9 +216,6 @@ class Script(TorturePart, ElasticPart):
 
     async def threads(self) -> list[str]:
         return sorted(thread.name for thread in threading.enumerate())
-
-    async def ask(self, port: int, question: str, secret: str = "", timeout_s: float = 10.0) -> str:
-        return (await multiworld.ask("127.0.0.1", port, question, secret=secret.encode(), timeout_s=timeout_s)).decode()
 
     async def no_new_threads(self) -> None:
         """Behave like Python 3.12 during shutdown: no thread can be started."""

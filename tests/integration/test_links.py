@@ -4,12 +4,10 @@ import asyncio
 import contextlib
 import dataclasses
 import re
-import tracemalloc
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -258,18 +256,6 @@ async def test_session_ends_when_the_leader_sends_an_unannounced_batch(
     assert re.search(rejection, ending.detail)
 
 
-async def test_session_ends_when_more_weights_arrive_than_announced(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
-    class Lying(StagePlan):
-        def assignment(self, max_batch_size: int, window: int) -> StageAssignment:
-            return msgspec.structs.replace(super().assignment(max_batch_size, window), weights_bytes=4)
-
-    fields = {field.name: getattr(plan[0], field.name) for field in dataclasses.fields(StagePlan) if field.init}
-    await pair.session(pair.link(Lying(**fields)))
-    ending = await pair.tasks[-1]
-    assert isinstance(ending, BrokenWorldException)
-    assert "WEIGHTS: expected torch.uint8, 1 to 4 rows" in ending.detail
-
-
 async def test_link_breaks_at_once_when_a_batch_cannot_be_sent(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
     link = pair.link(plan[0])
     await pair.session(link)
@@ -280,33 +266,12 @@ async def test_link_breaks_at_once_when_a_batch_cannot_be_sent(pair: Pair, plan:
     assert "BATCH 1 cannot be sent: ValueError: cannot send torch.bool" in link.detail
 
 
-async def test_link_breaks_at_once_when_a_result_cannot_be_sent(
-    pair: Pair, plan: tuple[StagePlan, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link = pair.link(plan[0])
-    session = await pair.session(link)
-    await pair.heard.until("ready")
-    monkeypatch.setattr(session.queue, "_forward", lambda *_: torch.zeros(1, dtype=torch.bool))
-    link.send(1, images(), 1)
-    await pair.heard.until("broken")
-    assert link.cause in (Cause.ABORTED, Cause.LEFT, Cause.EXIT)
-    assert link.leader_unresponsive is False
-
-
 async def test_link_never_serves_when_the_join_self_test_fails(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
     link = pair.link(with_other_weights(plan[1]))
     await pair.session(link)
     await pair.heard.until("broken")
     assert link.cause == "error"
     assert "self-test" in link.detail
-
-
-async def test_link_never_serves_when_the_weights_do_not_load(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
-    link = pair.link(dataclasses.replace(plan[1], weights=plan[0].weights))
-    await pair.session(link)
-    await pair.heard.until("broken")
-    assert link.cause == "error"
-    assert "graph" in link.detail
 
 
 async def take_order(channel: Channel) -> None:
@@ -344,55 +309,6 @@ async def serving_script(pair: Pair, link: WorkerLink, plan: StagePlan) -> Chann
     await channel.send(Message(MessageKind.RESULT, payload=plan.self_test_output, **about))
     await pair.heard.until("ready")
     return channel
-
-
-async def test_link_copies_no_weights_when_a_worker_joins(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
-    tracemalloc.start()
-    try:
-        link = pair.link(plan[1])
-        await take_order(await scripted_worker(pair, link))
-        await pair.heard.until("warming")
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < plan[1].weights.size / 4
-
-
-async def test_link_breaks_when_a_loading_worker_answers_twice(
-    pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...]
-) -> None:
-    link = pair.link(plan[0])
-    channel = await serving_script(pair, link, plan[0])
-    loading = asyncio.create_task(link.load(second[:1]))
-    # Do not read the weights, so that both answers are sent before the leader asks anything.
-    await fetch(channel, await channel.receive())
-    with contextlib.suppress(
-        BrokenWorldException
-    ):  # the second answer breaks the world, possibly before it is received
-        for _ in range(2):
-            await channel.send(Message.from_text(MessageKind.READY, "{}", version=second[0].number))
-    await pair.heard.until("broken")
-    assert link.cause == "error"
-    assert "has not asked for another reply" in link.detail
-    async with asyncio.timeout(WAIT_S):
-        with pytest.raises(LinkEndedError):
-            await loading
-
-
-async def test_link_breaks_when_a_loading_worker_sends_an_unexpected_message(
-    pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...]
-) -> None:
-    link = pair.link(plan[0])
-    channel = await serving_script(pair, link, plan[0])
-    loading = asyncio.create_task(link.load(second[:1]))
-    await take_order(channel)
-    with contextlib.suppress(BrokenWorldException):  # the header alone breaks the world
-        await channel.send(Message(MessageKind.RESULT, payload=plan[0].self_test_output))
-    async with asyncio.timeout(WAIT_S):
-        with pytest.raises(LinkEndedError):
-            await loading
-    assert "not in flight" in link.detail
-    assert (link.state, link.cause) == ("broken", "error")
 
 
 @pytest.mark.parametrize("about", [{"version": 1}, {"stage": 1, "version": 2}])
@@ -454,17 +370,6 @@ async def test_link_ends_at_once_when_aborted_while_forming(pair: Pair, plan: tu
     await pair.session(again)
     await pair.heard.until("ready")
     assert former.cause == Cause.EXIT
-
-
-async def test_link_ends_at_once_when_aborted_while_serving(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
-    link = pair.link(plan[0])
-    await pair.session(link)
-    await pair.heard.until("ready")
-    link.fail(Cause.HANG, "no answer")
-    assert (link.state, link.cause) == ("broken", Cause.HANG)
-    async with asyncio.timeout(WAIT_S):
-        await asyncio.gather(*pair.tasks)
-    assert link.cause == Cause.HANG
 
 
 def images(rows: int = 1) -> torch.Tensor:
@@ -553,48 +458,6 @@ async def test_load_ends_when_the_link_breaks(
             await link.load(second[:1])
 
 
-async def test_load_ends_when_the_worker_leaves(
-    pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link = pair.link(plan[0])
-    session = await pair.session(link)
-    await pair.heard.until("ready")
-    monkeypatch.setattr(session.queue, "load", lambda *_: asyncio.Event().wait())
-    loading = asyncio.create_task(link.load(second[:1]))
-    await session.leave()
-    async with asyncio.timeout(WAIT_S):
-        with pytest.raises(LinkEndedError):
-            await loading
-    assert link.state == "draining"
-
-
-async def test_worker_that_leaves_while_loading_is_not_counted_as_faulty(
-    pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link = pair.link(plan[0])
-    session = await pair.session(link)
-    await pair.heard.until("ready")
-    begun, proceed, load = asyncio.Event(), asyncio.Event(), session.queue.load
-
-    async def load_later(*args: Any) -> object:
-        begun.set()
-        await proceed.wait()
-        return await load(*args)
-
-    monkeypatch.setattr(session.queue, "load", load_later)
-    loading = asyncio.create_task(link.load(second[:1]))
-    async with asyncio.timeout(WAIT_S):
-        await begun.wait()
-        await session.leave()
-        with pytest.raises(LinkEndedError):
-            await loading
-        proceed.set()
-        while (2, 0) not in session.queue._stages:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.01)
-    await answered(pair, link, 7, 1)  # after its reply about the version
-    assert link.state == "draining"
-
-
 @pytest.mark.parametrize(
     "tuning",
     [
@@ -610,12 +473,3 @@ async def test_link_serves_when_its_worker_uses_another_execution_mode(pair: Pai
     link = pair.link(*plan, slot=SlotId(None, 0))
     await pair.session(link)
     await pair.heard.until("ready")
-
-
-async def test_link_never_serves_when_the_self_test_fails_at_the_workers_precision(pair: Pair) -> None:
-    plan = resnet_plan("random:0", 2, Tuning("auto", "fused"), image_size=IMAGE_SIZE)
-    link = pair.link(with_other_weights(plan[1]))
-    await pair.session(link)
-    await pair.heard.until("broken")
-    assert link.cause == "error"
-    assert "self-test" in link.detail

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import resource
-import signal
 import socket
 import threading
 from typing import Any
@@ -23,7 +22,6 @@ from multiworld.control.frames import PROTOCOL_VERSION, Frame, FrameReader, Kind
 from multiworld.control.handshake import NONCE_BYTES
 from multiworld.execution.process_group import UnsupportedBackendError
 from multiworld.membership.acceptor import bind
-from multiworld.membership.monitor import HostSession
 from tests.integration.members import PATIENCE_S, Spawn, form
 
 PATIENT_S = 10.0
@@ -192,32 +190,6 @@ async def test_join_raises_closed_when_its_world_is_closed(rank: int, how: str) 
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("multiworld")] == []
 
 
-async def until_missing(manager: WorldManager, world: str, ranks: list[int]) -> None:
-    """Return once exactly these ranks are missing in the world that we host."""
-    while True:
-        monitor = manager.worlds[world]._monitor if world in manager.worlds else None
-        if isinstance(monitor, HostSession) and monitor.missing() == ranks:
-            return
-        await asyncio.sleep(0.005)
-
-
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "freezes"])
-async def test_rank_is_free_again_when_its_member_ends_before_the_start(
-    spawn: Spawn, manager: WorldManager, signum: signal.Signals
-) -> None:
-    port = manager.listen()
-    hosting = asyncio.create_task(manager.initialize_world("w", 0, 3, port=port))
-    victim, heir, third = await spawn(), await spawn(), await spawn()
-    victim.start("join", world="w", rank=1, size=3, port=port)
-    await until_missing(manager, "w", [2])
-    victim.signal(signum)
-    await until_missing(manager, "w", [1, 2])
-    joining = heir.start("join", world="w", rank=1, size=3, port=port)
-    await third.do("join", world="w", rank=2, size=3, port=port)
-    await asyncio.gather(hosting, joining)
-    await exchange(manager, "w", heir.start("recv", world="w", src=0))
-
-
 async def test_worlds_form_on_a_port_that_is_flooded_with_connections(spawn: Spawn) -> None:
     """Random bytes, HTTP, silence, and a thousand connections do not keep a member from joining."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -251,49 +223,7 @@ async def test_event_loop_is_not_blocked_by_slow_name_resolution(
     assert (await joining).state is WorldState.READY
 
 
-async def test_join_times_out_when_the_listen_address_is_not_resolved(
-    manager: WorldManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = threading.Event()
-    monkeypatch.setattr("multiworld.listeners.listening_host", lambda _: gate.wait(PATIENCE_S))
-    try:
-        with pytest.raises(JoinError, match=r"slow.invalid was not resolved within 0.05 s"):
-            await manager.initialize_world("w", 0, 1, addr="slow.invalid", port=1, timeout=0.05)
-    finally:
-        gate.set()
-
-
-async def test_nothing_is_left_when_the_control_loop_thread_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with bind("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-    async with WorldManager() as manager:
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(RuntimeError, match="can't start new thread"):
-                await manager.initialize_world("w", 0, 1, port=port)
-        await manager.initialize_world("w", 0, 1, port=port)
-
-
 # -- names used by several threads ------------------------------------------------------------------------------------------------
-
-
-async def test_new_world_stays_when_another_thread_removes_the_old_world_of_that_name(manager: WorldManager) -> None:
-    old = await manager.initialize_world("w", 0, 1, port=manager.listen())
-    close = old.close
-
-    def replaced_meanwhile() -> None:
-        close()
-        manager._worlds["w"] = new
-
-    async with WorldManager() as other:
-        new = await other.initialize_world("w", 0, 1, port=other.listen())
-        old.close = replaced_meanwhile  # type: ignore[method-assign]
-        manager.remove_world("w")
-        assert manager.worlds["w"] is new
-        old.close = close  # type: ignore[method-assign]
 
 
 async def test_concurrent_removals_raise_only_not_found(

@@ -1,7 +1,6 @@
 """A member with a local failure (no memory, no thread, an operation that raises) reports it, and every operation ends."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from multiworld.elastic.agent import suspect_of
 from multiworld.elastic.protocol.messages import MemberInfo, View
 from multiworld.ops import p2p as messages
 from multiworld.ops.operation import Collective, Plan
-from tests.integration.members import PATIENCE_S, Spawn, form
+from tests.integration.members import PATIENCE_S, form
 
 PATIENT_S = 20.0
 ERRORS = [MemoryError(), ValueError("refused"), TypeError("refused")]
@@ -105,65 +104,6 @@ async def test_world_breaks_with_the_failing_member_named_when_an_operation_rais
         assert type(error).__name__ in failure.detail
 
 
-async def test_world_breaks_with_the_failing_member_named_when_no_thread_starts(
-    pair: tuple[World, World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world, peer = pair
-
-    def refuse(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    sending = asyncio.create_task(peer.send(torch.ones(4), 0))
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(BrokenWorldException) as caught:
-            await world.recv(torch.zeros(4, 2)[:, 0], 1)
-    await asyncio.gather(sending, return_exceptions=True)
-    assert (caught.value.cause, caught.value.rank) == (Cause.LOCAL, 0)
-
-
-async def test_callers_get_errors_when_no_thread_can_free_their_world(
-    pair: tuple[World, World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world, _ = pair
-
-    def refuse(*_: object) -> int:
-        raise RuntimeError("can't start new thread")
-
-    coming = asyncio.create_task(world.recv(torch.zeros(4), 1))
-    await asyncio.sleep(0)
-    with monkeypatch.context() as patch:
-        patch.setattr("multiworld.world._thread.start_new_thread", refuse)
-        world._control_loop.call_soon(world.fail, Cause.ABORTED, 0, "for the test")
-        async with asyncio.timeout(PATIENCE_S):
-            with pytest.raises(BrokenWorldException):
-                await coming
-        assert not world.reclaimed.is_set()
-    assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
-
-
 def test_members_suspect_the_member_with_the_local_failure() -> None:
     view = View(1, tuple(MemberInfo(name, "127.0.0.1", 1) for name in ("a", "b")))
     assert suspect_of("a", view, BrokenWorldException("w", Cause.LOCAL, 1, "MemoryError")) == "b"
-
-
-@pytest.mark.parametrize("left_kib", [256, 1024, 4096, 8192, 8448, 9216, 12288, 20480])
-async def test_every_operation_ends_when_little_address_space_is_left(spawn: Spawn, left_kib: int) -> None:
-    """Only that member counts as failed. glibc may end the process; then its peer sees the exit."""
-    async with WorldManager(heartbeat_timeout_s=PATIENT_S) as manager:
-        victim = await spawn()
-        await form("w", manager.listen(), manager, victim)
-        starved = victim.start("starve", world="w", peer=0, left_kib=left_kib)
-        here, sent = manager.communicator, asyncio.create_task(manager.communicator.send(torch.ones(4), 1, "w", tag=1))
-        async with asyncio.timeout(PATIENCE_S):
-            with pytest.raises(BrokenWorldException) as caught:
-                await here.all_reduce(torch.empty(1 << 27), world_name="w")
-            await asyncio.gather(sent, return_exceptions=True)
-            ended: Any = (await asyncio.gather(starved, return_exceptions=True))[0]
-    assert caught.value.rank == 1, caught.value
-    if isinstance(ended, EOFError):
-        assert "thread-local data: ABORT" in victim.complaints
-        return
-    assert caught.value.cause is Cause.LOCAL
-    assert ended[0] == ["local", 1]
-    assert ended[1] in (["local", 1], ["done", -1])  # a thread may have been available

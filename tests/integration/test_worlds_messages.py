@@ -10,16 +10,13 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Generator, Iterator
-from functools import partial
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager, WorldState
-from multiworld.control.frames import FrameReader
-from multiworld.control.handshake import ClientHandshake, Hello
+from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
 from multiworld.transport import connection as line
 from tests.integration.crew import Crew
 from tests.integration.members import PATIENCE_S, Member, Spawn, form
@@ -104,30 +101,6 @@ def test_all_members_can_send_large_messages_before_receiving(crew: Crew, size: 
     crew.run(size, part)
 
 
-def test_continuous_sender_does_not_starve_the_event_loop(crew: Crew) -> None:
-    async def part(manager: WorldManager, world: World) -> None:
-        here, name, total = manager.communicator, world.name, 2000
-        if world.rank == 1:
-            for operation in [here.irecv(torch.zeros(1), 0, name) for _ in range(total)]:
-                await operation
-            return
-        turns = 0
-
-        async def count() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        counting = asyncio.create_task(count())
-        for _ in range(total):
-            await here.send(torch.zeros(1), 1, name)
-        counting.cancel()
-        assert turns >= total
-
-    crew.run(2, part)
-
-
 # -- event loops -------------------------------------------------------------------------------------------------------------
 
 
@@ -203,44 +176,6 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("signum", "cause"), FAULTS)
-@pytest.mark.parametrize("sends", [True, False], ids=["sender", "receiver"])
-@pytest.mark.parametrize("manager", [0, None], ids=["tcp", "shared memory"], indirect=True)
-async def test_survivor_gets_cause_and_rank_when_its_peer_fails_during_a_message(
-    spawn: Spawn,
-    manager: WorldManager,
-    signum: signal.Signals,
-    cause: Cause,
-    sends: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(line, "_EVENT_BYTES", 1 << 16)  # 40 MB, so that the transfer takes long enough
-    victim = await spawn()
-    await form("w", manager.listen(), manager, victim)
-    neighbour = await spawn()
-    await form("v", manager.listen(), manager, neighbour)
-    ours = manager.world("w")._operations._connections[1]
-    if sends:
-        operation = manager.communicator.irecv(torch.zeros(BIG), 1, "w")
-        victim.start("send", world="w", dst=0, count=BIG)
-        await until(lambda: ours._filled > 0 or getattr(ours, "_slotted_bytes", 0) > 0)
-        victim.signal(signum)
-    else:
-        victim.start("recv", world="w", src=0, count=BIG)
-        await victim.do("threads")
-        victim.signal(signal.SIGSTOP)
-        await victim.stopped()
-        operation = manager.communicator.isend(torch.zeros(BIG), 1, "w")
-        await until(lambda: ours._partly_written or ours._waiting)
-        victim.signal(signum)
-    with pytest.raises(BrokenWorldException) as raised:
-        await operation
-    assert (raised.value.cause, raised.value.rank) == (cause, 1)
-    coming = neighbour.start("recv", world="v", src=0)
-    await manager.communicator.send(torch.ones(4), 1, "v")
-    assert await coming == [1.0]
-
-
 def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -278,72 +213,6 @@ async def test_world_breaks_when_a_member_fails_while_peers_connect(
     for world in manager._ended:
         assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
     await until(lambda: _descriptors() <= before + spawned)
-
-
-async def test_peer_port_tolerates_unauthenticated_connections_and_closes_when_the_world_has_formed(
-    spawn: Spawn,
-) -> None:
-    """Rank 1's port is open until rank 2 has connected."""
-    victim = await spawn(secret="right", heartbeat_timeout_s=PATIENT_S)
-    await victim.do("freeze_while_connecting", connected=False)
-    first, second = (WorldManager(secret="right", heartbeat_timeout_s=PATIENT_S) for _ in range(2))
-    async with first, second:
-        port = first.listen()
-        joining = victim.start("join", world="w", rank=2, size=3, port=port)
-        forming = [
-            asyncio.create_task(manager.initialize_world("w", rank, 3, port=port))
-            for rank, manager in enumerate((first, second))
-        ]
-        await victim.stopped()
-        address = None
-        async with asyncio.timeout(PATIENCE_S):
-            while address is None or address.fileno() < 0:
-                await asyncio.sleep(0.01)
-                mesh = second.world("w").bootstrap.mesh
-                value = second.world("w")._store._values.get("multiworld/address/1") if mesh is not None else None
-                if value is not None:
-                    line_port = int(value.split()[0])
-                    address = socket.create_connection(("127.0.0.1", line_port))
-        strangers = [address]  # silent
-        for greeting in (os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\0\0\0\x01\x07"):
-            strangers.append(socket.create_connection(("127.0.0.1", line_port)))
-            strangers[-1].sendall(greeting)
-        formation = second.world("w").bootstrap.mesh.formation  # type: ignore[union-attr]
-        for secret, hello, words in (
-            ("wrong", Hello("w", 2, 3, 1, peer=1), b"wrong secret"),
-            ("right", Hello("another", 2, 3, 1, peer=1), b"does not form here"),
-            ("right", Hello("w", 2, 3, 2, peer=1), b"does not form here"),
-            ("right", Hello("w", 2, 4, 1, peer=1), b"rank 2 of 4 must not connect to rank 1 of 3"),
-            ("right", Hello("w", 1, 3, 1, peer=1), b"rank 1 of 3 must not connect"),
-            ("right", Hello("w", 2, 3, 1, peer=0), b"this is rank 1, not 0"),
-            ("right", Hello("w", 2, 3, 1, peer=1, formation=formation[::-1]), b"does not form that world any more"),
-        ):
-            rejection = await asyncio.to_thread(_ask_for_a_line, line_port, secret.encode(), hello)
-            assert words in rejection
-        victim.signal(signal.SIGCONT)
-        worlds = await asyncio.gather(*forming)
-        assert all(world.state is WorldState.READY for world in worlds)
-        await joining  # it may be ready later than the others, and accepts no message before
-        coming = victim.start("recv", world="w", src=1)
-        await second.communicator.send(torch.ones(4), 2, "w")
-        assert await coming == [1.0]
-        async with asyncio.timeout(PATIENCE_S):
-            with contextlib.suppress(ConnectionRefusedError):
-                while True:
-                    socket.create_connection(("127.0.0.1", line_port)).close()
-                    await asyncio.sleep(0.01)
-        for stranger in strangers:
-            stranger.close()
-
-
-def _ask_for_a_line(port: int, secret: bytes, hello: Hello) -> bytes:
-    """The reason for the rejection."""
-    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as sock:
-        frames, handshake = FrameReader(), ClientHandshake(secret, hello)
-        (challenge,) = frames.feed(sock.recv(1 << 12))
-        sock.sendall(handshake.hello(challenge).encode())
-        (rejection,) = frames.feed(sock.recv(1 << 12))
-        return rejection.fields[0]
 
 
 @contextlib.contextmanager
@@ -386,19 +255,6 @@ async def test_world_breaks_when_the_network_drops_data_while_heartbeats_arrive(
         assert caught.value.cause is Cause.TRANSPORT
 
 
-async def test_slow_receiver_does_not_count_as_a_lost_network(spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "UNACKNOWLEDGED_S", 0.2)
-    monkeypatch.setattr("multiworld.world._WATCH_S", 0.1)
-    peer = await spawn(heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=0)
-    async with WorldManager(heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=0) as manager:
-        await form("w", manager.listen(), manager, peer)
-        coming = peer.start("recv", world="w", src=0, count=BIG)
-        peer.start("block", seconds=2.0)
-        await until(lambda: "stands still" in peer.complaints)
-        await manager.communicator.send(torch.ones(BIG), 1, "w")
-        assert await coming == [1.0]
-
-
 async def test_other_worlds_stay_when_a_callback_blocks_while_its_peer_dies(
     spawn: Spawn, manager: WorldManager
 ) -> None:
@@ -439,20 +295,6 @@ async def test_completed_sends_arrive_when_the_sender_leaves_with_a_receive_pend
             await guest.close_world("w")
 
 
-async def test_lost_connection_is_attributed_to_its_peer_when_a_later_collective_finds_it(spawn: Spawn) -> None:
-    peer, third = [await spawn(enable_monitor=False, verify_collectives=False) for _ in range(2)]
-    async with WorldManager(enable_monitor=False, verify_collectives=False, shared_memory_bytes=0) as manager:
-        await form("w", manager.listen(), manager, third, peer)
-        connection = manager.world("w")._operations._connections[2]
-        peer.signal(signal.SIGSTOP)
-        await peer.stopped()
-        connection._sock.shutdown(socket.SHUT_RDWR)
-        await until(lambda: connection.end_reason is not None)
-        with pytest.raises(BrokenWorldException) as caught:
-            await manager.communicator.all_reduce(torch.zeros(4), world_name="w")
-        assert (caught.value.cause, caught.value.rank) == (Cause.TRANSPORT, 2)
-
-
 async def test_lost_peer_connection_breaks_the_world_without_heartbeats(spawn: Spawn) -> None:
     peer = await spawn(enable_monitor=False)
     async with WorldManager(enable_monitor=False, shared_memory_bytes=0) as manager:
@@ -468,73 +310,3 @@ async def test_lost_peer_connection_breaks_the_world_without_heartbeats(spawn: S
             with pytest.raises(BrokenWorldException) as caught:
                 await coming
         assert (caught.value.cause, caught.value.rank) == (Cause.TRANSPORT, 1)
-
-
-class _EagerTask:
-    """Like `asyncio.eager_task_factory` of Python 3.12, for 3.11: the first step runs at once."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._coroutine = coroutine
-        self._yielded: Any = None
-        self._ended: StopIteration | BaseException | None = None
-        try:
-            self._yielded = coroutine.send(None)
-        except BaseException as error:  # noqa: BLE001 - raised by the task below
-            self._ended = error
-
-    async def rest(self) -> Any:
-        if self._ended is None:
-            return await self
-        if isinstance(self._ended, StopIteration):
-            return self._ended.value
-        raise self._ended
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        yielded = self._yielded
-        while True:
-            if asyncio.isfuture(yielded):
-                yielded._asyncio_future_blocking = True
-            try:
-                sent = yield yielded
-            except BaseException as error:  # noqa: BLE001 - the coroutine's to handle
-                step = partial(self._coroutine.throw, error)
-            else:
-                step = partial(self._coroutine.send, sent)
-            try:
-                yielded = step()
-            except StopIteration as end:
-                return end.value
-
-
-def _eager_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
-    return asyncio.Task(_EagerTask(coroutine).rest(), loop=loop, **options)
-
-
-async def test_results_are_correct_with_an_eager_task_factory() -> None:
-    loop = asyncio.get_running_loop()
-    async with (
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
-    ):
-        await form("w", host.listen(), host, guest)
-
-        async def part(manager: WorldManager, rank: int, number: int) -> None:
-            here, tensor = manager.communicator, torch.full((300,), float(number + rank))
-            received = torch.zeros(50)
-            sending = here.isend(torch.full((50,), float(number)), 1 - rank, "w", tag=number)
-            receiving = here.irecv(received, 1 - rank, "w", tag=number)
-            await here.all_reduce(tensor, world_name="w")
-            await receiving
-            await sending
-            assert set(tensor.tolist()) == {2.0 * number + 1}
-            assert set(received.tolist()) == {float(number)}
-
-        loop.set_task_factory(getattr(asyncio, "eager_task_factory", _eager_task))
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                for round_ in range(50):
-                    numbers = range(4 * round_, 4 * round_ + 4)
-                    pairs = [part(each, rank, number) for rank, each in enumerate((host, guest)) for number in numbers]
-                    await asyncio.gather(*pairs)
-        finally:
-            loop.set_task_factory(None)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from multiworld import JoinError, WorldClosedError, WorldExistsError, WorldManager, WorldNotFoundError, WorldState
+from multiworld import JoinError, WorldClosedError, WorldExistsError, WorldManager, WorldNotFoundError
 from tests.integration.members import Spawn, form
 
 BIG = 3_000_000  # float32: 12 MB, larger than any socket buffer
@@ -81,16 +81,6 @@ async def test_name_of_a_closed_world_is_free_with_the_next_generation(spawn: Sp
         await peer.do("forget_events")
 
 
-async def test_port_that_is_not_kept_open_can_be_reused_after_close(spawn: Spawn, manager: WorldManager) -> None:
-    port = manager.listen()
-    await manager.aclose()  # a port that was free a moment ago
-    peer = await spawn()
-    for generation in (1, 2, 3):
-        assert await form("w", port, manager, peer) == generation
-        await peer.do("remove", world="w")
-        manager.remove_world("w")
-
-
 async def test_stale_generation_is_refused_and_a_later_one_waits(spawn: Spawn, manager: WorldManager) -> None:
     port = manager.listen()
     stale, early = await spawn(), await spawn()
@@ -107,20 +97,6 @@ async def test_stale_generation_is_refused_and_a_later_one_waits(spawn: Spawn, m
     assert await waiting == 8
 
 
-async def test_member_with_any_generation_joins_a_restarted_host(spawn: Spawn, manager: WorldManager) -> None:
-    """The host counts generations from 1 in each process."""
-    port = manager.listen()
-    peer = await spawn()
-    assert await form("w", port, manager, peer) == 1
-    await manager.close_world("w")
-    await peer.do("told", kind="broken", world="w")
-    assert await form("w", port, manager, peer) == 2
-    await manager.aclose()
-    async with WorldManager(heartbeat_timeout_s=PATIENT_S) as restarted:
-        assert restarted.listen(port=port) == port
-        assert await form("w", port, restarted, peer) == 1
-
-
 async def test_name_in_use_is_refused_without_affecting_its_world(spawn: Spawn, manager: WorldManager) -> None:
     port = manager.listen()
     peer = await spawn()
@@ -132,13 +108,6 @@ async def test_name_in_use_is_refused_without_affecting_its_world(spawn: Spawn, 
     coming = peer.start("recv", world="w", src=0)
     await manager.communicator.send(torch.ones(4), 1, "w")
     assert await coming == [1.0]
-
-
-async def test_world_of_one_is_ready_at_once(manager: WorldManager) -> None:
-    world = await manager.initialize_world("alone", 0, 1, port=manager.listen())
-    assert str(world.state) == "ready"
-    await manager.close_world("alone")
-    assert str(world.state) == "closed"
 
 
 @pytest.mark.parametrize("count", [4, BIG], ids=["small", "12MB"])
@@ -155,22 +124,6 @@ async def test_message_arrives_when_its_sender_closes_right_after_sending(
         assert set(tensor.tolist()) == {value}
         await sending
         await manager.close_world("w")
-
-
-async def test_both_sides_end_closed_when_they_close_at_the_same_time(spawn: Spawn, manager: WorldManager) -> None:
-    port = manager.listen()
-    peer = await spawn()
-    for _ in range(5):
-        await form("w", port, manager, peer)
-        world = manager.worlds["w"]
-        closing = peer.start("close", world="w")
-        await manager.close_world("w")
-        assert world.state in (
-            WorldState.CLOSED,
-            WorldState.BROKEN,
-        )  # broken (left) if the peer's close arrived first
-        assert world.reclaimed.is_set()
-        await closing
 
 
 async def test_operation_raises_that_the_world_is_closed(manager: WorldManager) -> None:

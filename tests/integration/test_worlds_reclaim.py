@@ -1,29 +1,22 @@
 """Ended worlds leave nothing behind, however often and however they ended; and a program may exit in any state."""
 
-import _thread
 import asyncio
 import contextlib
 import ctypes
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from multiworld import BrokenWorldException, Cause, JoinError, WorldManager
+from multiworld import BrokenWorldException, Cause, WorldManager
 from multiworld.ops import p2p
-from multiworld.transport.connection import PeerConnection
 from multiworld.transport.segments import SegmentPool
-from multiworld.transport.shared import SharedMemoryConnection
 from tests.integration.members import PATIENCE_S, Spawn, form, resources
 
 CYCLES = int(os.environ.get("MULTIWORLD_TEST_CYCLES", "60"))
@@ -261,27 +254,6 @@ async def test_program_exits_cleanly_with_an_open_world(spawn: Spawn, state: str
     assert not [line for line in member.complaints.splitlines() if "ready->broken" not in line]
 
 
-async def test_world_is_freed_when_its_builder_thread_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name.endswith("-join"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    async with WorldManager() as manager:
-        port = manager.listen()
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(JoinError, match="can't start new thread"):
-                await manager.initialize_world("w", 0, 1, port=port)
-        ended = list(manager._ended)
-        for world in ended:
-            assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
-        del ended
-        await manager.initialize_world("w", 0, 1, port=port)
-
-
 @pytest.mark.parametrize("connected", [False, True])
 async def test_program_exits_cleanly_while_a_world_forms(spawn: Spawn, connected: bool) -> None:
     """A thread waits for the connection of the other member at this point."""
@@ -292,14 +264,6 @@ async def test_program_exits_cleanly_while_a_world_forms(spawn: Spawn, connected
     victim.start("join", world="w", rank=1, size=2, port=port)
     await victim.stopped()
     assert await member.end() == 0
-
-
-async def test_failing_program_exits_with_its_own_error(spawn: Spawn) -> None:
-    member, peer = await spawn(), await spawn()
-    await form("w", await member.do("listen"), member, peer)
-    member.start("recv", world="w", src=1)
-    assert await member.end("fail") == 1
-    assert "ScriptError" in member.complaints
 
 
 async def test_forked_child_exits_cleanly_and_does_not_affect_its_parents_worlds(spawn: Spawn) -> None:
@@ -336,90 +300,6 @@ async def test_ended_worlds_with_unlimited_names_are_forgotten(monkeypatch: pyte
         await manager.initialize_world("lives", 0, 1, port=port)
         assert sorted(manager.worlds) == ["lives", "w3", "w4", "w5"]
         assert manager.is_broken("w0")
-
-
-async def test_ended_world_that_is_kept_by_name_frees_its_connections() -> None:
-    async with WorldManager() as host, WorldManager() as guest:
-        await form("w", host.listen(), host, guest)
-        connections = [
-            weakref.ref(each) for each in gc.get_objects() if type(each) in (PeerConnection, SharedMemoryConnection)
-        ]
-        world = host.world("w")
-        guest.remove_world("w")
-        assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
-        assert host.worlds["w"] is world
-        assert set(world.transports) == {1}
-        async with asyncio.timeout(PATIENCE_S):
-            while any(each() is not None for each in connections):
-                gc.collect()
-                await asyncio.sleep(0.01)
-
-
-PROGRAM = """
-import asyncio, torch
-from multiworld import WorldManager
-
-async def main():
-    host, guest = WorldManager(), WorldManager()
-    port = host.listen()
-    await asyncio.gather(*(m.initialize_world("w", r, 2, port=port) for r, m in enumerate((host, guest))))
-    asyncio.ensure_future(guest.communicator.recv(torch.zeros(4), 0, "w"))
-    await asyncio.sleep(0)
-    {ending}
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("ending", ["return", "raise SystemExit(0)", "asyncio.get_running_loop().stop()"])
-def test_script_exits_cleanly_however_it_ends(ending: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(PROGRAM.format(ending=ending))
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        cwd=root,
-        env={"PYTHONPATH": str(root)},
-    )
-    if "stop()" in ending:
-        assert done.returncode == 1  # asyncio.run's own warning
-    else:
-        assert done.returncode == 0, done.stderr
-        assert not [line for line in done.stderr.splitlines() if "ready->broken" not in line]
-
-
-async def test_control_loop_continues_and_frees_a_world_later_when_no_thread_can_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    refused, enough = 0, asyncio.Event()
-    loop, start = asyncio.get_running_loop(), _thread.start_new_thread
-
-    def refuse(*arguments: Any) -> int:
-        nonlocal refused
-        refused += 1
-        if refused < 5:
-            raise RuntimeError("can't start new thread")
-        loop.call_soon_threadsafe(enough.set)
-        return start(*arguments)
-
-    async with (
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
-    ):
-        port = host.listen()
-        for name in ("falls", "stays"):
-            await form(name, port, host, guest)
-        falls = host.world("falls")
-        monkeypatch.setattr("multiworld.world._thread.start_new_thread", refuse)
-        guest.world("falls").fail(Cause.ABORTED, 1, "for the test")
-        async with asyncio.timeout(PATIENCE_S):
-            await enough.wait()
-        assert await asyncio.to_thread(falls.reclaimed.wait, PATIENCE_S)
-        await asyncio.gather(host.communicator.barrier("stays"), guest.communicator.barrier("stays"))
 
 
 async def test_callers_get_errors_and_the_lost_thread_is_reported_when_a_thread_never_ends(

@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -61,7 +60,6 @@ class TorturePart:
         self._fired: list[int] = []
         self._striking: set[asyncio.Task[None]] = set()
         self._verified = 0
-        self._planted = ""
 
     async def torture_prepare(self, timeout_s: float) -> int:
         """Use a manager with this heartbeat timeout. Returns the port on which worlds can be hosted."""
@@ -73,10 +71,6 @@ class TorturePart:
         self.manager = WorldManager(heartbeat_timeout_s=timeout_s)
         self._port = self.manager.listen()
         return self._port
-
-    async def torture_plant(self, defect: str) -> None:
-        """Misbehave from now on: send `wrong messages`, or let `no faults` fire."""
-        self._planted = defect
 
     async def torture_join(
         self, seed: int, number: int, process: int, ports: list[int], faults: list[FaultKind]
@@ -196,8 +190,7 @@ class TorturePart:
             queues.setdefault("collectives", []).append(CollectivePart(here, world, rank, size, collective))
         for message in phase.messages:
             if rank in (message.src, message.dst):
-                wrong = self._planted == "wrong messages" and rank == message.src
-                part = MessagePart(here, world, rank, replace(message, key=f"{message.key}?") if wrong else message)
+                part = MessagePart(here, world, rank, message)
                 queues.setdefault(part.stream, []).append(part)
         rng = Random(f"{self._seed_and_round}/{planned.name}/{rank}/{len(queues)}")
         order = [key for key, queue in queues.items() for _ in queue]
@@ -226,8 +219,6 @@ class TorturePart:
 
     def _unfired(self, planned: PlannedWorld) -> list[Fault]:
         """Our faults in this world that have not fired."""
-        if self._planted == "no faults":
-            return []
         return [fault for fault in self._mine_of(planned) if fault.number not in self._fired]
 
     def _check_all_begun(self, planned: PlannedWorld) -> None:
@@ -293,7 +284,7 @@ class TorturePart:
         """The operation of this rank, which differs from that of the `others`, for a fault that consists of operations."""
         here, world, tag = self.manager.communicator, planned.name, FAULT_TAG + fault.number
         victim = planned.members.index(fault.process)
-        strikes = rank == victim and self._planted != "no faults"
+        strikes = rank == victim
         call: Awaitable[None]
         if fault.kind == "disagree":
             call = here.all_reduce(torch.zeros(5 if strikes else 4), world_name=world)

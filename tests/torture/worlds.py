@@ -86,12 +86,11 @@ class _Process:
 class Torture:
     """A run. Its processes live from round to round, except those that a fault ends."""
 
-    def __init__(self, seed: int, spawn: Spawn, faults: Sequence[FaultKind] = _ALL_FAULTS, planted: str = "") -> None:
+    def __init__(self, seed: int, spawn: Spawn, faults: Sequence[FaultKind] = _ALL_FAULTS) -> None:
         self.tally = Tally()
         self._seed = seed
         self._spawn = spawn
         self._faults = faults
-        self._planted = planted
         self._processes: dict[int, _Process] = {}
 
     async def run_round(self, number: int) -> None:
@@ -124,8 +123,6 @@ class Torture:
     async def _start_process(self) -> _Process:
         member = await self._spawn()
         port = await member.do("torture_prepare", timeout_s=HEARTBEAT_TIMEOUT_S)
-        if self._planted:
-            await member.do("torture_plant", defect=self._planted)
         return _Process(member, port)
 
     def _member(self, index: int) -> Member:
@@ -255,13 +252,11 @@ async def _gathered(tasks: "dict[int, asyncio.Task[Any]]") -> dict[int, Any]:
 
 
 @contextlib.asynccontextmanager
-async def torture(seed: int, faults: Sequence[FaultKind] = _ALL_FAULTS, planted: str = "") -> AsyncIterator[Torture]:
-    """Args:
-    planted: a defect of the members, to test the test: see `TorturePart.torture_plant`.
-    """
+async def torture(seed: int, faults: Sequence[FaultKind] = _ALL_FAULTS) -> AsyncIterator[Torture]:
+    """A run in processes of its own."""
     with tempfile.TemporaryDirectory() as folder:
         async with members(Path(folder)) as spawn:
-            yield Torture(seed, spawn, faults, planted)
+            yield Torture(seed, spawn, faults)
 
 
 async def run(

@@ -133,10 +133,6 @@ def test_members_wait_for_their_world_and_start_with_it(house: House) -> None:
     assert [client.next() for client in early] == [Frame(Kind.START, (b"1",))] * 2
 
 
-def test_world_of_one_starts_at_once(house: House) -> None:
-    assert house.host(size=1).next() == ("all joined", 1, "")
-
-
 @pytest.mark.parametrize(
     ("wish", "reason", "retry"),
     [
@@ -177,14 +173,6 @@ def test_member_without_a_requested_generation_waits_for_the_next_when_this_one_
     assert waiting.next() == Frame(Kind.START, (b"2",))
 
 
-def test_member_with_a_later_generation_waits_for_it(house: House) -> None:
-    house.host(generation=2)
-    waiting = house.client(generation=3).enter()
-    told = house.host(generation=3)
-    assert told.next() == ("all joined", 3, "127.0.0.1")
-    assert waiting.next() == Frame(Kind.START, (b"3",))
-
-
 def test_the_newer_of_two_clients_for_one_rank_is_admitted(house: House) -> None:
     """The earlier one may belong to a process that has been restarted."""
     elder, younger = house.client().enter(), house.client().enter()
@@ -204,55 +192,6 @@ def test_rank_is_free_again_when_its_member_leaves_before_the_start(house: House
         if answer.kind is Kind.START:
             break
     assert told.next() == ("all joined", 1, "127.0.0.1")
-
-
-@pytest.mark.parametrize("times", [1, 3])
-def test_replayed_join_is_refused(house: House, times: int) -> None:
-    """The recorded bytes of an authenticated member, on a new connection, while the world still waits for members."""
-    told = house.host(size=3)
-    house.client(size=3).enter()
-    honest = house.client(rank=2, size=3)
-    challenge = honest.next()
-    assert challenge is not None
-    recorded = honest.handshake.hello(challenge).encode()
-    for _ in range(times):
-        replayer = house.client(rank=2, size=3, secret=b"not known")
-        assert replayer.next() != challenge
-        replayer.sock.sendall(recorded)
-        assert replayer.next() == Frame(Kind.REFUSE, (b"wrong secret", b"0"))
-        assert replayer.next() is None
-    honest.sock.sendall(recorded)
-    assert told.next()[0] == "all joined"
-
-
-def test_member_with_a_wrong_secret_is_refused_permanently(house: House) -> None:
-    client = house.client(secret=b"wrong")
-    challenge = client.next()
-    assert challenge is not None
-    client.sock.sendall(client.handshake.hello(challenge).encode())
-    assert client.next() == Frame(Kind.REFUSE, (b"wrong secret", b"0"))
-    assert client.next() is None
-
-
-class NestedHello(Hello):
-    """A hello with deeply nested JSON, which a member with the secret may send."""
-
-    def encode(self) -> bytes:
-        return b"[" * 30_000
-
-
-def test_client_gets_the_reason_when_its_hello_is_invalid(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    client = Client(house.acceptor.port, NestedHello())
-    house.clients.append(client)
-    challenge = client.next()
-    assert challenge is not None
-    client.sock.sendall(client.handshake.hello(challenge).encode())
-    rejection = client.next()
-    assert rejection is not None
-    assert rejection.kind is Kind.REFUSE
-    assert rejection.fields[0].startswith(b"not a hello")
-    assert rejection.fields[1] == b"1"
-    assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
 
 
 def test_long_failure_report_of_a_member_is_truncated_and_escaped(house: House) -> None:
@@ -306,12 +245,6 @@ def test_the_oldest_unauthenticated_client_is_closed_when_there_are_too_many(
     strangers[4].sock.sendall(Frame(Kind.HEARTBEAT).encode())
     house.host("later")
     assert friend.next() == Frame(Kind.START, (b"1",))
-
-
-def test_waiting_client_may_only_send_heartbeats(house: House) -> None:
-    client = house.client().enter()
-    client.sock.sendall(Frame(Kind.STORE_SET, (b"key", b"value")).encode())
-    assert client.next() is None
 
 
 def test_all_clients_are_closed_when_the_acceptor_closes(house: House) -> None:

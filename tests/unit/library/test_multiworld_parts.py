@@ -1,11 +1,7 @@
 """Parts of a world: its store, its blocking threads, its events, its settings, its errors."""
 
 import asyncio
-import gc
-import pickle
 import threading
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -13,12 +9,10 @@ from queue import SimpleQueue
 import pytest
 from torch.distributed import DistStoreError
 
-from multiworld import BrokenWorldException, Cause, JoinError, WorldEvent, WorldManager
+from multiworld import JoinError, WorldEvent, WorldManager
 from multiworld.events import EventStream
 from multiworld.execution.blocking_pool import BlockingPool
 from multiworld.execution.process_group import UnsupportedBackendError, parse_backend
-from multiworld.execution.threads import DaemonThread
-from multiworld.membership import generations
 from multiworld.membership.generations import Generations
 from multiworld.membership.store import ControlStore
 
@@ -142,59 +136,6 @@ def test_close_reports_a_thread_that_does_not_return() -> None:
     assert waiters.close(PATIENCE_S)
 
 
-def test_close_waits_once_for_several_blocked_threads() -> None:
-    waiters, gate = BlockingPool("test"), threading.Event()
-
-    def wait() -> None:
-        gate.wait(PATIENCE_S)
-
-    for _ in range(40):
-        waiters.run(wait)
-    began_s = time.monotonic()
-    assert not waiters.close(0.25)
-    assert time.monotonic() - began_s < 5, "one deadline for all, not one each"
-    gate.set()
-    assert waiters.close(PATIENCE_S)
-
-
-def test_start_fails_when_the_thread_ends_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a thread without memory does: `threading.Thread.start` would wait for it forever."""
-    monkeypatch.setattr("multiworld.execution.threads._START_S", 0.1)
-    begin: list[Callable[[], object]] = []
-    ran: list[int] = []
-    thread = DaemonThread(ran.append, "test", (1,))
-    with monkeypatch.context() as patch:
-        patch.setattr(threading, "_start_new_thread", lambda run, _: begin.append(run))
-        with pytest.raises(RuntimeError, match="did not start"):
-            thread.start()
-    begin[0]()  # late
-    assert ran == []
-
-
-def test_thread_can_close_its_own_world() -> None:
-    waiters, done = BlockingPool("test"), threading.Event()
-
-    def close() -> None:
-        waiters.close(PATIENCE_S)
-        done.set()
-
-    waiters.run(close)
-    assert done.wait(PATIENCE_S)
-
-
-def test_failed_thread_start_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiters = BlockingPool("test")
-
-    def refuse(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            waiters.run(lambda: None)
-    assert waiters.close(PATIENCE_S)
-
-
 # -- events ------------------------------------------------------------------------------------------------------------------
 
 
@@ -216,17 +157,6 @@ async def test_subscriber_gets_every_event_after_its_subscription() -> None:
     assert [event async for event in first] == []
 
 
-async def test_dropped_subscriber_is_freed_even_if_it_never_read() -> None:
-    stream = EventStream()
-    for _ in range(10):
-        stream.subscribe()
-    reader = stream.subscribe()
-    stream.publish(WorldEvent("joined", "w", 1))
-    await anext(reader)
-    gc.collect()
-    assert len(stream._readers) == 1
-
-
 def test_publishing_to_a_closed_loop_is_harmless() -> None:
     stream = EventStream()
 
@@ -245,16 +175,6 @@ def test_generation_increases_when_a_name_is_used_again() -> None:
     taken = Generations()
     assert [taken.take("a"), taken.take("a"), taken.take("b"), taken.take("a", 7), taken.take("a")] == [1, 2, 1, 7, 8]
     assert (taken.take("a", 3), taken.take("a")) == (3, 9)
-
-
-def test_generations_increase_and_use_bounded_memory_with_unlimited_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generations, "_NAMES", 100)
-    taken = Generations()
-    assert taken.take("first", 41) == 41
-    for number in range(1000):
-        taken.take(str(number))
-    assert len(taken._latest) == 100
-    assert taken.take("first") > 41
 
 
 # -- settings and errors -----------------------------------------------------------------------------------------------------
@@ -285,10 +205,3 @@ def test_known_backend_is_accepted(backend: str, parsed: dict[str, str]) -> None
 def test_unknown_backend_is_refused_with_the_known_ones(backend: str) -> None:
     with pytest.raises(UnsupportedBackendError, match="expected 'multiworld', 'nccl'"):
         parse_backend(backend)
-
-
-def test_broken_world_error_survives_pickling() -> None:
-    error = pickle.loads(pickle.dumps(BrokenWorldException("w", Cause.HANG, 2, "silent")))
-    assert (error.world_name, error.cause, error.rank, error.detail) == ("w", Cause.HANG, 2, "silent")
-    assert "rank 2, cause hang (silent)" in str(error)
-    assert "a member, cause transport" in str(BrokenWorldException("w"))

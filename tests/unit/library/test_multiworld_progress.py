@@ -31,26 +31,6 @@ async def test_heartbeat_counts_stay_while_the_registered_loop_is_blocked() -> N
     await until(lambda: counter.heartbeat() != first)
 
 
-async def test_loop_is_counted_once_when_it_registers_twice() -> None:
-    counter, loop = LoopCounter(), asyncio.get_running_loop()
-    counter.register(loop, 3600.0)
-    first = counter.heartbeat()
-    counter.register(loop, 3600.0)
-    assert counter.heartbeat() == first
-
-
-def test_closed_loop_has_no_count_and_another_may_register() -> None:
-    counter = LoopCounter()
-
-    async def register() -> bytes:
-        counter.register(asyncio.get_running_loop(), 0.001)
-        return counter.heartbeat()
-
-    first = asyncio.run(register())
-    assert counter.heartbeat() == HEARTBEAT_BYTES
-    assert asyncio.run(register()) not in (HEARTBEAT_BYTES, first)
-
-
 def test_peer_is_stalled_while_its_count_stays() -> None:
     clock = StallClock()
     for now_s in range(5):

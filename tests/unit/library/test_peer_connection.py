@@ -1,12 +1,10 @@
 """A peer connection delivers messages in the order of their tag to waiting receivers, and validates everything it receives."""
 
 import asyncio
-import gc
 import os
 import random
 import socket
 import threading
-import weakref
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -155,16 +153,6 @@ async def test_messages_of_a_tag_arrive_in_order_in_any_order_of_tags(pair: tupl
         assert set(tensor.tolist()) <= {float(number)}
 
 
-async def test_both_sides_may_send_first(pair: tuple[End, End]) -> None:
-    sends = [end.send(torch.full((BIG,), float(index))) for index, end in enumerate(pair)]
-    await settled()
-    tensors = [torch.zeros(BIG) for _ in pair]
-    receives = [end.receive(tensor) for end, tensor in zip(pair, tensors, strict=True)]
-    for end, *operations in zip(pair, sends, receives, strict=True):
-        await end.until_completed(*operations)
-    assert [set(tensor[:: BIG // 7].tolist()) for tensor in tensors] == [{1.0}, {0.0}]
-
-
 async def test_fragmented_message_is_received_completely(end: tuple[End, socket.socket]) -> None:
     made, peer = end
     tensors = [torch.zeros(5, dtype=torch.int16), torch.zeros(0), torch.zeros(3, dtype=torch.int16)]
@@ -269,27 +257,6 @@ async def test_event_loop_runs_other_work_while_a_peer_sends_continuously(end: t
         await asyncio.sleep(0)
     feeding.join()
     assert turns > 32
-
-
-async def test_temporary_copy_is_kept_until_it_is_sent(pair: tuple[End, End]) -> None:
-    """Only the connection references the copy of a strided tensor or of a device tensor."""
-    one, other = pair
-    come = torch.zeros(BIG, dtype=torch.uint8)
-    arrives = other.receive(come)
-    await settled()
-    tensor = torch.full((BIG,), 7, dtype=torch.uint8)
-    kept = weakref.ref(tensor)
-    whole = Operation(send(RANKS, torch.zeros(1), 1, 0), None, asyncio.get_running_loop().create_future(), one.owner)
-    transfer = Transfer(CollectiveMessage(whole, lambda: None), message_head(f"uint8[{BIG}]", 0, BIG))
-    transfer.set_data(tensor)
-    with one.lock:
-        one.line.send(transfer, 0)
-    del transfer, tensor
-    gc.collect()
-    assert kept() is not None, "part of it was sent, and the rest is sent from its memory"
-    await other.until_completed(arrives)
-    assert bool((come == 7).all())
-    await until(lambda: kept() is None)
 
 
 class Narrow:
@@ -408,18 +375,3 @@ async def test_bytes_are_sent_once_when_the_owner_reenters_the_connection(
         assert set(come[at : at + size]) <= {size % 251}
         at += size
     assert sorted(seen) == sorted([(RECV_READY, 9, 0), *((MESSAGE, 0, size) for size in sizes)])
-
-
-async def test_failed_read_for_lack_of_memory_is_not_a_peer_failure(
-    end: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, peer = end
-
-    def no_memory(_count: int) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(made.line, "_on_received", no_memory)
-    peer.send(posted())
-    await until(lambda: bool(made.owner.errors))
-    assert isinstance(made.owner.errors[0], MemoryError)
-    assert not made.owner.lost

@@ -1,15 +1,12 @@
 """Queries and replies before a world exists."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 
 import pytest
 
 from multiworld import AskError, WorldManager, ask
-from multiworld.control import query
 from multiworld.membership import acceptor as acceptor_module
-from multiworld.membership.acceptor import bind
 
 
 @pytest.fixture
@@ -27,35 +24,6 @@ async def test_query_gets_its_reply_with_the_right_secret(host: WorldManager) ->
     host.answer("127.0.0.1", port, echo)
     answers = await asyncio.gather(*(ask("127.0.0.1", port, f"question {n}", secret=b"right") for n in range(50)))
     assert answers == [f"question {n} from 127.0.0.1".encode() for n in range(50)]
-
-
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03\x01\x00\x02\x02\x46"])
-async def test_query_says_that_a_port_speaks_http(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(query, "_SILENT_S", 0.05)
-
-    ended = asyncio.Semaphore(0)
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if await reader.readline():
-            writer.write(answer)
-        writer.close()
-        await asyncio.gather(writer.wait_closed(), return_exceptions=True)
-        ended.release()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises(AskError, match="it speaks HTTP"):
-            await ask("127.0.0.1", port, "?", timeout_s=60)
-        await ended.acquire()
-        await ended.acquire()
-
-
-async def test_query_waits_for_a_slow_listener(host: WorldManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(query, "_SILENT_S", 0.0)
-    port = host.listen()
-    host.answer("127.0.0.1", port, echo)
-    assert await ask("127.0.0.1", port, "?", secret=b"right", timeout_s=60) == b"? from 127.0.0.1"
 
 
 async def test_query_is_refused_when_the_secret_is_wrong(host: WorldManager) -> None:
@@ -125,31 +93,6 @@ async def test_connection_is_closed_when_the_handler_is_too_slow(
         await ask("127.0.0.1", port, "?", secret=b"right", timeout_s=3600)
 
 
-async def test_late_reply_after_the_caller_has_disconnected_is_harmless(host: WorldManager) -> None:
-    asked, answer = asyncio.Event(), asyncio.Event()
-
-    async def slow(question: str, host: str) -> bytes:
-        asked.set()
-        await answer.wait()
-        return b"late"
-
-    port = host.listen()
-    host.answer("127.0.0.1", port, slow)
-    asking = asyncio.create_task(ask("127.0.0.1", port, "?", secret=b"right"))
-    await asked.wait()
-    asking.cancel()
-    await asyncio.gather(asking, return_exceptions=True)
-    answer.set()
-    assert await ask("127.0.0.1", port, "again", secret=b"right") == b"late"
-
-
-async def test_error_says_that_nothing_listens() -> None:
-    with bind("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(AskError, match=f"127.0.0.1:{port} cannot be queried"):
-        await ask("127.0.0.1", port, "?")
-
-
 @pytest.mark.parametrize(
     "greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\x01\x07", b""], ids=["http", "frame", "end"]
 )
@@ -163,11 +106,6 @@ async def test_error_says_that_another_protocol_answered(greeting: bytes) -> Non
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(AskError, match="cannot be queried"):
             await ask("127.0.0.1", port, "?")
-
-
-async def test_query_times_out_when_the_server_is_silent() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(AskError, match="did not answer within"):
-        await ask("127.0.0.1", silent.getsockname()[1], "?", timeout_s=0.2)
 
 
 async def test_secret_can_be_rotated_while_the_former_is_accepted(host: WorldManager) -> None:

@@ -257,15 +257,6 @@ async def test_data_goes_through_the_socket_when_the_budget_is_used_up() -> None
         each.line.close()
 
 
-def test_sizes_change_within_the_budget_when_kept_segments_are_unused() -> None:
-    pool = SegmentPool(4 * MIB)
-    for size in (MIB, 2 * MIB, 4 * MIB, 3 * MIB, MIB):
-        assert pool.find(pool.allocate((size,), torch.uint8)) is not None
-        assert pool.reserved_bytes <= 4 * MIB
-    pool.close()
-    assert pool.reserved_bytes == 0
-
-
 def test_memory_of_segments_is_registered_until_it_is_freed() -> None:
     registered: dict[int, int] = {}
 
@@ -517,25 +508,6 @@ def test_tensors_are_in_ordinary_memory_when_the_system_has_no_shared_memory(cap
         "no shared memory for 1048576 bytes, the data is copied: [Errno 27] File too large"
     ], "once in ten seconds"
     assert pool.find(pool.allocate((MIB,), torch.uint8)) is not None
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-async def test_only_the_connection_fails_when_a_received_descriptor_exceeds_the_limit(in_place: bool) -> None:
-    ours, theirs = socket.socketpair()
-    one, other = LocalEnd(ours), LocalEnd(theirs)
-    tensor = allocated(one, MIB) if in_place else random_bytes(MIB)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    other.view()
-    one.send_message(tensor)
-    os.close(lowest := os.dup(0))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-    try:
-        await until(lambda: other.line.end_reason)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert "too many open files" in str(other.line.end_reason)
-    for end in (one, other):
-        end.line.close()
 
 
 def test_socket_of_a_killed_process_is_deleted_by_the_next_one(tmp_path: Path) -> None:
