@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 SCHEDULING = ("tests/unit/scheduling", "tests/simulation/test_simulation.py")
@@ -26,209 +25,156 @@ FRONTENDS = (
 _TIMEOUT_S = 600.0
 
 
-@dataclass(frozen=True)
-class Mutation:
-    """A bug: `old`, which occurs once in the file, becomes `new`. `tests` are run until one fails; the cheap ones are first."""
-
-    path: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
-
-MUTATIONS = (
-    # A replica survives one failure too many.
-    Mutation(
-        "server/scheduling/scheduler.py",
-        "unmatched_failures >= _MAX_UNMATCHED_FAILURES",
-        "unmatched_failures > _MAX_UNMATCHED_FAILURES",
-        SCHEDULING,
-    ),
-    # The former holder of an input is not told that it may forget it.
-    Mutation("server/scheduling/batches.py", "del previous.held[self.id]", "pass", SCHEDULING),
-    # The timer of an idle replica goes on: it is failed as hung.
-    Mutation(
-        "server/scheduling/state.py",
-        "        else:\n            self.hang_deadlines.discard(replica)\n        return worked_s",
-        "        return worked_s",
-        SCHEDULING,
-    ),
-    # A request is blamed for the end of a draining replica.
-    Mutation(
-        "server/scheduling/failure_handling.py",
-        'cause != "left" and not replica.draining',
-        'cause != "left"',
-        SCHEDULING,
-    ),
-    # The pool of a cancelled batch is not dispatched.
-    Mutation(
-        "server/scheduling/batch_lifecycle.py",
-        "        batch.pool.dequeue(batch)\n        self._state.changed_pools[batch.pool] = None\n",
-        "        batch.pool.dequeue(batch)\n",
-        SCHEDULING,
-    ),
-    # A batch is hedged again and again.
-    Mutation(
-        "server/scheduling/dispatcher.py",
-        "len(attempt.batch.in_flight) == 1 and",
-        "len(attempt.batch.in_flight) >= 1 and",
-        SCHEDULING,
-    ),
-    # The queue takes one request too many.
-    Mutation(
-        "server/scheduling/admission.py",
-        "waiting >= self._state.config.queue_limit",
-        "waiting > self._state.config.queue_limit",
-        SCHEDULING,
-    ),
-    # A request that starts again goes to the end of its group.
-    Mutation(
-        "server/scheduling/state.py",
-        "            self._groups[request.group].move_to_end(request.id, last=False)\n",
-        "",
-        SCHEDULING,
-    ),
-    # The second failure in a row has no consequence.
-    Mutation("server/replicas/breaker.py", "record.failures > 1", "record.failures > 2", REPLICAS),
-    # A worker may report the same kept output twice.
-    Mutation(
-        "server/replicas/reply_validator.py",
-        "(MessageKind.RESULT, MessageKind.KEPT, MessageKind.FAILED",
-        "(MessageKind.RESULT, MessageKind.FAILED",
-        REPLICAS,
-    ),
-    # Only the first output is released after a while.
-    Mutation(
-        "server/replicas/released_outputs.py",
-        "            self._timer.cancel()\n            self._timer = None\n",
-        "            self._timer.cancel()\n",
-        REPLICAS,
-    ),
-    # The slot of a lost worker is removed although another worker has taken it.
-    Mutation("server/replicas/registry.py", "if slot.link is lost:", "if slot.link is not None:", REPLICAS),
-    # The only ready replica of a stage is moved to another stage.
-    Mutation("server/replicas/placement.py", "self._ready_in(stage) > 1", "self._ready_in(stage) > 0", REPLICAS),
-    # The second cause of an end replaces the first.
-    Mutation(
-        "server/replicas/worker_link.py",
-        '        if self.state == "broken":\n            return\n        self.cause, self.detail',
-        "        self.cause, self.detail",
-        REPLICAS,
-    ),
-    # A silent member is found too late.
-    Mutation(
-        "multiworld/membership/monitor.py",
-        "if silent_s > self._heartbeat.timeout_s",
-        "if silent_s > 8 * self._heartbeat.timeout_s",
-        LIBRARY,
-    ),
-    # Rank 0 does not wait for its own operations before all connections close.
-    Mutation(
-        "multiworld/membership/monitor.py",
-        "self._drained >= {self.member.rank, *self.connections}",
-        "self._drained >= {*self.connections}",
-        LIBRARY,
-    ),
-    # A data connection of another formation of the world is accepted.
-    Mutation(
-        "multiworld/membership/mesh.py",
-        "if not self.formation or hello.formation != self.formation",
-        "if not self.formation",
-        LIBRARY,
-    ),
-    # A wait for a key is not woken by the end of the world.
-    Mutation(
-        "multiworld/membership/store.py",
-        "            self._values.clear()\n            self._changed.notify_all()\n",
-        "            self._values.clear()\n",
-        LIBRARY,
-    ),
-    # The end of a world removes the next generation.
-    Mutation(
-        "multiworld/membership/acceptor.py",
-        "self._sessions.get(session.member.world) is session",
-        "self._sessions.get(session.member.world) is not None",
-        LIBRARY,
-    ),
-    # A member that has connected connects once more.
-    Mutation(
-        "multiworld/membership/member.py",
-        "        self._connecting = None\n        if self._retry_timer is not None:\n            self._retry_timer.cancel()\n"
-        "\n    def _retry",
-        "        self._connecting = None\n\n    def _retry",
-        LIBRARY,
-    ),
-    # A frame is written between a partly written head and its message.
-    Mutation(
-        "multiworld/transport/connection.py",
-        "if at and self._outbox[0].joined:",
-        "if at and not self._outbox:",
-        LIBRARY,
-    ),
-    # A piece overwrites one that the receiver has not read.
-    Mutation(
-        "multiworld/transport/shared.py",
-        "self._pieces_sent - self._pieces_done >= SLOTS",
-        "self._pieces_sent - self._pieces_done > SLOTS",
-        LIBRARY,
-    ),
-    # A segment that the receiver has released is never used again.
-    Mutation(
-        "multiworld/transport/shared.py",
-        "        self._pool.release(segment)\n        if operation is not None:\n            self._owner",
-        "        if operation is not None:\n            self._owner",
-        LIBRARY,
-    ),
-    # A segment is used again while its receiver reads it.
-    Mutation(
-        "multiworld/transport/segments.py",
-        "if segment.owned or segment.leases or segment.address",
-        "if segment.owned or segment.address",
-        LIBRARY,
-    ),
-    # Descriptors that arrived for a message stay open when the connection ends.
-    Mutation(
-        "multiworld/transport/shared.py",
-        "        for fd in self._fds:\n            os.close(fd)\n        self._fds.clear()\n",
-        "        self._fds.clear()\n",
-        LIBRARY,
-    ),
-    # A request that has ended two leaders is sent to a third one.
-    Mutation(
-        "server/frontends/leader_pool.py",
-        "if failures >= _MAX_LEADER_FAILURES:",
-        "if failures > _MAX_LEADER_FAILURES:",
-        FRONTENDS,
-    ),
-    # A withdrawn request is computed to its end.
-    Mutation(
-        "server/frontends/leader_link.py",
-        "if future.cancelled() or not future.done():",
-        "if future.cancelled() and not future.done():",
-        FRONTENDS,
-    ),
-    # A draining leader waits although its last request has ended.
-    Mutation(
-        "server/frontends/leader_pool.py",
-        "                self._admitted -= 1\n                self._idle.set()\n",
-        "                self._admitted -= 1\n",
-        FRONTENDS,
-    ),
-    # An operation does not notice the loss of its leader.
-    Mutation(
-        "server/frontends/leader_link.py",
-        "            steps.put_nowait(Frame(FrameKind.REJECTED, 0))\n",
-        "            pass\n",
-        FRONTENDS,
-    ),
-    # The leader waits for a frontend that is lost.
-    Mutation(
-        "server/frontends/sessions.py",
-        "                _complete(pending, None)\n",
-        "                pass\n",
-        FRONTENDS,
-    ),
-)
+BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
+    SCHEDULING: {
+        "server/scheduling/scheduler.py": (
+            # A replica survives one failure too many.
+            ("unmatched_failures >= _MAX_UNMATCHED_FAILURES", "unmatched_failures > _MAX_UNMATCHED_FAILURES"),
+        ),
+        "server/scheduling/batches.py": (
+            # The former holder of an input is not told that it may forget it.
+            ("del previous.held[self.id]", "pass"),
+        ),
+        "server/scheduling/state.py": (
+            # The timer of an idle replica goes on: it is failed as hung.
+            (
+                "        else:\n            self.hang_deadlines.discard(replica)\n        return worked_s",
+                "        return worked_s",
+            ),
+            # A request that starts again goes to the end of its group.
+            ("            self._groups[request.group].move_to_end(request.id, last=False)\n", ""),
+        ),
+        "server/scheduling/failure_handling.py": (
+            # A request is blamed for the end of a draining replica.
+            ('cause != "left" and not replica.draining', 'cause != "left"'),
+        ),
+        "server/scheduling/batch_lifecycle.py": (
+            # The pool of a cancelled batch is not dispatched.
+            (
+                "        batch.pool.dequeue(batch)\n        self._state.changed_pools[batch.pool] = None\n",
+                "        batch.pool.dequeue(batch)\n",
+            ),
+        ),
+        "server/scheduling/dispatcher.py": (
+            # A batch is hedged again and again.
+            ("len(attempt.batch.in_flight) == 1 and", "len(attempt.batch.in_flight) >= 1 and"),
+        ),
+        "server/scheduling/admission.py": (
+            # The queue takes one request too many.
+            ("waiting >= self._state.config.queue_limit", "waiting > self._state.config.queue_limit"),
+        ),
+    },
+    REPLICAS: {
+        "server/replicas/breaker.py": (
+            # The second failure in a row has no consequence.
+            ("record.failures > 1", "record.failures > 2"),
+        ),
+        "server/replicas/reply_validator.py": (
+            # A worker may report the same kept output twice.
+            ("(MessageKind.RESULT, MessageKind.KEPT, MessageKind.FAILED", "(MessageKind.RESULT, MessageKind.FAILED"),
+        ),
+        "server/replicas/released_outputs.py": (
+            # Only the first output is released after a while.
+            (
+                "            self._timer.cancel()\n            self._timer = None\n",
+                "            self._timer.cancel()\n",
+            ),
+        ),
+        "server/replicas/registry.py": (
+            # The slot of a lost worker is removed although another worker has taken it.
+            ("if slot.link is lost:", "if slot.link is not None:"),
+        ),
+        "server/replicas/placement.py": (
+            # The only ready replica of a stage is moved to another stage.
+            ("self._ready_in(stage) > 1", "self._ready_in(stage) > 0"),
+        ),
+        "server/replicas/worker_link.py": (
+            # The second cause of an end replaces the first.
+            (
+                '        if self.state == "broken":\n            return\n        self.cause, self.detail',
+                "        self.cause, self.detail",
+            ),
+        ),
+    },
+    LIBRARY: {
+        "multiworld/membership/monitor.py": (
+            # A silent member is found too late.
+            ("if silent_s > self._heartbeat.timeout_s", "if silent_s > 8 * self._heartbeat.timeout_s"),
+            # Rank 0 does not wait for its own operations before all connections close.
+            ("self._drained >= {self.member.rank, *self.connections}", "self._drained >= {*self.connections}"),
+        ),
+        "multiworld/membership/mesh.py": (
+            # A data connection of another formation of the world is accepted.
+            ("if not self.formation or hello.formation != self.formation", "if not self.formation"),
+        ),
+        "multiworld/membership/store.py": (
+            # A wait for a key is not woken by the end of the world.
+            (
+                "            self._values.clear()\n            self._changed.notify_all()\n",
+                "            self._values.clear()\n",
+            ),
+        ),
+        "multiworld/membership/acceptor.py": (
+            # The end of a world removes the next generation.
+            (
+                "self._sessions.get(session.member.world) is session",
+                "self._sessions.get(session.member.world) is not None",
+            ),
+        ),
+        "multiworld/membership/member.py": (
+            # A member that has connected connects once more.
+            (
+                "        self._connecting = None\n        if self._retry_timer is not None:\n            self._retry_timer.cancel()\n"
+                "\n    def _retry",
+                "        self._connecting = None\n\n    def _retry",
+            ),
+        ),
+        "multiworld/transport/connection.py": (
+            # A frame is written between a partly written head and its message.
+            ("if at and self._outbox[0].joined:", "if at and not self._outbox:"),
+        ),
+        "multiworld/transport/shared.py": (
+            # A piece overwrites one that the receiver has not read.
+            ("self._pieces_sent - self._pieces_done >= SLOTS", "self._pieces_sent - self._pieces_done > SLOTS"),
+            # A segment that the receiver has released is never used again.
+            (
+                "        self._pool.release(segment)\n        if operation is not None:\n            self._owner",
+                "        if operation is not None:\n            self._owner",
+            ),
+            # Descriptors that arrived for a message stay open when the connection ends.
+            (
+                "        for fd in self._fds:\n            os.close(fd)\n        self._fds.clear()\n",
+                "        self._fds.clear()\n",
+            ),
+        ),
+        "multiworld/transport/segments.py": (
+            # A segment is used again while its receiver reads it.
+            ("if segment.owned or segment.leases or segment.address", "if segment.owned or segment.address"),
+        ),
+    },
+    FRONTENDS: {
+        "server/frontends/leader_pool.py": (
+            # A request that has ended two leaders is sent to a third one.
+            ("if failures >= _MAX_LEADER_FAILURES:", "if failures > _MAX_LEADER_FAILURES:"),
+            # A draining leader waits although its last request has ended.
+            (
+                "                self._admitted -= 1\n                self._idle.set()\n",
+                "                self._admitted -= 1\n",
+            ),
+        ),
+        "server/frontends/leader_link.py": (
+            # A withdrawn request is computed to its end.
+            ("if future.cancelled() or not future.done():", "if future.cancelled() and not future.done():"),
+            # An operation does not notice the loss of its leader.
+            ("            steps.put_nowait(Frame(FrameKind.REJECTED, 0))\n", "            pass\n"),
+        ),
+        "server/frontends/sessions.py": (
+            # The leader waits for a frontend that is lost.
+            ("                _complete(pending, None)\n", "                pass\n"),
+        ),
+    },
+}
+"""By the tests that should find them, and by file: a text that occurs once there, and what it becomes. `tests` run until one fails."""
 
 
 def _copy(folder: Path) -> None:
@@ -259,25 +205,29 @@ def _first_failure(folder: Path, tests: tuple[str, ...]) -> str | None:
 
 
 def main(parts: list[str]) -> int:
-    chosen = [each for each in MUTATIONS if not parts or any(part in each.path for part in parts)]
+    bugs = [
+        (tests, path, old, new)
+        for tests, files in BUGS.items()
+        for path, texts in files.items()
+        for old, new in texts
+        if not parts or any(part in path for part in parts)
+    ]
     outcomes = dict.fromkeys(("found", "survived", "stale"), 0)
     with tempfile.TemporaryDirectory(prefix="mutations-") as name:
         folder = Path(name)
         _copy(folder)
-        for mutation in chosen:
-            started_s, file = time.monotonic(), folder / mutation.path
+        for tests, path, old, new in bugs:
+            started_s, file = time.monotonic(), folder / path
             text = file.read_text() if file.exists() else ""
             outcome, detail = "stale", ""
-            if text.count(mutation.old) == 1:
-                file.write_text(text.replace(mutation.old, mutation.new))
-                found = _first_failure(folder, mutation.tests)
+            if text.count(old) == 1:
+                file.write_text(text.replace(old, new))
+                detail = _first_failure(folder, tests) or ""
                 file.write_text(text)
-                outcome, detail = ("found", found) if found else ("survived", "")
-                if detail.startswith("STALE"):
-                    outcome = "stale"
+                outcome = "stale" if detail.startswith("STALE") else "found" if detail else "survived"
             outcomes[outcome] += 1
-            what = mutation.old.strip().splitlines()[0]
-            print(f"{outcome:8s} {time.monotonic() - started_s:5.0f} s {mutation.path}: {what}  {detail}", flush=True)
+            took_s = time.monotonic() - started_s
+            print(f"{outcome:8s} {took_s:5.0f} s {path}: {old.strip().splitlines()[0]}  {detail}", flush=True)
     print(", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()))
     return 1 if outcomes["survived"] or outcomes["stale"] else 0
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -182,49 +180,6 @@ async def test_outputs_travel_as_the_edge_dtype_and_answers_as_computed(
     second.link.send(2, relayed, 1)
     assert torch.equal(there, relayed)
     torch.testing.assert_close((await second.result()).payload, answer)
-
-
-@pytest.mark.parametrize("plan", [("float32", 64)], indirect=True)
-@pytest.mark.parametrize("outcome", ["computed", "raised"])
-async def test_worker_lets_its_producer_use_the_memory_of_an_input_again(
-    stages: list[Stage],
-    plan: tuple[StagePlan, ...],
-    outcome: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    first, second = stages
-    caplog.set_level(
-        logging.CRITICAL, "multiworld_serving.workers.session"
-    )  # its records keep the frames of exceptions
-    shape = (4, *plan[1].input_shape)
-    output = first.edges.allocate(shape, torch.float32).zero_()
-    place, number = output.data_ptr(), first.edges.store.put("owner", output)
-    assert number is not None
-    computing = asyncio.Event()
-
-    async def compute(*_: object) -> None:
-        computing.set()
-        raise RuntimeError("of this test")
-
-    if outcome != "computed":
-        monkeypatch.setattr(second.session.queue, "compute", compute)
-    second.link.send(1, whole(first.edges.holder, number, 4), 1)
-    async with asyncio.timeout(WAIT_S):
-        await (second.result() if outcome == "computed" else computing.wait())
-    if outcome == "raised":
-        await second.heard.failures.get()
-    first.edges.store.release((number,))
-    del output
-
-    others: list[torch.Tensor] = []  # kept, so that their memory is not given again instead
-
-    def is_free() -> bool:
-        gc.collect()  # tracebacks and their frames refer to each other
-        others.append(first.edges.allocate(shape, torch.float32))
-        return others[-1].data_ptr() == place
-
-    await until(is_free)
 
 
 @pytest.mark.parametrize("lost", [True, False])
