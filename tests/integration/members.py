@@ -12,7 +12,6 @@ Errors of the library are raised in the test as in the member.
 import asyncio
 import atexit
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -53,12 +52,6 @@ def resources() -> dict[str, int]:
         "fds": len(os.listdir("/proc/self/fd")),
         "rss_kib": int(fields["VmRSS"].split()[0]),
     }
-
-
-def _address_space_kib() -> int:
-    ctypes.CDLL(None).malloc_trim(0)  # poisons freed memory, so that reading it later is detected
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmSize"].split()[0])
 
 
 # -- in the member -----------------------------------------------------------------------------------------------------------

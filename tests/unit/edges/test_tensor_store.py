@@ -47,13 +47,6 @@ def test_small_tensors_are_not_kept() -> None:
     assert kept.used_bytes == ROWS.nbytes
 
 
-def test_rows_of_different_forms_are_not_put_together() -> None:
-    kept = store()
-    first, second, third = put(kept, ROWS), put(kept, ROWS[:, :2].contiguous()), put(kept, ROWS.int())
-    assert kept.rows([RowRef(first, 0), RowRef(second, 0)]) is None
-    assert kept.rows([RowRef(first, 0), RowRef(third, 0)]) is None
-
-
 def test_tensor_is_refused_when_the_budget_is_used_up_until_another_is_released() -> None:
     kept = store(2 * ROWS.nbytes)
     first = put(kept, ROWS)
@@ -91,14 +84,3 @@ async def test_tensor_is_freed_when_its_time_is_over() -> None:
     staying = put(kept, ROWS)
     await until(lambda: len(kept) == 1)
     assert kept.rows([RowRef(staying, ALL_ROWS)]) is not None
-
-
-async def test_owner_that_left_keeps_what_expires_by_itself() -> None:
-    kept = store()
-    put(kept, ROWS)
-    answer = kept.put("a", ROWS, expires_s=60)
-    assert answer is not None
-    kept.drop_owner("a", expiring=False)
-    assert len(kept) == 1
-    kept.take([RowRef(answer, ALL_ROWS)])
-    assert len(kept) == 0

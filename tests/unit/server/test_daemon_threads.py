@@ -1,8 +1,6 @@
 """The decoding threads: their queue, and a shutdown that a blocked thread delays as little as the exit of the process."""
 
 import asyncio
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -12,21 +10,6 @@ from multiworld_serving.server.daemon_threads import DaemonThreads
 from multiworld_serving.server.errors import OverloadedError
 
 TREE = Path(__file__).parents[3]
-
-EXIT_WITH_BLOCKED_DECODE = """
-import asyncio, threading
-from multiworld_serving.server import daemon_threads
-
-async def main():
-    daemon_threads._CLOSE_S = 0.1
-    begun, never = threading.Event(), threading.Event()
-    async with daemon_threads.DaemonThreads(1, "decode") as pool:
-        task = asyncio.create_task(pool.run(lambda: (begun.set(), never.wait())))
-        await asyncio.to_thread(begun.wait)
-
-asyncio.run(main())
-print("closed")
-"""
 
 
 async def test_exit_returns_when_a_decode_blocks(
@@ -48,34 +31,6 @@ async def test_exit_returns_when_a_decode_blocks(
         assert "1 threads decode are blocked" in caplog.text
     finally:
         release.set()
-
-
-async def test_exit_waits_when_a_decode_runs() -> None:
-    begun, proceed, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def decode() -> None:
-        begun.set()
-        assert proceed.wait(60)
-        ended.set()
-
-    async with DaemonThreads(1, "decode") as pool:
-        decoding = asyncio.create_task(pool.run(decode))
-        await asyncio.to_thread(begun.wait, 60)
-        decoding.cancel()
-        asyncio.get_running_loop().call_soon(proceed.set)
-    assert ended.is_set()
-
-
-def test_process_exits_when_a_decode_blocks() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", EXIT_WITH_BLOCKED_DECODE],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=TREE,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
 
 
 async def test_decoding_is_rejected_when_too_many_wait_for_a_thread() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from multiworld_serving.server.errors import OverloadedError
 from multiworld_serving.server.observability import event_feed
 from multiworld_serving.server.observability.event_feed import EventFeed, EventStream
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
@@ -111,28 +110,6 @@ def test_feed_reports_leaders_and_does_not_compare_the_views_of_two_leaders() ->
     assert told == [("leader_lost", "leader-0 is unreachable"), ("leader_ready", "leader-0")]
 
 
-async def test_ticks_continue_and_log_one_error_when_snapshots_fail(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(event_feed, "_TICK_S", 0.0)
-    asked = 0
-
-    def fails_twice() -> PipelineSnapshot:
-        nonlocal asked
-        asked += 1
-        if asked <= 2:
-            raise RuntimeError("no snapshot")
-        return snapshot()
-
-    feed = EventFeed(FrontendMetrics().requests)
-    with feed.subscribe(snapshot()) as subscription:
-        read(subscription)
-        async with feed.running(fails_twice), asyncio.timeout(30):
-            message = await subscription.get()
-    assert b"event: status" in message
-    assert caplog.text.count("further exceptions of it are not logged") == 1
-
-
 async def test_only_the_slow_subscriber_is_dropped() -> None:
     feed = EventFeed(FrontendMetrics().requests)
     with feed.subscribe(snapshot()) as slow, feed.subscribe(snapshot()) as quick:
@@ -144,18 +121,6 @@ async def test_only_the_slow_subscriber_is_dropped() -> None:
         assert messages[-1] == b""
         feed.observe(snapshot())
         assert read(quick)
-
-
-async def test_subscribers_are_limited_and_freed_when_they_leave() -> None:
-    feed = EventFeed(FrontendMetrics().requests)
-    readers = [feed.subscribe(snapshot()) for _ in range(32)]
-    for reader in readers:
-        reader.__enter__()
-    with pytest.raises(OverloadedError), feed.subscribe(snapshot()):
-        pass
-    readers[0].__exit__(None, None, None)
-    with feed.subscribe(snapshot()):
-        pass
 
 
 class Reader:

@@ -188,22 +188,3 @@ async def test_body_is_rejected_when_all_bodies_exceed_the_memory_limit() -> Non
         assert refused.headers["Retry-After"] == "1"
         answered = await frontend.client.post("/predict", content=IMAGE, headers=PNG)
         assert answered.status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status", "reason"),
-    [
-        ("GET", "/nothing", 404, "not_found"),
-        ("POST", "/predict/", 404, "not_found"),
-        ("GET", "/predict", 405, "method_not_allowed"),
-        ("PUT", "/healthz", 405, "method_not_allowed"),
-        ("BREW", "/predict", 405, "method_not_allowed"),
-    ],
-)
-async def test_framework_errors_have_the_common_format(
-    frontend: RunningFrontend, method: str, path: str, status: int, reason: str
-) -> None:
-    response = await frontend.client.request(method, path)
-    assert_error(response, status, reason, path)
-    if status == 405:
-        assert response.headers["Allow"] in ("POST", "GET, HEAD")

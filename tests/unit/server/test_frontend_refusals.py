@@ -6,13 +6,10 @@ import asyncio
 import logging
 
 import pytest
-import torch
-from torch import Tensor
 
 from multiworld_serving.server import errors
 from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.http.errors import STATUS_OF_REASON
-from multiworld_serving.server.predictor import Prediction
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, Connection, image_bytes, running_frontend
 
 LABELS = {"model": MODEL.name, "version": MODEL.version, "protocol": "predict"}
@@ -112,23 +109,3 @@ async def test_request_is_counted_when_its_task_is_cancelled() -> None:
         assert frontend.predictor.cancelled == 1
         assert frontend.sample("multiworld_requests_total", **LABELS, code="499", reason="cancelled") == 1
         assert frontend.sample("multiworld_requests_in_flight") == 0
-
-
-async def test_no_task_remains_when_requests_have_ended() -> None:
-    async with running_frontend() as frontend:
-        before = asyncio.all_tasks()
-        await asyncio.gather(*(frontend.assert_serves() for _ in range(20)))
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == before
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-async def test_predict_returns_500_when_the_model_returns_nan() -> None:
-    class Broken(ColourPredictor):
-        async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
-            return Prediction(torch.full((3,), torch.nan), MODEL.name, MODEL.version, 0, 0, 0, 1, ())
-
-    async with running_frontend(Broken()) as frontend:
-        response = await frontend.client.post("/predict", files={"image": image_bytes()})
-    assert response.status_code == 500
-    assert response.json()["reason"] == "stage_error"

@@ -165,34 +165,6 @@ def test_invalid_request_is_refused_with_a_clear_sentence(name: str) -> None:
     assert len(raised.value.detail) < 300
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        *(b"\x0a", b"\x0a\xff", b"\x0b\x0c", b"\xff" * 12, b"\x2a\x02\x0a\xff", b"\x0a\x01\xff", b"\x0d\x00"),
-        infer(image(), raw=[DATA]).SerializeToString()[:-1],
-        b'{"inputs": []}',
-    ],
-)
-def test_malformed_message_is_refused(body: bytes) -> None:
-    with pytest.raises(RequestRejected, match="not a ModelInferRequest"):
-        parse_infer_message(body, SIGNATURES[MODEL.name], NOW)
-
-
-@pytest.mark.parametrize(
-    ("message", "says"),
-    [
-        (infer(model_name=""), "no model ''"),
-        (infer(model_name="other"), "no model 'other'"),
-        (infer(model_version="2"), "no version '2'; the only version is '1'"),
-        (infer(model_version="01"), "no version '01'"),
-    ],
-)
-def test_other_models_and_versions_are_unknown(message: Any, says: str) -> None:
-    with pytest.raises(UnknownModelError) as raised:
-        parse_infer_message(message.SerializeToString(), SIGNATURES[MODEL.name], NOW)
-    assert says in raised.value.detail
-
-
 GOOD = infer(*TYPED, model_name="text", given={"timeout": 1}, outputs=[wanted("ids")]).SerializeToString()
 
 

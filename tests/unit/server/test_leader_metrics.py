@@ -134,16 +134,3 @@ def test_failures_of_a_slot_start_at_zero_and_add_no_series() -> None:
         metrics.world_broken(0, 2, "hang", 0.02)
     assert metrics.registry.get_sample_value("multiworld_world_failures_total", failures) == 1000
     assert metrics.text().count(b"\nmultiworld_") == before
-
-
-def test_one_version_serves_and_retired_ones_have_no_series() -> None:
-    metrics = LeaderMetrics()
-    value = metrics.registry.get_sample_value
-    labels = [{"model": "m", "version": f"v{number}", "number": str(number)} for number in range(3)]
-    for number in range(3):
-        metrics.version_serves("m", ModelVersion(number, f"v{number}"))
-    metrics.version_retired("m", ModelVersion(0, "v0"))
-    assert [value("multiworld_model_version", each) for each in labels] == [None, 0, 1]
-    assert value("multiworld_version_changes_total") == 2
-    metrics.version_serves("m", ModelVersion(3, "v3"))
-    assert value("multiworld_model_version", labels[0]) is None

@@ -55,14 +55,6 @@ async def test_restart_reports_each_step_and_its_end(
     assert states[-1] != "done" or lines[1]["back_s"] == 2.5
 
 
-async def test_cross_site_browser_requests_are_refused() -> None:
-    async with client(Repository()) as operations:
-        assert (await operations.post(RESTART, data={"a": "b"})).status_code == 415
-        assert (await operations.get(RESTART)).status_code == 405
-        from_a_page = await operations.post(RESTART, json={}, headers={"Origin": "http://127.0.0.1:8002"})
-        assert (from_a_page.status_code, from_a_page.json()["reason"]) == (403, "forbidden")
-
-
 @pytest.mark.parametrize(
     ("body", "weights"),
     [
@@ -118,16 +110,6 @@ async def test_outcomes_have_a_status_and_a_reason(failure: Exception, status: i
     assert response.status_code == status
     assert response.json()["reason"] == reason
     assert response.json()["error"] == str(failure)
-
-
-async def test_other_models_are_unknown() -> None:
-    repository = Repository()
-    async with client(repository) as operators:
-        for path in (LOAD.replace("/m/", "/other/"), UNLOAD.replace("/m/", "/other/")):
-            response = await operators.post(path, json={})
-            assert (response.status_code, response.json()["reason"]) == (404, "unknown_model")
-    assert repository.asked == []
-    assert not repository.unloaded
 
 
 async def test_index_lists_serving_and_loading_versions() -> None:

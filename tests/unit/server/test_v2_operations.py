@@ -24,15 +24,6 @@ async def test_maximum_images_per_request_fit_into_a_body() -> None:
     assert "expected 1 to 5" in refused.json()["error"]
 
 
-@pytest.mark.parametrize("suffix", PATHS)
-async def test_model_and_version_routes_answer_the_same(suffix: str) -> None:
-    async with running_frontend() as frontend:
-        unversioned = await frontend.client.get(HERE + suffix)
-        versioned = await frontend.client.get(f"{HERE}/versions/1{suffix}")
-    assert unversioned.status_code == versioned.status_code == 200
-    assert unversioned.json() == versioned.json()
-
-
 @pytest.mark.parametrize("suffix", [*PATHS, "/infer"])
 @pytest.mark.parametrize(
     ("model", "says"),
@@ -111,21 +102,3 @@ async def test_statistics_count_the_inferences_of_both_protocols() -> None:
     assert found["compute_input"]["ns"] > 2 * 3_000_000  # transfers and decoding
     assert found["success"]["ns"] > found["compute_output"]["ns"] > 0
     assert found["fail"]["ns"] > 0
-
-
-async def test_openapi_describes_the_protocol_with_a_working_example() -> None:
-    async with running_frontend() as frontend:
-        paths = (await frontend.client.get("/openapi.json")).json()["paths"]
-        for path in ("/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"):
-            infer = paths[path]["post"]
-            parameters = {parameter["name"]: parameter["schema"] for parameter in infer["parameters"]}
-            values = {name: parameters[name]["enum"][0] for name in parameters if "enum" in parameters[name]}
-            example = infer["requestBody"]["content"]["application/json"]["example"]
-            response = await frontend.client.post(path.format(**values), json=example)
-            assert response.status_code == 200, response.text
-            assert {"200", "400", "404", "408", "413", "415", "422", "429", "500", "503", "504"} == set(
-                infer["responses"]
-            )
-            seconds = parameters["X-Request-Timeout-S"]
-            assert (seconds["type"], seconds["exclusiveMinimum"]) == ("number", 0)
-            assert set(response.headers) >= {"x-request-id", "x-model-version", "x-path", "x-attempts"}

@@ -185,22 +185,6 @@ async def test_inputs_that_are_not_finite_are_taken_as_json_and_as_binary_data()
             torch.testing.assert_close(returned, values.flatten(), equal_nan=True)
 
 
-async def test_values_that_json_cannot_express_are_answered_in_binary_only() -> None:
-    class Infinite(SegmentsPredictor):
-        async def predict(self, row: torch.Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
-            return Prediction(torch.full((2, 2), torch.inf), "segments", "v1", 0, 0, 0, 1, ("w",))
-
-    image = {"name": "image", "datatype": "UINT8", "shape": [1, 3, 16, 16], "data": [0] * 768}
-    path = "/v2/models/segments/infer"
-    async with running_frontend(Infinite(), SEGMENTS) as frontend:
-        refused = await frontend.client.post(path, json={"inputs": [image]})
-        answered = await frontend.client.post(
-            path, json={"inputs": [image], "parameters": {"binary_data_output": True}}
-        )
-    assert (refused.status_code, answered.status_code) == (400, 200)
-    assert "not finite" in refused.json()["error"]
-
-
 async def test_images_without_labels_are_answered_with_tensors_and_not_at_predict() -> None:
     async with running_frontend(SegmentsPredictor(), SEGMENTS) as frontend:
         given = ("image", "BYTES", torch.frombuffer(bytearray(elements(image_bytes("white"))), dtype=torch.uint8))

@@ -180,20 +180,6 @@ async def test_rollout_completes_when_its_caller_leaves_after_the_switch() -> No
     assert [worker.dropped for worker in service.workers] == [[], []]
 
 
-async def test_close_returns_when_a_file_cannot_be_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiworld_serving.server.pipeline.rollout._CLOSE_S", 0.05, raising=False)
-    service = Service()
-    task = asyncio.create_task(service.change.run("v2"))
-    try:
-        await asyncio.to_thread(service.loader.begun.wait, 60)
-        async with asyncio.timeout(30):
-            await service.change.close()
-        assert not service.busy
-        await asyncio.gather(task, return_exceptions=True)
-    finally:
-        service.loader.proceed.set()
-
-
 def test_version_numbers_are_unique_and_known_ones_are_bounded() -> None:
     versions = VersionTable(plan(1))
     assert versions.number_of("lost") == 2
