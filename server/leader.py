@@ -25,6 +25,7 @@ from multiworld_serving.server.pipeline.batch_tensors import InputRow
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
+from multiworld_serving.server.pipeline.edge_routing import EdgeRouting
 from multiworld_serving.server.pipeline.rollout import VersionRollout
 from multiworld_serving.server.predictor import ModelVersion, Prediction
 from multiworld_serving.server.readiness import readiness_error
@@ -150,9 +151,10 @@ class Leader:
         """See `SchedulerDriver.begin`."""
         return self._driver.begin(row, deadline_s=deadline_s, request_id=request_id, fetcher=fetcher, key=key)
 
-    def frontend_cannot_reach(self, frontend: str, holder: str) -> None:
-        """See `SchedulerDriver.frontend_cannot_reach`."""
-        self._driver.frontend_cannot_reach(frontend, holder)
+    @property
+    def edge_routing(self) -> EdgeRouting:
+        """Knows which processes cannot reach each other."""
+        return self._driver.edges
 
     def edges(self, frontends: Iterable[tuple[str, str, Sequence[EdgeState]]]) -> tuple[EdgeSnapshot, ...]:
         """The edges of all workers and of these frontends; see `EdgeRouting.snapshot`."""

@@ -18,7 +18,7 @@ ServiceState = Literal["ready", "degraded", "not_ready", "unloaded", "draining"]
 Transport = Literal["relay", "edges"]
 """relay: through a leader; edges: directly between processes, and through a leader where an edge cannot be opened."""
 PairTransport = Literal["shared_memory", "tcp", "relay"]
-"""relay: the consumer could not reach the producer within the last minute."""
+"""relay: the consumer could not reach the producer."""
 
 
 @dataclass(frozen=True)

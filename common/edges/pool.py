@@ -1,4 +1,4 @@
-"""The consumer's end of edges: opens an edge when a tensor is first needed, reuses it, and closes it when it is idle."""
+"""The consumer's end of edges: opens an edge when a tensor is first needed, and keeps it until one of the two ends."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -43,10 +44,6 @@ _FETCH_S = 4.0
 """Longest time for one transfer over an open edge. A frozen producer is noticed earlier, by its heartbeats."""
 _TOTAL_S = 6.0
 """Longest time for a fetch. Shorter than the leader's `hang_timeout_s`, so that a consumer is not blamed for a slow producer."""
-_PAUSE_S = 1.0
-"""After an edge could not be opened, fetches fail at once for this long, so that not every batch waits for the same producer."""
-_IDLE_S = 60.0
-"""An edge without fetches for this long is closed."""
 _SHARE = 0.1
 """Weight of the last transfer in the mean time of an edge."""
 _MAX_QUEUED = 4096
@@ -102,8 +99,6 @@ class EdgePool:
         self._metrics = metrics
         self._bind_host = bind_host
         self._edges: dict[str, _Edge] = {}
-        self._failed: dict[str, tuple[float, str]] = {}
-        """By producer: until when fetches fail at once, and why."""
 
     def states(self) -> tuple[EdgeState, ...]:
         """The edges on which something was fetched, those with most bytes first; at most MAX_EDGE_STATES."""
@@ -160,9 +155,6 @@ class EdgePool:
         self, holder: str, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool
     ) -> tuple[Tensor, Transport]:
         """Fetch over the edge to the producer; opens it if there is none. Raises HolderUnreachableError, TensorGoneError."""
-        failed = self._failed.get(holder)
-        if failed is not None and time.monotonic() < failed[0]:
-            raise HolderUnreachableError(failed[1])
         edge = self._edges.get(holder)
         if edge is None:
             edge = self._edges[holder] = _Edge(self, holder)
@@ -192,9 +184,7 @@ class EdgePool:
                     timeout=_OPEN_S,
                 )
         except (AskError, PermissionError, WorldError, ValueError, OSError) as error:  # a TimeoutError is an OSError
-            detail = f"no edge to {holder}: {str(error) or type(error).__name__}"
-            self._fail_fast(holder, detail)
-            raise HolderUnreachableError(detail) from error
+            raise HolderUnreachableError(f"no edge to {holder}: {str(error) or type(error).__name__}") from error
         self._metrics.opened("received", 1)
         return world
 
@@ -213,14 +203,9 @@ class EdgePool:
         if self._edges.get(edge.holder) is edge:
             del self._edges[edge.holder]
 
-    def _fail_fast(self, holder: str, detail: str) -> None:
-        now_s = time.monotonic()
-        self._failed = {key: each for key, each in self._failed.items() if each[0] > now_s}
-        self._failed[holder] = now_s + _PAUSE_S, detail
-
 
 class _Edge:
-    """The edge to one producer. Its task opens the world, performs the fetches in order, and ends when the edge is idle or broken.
+    """The edge to one producer. Its task opens the world, performs the fetches in order, and ends when the edge breaks.
 
     Attributes:
         received_bytes: of tensors.
@@ -269,8 +254,8 @@ class _Edge:
             if world is not None:
                 await self._pool.close_world(world)
 
-    async def _serve(self, channel: Channel) -> None:
-        """Perform fetches until none came for `_IDLE_S`. Raises WorldError, TimeoutError."""
+    async def _serve(self, channel: Channel) -> NoReturn:
+        """Perform fetches until the edge breaks. Raises WorldError, TimeoutError."""
         while True:
             while self._queue:
                 self._current = self._next_fetches()
@@ -278,12 +263,7 @@ class _Edge:
                     await self._perform(channel, self._current)
                 self._current = []
             self._added.clear()
-            try:
-                async with asyncio.timeout(_IDLE_S):
-                    await self._added.wait()
-            except TimeoutError:
-                if not self._queue:  # a fetch may come in the turn of the loop in which the time is over
-                    return
+            await self._added.wait()
 
     def _next_fetches(self) -> list[_Fetch]:
         """Take the first fetch of the queue, and those after it that can be in the same message."""

@@ -83,7 +83,7 @@ class LeaderLink:
         name: of the leader, as known from its last state.
         ambiguous: whether another leader of this frontend has the same name; set by the pool.
         was_ready: whether the leader has been ready since this link was formed.
-        relay_until_s: until then, as `time.monotonic()`, images are sent to the leader, because a worker could not fetch one.
+        relays: whether inputs are sent to the leader, because a worker could not fetch one since this link was formed.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class LeaderLink:
         self.name: str | None = None
         self.ambiguous = False
         self.was_ready = False
-        self.relay_until_s = 0.0
+        self.relays = False
         self._edges = edges
         self._settings = settings
         self._manager = manager
@@ -341,7 +341,7 @@ class LeaderLink:
             future.set_result(frame)
 
     def _on_lost(self, detail: str, *, failed: bool) -> None:
-        self._link, self.state, self.was_ready = None, None, False
+        self._link, self.state, self.was_ready, self.relays = None, None, False, False
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(LeaderLostError(detail, failed=failed))

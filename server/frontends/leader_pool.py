@@ -4,7 +4,7 @@ A frontend keeps each request and its decoded input until it is answered, so it 
 
     the leader is lost             the next usable leader at once; after two leaders failed with the same request it is rejected as poison
     overloaded, no replica         one other leader, once, so that overload is not amplified
-    a worker cannot fetch it       the same leader, with the input, as all requests of the next minute
+    a worker cannot fetch it       the same leader, with the input, as all requests until the leader is joined again
     the answer cannot be fetched   a leader, which relays the answer
     draining                       another leader; the same one if there is no other and the request had been admitted
     no leader is usable            wait up to `recovery_grace_s`, then 503
@@ -63,8 +63,6 @@ _MAX_LEADER_FAILURES = 2
 _DEADLINE_GRACE_S = 0.5
 """The leader enforces the deadline with a more precise error; this is the extra time that it gets to report it."""
 _RETRY_AFTER_S = 1.0
-_RELAY_S = 60.0
-"""How long inputs are sent to a leader after a worker of it could not fetch one."""
 _CHECK_S = 1.0
 """How long after a rejection requests are checked before their inputs are decoded."""
 _TRY_ELSEWHERE = frozenset({"overloaded", "no_replica", "not_ready"})
@@ -351,14 +349,14 @@ class LeaderPool:
             timeout_s = deadline_s - self._clock()
             sent, payload = msgspec.structs.replace(body, timeout_s=timeout_s), memoryview(b"")
             if kept_input is not None:
-                if kept_input.number is not None and self._clock() >= link.relay_until_s:
+                if kept_input.number is not None and not link.relays:
                     sent = msgspec.structs.replace(sent, row=kept_input.number)
                 else:
                     payload = row_payload(kept_input.row)
             try:
                 return await link.request(sent, payload, timeout_s=max(0.0, timeout_s) + _DEADLINE_GRACE_S)
             except InputUnreachableError as error:
-                link.relay_until_s = self._clock() + _RELAY_S
+                link.relays = True
                 self._check_resubmission(0, deadline_s, error)
                 self._metrics.resubmitted("relay")
 

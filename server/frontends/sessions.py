@@ -184,6 +184,8 @@ class FrontendSessions:
             logger.info("frontend %s left: %s", request.frontend, ending)
         finally:
             self._sessions.discard(session)
+            if request.edge:
+                self.leader.edge_routing.forget(request.edge, request.frontend)
             self.metrics.frontends.set(len(self._sessions))
             with contextlib.suppress(WorldError):
                 await self._manager.close_world(world_name)
@@ -313,7 +315,7 @@ class FrontendSession:
         leader, who = self._sessions.leader, self.who
         deadline_s = time.monotonic() + request.timeout_s
         if request.unreachable is not None:
-            leader.frontend_cannot_reach(who.frontend, request.unreachable)
+            leader.edge_routing.relay(request.unreachable, who.frontend)
         fetcher = who.frontend if who.edge and request.fetches else None
         span = None if request.span is None else remote_span(*(int(each, 16) for each in request.span))
         token = current_span.set(span)

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.wire import ALL_ROWS, BatchInputs, RowRef, RowShape, Source
+from multiworld_serving.common.wire import ALL_ROWS, BatchInputs, LostInput, RowRef, RowShape, Source
 from multiworld_serving.server.predictor import KeptRow
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 
@@ -148,6 +148,13 @@ class BatchTensors:
         """Those of `requests` whose input is kept by one of `holders`."""
         found = ((request, self.rows.get(request)) for request in requests)
         return [request for request, row in found if isinstance(row, InputRef) and row.holder in holders]
+
+    def relayed_holders(self, batch: int, lost: LostInput) -> tuple[str, ...]:
+        """The producers from which a worker cannot fetch: those that it cannot reach, and one that lost what it must keep."""
+        stored = self._inputs.get(batch)
+        if isinstance(stored, KeptOutput) and stored.holder in lost.holders:
+            return (stored.holder,)
+        return lost.unreachable
 
     def _collect(self, batch: int, requests: tuple[int, ...]) -> None:
         """Stack the requests' rows into [B, …]. A request that was cancelled meanwhile gets the row of another one, of the same form."""

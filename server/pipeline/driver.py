@@ -142,6 +142,8 @@ class SchedulerDriver:
         """Forget the batches in flight on a link that has ended."""
         for key in [key for key in self._in_flight if key[1] == link.id]:
             del self._in_flight[key]
+        if link.request.edge:
+            self.edges.forget(link.request.edge, link.worker)
         if self._traces is not None:
             self._traces.link_ended(link)
 
@@ -183,8 +185,8 @@ class SchedulerDriver:
         logger.warning("world=%s batch=%d the input is lost: %s", link.world_name, message.batch, lost.detail)
         if self._traces is not None:
             self._traces.failed(message.batch, link, "the input is lost")
-        for holder in lost.unreachable:
-            self.edges.workers.add(holder, link.worker)
+        for holder in self._tensors.relayed_holders(message.batch, lost):
+            self.edges.relay(holder, link.worker)
         self._lose_input(message.batch, sent.replica, sent.requests, lost.holders)
 
     def _lose_input(self, batch: int, replica: ReplicaId, requests: tuple[int, ...], holders: Collection[str]) -> None:
@@ -197,10 +199,6 @@ class SchedulerDriver:
                 self.submit_event(RequestCancelled(request))
         self._metrics.inputs_lost.inc()
         self.submit_event(InputLost(batch, replica))
-
-    def frontend_cannot_reach(self, frontend: str, holder: str) -> None:
-        """A frontend could not fetch from this worker: outputs for it are relayed for a while."""
-        self.edges.frontends.add(holder, frontend)
 
     def on_failed(self, link: WorkerLink, message: Message) -> None:
         """See `multiworld_serving.server.replicas.worker_link.BatchListener`."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -17,66 +16,38 @@ from multiworld_serving.server.snapshots import EdgeSnapshot
 
 _UNCLAIMED_S = 10.0
 """How long a worker keeps the output of the last stage for frontends that do not fetch it."""
-_REMEMBER_S = 60.0
-_MAX_PAIRS = 10_000
+_MAX_HOLDERS = 10_000
 _MAX_SHOWN = 64
-"""Unreachable pairs in the status."""
-
-
-class UnreachablePairs:
-    """Remembers for a minute that a consumer could not reach a producer: tensors between the two are relayed meanwhile."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._until_s: dict[str, dict[str, float]] = {}
-        """By producer and consumer."""
-        self._clock = clock
-
-    def add(self, holder: str, consumer: str) -> None:
-        """The consumer could not reach the producer."""
-        now_s = self._clock()
-        if sum(map(len, self._until_s.values())) >= _MAX_PAIRS:
-            self._until_s.clear()
-        self._until_s.setdefault(holder, {})[consumer] = now_s + _REMEMBER_S
-
-    def __contains__(self, pair: tuple[str, str]) -> bool:
-        holder, consumer = pair
-        return consumer in self._consumers(holder)
-
-    def any(self, holder: str) -> bool:
-        """Whether there is a consumer that could not reach this producer."""
-        return bool(self._consumers(holder))
-
-    def pairs(self, most: int) -> list[tuple[str, str]]:
-        """Consumers and their unreachable producers, at most `most`."""
-        found = ((consumer, holder) for holder in list(self._until_s) for consumer in self._consumers(holder))
-        return list(islice(found, most))
-
-    def _consumers(self, holder: str) -> dict[str, float]:
-        consumers = self._until_s.get(holder)
-        if consumers is None:
-            return {}
-        now_s = self._clock()
-        current = {consumer: until_s for consumer, until_s in consumers.items() if until_s > now_s}
-        if current:
-            self._until_s[holder] = current
-        else:
-            del self._until_s[holder]
-        return current
+"""Relayed pairs in the status."""
 
 
 class EdgeRouting:
-    """Knows who cannot reach whom, as far as the leader was told.
+    """Knows which pairs of processes cannot reach each other. Their tensors pass the leader until one of the two joins again.
+
+    A consumer opens its edge to a producer with the first fetch. If that fails, the leader relays between the two from then on.
 
     Args:
         num_stages: of the pipeline.
     """
 
     def __init__(self, num_stages: int) -> None:
-        self.workers = UnreachablePairs()
-        """Consumers are workers, by name."""
-        self.frontends = UnreachablePairs()
-        """Consumers are frontends, by name."""
         self._num_stages = num_stages
+        self._relayed: dict[str, set[str]] = {}
+        """By producer, the names of the consumers that cannot reach it. No value is empty."""
+
+    def relay(self, holder: str, consumer: str) -> None:
+        """This consumer could not fetch from the producer."""
+        if len(self._relayed) >= _MAX_HOLDERS:  # a process that ended before its consumer reported it stays here
+            del self._relayed[next(iter(self._relayed))]
+        self._relayed.setdefault(holder, set()).add(consumer)
+
+    def forget(self, holder: str, consumer: str) -> None:
+        """A process has ended, or its link: it was known by these names as a producer and a consumer."""
+        self._relayed.pop(holder, None)
+        for each in [each for each, consumers in self._relayed.items() if consumer in consumers]:
+            self._relayed[each].discard(consumer)
+            if not self._relayed[each]:
+                del self._relayed[each]
 
     def unreachable_holders(self, stored: StoredInput, link: WorkerLink) -> frozenset[str]:
         """The producers of this input from which the worker cannot fetch."""
@@ -84,9 +55,8 @@ class EdgeRouting:
             return frozenset()
         if not link.request.edge:
             for holder in stored.holders:
-                self.workers.add(holder, link.worker)
-            return stored.holders
-        return frozenset(each for each in stored.holders if (each, link.worker) in self.workers)
+                self.relay(holder, link.worker)
+        return frozenset(each for each in stored.holders if link.worker in self._relayed.get(each, ()))
 
     def send(
         self,
@@ -127,17 +97,22 @@ class EdgeRouting:
             for consumer, _, states in known
             for state in states
         )
-        relayed = (*self.workers.pairs(_MAX_SHOWN), *self.frontends.pairs(_MAX_SHOWN))
-        return (*open_edges, *(EdgeSnapshot(consumer, name(holder), "relay") for consumer, holder in relayed))
+        relayed = (
+            EdgeSnapshot(consumer, name(holder), "relay")
+            for holder, consumers in self._relayed.items()
+            for consumer in consumers
+        )
+        return (*open_edges, *islice(relayed, _MAX_SHOWN))
 
     def _keeps(self, action: SendBatch, link: WorkerLink, fetchers: Iterable[str | None]) -> bool:
         """Whether the worker should keep the output, because everyone who needs it can fetch it."""
         holder = link.request.edge
-        if action.relay or not holder:
+        if not holder:
             return False
         if not self._is_last(action):
-            return not self.workers.any(holder)
-        return all(fetcher is not None and (holder, fetcher) not in self.frontends for fetcher in fetchers)
+            return holder not in self._relayed
+        relayed = self._relayed.get(holder, ())
+        return all(fetcher is not None and fetcher not in relayed for fetcher in fetchers)
 
     def _is_last(self, action: SendBatch) -> bool:
         return action.stage + 1 == self._num_stages

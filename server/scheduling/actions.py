@@ -41,8 +41,6 @@ class SendBatch:
     """1, plus 1 for each time that this batch or its requests were rerouted, retried, isolated or requeued. Hedges do not count."""
     isolated: bool
     """The batch is one suspect request, alone on its replica."""
-    relay: bool
-    """A request of this batch lost its input before: the output must come with the result, not stay at the replica."""
     waited_s: float
     """Time since the batch could have been sent: since the oldest request's arrival, the previous stage's output, the
     loss of its replica or the failure. For a hedge: time since the first attempt."""

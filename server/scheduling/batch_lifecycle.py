@@ -17,9 +17,7 @@ class BatchLifecycle:
         """Put the batch into the queue of its stage. Requeue or reject its requests if they cannot be sent to that stage again."""
         batch.kind = kind
         pool = batch.pool
-        if batch.input_lost:
-            self._restart(batch)
-        elif not pool.accepting and self._state.table.current is not None:
+        if batch.input_lost or (not pool.accepting and self._state.table.current is not None):
             self.requeue(batch)
         elif pool.expired:
             self.reject_all(batch, "no_replica", self._state.table.no_replica_detail(batch.stage))
@@ -46,7 +44,7 @@ class BatchLifecycle:
             self._state.hedging.unwatch(attempt)
         if not batch.in_flight:
             batch.pool.dequeue(batch)
-            self._restart(batch)
+            self.requeue(batch)
 
     def move_input(self, batch: Batch, holder: Replica | None) -> None:
         """Record which replica keeps the input of the batch. A draining replica is released when it keeps none."""
@@ -58,7 +56,6 @@ class BatchLifecycle:
         """Dissolve the batch. Each of its requests starts again at the first stage, alone."""
         for _, request in batch.open_requests():
             request.attempt = batch.attempt + 1
-            request.inputs_lost += batch.input_lost
             request.runnable_since_s = self._state.now_s
             self._state.backlog.isolate(request)
             self._state.counters.isolated += 1
@@ -107,16 +104,6 @@ class BatchLifecycle:
             if attempt.kind == "hedge":
                 self._state.counters.hedges[hedges] += 1
         batch.in_flight.clear()
-
-    def _restart(self, batch: Batch) -> None:
-        """Requeue the requests of a batch whose input was lost. Reject those to which this has happened too often."""
-        for _, request in list(batch.open_requests()):
-            request.inputs_lost += 1
-            if request.inputs_lost >= self._state.config.max_attempts:
-                detail = f"its input was lost {request.inputs_lost} times, the last time at stage {batch.stage}"
-                self.reject(request, "no_replica", detail)
-        if batch.open_rows:
-            self.requeue(batch)
 
     def _cancel(self, batch: Batch) -> None:
         batch.pool.dequeue(batch)

@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeAlias
 
 from multiworld_serving.server.scheduling.actions import SendKind
 from multiworld_serving.server.scheduling.events import BatchId, ReplicaId, RequestId
@@ -34,17 +33,6 @@ class Request:
     attempt: int = 1
     """See `SendBatch.attempt`."""
     isolated: bool = False
-    inputs_lost: int = 0
-    """How often it started again because the input of its batch was lost."""
-
-    @property
-    def group(self) -> Group:
-        """Requests of one group share batches. Does not change while the request waits."""
-        return self.key, self.inputs_lost > 0
-
-
-Group: TypeAlias = tuple[str, bool]
-"""The key of requests, and whether they have lost an input: such requests share no batch with others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,11 +81,6 @@ class Batch:
     """Keeps the input of the current stage; None if the leader or the frontends have it. Never a removed replica."""
     input_lost: bool = False
     """The input of the current stage must not be sent again. Attempts in flight may have it already, and continue."""
-
-    @property
-    def relay(self) -> bool:
-        """See `SendBatch.relay`."""
-        return self.rows[0].inputs_lost > 0
 
     @property
     def pool(self) -> Pool:

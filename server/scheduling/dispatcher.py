@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 from multiworld_serving.server.scheduling.actions import SendBatch, SendKind
-from multiworld_serving.server.scheduling.batches import Attempt, Batch, Group, Pool, Replica, Request, VersionPipeline
+from multiworld_serving.server.scheduling.batches import Attempt, Batch, Pool, Replica, Request, VersionPipeline
 from multiworld_serving.server.scheduling.state import SchedulerState
 
 
@@ -77,19 +77,19 @@ class Dispatcher:
         while (
             not pipeline.saturated
             and (replica := available.first()) is not None
-            and (group := self._group_due(replica)) is not None
+            and (key := self._key_due(replica)) is not None
         ):
-            self._send(self._form(self._state.backlog.take(group), pipeline), replica)
+            self._send(self._form(self._state.backlog.take(key), pipeline), replica)
 
-    def _group_due(self, replica: Replica) -> Group | None:
-        """The group of which to send a batch to this replica, the least loaded one with room; None if no batch is due."""
+    def _key_due(self, replica: Replica) -> str | None:
+        """The key of the next batch for this replica, the least loaded one with room; None if no batch is due."""
         backlog = self._state.backlog
         oldest = backlog.oldest()
         if oldest is None:
             return None
-        full = backlog.is_full(oldest.group)
+        full = backlog.is_full(oldest.key)
         if full or self._state.flush_partial or self._state.now_s >= self._due_s(oldest, replica):
-            return oldest.group
+            return oldest.key
         return backlog.first_full
 
     def _due_s(self, oldest: Request, replica: Replica) -> float:
@@ -172,7 +172,6 @@ class Dispatcher:
                 kind=kind,
                 attempt=batch.attempt,
                 isolated=batch.isolated,
-                relay=batch.relay,
                 waited_s=waited_s,
             )
         )

@@ -27,9 +27,8 @@ The rules:
   another complete version.
 - A late batch is hedged: it is sent to a second replica, and the first output wins.
 - An output may stay at its replica (`BatchDone.kept`). It is lost with the replica, or when another replica cannot get it (`InputLost`,
-  which blames nobody). A lost input is never sent again: its requests are requeued, unless an attempt in flight succeeds. They share no
-  batch with others from then on, and their outputs come with the results. A request that loses `max_attempts` inputs is rejected as
-  no_replica. A draining replica is released when it keeps no input.
+  which blames nobody). A lost input is never sent again: its requests are requeued, unless an attempt in flight succeeds. A draining
+  replica is released when it keeps no input.
 - A replica with batches in flight that returns none for `hang_timeout_s` is failed. Time in which its worker reports that it computes for
   other leaders does not count, up to `MAX_BUSY` times `hang_timeout_s`. So is a replica that raised on several consecutive
   batches which then succeeded elsewhere.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from multiworld_serving.server.scheduling.actions import Action
-from multiworld_serving.server.scheduling.batches import Attempt, Group, Pool, Replica, Request, VersionPipeline
+from multiworld_serving.server.scheduling.batches import Attempt, Pool, Replica, Request, VersionPipeline
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.estimates.capacity import ArrivalRate
 from multiworld_serving.server.scheduling.estimates.hedging import Hedging
@@ -52,7 +52,7 @@ class SchedulerState:
 
     @property
     def saturated(self) -> bool:
-        """Replicas are missing for the requests that wait: they fill a batch, or as many of several groups have waited long enough."""
+        """Replicas are missing for the requests that wait: they fill a batch, or as many of several keys have waited long enough."""
         backlog, config = self.backlog, self.config
         oldest = backlog.oldest()
         if oldest is None or self.table.current is None:  # with a stage missing, the rate does not reflect the capacity
@@ -87,7 +87,7 @@ class Counters:
 class Backlog:
     """All open requests. Each one is in `waiting`, in `isolated` or in a batch.
 
-    `waiting` is the FIFO queue from which batches are formed, each from the requests of one group. `isolated` holds the suspect requests,
+    `waiting` is the FIFO queue from which batches are formed, each from requests with one key. `isolated` holds the suspect requests,
     which are sent alone.
 
     Args:
@@ -100,10 +100,10 @@ class Backlog:
         self.isolated: OrderedDict[RequestId, Request] = OrderedDict()
         self.deadlines: PriorityMap[Request, float] = PriorityMap()
         self._max_rows = max_rows
-        self._groups: dict[Group, OrderedDict[RequestId, Request]] = {}
-        """The waiting requests by group, in the same order. No group is empty."""
-        self._full: dict[Group, None] = {}
-        """Groups that fill a batch, in the order in which they became full."""
+        self._by_key: dict[str, OrderedDict[RequestId, Request]] = {}
+        """The waiting requests by key, in the same order. No value is empty."""
+        self._full: dict[str, None] = {}
+        """Keys whose requests fill a batch, in the order in which they became full."""
 
     def admit(self, request: Request) -> None:
         """Add a new request at the end of the queue."""
@@ -116,21 +116,21 @@ class Backlog:
         return next(iter(self.waiting.values()), None)
 
     @property
-    def first_full(self) -> Group | None:
-        """The group that has filled a batch for the longest time; None if no group does."""
+    def first_full(self) -> str | None:
+        """The key that has filled a batch for the longest time; None if no key does."""
         return next(iter(self._full), None)
 
-    def is_full(self, group: Group) -> bool:
-        """Whether the requests of this group fill a batch."""
-        return group in self._full
+    def is_full(self, key: str) -> bool:
+        """Whether the requests with this key fill a batch."""
+        return key in self._full
 
-    def take(self, group: Group) -> tuple[Request, ...]:
-        """Remove the next requests of this group from the queue, as many as fit into a batch."""
-        members = self._groups[group]
+    def take(self, key: str) -> tuple[Request, ...]:
+        """Remove the next requests with this key from the queue, as many as fit into a batch."""
+        members = self._by_key[key]
         taken = tuple(islice(members.values(), self._max_rows))
         for request in taken:
             del members[request.id], self.waiting[request.id]
-        self._removed(group, members)
+        self._removed(key, members)
         return taken
 
     def take_isolated(self) -> tuple[Request, ...]:
@@ -146,7 +146,7 @@ class Backlog:
         else:
             self._wait(request)
             self.waiting.move_to_end(request.id, last=False)
-            self._groups[request.group].move_to_end(request.id, last=False)
+            self._by_key[request.key].move_to_end(request.id, last=False)
 
     def isolate(self, request: Request) -> None:
         """Take the request out of its batch. It starts again at the first stage, alone."""
@@ -160,27 +160,27 @@ class Backlog:
         self.deadlines.discard(request)
         self.isolated.pop(request.id, None)
         if self.waiting.pop(request.id, None) is not None:
-            members = self._groups[request.group]
+            members = self._by_key[request.key]
             del members[request.id]
-            self._removed(request.group, members)
+            self._removed(request.key, members)
 
     def _wait(self, request: Request) -> None:
-        """Add the request at the end of `waiting` and of its group."""
-        group = request.group
+        """Add the request at the end of `waiting` and of its key."""
+        key = request.key
         self.waiting[request.id] = request
-        members = self._groups.get(group)
+        members = self._by_key.get(key)
         if members is None:
-            members = self._groups[group] = OrderedDict()
+            members = self._by_key[key] = OrderedDict()
         members[request.id] = request
         if len(members) >= self._max_rows:
-            self._full[group] = None
+            self._full[key] = None
 
-    def _removed(self, group: Group, members: OrderedDict[RequestId, Request]) -> None:
-        """Requests were removed from this group."""
+    def _removed(self, key: str, members: OrderedDict[RequestId, Request]) -> None:
+        """Requests with this key were removed."""
         if len(members) < self._max_rows:
-            self._full.pop(group, None)
+            self._full.pop(key, None)
         if not members:
-            del self._groups[group]
+            del self._by_key[key]
 
 
 class ReplicaTable:

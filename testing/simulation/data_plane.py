@@ -33,6 +33,8 @@ class DataPlane:
         self._holders: dict[int, str] = {}
         """The link that keeps the input of a batch."""
         self._cut_until_s: dict[frozenset[str], float] = {}
+        self._relayed: dict[str, set[str]] = {}
+        """Producers, and the consumers that could not fetch from them since one of the two has joined."""
         self._deliveries = 0
         """Answers and requests on their way from or to a frontend."""
 
@@ -72,8 +74,22 @@ class DataPlane:
             for request, _ in action.rows:
                 self._simulator.close(request, "answered")
 
+    def is_relayed(self, producer: str) -> bool:
+        """Whether the outputs of this worker come with the results, because somebody could not fetch one."""
+        return producer in self._relayed
+
+    def forget(self, worker: str) -> None:
+        """The worker joins again: edges from and to it are tried again."""
+        self._relayed.pop(worker, None)
+        for producer in [producer for producer, consumers in self._relayed.items() if consumers == {worker}]:
+            del self._relayed[producer]
+        for consumers in self._relayed.values():
+            consumers.discard(worker)
+
     def lose_input(self, event: InputLost, requests: tuple[int, ...], worker: Worker) -> None:
         """Hand the requests that this worker cannot get back to their frontends, then report the loss."""
+        if (holder := self._holders.get(event.batch)) is not None:
+            self._relayed.setdefault(self._simulator.workers_by_link[holder].name, set()).add(worker.name)
         for request in self._unreachable(requests, worker):
             self._resubmit(request)
         self._simulator.deliver(event)
@@ -108,6 +124,7 @@ class DataPlane:
             if kept and not self._is_cut(_frontend_of(request), worker.name):
                 self._simulator.close(request, "answered")
             else:
+                self._relayed.setdefault(worker.name, set()).add(_frontend_of(request))
                 self._resubmit(request)
         self.release(action.replica, action.batch)
 

@@ -68,6 +68,7 @@ class Worker:
         self._queue.clear()
         self._dies_after_reply = False
         self._simulator.workers_by_link[self.link] = self
+        self._simulator.data_plane.forget(self.name)
         self._simulator.deliver(ReplicaReady(self.link, self.stage, f"v{self.version}"))
         if self._flapping and self._random.random() < 0.3:
             self.kill()
@@ -228,7 +229,11 @@ class Worker:
         if failed:
             self._report(partial(self._simulator.deliver, BatchFailed(send.batch, send.replica, "ValueError: no")))
             return
-        kept = self._scenario.edges and not send.relay and len(self.retained) < self._scenario.max_retained
+        kept = (
+            self._scenario.edges
+            and not self._simulator.data_plane.is_relayed(self.name)
+            and len(self.retained) < self._scenario.max_retained
+        )
         if kept:
             self.retained[send.batch] = None
         self._report(partial(self._announce, BatchDone(send.batch, send.replica, kept=kept)))

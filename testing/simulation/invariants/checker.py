@@ -237,10 +237,7 @@ class Checker:
             case "deadline":
                 assert self._now_s >= request.deadline_s, "refused before the deadline"
             case "no_replica":
-                loses_inputs = request.inputs_lost + self._loses_input(request) >= self._config.max_attempts
-                assert loses_inputs or self._model.stage_is_lost(request, self._now_s), (
-                    "refused before the recovery grace ended"
-                )
+                assert self._model.stage_is_lost(request, self._now_s), "refused before the recovery grace ended"
             case "not_ready":
                 assert not self._model.was_complete
             case "draining":
@@ -255,11 +252,6 @@ class Checker:
                 assert self._returned is not None
                 assert self._returned.isolated, "refused for an error of a shared batch"
                 assert request.errors + request.worlds_broken >= 2, "refused at the first error"
-
-    @staticmethod
-    def _loses_input(request: RequestEntry) -> bool:
-        """Whether the request starts again now because the input of its batch is lost."""
-        return request.batch is not None and request.batch.input_lost
 
     # State after the actions.
 

@@ -33,11 +33,6 @@ class RequestEntry:
     inputs_lost: int = 0
     """How many of them ended because their input was lost."""
 
-    @property
-    def group(self) -> tuple[str, bool]:
-        """Requests of one group share batches."""
-        return self.key, self.inputs_lost > 0
-
 
 @dataclass(slots=True, eq=False)
 class LinkEntry:
@@ -91,8 +86,8 @@ class ReferenceModel:
         self.requests: dict[int, RequestEntry] = {}
         self.waiting: dict[int, RequestEntry] = {}
         """Open requests in no batch."""
-        self.waiting_in: Counter[tuple[str, bool]] = Counter()
-        """Their number by group."""
+        self.waiting_in: Counter[str] = Counter()
+        """Their number by key."""
         self.never_batched = 0
         """Number of waiting requests that have never been in a batch."""
         self.suspects: dict[int, RequestEntry] = {}
@@ -150,11 +145,11 @@ class ReferenceModel:
 
     def _wait(self, request: RequestEntry) -> None:
         self.waiting[request.id] = request
-        self.waiting_in[request.group] += 1
+        self.waiting_in[request.key] += 1
 
     def _wait_no_more(self, request: RequestEntry) -> None:
         del self.waiting[request.id]
-        self.waiting_in[request.group] -= 1
+        self.waiting_in[request.key] -= 1
 
     def next_deadline_s(self) -> float:
         """Earliest deadline of all open requests; infinity if there are none."""

@@ -36,7 +36,7 @@ class SendChecker:
         assert (batch.version, batch.stage, batch.isolated) == (action.version, action.stage, action.isolated)
         assert batch.open, "sent a batch without open requests"
         assert not batch.isolated or not link.in_flight, "a suspect must be alone on its link"
-        self._check_input(action, batch)
+        assert not batch.input_lost, "sent with an input that is lost"
         self._check_kind(action, batch)
         self._check_least_loaded(batch, link, action)
         self._check_reroutes_go_first(action, batch)
@@ -59,8 +59,8 @@ class SendChecker:
                 assert request.number > self._last_number_batched.get(key, 0), "not in order of arrival"
                 self._last_number_batched[key] = request.number
             request.batches += 1
-            # One batch for each lost input and one for the isolation; every further version may cost another.
-            limit = self._config.max_attempts + 1
+            # One batch, another for each lost input and for the isolation; every further version may cost another.
+            limit = 2 + request.inputs_lost
             assert request.batches <= limit or len(self._model.versions_seen) > 1, "a request started again too often"
         if action.isolated:
             assert len(requests) == 1, "a suspect must be alone in its batch"
@@ -115,9 +115,3 @@ class SendChecker:
             rerouted = other.lost and not other.isolated and other.failed_on != action.replica
             same_line = (other.stage, other.version) == (batch.stage, batch.version)
             assert not (rerouted and same_line), f"batch {other.id} lost its link and waits behind a new batch"
-
-    def _check_input(self, action: SendBatch, batch: BatchEntry) -> None:
-        assert not batch.input_lost, "sent with an input that is lost"
-        assert all((request.inputs_lost > 0) == action.relay for request in batch.requests), (
-            "a request that lost an input shares a batch with others, or its output may stay at the replica"
-        )

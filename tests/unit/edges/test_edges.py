@@ -111,15 +111,6 @@ async def test_local_processes_and_those_with_the_configured_token_reach_each_ot
             assert torch.equal(await fetch(consumer, producer.holder, kept(producer)), ROWS)
 
 
-async def test_fetches_fail_at_once_after_an_edge_could_not_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with edges("c") as consumer:
-        with pytest.raises(HolderUnreachableError):
-            await fetch(consumer, "127.0.0.1:1/abc", 1)
-        monkeypatch.setattr(consumer._pool, "open", None)  # would raise a TypeError
-        with pytest.raises(HolderUnreachableError, match="no edge to"):
-            await fetch(consumer, "127.0.0.1:1/abc", 1)
-
-
 async def test_fetch_is_repeated_over_a_new_edge_when_the_edge_breaks() -> None:
     async with edges("p") as producer, edges("c") as consumer:
         number = kept(producer)
@@ -136,35 +127,6 @@ async def test_fetch_fails_when_the_producer_ends() -> None:
             await fetch(consumer, holder, number)
         with pytest.raises(HolderUnreachableError):
             await fetch(consumer, holder, number)
-
-
-async def test_idle_edge_is_closed_and_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_IDLE_S", 0.01)
-    async with edges("p") as producer, edges("c") as consumer:
-        number = kept(producer)
-        for _ in range(2):
-            assert torch.equal(await fetch(consumer, producer.holder, number), ROWS)
-            await until(lambda: not consumer._pool._edges and not consumer._manager.worlds)
-        await until(lambda: not producer._server._tasks)
-
-
-async def test_fetch_in_the_turn_in_which_the_edge_becomes_idle_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    idle_s = 0.02
-    monkeypatch.setattr(pool, "_IDLE_S", idle_s)
-    async with edges("p") as producer, edges("c") as consumer:
-        loop = asyncio.get_running_loop()
-        for number in range(60):
-            await fetch(consumer, producer.holder, kept(producer))
-            asked: asyncio.Future[object] = loop.create_future()
-
-            def ask(asked: asyncio.Future[object] = asked, kept_number: int = kept(producer)) -> None:
-                task = loop.create_task(fetch(consumer, producer.holder, kept_number))
-                task.add_done_callback(lambda done: asked.set_result(done.exception() or done.result()))
-
-            loop.call_later(idle_s + (number % 6 - 3) * 5e-5, ask)
-            found = await asyncio.wait_for(asked, 10)
-            assert isinstance(found, Tensor), found
-            assert torch.equal(found, ROWS)
 
 
 async def test_cancelled_fetch_leaves_the_edge_to_the_others() -> None:

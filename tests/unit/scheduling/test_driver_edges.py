@@ -31,7 +31,7 @@ from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.batch_tensors import InputRef, InputRow
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
-from multiworld_serving.server.pipeline.edge_routing import EdgeRouting, UnreachablePairs
+from multiworld_serving.server.pipeline.edge_routing import EdgeRouting
 from multiworld_serving.server.predictor import KeptRow, Prediction
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.scheduling.events import ReplicaLost, ReplicaReady
@@ -191,7 +191,6 @@ async def test_image_that_a_worker_cannot_fetch_is_handed_back_and_others_start_
     other = await bench.ask(IMAGE)
     _, inputs = bench.taken(first)
     assert [each.holder for each in inputs.sources] == ["10.0.0.8:1/g"]
-    assert not inputs.keep, "a request loses one kept output at most"
     with pytest.raises(InputUnreachableError):  # known now: the worker is not asked again
         await again
     bench.driver.close()
@@ -263,7 +262,7 @@ async def test_answer_is_relayed_when_its_frontend_cannot_fetch_it(fetcher: str 
     bench = Bench()
     first, second = bench.lines
     if fetcher is not None:
-        bench.driver.frontend_cannot_reach(fetcher, second.edge)
+        bench.driver.edges.relay(second.edge, fetcher)
     asked = await bench.ask(InputRef(FRONTEND, 7), fetcher)
     bench.kept(first, bench.taken(first)[0])
     _, inputs = bench.taken(second)
@@ -286,8 +285,8 @@ async def test_output_is_released_when_it_comes_too_late() -> None:
 
 def test_status_names_the_processes_of_edges_and_shows_who_is_relayed() -> None:
     routing = EdgeRouting(2)
-    routing.workers.add("10.0.0.1:4000/a1", "b")
-    routing.frontends.add("10.0.0.9:4000/f3", "f")
+    routing.relay("10.0.0.1:4000/a1", "b")
+    routing.relay("10.0.0.9:4000/f3", "f")
     one, gone = (EdgeState(holder, "tcp", 5, 0.5) for holder in ("10.0.0.2:4000/b2", "10.0.0.1:4000/former"))
     assert routing.snapshot([("a", "10.0.0.1:4000/a1", [one]), ("b", "10.0.0.2:4000/b2", []), ("f", "", [gone])]) == (
         EdgeSnapshot("a", "b", "tcp", 5, 0.5),
@@ -311,19 +310,36 @@ def test_false_report_of_edges_is_refused(text: str) -> None:
         parse_edge_states(text)
 
 
-def test_pairs_are_forgotten_after_a_minute() -> None:
-    now_s = 0.0
-    pairs = UnreachablePairs(lambda: now_s)
-    pairs.add("p", "a")
-    now_s = 50.0
-    pairs.add("p", "b")
-    assert ("p", "a") in pairs
-    assert ("q", "a") not in pairs
-    now_s = 61.0
-    assert ("p", "a") not in pairs
-    assert pairs.any("p")
-    now_s = 111.0
-    assert not pairs.any("p")
+@pytest.mark.parametrize("rejoins", [0, 1])
+async def test_pair_is_tried_again_when_one_of_the_two_joins_again(rejoins: int) -> None:
+    bench = Bench()
+    first, second = bench.lines
+    bench.driver.edges.relay(first.edge, second.worker)
+    bench.driver.edges.relay(first.edge, "another")
+    bench.driver.on_ended(bench.lines[rejoins])  # type: ignore[arg-type]
+    asked = await bench.ask(InputRef(FRONTEND, 7))
+    assert bench.taken(first)[1].keep is (rejoins == 0)
+    bench.driver.close()
+    await asyncio.gather(asked, return_exceptions=True)
+
+
+@pytest.mark.parametrize("worker_lives", [True, False])
+async def test_only_worker_that_must_have_an_output_is_relayed_when_it_has_none(worker_lives: bool) -> None:
+    bench = Bench()
+    first, second = bench.lines
+    asked = await bench.ask(InputRef(FRONTEND, 7))
+    if not worker_lives:
+        bench.lost(first, bench.taken(first)[0], FRONTEND, unreachable=False)
+        with pytest.raises(InputUnreachableError):
+            await asked
+        asked = await bench.ask(InputRef(FRONTEND, 8))
+        assert bench.taken(first)[1].sources, "a frontend frees inputs of requests that have ended"
+    else:
+        bench.kept(first, bench.taken(first)[0])
+        bench.lost(second, bench.taken(second)[0], first.edge, unreachable=False)
+        assert not bench.taken(first)[1].keep
+    bench.driver.close()
+    await asyncio.gather(asked, return_exceptions=True)
 
 
 async def test_request_is_withdrawn_when_its_future_is_cancelled() -> None:

@@ -8,7 +8,6 @@ from multiworld_serving.server.scheduling.scheduler import (
     FailReplica,
     FreeBatch,
     KeepOutput,
-    Reject,
     ReleaseReplica,
     RequestCancelled,
     SendBatch,
@@ -25,7 +24,7 @@ def test_waiting_batch_starts_again_when_the_holder_of_its_input_is_lost() -> No
     actions = driver.broken(second.replica)
     assert of(actions, FreeBatch) == [FreeBatch(second.batch)]
     again = only(actions, SendBatch)
-    assert (again.stage, again.requests, again.attempt, again.relay) == (0, (2,), 2, True)
+    assert (again.stage, again.requests, again.attempt) == (0, (2,), 2)
     assert driver.scheduler.counters.inputs_lost == {1: 2}, "the input of the batch in flight is lost too"
     assert driver.scheduler.counters.requeued == 1
     assert answered(driver.done(at_stage_1)) == [1], "it had fetched its input"
@@ -82,7 +81,7 @@ def test_requests_start_again_when_a_replica_cannot_get_their_input() -> None:
     driver = SchedulerHarness(stages=2, max_batch_size=2, batch_timeout_s=1.0)
     second = only(driver.done(only(driver.arrive(2), SendBatch), kept=True), SendBatch)
     again = only(driver.input_lost(second), SendBatch)
-    assert (again.stage, again.requests, again.relay) == (0, (1, 2), True)
+    assert (again.stage, again.requests) == (0, (1, 2))
     assert driver.in_flight.keys() == {(again.batch, again.replica)}, "its place in the window is free"
     assert answered(driver.answer_all([again])) == [1, 2]
 
@@ -97,35 +96,14 @@ def test_requests_that_are_handed_back_do_not_start_again() -> None:
     assert driver.input_lost(again) == []
 
 
-def test_replica_is_not_blamed_when_it_cannot_get_inputs() -> None:
-    driver = SchedulerHarness(max_batch_size=1, max_attempts=100)
+def test_neither_replica_nor_request_is_blamed_when_inputs_are_lost() -> None:
+    driver = SchedulerHarness(max_batch_size=1)
     send = only(driver.arrive(), SendBatch)
     for _ in range(20):
         actions = driver.input_lost(send)
         assert not of(actions, FailReplica)
         send = only(actions, SendBatch)
         assert not send.isolated
-
-
-def test_requests_that_lost_an_input_share_no_batch_with_others() -> None:
-    driver = SchedulerHarness(replicas=1, window=2, max_batch_size=4)
-    first = only(driver.arrive(), SendBatch)
-    driver.arrive(5)
-    again = sends(driver.input_lost(first))
-    assert [(send.requests, send.relay) for send in again] == [((1,), True)]
-    following = sends(driver.done(again[0]))
-    assert [(send.requests, send.relay) for send in following] == [((3, 4, 5, 6), False)]
-
-
-def test_request_is_rejected_when_it_lost_its_input_max_attempts_times() -> None:
-    driver = SchedulerHarness(stages=2, max_attempts=3)
-    actions = driver.arrive()
-    for _ in range(2):
-        actions = driver.input_lost(only(driver.done(only(actions, SendBatch)), SendBatch))
-    rejection = only(driver.input_lost(only(actions, SendBatch)), Reject)
-    assert (rejection.request, rejection.reason) == (1, "no_replica")
-    assert rejection.detail == "its input was lost 3 times, the last time at stage 0"
-    assert driver.scheduler.open_requests == 0
 
 
 def test_isolated_request_stays_isolated_when_its_input_is_lost() -> None:
@@ -185,7 +163,7 @@ def test_late_report_of_a_lost_input_has_no_effect() -> None:
     driver.done(first, kept=True)
     assert driver.input_lost(first) == []
     driver.broken("s1r0")
-    assert driver.input_lost(SendBatch(99, 1, "s1r0", (1,), "v1", "first", 1, False, False, 0.0)) == []
+    assert driver.input_lost(SendBatch(99, 1, "s1r0", (1,), "v1", "first", 1, False, 0.0)) == []
     assert driver.scheduler.open_requests == 1
 
 

@@ -110,7 +110,7 @@ async def test_request_is_sent_again_and_its_answer_relayed_when_it_cannot_be_fe
         assert resubmitted(metrics, "answer_lost") == 1
 
 
-async def test_images_are_sent_for_a_while_when_a_worker_cannot_fetch_one() -> None:
+async def test_images_are_sent_until_the_link_is_formed_again_when_a_worker_cannot_fetch_one() -> None:
     async with edges("f") as frontend:
         pool, metrics = pool_with(frontend)
         leader = EdgeLeader(pool, frontend)
@@ -120,7 +120,9 @@ async def test_images_are_sent_for_a_while_when_a_worker_cannot_fetch_one() -> N
         await predict(pool)
         assert [payload == IMAGE.numpy().tobytes() for _, payload in leader.got] == [False, True, True]
         assert resubmitted(metrics, "relay") == 1
-        leader.unreachable, leader.relay_until_s = False, 0.0
+        leader.unreachable = False
+        leader._on_lost("of this test", failed=True)
+        leader.tells()
         await predict(pool)
         assert leader.images[-1] is not None
 
