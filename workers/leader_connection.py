@@ -18,7 +18,7 @@ from multiworld_serving.common.wire import WORLD_BACKEND, JoinOffer, JoinRequest
 from multiworld_serving.workers.compute.device import free_memory_mb
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.exit_timer import EXIT_DEVICE_FAILED, EXIT_STUCK, GRACEFUL_EXIT_S, arm_exit_timer
-from multiworld_serving.workers.join_turns import Joining, JoinTurns
+from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.observability.traces import ComputeTraces
 from multiworld_serving.workers.session import Session
@@ -60,7 +60,7 @@ def _end_stuck(reason: str, status: int = EXIT_STUCK) -> NoReturn:
 
 
 class LeaderConnection:
-    """Joins one leader, serves it, and rejoins. Connections of a worker share the engine, its stages, and the turns of joining.
+    """Joins one leader, serves it, and rejoins. Connections of a worker share the engine, its stages, and the order of the leaders.
 
     Args:
         leader: where it listens; `settings` may know another address before each attempt to join.
@@ -77,7 +77,7 @@ class LeaderConnection:
         engine: Engine,
         manager: WorldManager,
         stop: asyncio.Event,
-        turns: JoinTurns,
+        order: LeaderOrder,
         metrics: WorkerMetrics,
         traces: ComputeTraces | None = None,
         edges: Edges | None = None,
@@ -90,7 +90,7 @@ class LeaderConnection:
         self._engine = engine
         self._manager = manager
         self._stop = stop
-        self._turns = turns
+        self._order = order
         self._metrics = metrics
         self._traces = traces
         self._edges = edges
@@ -134,15 +134,19 @@ class LeaderConnection:
         """Join one world and serve in it until it ends. Returns whether a stage was served."""
         await _check_thread_start()
         self._leader = self._settings.leader_at(self._number, self._leader)
-        with self._turns.joining() as joining:
-            offer = await self._ask(joining)
+        with self._order.attempt(self._number):
+            offer = await self._ask()
             self._wait_s = offer.wait_ms / 1000
-            return bool(offer.world) and await self._serve_in(await self._join(offer), joining)
+            if not offer.world:
+                return False
+            world = await self._join(offer)
+            with self._order.linked(self._number, offer.leader) as place:
+                return await self._serve_in(world, place)
 
-    async def _serve_in(self, world: World, joining: Joining) -> bool:
+    async def _serve_in(self, world: World, place: LeaderPlace) -> bool:
         """Serve in this world until it ends. Returns whether a stage was served."""
         self._session = session = Session(
-            world, self._engine, self._stop.set, self._metrics, self._traces, joining.assigned, self._edges
+            world, self._engine, self._stop.set, self._metrics, self._traces, place, self._edges
         )
         self._metrics.world_joined()
         try:
@@ -183,17 +187,18 @@ class LeaderConnection:
                 f"can reach",
             ) from error
 
-    async def _ask(self, joining: Joining) -> JoinOffer:
+    async def _ask(self) -> JoinOffer:
         settings, edge = self._settings, "" if self._edges is None else self._edges.holder
 
         async def question() -> str:
-            hint = await joining.begin_turn()
+            await self._order.until_earlier_leaders_assigned(self._number)
             return JoinRequest(
                 settings.name,
                 settings.device,
                 settings.advertise_host,
                 os.getpid(),
-                *hint,
+                self._order.parts,
+                self._order.obeyed(self._number),
                 edge,
                 free_memory_mb(self._engine.device),
             ).to_json()

@@ -26,8 +26,8 @@ from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.device import check_device
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
-from multiworld_serving.workers.join_turns import JoinTurns
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError
+from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.observability.gpu import GpuCollector
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.observability.traces import ComputeTraces
@@ -77,7 +77,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
             limit_s = settings.loop_stall_timeout_s + exit_timer.LOOP_BLOCKED_MARGIN_S
             stack.enter_context(exit_timer.exit_when_blocked(loop, limit_s))
             edges = await _open_edges(stack, settings, device, metrics)
-            connections, turns = list[LeaderConnection](), JoinTurns()
+            connections, order = list[LeaderConnection](), LeaderOrder()
             await _start_metrics_port(stack, settings, metrics, engine, connections)
             for number, leader in enumerate(settings.leaders):
                 manager = await stack.enter_async_context(
@@ -89,7 +89,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
                     )
                 )
                 connections.append(
-                    LeaderConnection(leader, settings, engine, manager, stop, turns, metrics, traces, edges, number)
+                    LeaderConnection(leader, settings, engine, manager, stop, order, metrics, traces, edges, number)
                 )
                 tasks.create_task(connections[-1].run())
     except* StuckError as errors:

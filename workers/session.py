@@ -30,7 +30,7 @@ from multiworld_serving.common.wire import (
     edge_states_json,
     trace_contexts,
 )
-from multiworld_serving.models import BundleStageSpec, ModelError
+from multiworld_serving.models import ModelError
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.stage_store import LoadedStage
 from multiworld_serving.workers.exit_timer import (
@@ -41,15 +41,15 @@ from multiworld_serving.workers.exit_timer import (
 )
 from multiworld_serving.workers.incoming_assignment import IncomingAssignment
 from multiworld_serving.workers.incoming_inputs import InputLostError, fetch_inputs
+from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
 from multiworld_serving.workers.observability.metrics import Outcome, WorkerMetrics
 from multiworld_serving.workers.observability.traces import ComputeTraces
 from multiworld_serving.workers.stage_loader import StageLoader
 
 logger = logging.getLogger(__name__)
 
-_BUSY_REPORT_S = 1.0
-"""How often the leader is told that its batches wait for those of other leaders, and which edges there are; several times in a
-`hang_timeout_s`."""
+_REPORT_S = 1.0
+"""How often the leader is told what has changed, and that its batches have not begun; several times in a `hang_timeout_s`."""
 _FAILURE_GRACE_S = 30.0
 """After reporting that the stage cannot be loaded, how long to wait for the leader to end the world."""
 LEADER_RANK = 0
@@ -81,7 +81,7 @@ class Session:
     Args:
         world: ready, of size 2; the leader is rank 0.
         on_restart: called when the leader asks this process to exit, so that its supervisor starts it again.
-        on_assigned: called when the leader assigns a stage, before it is loaded.
+        place: of the leader among all leaders; None: it is the only one.
         edges: of this process; None: all tensors go through the leader.
     """
 
@@ -92,7 +92,7 @@ class Session:
         on_restart: Callable[[], object] = lambda: None,
         metrics: WorkerMetrics | None = None,
         traces: ComputeTraces | None = None,
-        on_assigned: Callable[[BundleStageSpec], object] = lambda spec: None,
+        place: LeaderPlace | None = None,
         edges: Edges | None = None,
     ) -> None:
         self.serving = False
@@ -104,7 +104,8 @@ class Session:
         self.queue = engine.new_queue()
         self._world = world
         self._on_restart = on_restart
-        self._on_assigned = on_assigned
+        self._place = place or LeaderPlace(LeaderOrder(), 0, "")
+        self._place.leave = lambda: self._start(self._leave_quietly())
         self._loader = StageLoader(engine, self.queue)
         self._metrics = metrics or WorkerMetrics()
         self._traces = traces
@@ -150,6 +151,10 @@ class Session:
         """Tell the leader that this worker leaves. The leader sends no new batches, and closes the world after the last answer."""
         await self._channel.send(Message(MessageKind.LEAVING))
 
+    async def _leave_quietly(self) -> None:
+        with contextlib.suppress(BrokenWorldException, WorldClosedError):
+            await self.leave()
+
     async def _serve(self) -> NoReturn:
         while True:
             await self._slots.acquire()
@@ -163,16 +168,20 @@ class Session:
                 self._handle(message)
 
     async def _report(self) -> None:
-        """Tell the leader while its batches wait for those of other leaders, so that it does not take this worker for hung.
+        """Tell the leader which leader this worker obeys, on which edges it fetches, and that its batches have not begun.
 
-        And report the edges on which this worker fetches, when they have changed.
+        A leader that knows the latter does not take this worker for hung.
         """
         reported: tuple[EdgeState, ...] = ()
+        obeyed: str | None = None
         with contextlib.suppress(BrokenWorldException, WorldClosedError):
             while True:
-                await asyncio.sleep(_BUSY_REPORT_S)
-                if self.queue.waits_for_others:
+                await asyncio.sleep(_REPORT_S)
+                if self.queue.has_not_begun:
                     await self._channel.send(Message(MessageKind.BUSY))
+                if obeyed != self._place.obeyed:
+                    obeyed = self._place.obeyed
+                    await self._channel.send(Message.from_text(MessageKind.OBEYS, obeyed))
                 states = () if self._edges is None else self._edges.states()
                 if states != reported:
                     reported = states
@@ -209,14 +218,18 @@ class Session:
     def _handle(self, message: Message) -> None:
         match message.kind:
             case MessageKind.ASSIGN if self._incoming is None:
-                self._incoming = incoming = IncomingAssignment(message)
+                incoming = IncomingAssignment(message)
                 spec, shape, most = incoming.spec, incoming.sample_shape, incoming.assignment.max_batch_size
+                if not self._place.accepts(incoming.assignment.digest):
+                    self._start(self._refuse(incoming))
+                    return
+                self._incoming = incoming
                 self._inputs[incoming.assignment.version, spec.index] = _Expected(
                     spec.input_dtype if spec.is_first else incoming.assignment.travels_as(spec.input_dtype),
                     *(RowShape(shape, spec.input_varies), 1, most),
                     torch.float32 if spec.is_last else incoming.assignment.travels_as(torch.float32),
                 )
-                self._on_assigned(spec)
+                self._place.assigned(incoming.assignment.version, spec, incoming.assignment.digest)
                 self.queue.expect(incoming.assignment.version)
                 self._start(self._serve_assignment(incoming))
             case MessageKind.WEIGHTS if self._incoming is not None:
@@ -229,6 +242,7 @@ class Session:
             case MessageKind.UNLOAD:
                 logger.info("world=%s unloaded version number %d", self._world.name, message.version)
                 self.queue.unload(message.version)
+                self._place.unloaded(message.version)
                 self._inputs = {key: expected for key, expected in self._inputs.items() if key[0] != message.version}
                 release_free_memory()
             case MessageKind.RESTART:
@@ -256,6 +270,7 @@ class Session:
         assignment, spec, made = incoming.assignment, incoming.spec, stage.optimized
         self.queue.serve(assignment.version, stage)
         self._metrics.stage_loaded(spec.index)
+        self._place.loaded()
         if not self.serving:
             self.serving = True
             # One more slot than the leader's window: a leader that exceeds its window blocks only its own link.
@@ -286,6 +301,12 @@ class Session:
             *(self._world.name, self._world.generation, spec.index, spec.num_stages),
             *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], how, made.mode, made.why),
         )
+
+    async def _refuse(self, incoming: IncomingAssignment) -> None:
+        text = f"it obeys leader {self._place.obeyed}, which has not assigned this version of the stage with equal settings"
+        logger.info("world=%s stage=%d refused: %s", self._world.name, incoming.spec.index, text)
+        with contextlib.suppress(BrokenWorldException, WorldClosedError):
+            await self._channel.send(incoming.reply(MessageKind.REFUSED, text))
 
     async def _fail(self, incoming: IncomingAssignment, error: Exception) -> None:
         """Report that a stage cannot be loaded. Without another stage to serve, the world ends."""
@@ -350,9 +371,7 @@ class Session:
         kind = MessageKind.RESULT
         if inputs is not None and (kept := self._keep(output, inputs)) is not None:
             kind, output = MessageKind.KEPT, kept
-        return Message(
-            *(kind, message.batch, output, compute_ns, waited_us, message.stage, message.version, done.others_us)
-        )
+        return Message(kind, message.batch, output, compute_ns, waited_us, message.stage, message.version)
 
     async def _input_of(self, message: Message) -> tuple[BatchInputs | None, torch.Tensor]:
         """The input of a batch, fetched if it is not in the message; and for INPUTS the description. Raises InputLostError."""

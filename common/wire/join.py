@@ -19,9 +19,9 @@ WORLD_BACKEND = "tcp"
 
 RELEASE = version("multiworld-serving")
 """Sent in join requests, for messages to people. Different releases work together if their protocols are equal."""
-WORKER_PROTOCOL = 2
+WORKER_PROTOCOL = 3
 """Version of all messages between leaders and workers: increase it with every change of them."""
-FRONTEND_PROTOCOL = 3
+FRONTEND_PROTOCOL = 4
 """Version of all frames between leaders and frontends: increase it with every change of them."""
 
 MAX_HOLDER_CHARS = MAX_HOST_CHARS + MAX_NAME_CHARS
@@ -34,6 +34,8 @@ MAX_PARTS = 64
 
 Name = Annotated[str, Meta(pattern=rf"^[!-~]{{1,{MAX_NAME_CHARS}}}\Z")]
 """Printable ASCII characters without spaces: names appear in logs, metrics and the status."""
+NoName = Annotated[str, Meta(pattern=rf"^[!-~]{{0,{MAX_NAME_CHARS}}}\Z")]
+"""A name, or nothing."""
 Host = Annotated[str, Meta(pattern=rf"^[!-~]{{1,{MAX_HOST_CHARS}}}\Z")]
 Holder = Annotated[str, Meta(pattern=r"^[!-~]+\Z", max_length=MAX_HOLDER_CHARS)]
 """A producer of tensors: HOST:PORT/INCARNATION."""
@@ -88,9 +90,8 @@ class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     Attributes:
         host, pid: where the worker runs, for operators; `host` is its --advertise-host.
         edge: where others fetch its tensors, HOST:PORT/INCARNATION; empty if it uses no edges.
-        parts: comma-separated `BundleStageSpec.part`s of the stages that other leaders have assigned to it, or else of those that it served
-            last. A hint for placement.
-        is_shared: whether other leaders have assigned `parts`.
+        parts: comma-separated `BundleStageSpec.part`s of the stages that it holds, as assigned by the leader that it obeys.
+        obeys: name of the leader that it obeys instead of this one; empty if it obeys this one.
         memory_mb: memory that is available for stages, in 10^6 bytes; 0: not known.
         protocol: must be the leader's.
         release: of the worker, for messages.
@@ -101,7 +102,7 @@ class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     host: Host
     pid: Pid
     parts: Annotated[str, Meta(pattern=rf"^([0-9a-f]{{16}}(,[0-9a-f]{{16}}){{0,{MAX_PARTS - 1}}})?\Z")] = ""
-    is_shared: bool = False
+    obeys: NoName = ""
     edge: NoHolder = ""
     memory_mb: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     protocol: int = WORKER_PROTOCOL
@@ -157,12 +158,14 @@ class JoinOffer(JsonMessage, frozen=True, forbid_unknown_fields=True):
         world: empty if there is none now. Ask again after `wait_ms`, not before.
         wait_ms: at most a day, the longest quarantine of a failing worker.
         address: HOST:PORT to join at; empty for the address that the request was sent to.
+        leader: name of the leader that offers a world to a worker.
     """
 
-    world: Annotated[str, Meta(pattern=rf"^[!-~]{{0,{MAX_NAME_CHARS}}}\Z")]
+    world: NoName
     generation: int
     wait_ms: Annotated[int, Meta(ge=0, le=100_000_000)] = 0
     address: str = ""
+    leader: NoName = ""
 
     def joins_at(self, asked: Address) -> Address:
         """Address to join at, if the request was sent to `asked`. Raises WireError."""

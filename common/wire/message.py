@@ -18,8 +18,9 @@ MAX_DIMS = 4
 MAX_TEXT_BYTES = 64 << 10
 _MAGIC = 0xB4
 """First byte of a header of this version. Not ASCII, so that no signature of a tensor begins with it."""
-_LAYOUT = struct.Struct("!BBBBQQIII4I")
-"""Magic, kind, dtype * 16 + number of dimensions, stage, batch, ns computed, µs waited, µs for others, version, dimensions."""
+_LAYOUT = struct.Struct("!BBBBQQII4x4I")
+"""Magic, kind, dtype * 16 + number of dimensions, stage, batch, ns computed, µs waited, version, 4 unused bytes, dimensions.
+It is as long as the head of a message of the library."""
 _MOST_US = 2**32 - 1
 HEADER_BYTES = _LAYOUT.size
 
@@ -44,7 +45,11 @@ class MessageKind(IntEnum):
     RESTART = 8  # leader → worker: leave and exit; the supervisor starts the process again
     UNLOAD = 9  # leader → worker: unload the stages of this version
     FETCH_WEIGHTS = 20  # worker → leader: send the weights of the assigned stage; without it, the worker has the stage
-    BUSY = 21  # worker → leader: batches of this leader wait while the worker computes for other leaders
+    BUSY = (
+        21  # worker → leader: the worker has not begun the batches of this leader, because it computes something else
+    )
+    OBEYS = 23  # worker → leader: the name of the leader that the worker obeys instead of this one; empty: this one
+    REFUSED = 24  # worker → leader: it obeys another leader, which has not assigned this stage (text)
     FRAMES = 11  # between leader and frontend: one or several frames (see multiworld_serving.server.frontends.frames)
     FETCH_ROWS = 12  # consumer → producer, on an edge: send these rows (see multiworld_serving.common.wire.inputs)
     TAKE_ROWS = 13  # the same, and nobody else needs these rows
@@ -66,7 +71,6 @@ class Message:
         batch: number of the batch; 0 if the message concerns none.
         payload: a tensor of up to 4 dimensions and a known dtype; text and bytes are uint8 [N]. None and an empty tensor are distinct.
         compute_ns, waited_us: of RESULT, how long the worker computed, and how long the batch waited before.
-        others_us: of RESULT, how long the worker will compute the batches of other leaders that wait, one of each, before the next one.
         stage, version: stage and model version that the message refers to.
     """
 
@@ -77,7 +81,6 @@ class Message:
     waited_us: int = 0
     stage: int = 0
     version: int = 0
-    others_us: int = 0
 
     @staticmethod
     def from_text(kind: MessageKind, text: str, *, batch: int = 0, stage: int = 0, version: int = 0) -> "Message":
@@ -107,14 +110,7 @@ class Message:
         dims = shape + (0,) * (MAX_DIMS - len(shape))
         return _LAYOUT.pack(
             *(_MAGIC, self.kind, code << 4 | len(shape), self.stage),
-            *(
-                self.batch,
-                self.compute_ns,
-                min(self.waited_us, _MOST_US),
-                min(self.others_us, _MOST_US),
-                self.version,
-                *dims,
-            ),
+            *(self.batch, self.compute_ns, min(self.waited_us, _MOST_US), self.version, *dims),
         )
 
 
@@ -156,12 +152,11 @@ class Header:
     waited_us: int
     stage: int
     version: int
-    others_us: int
 
     @staticmethod
     def parse(data: bytes, size: int) -> "Header":
         """Decode the header of a message whose payload has `size` bytes. Raises WireError if it is inconsistent."""
-        magic, kind, form, stage, batch, compute_ns, waited_us, others_us, version, *dims = _LAYOUT.unpack(data)
+        magic, kind, form, stage, batch, compute_ns, waited_us, version, *dims = _LAYOUT.unpack(data)
         code, ndim = form >> 4, form & 15
         if magic != _MAGIC:
             raise WireError(f"not a message of this version (it begins with {data[:16]!r})")
@@ -176,7 +171,7 @@ class Header:
             shape = None
         elif size != math.prod(dims[:ndim]) * dtype.itemsize:
             raise WireError(f"{known.name}: {size} bytes are not {dtype} {shape}")
-        return Header(known, batch, dtype, shape, compute_ns, waited_us, stage, version, others_us)
+        return Header(known, batch, dtype, shape, compute_ns, waited_us, stage, version)
 
     def require_batch(self, dtype: torch.dtype, row_shape: tuple[int, ...] | RowShape, least: int, most: int) -> None:
         """Raise WireError unless the payload has this dtype and `least` to `most` rows of this shape."""
@@ -204,9 +199,7 @@ class Header:
             payload = (
                 torch.empty(self.shape, dtype=self.dtype) if data is None else data.view(self.dtype).view(self.shape)
             )
-        return Message(
-            *(self.kind, self.batch, payload, self.compute_ns, self.waited_us, self.stage, self.version, self.others_us)
-        )
+        return Message(self.kind, self.batch, payload, self.compute_ns, self.waited_us, self.stage, self.version)
 
 
 def bytes_tensor(data: bytes) -> Tensor:

@@ -116,11 +116,6 @@ class LeaderLink:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def pending(self) -> int:
-        """Number of requests that wait for this leader's reply."""
-        return len(self._pending)
-
-    @property
     def label(self) -> str | None:
         """Name of the leader that no other leader of this frontend has; None if it was never reached."""
         return f"{self.name}@{self.address}" if self.ambiguous else self.name

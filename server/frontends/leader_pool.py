@@ -1,8 +1,10 @@
 """The leaders of a frontend: which one gets a request, and what happens to it when that leader dies.
 
+Leaders have an order. Requests go to the first one that is ready, so that one leader forms all batches.
+
 A frontend keeps each request and its decoded input until it is answered, so it can send it to another leader:
 
-    the leader is lost             the next usable leader at once; after two leaders failed with the same request it is rejected as poison
+    the leader is lost             the next leader that is ready; after two leaders failed with the same request it is rejected as poison
     overloaded, no replica         one other leader, once, so that overload is not amplified
     a worker cannot fetch it       the same leader, with the input, as all requests until the leader is joined again
     the answer cannot be fetched   a leader, which relays the answer
@@ -370,7 +372,7 @@ class LeaderPool:
             raise DeadlineError(f"the deadline has passed, and before that: {lost}; try again") from lost
 
     def _choose(self, rejected: Mapping[LeaderLink, object], body: Check | Predict) -> LeaderLink | None:
-        """The leader for a request: of the latest version, ready ones first, with the fewest requests of this frontend."""
+        """The leader for a request: the first one that is ready; without one, the first that is usable."""
         candidates = [link for link in self.links if link.usable and link not in rejected]
         candidates = [link for link in candidates if not self._agreement.is_outdated(link)]
         if self._was_ready:  # a leader that has just started would reject it, because its workers have not joined yet
@@ -378,11 +380,7 @@ class LeaderPool:
         if not candidates and isinstance(body, Predict) and not rejected:
             candidates = [link for link in self.links if link.state is not None and link.state.snapshot.draining]
 
-        def order(link: LeaderLink) -> tuple[bool, int]:
-            assert link.state is not None
-            return (not link.state.ready, link.pending)
-
-        return min(candidates, key=order, default=None)
+        return min(candidates, key=lambda link: link.state is None or not link.state.ready, default=None)
 
     async def _wait_for_change(self, until_s: float, deadline_s: float, *, strict: bool = True) -> None:
         """Wait for a change of a leader's state. If `strict`, raise when `until_s` passes first."""

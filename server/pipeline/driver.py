@@ -172,8 +172,7 @@ class SchedulerDriver:
         if times is not None:
             times.compute_s += compute_s
             times.transfer_s += transfer_s
-        others_s = min(message.others_us / 1e6, took_s)
-        done = BatchDone(message.batch, sent.replica, compute_s, transfer_s, kept is not None, others_s)
+        done = BatchDone(message.batch, sent.replica, compute_s, transfer_s, kept is not None)
         self.submit_event(done, output)
 
     def on_input_lost(self, link: WorkerLink, message: Message) -> None:

@@ -25,7 +25,7 @@ from multiworld_serving.server.administration import VersionFailedError
 from multiworld_serving.server.daemon_threads import DaemonThreads
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
-from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError
+from multiworld_serving.server.replicas.link_types import AssignmentRefusedError, LinkEndedError, SelfTestError
 from multiworld_serving.server.replicas.placement import Placement, ready_links
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.snapshots import RolloutProgress
@@ -181,8 +181,10 @@ class VersionRollout:
         """Load the version on all ready workers, and wait until every stage has a worker that has loaded it.
 
         A worker that joins meanwhile loads the old version first, to serve at once, and then the new one. A worker that is still joining
-        at the switch has the old version only; the registry makes it join again.
+        at the switch has the old version only; the registry makes it join again. Without workers, nothing serves the old version.
         """
+        if not self._links():
+            return
         deadline_s = time.monotonic() + self._timeout_s
         await self._load_on_ready_workers(plan)
         while missing := [
@@ -199,18 +201,22 @@ class VersionRollout:
 
     async def _load_on_ready_workers(self, plan: VersionPlan) -> None:
         """Load the version on all ready workers, one after another."""
-        number = plan.number
+        number, refusal = plan.number, None
         while (link := next((link for link in self._links() if number not in link.loaded_plans), None)) is not None:
             self._raise_if_cancelled()
             self._report(replace(self._progress_of(plan), worker=link.worker, world=link.world_name))
             try:
                 await self._load(link, plan)
+            except AssignmentRefusedError as error:
+                refusal = error
             except LinkEndedError as error:
                 if link.state == "draining" or link.cause == Cause.LEFT:
                     continue  # it leaves on purpose: the version is not the reason
                 raise VersionFailedError(f"a worker was lost while it loaded {plan.version.name}: {error}") from error
             finally:
                 self._report(self._progress_of(plan))
+        if refusal is not None and not any(number in link.loaded_plans for link in self._links()):
+            raise VersionFailedError(f"{refusal}; load {plan.version.name} there")
 
     async def _load(self, link: WorkerLink, plan: VersionPlan) -> None:
         began_s = time.monotonic()

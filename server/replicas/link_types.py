@@ -11,6 +11,10 @@ class LinkEndedError(Exception):
     """The link ended, or its worker is draining, before the operation was done."""
 
 
+class AssignmentRefusedError(LinkEndedError):
+    """The worker obeys another leader, which has not assigned this stage. The link drains: the worker joins again."""
+
+
 @dataclass(frozen=True, slots=True)
 class SlotId:
     """A slot: the named place of a worker, for a replica of a stage or for a spare (stage None)."""

@@ -76,14 +76,27 @@ class Placement:
 
         If there is none, the worker becomes a spare if spares are wanted, or else gets an extra slot of the stage.
         """
+        if not self._has_free_slot(stage) and len(self.spares) < self.spares_wanted:
+            return self._spare_slot()
+        return self._slot_of_stage(stage)
+
+    def slot_holding(self, held: Collection[int]) -> Slot:
+        """The slot for a worker that keeps the stages that it holds, at least one: of a spare if it holds all, otherwise of the stage."""
+        if len(held) == self.num_stages > 1:
+            return self._spare_slot()
+        return self.free_slot(0) if self.num_stages == 1 else self._slot_of_stage(min(held))
+
+    def _spare_slot(self) -> Slot:
+        taken = {link.world_name for link in self.links()}
+        index = next(index for index in range(len(taken) + 1) if f"spare{index}" not in taken)
+        self.spares.append(slot := Slot(None, index))
+        return slot
+
+    def _slot_of_stage(self, stage: int) -> Slot:
+        """A free slot of this stage, or an extra one."""
         for slot in self.of_stage(stage):
             if slot.free:
                 return slot
-        if len(self.spares) < self.spares_wanted:
-            taken = {link.world_name for link in self.links()}
-            index = next(index for index in range(len(taken) + 1) if f"spare{index}" not in taken)
-            self.spares.append(slot := Slot(None, index))
-            return slot
         indices = {slot.index for slot in self.of_stage(stage)}
         slot = Slot(stage, next(index for index in range(len(indices) + 1) if index not in indices))
         self.all.append(slot)
@@ -93,16 +106,14 @@ class Placement:
     def choose_stage(
         self,
         host: str = "",
-        elsewhere: Collection[int] = (),
-        former: Collection[int] = (),
+        held: Collection[int] = (),
         too_large: Collection[int] = (),
     ) -> int:
-        """Choose the stage for a joining worker on `host`, which serves the stages `elsewhere` for other leaders, or served `former`.
+        """Choose the stage for a joining worker on `host`, which has the stages `held` in memory.
 
-        A stage without replicas (serving or joining) is first. Then a stage of `elsewhere` with a free slot, because the worker has it
-        in memory. Then the stage with the fewest replicas; among equals, one of `elsewhere` or `former`, then the one with the fewest
-        replicas on that host, because a host may fail as a whole, then the earliest. If all stages have `replicas`, a stage of `elsewhere`
-        is first, because the other leaders have chosen it, and then the one with the fewest replicas for its load.
+        A stage without replicas (serving or joining) is first. Then a stage of `held` with a free slot. Then the stage with the fewest
+        replicas; among equals, the one with the fewest replicas on that host, because a host may fail as a whole, then the earliest. If
+        all stages have `replicas`, a stage of `held` is first, and then the one with the fewest replicas for its load.
 
         Args:
             too_large: stages that do not fit into its memory. They are chosen only if no stage fits.
@@ -110,19 +121,10 @@ class Placement:
         taken = [self._taken(stage, host) for stage in range(self.num_stages)]
         extra = all(replicas >= self.replicas for replicas, _ in taken)
 
-        def rank(stage: int) -> tuple[bool, bool, bool, float, bool, int]:
+        def rank(stage: int) -> tuple[bool, bool, float, int]:
             replicas, on_host = taken[stage]
-            shared = stage in elsewhere and self._has_free_slot(stage)
-            chosen = not extra or stage in elsewhere
-            fill = replicas / self._weight(stage) if extra else replicas
-            return (
-                replicas > 0,
-                not shared,
-                not chosen,
-                fill,
-                stage not in elsewhere and stage not in former,
-                on_host,
-            )
+            stays = stage in held and (extra or self._has_free_slot(stage))
+            return replicas > 0, not stays, replicas / self._weight(stage) if extra else replicas, on_host
 
         fitting = [stage for stage in range(self.num_stages) if stage not in too_large]
         return min(fitting or range(self.num_stages), key=rank)
@@ -131,14 +133,6 @@ class Placement:
         """The load of a stage relative to that of the most loaded one."""
         most = max(self.wanted, default=0.0)
         return max(self.wanted[stage] / most, _LEAST_WEIGHT) if most else 1.0
-
-    def awaits_others(self, host: str, elsewhere: Collection[int]) -> bool:
-        """Whether a worker gets another place than it has with other leaders only because workers of other stages have not joined yet."""
-        if not elsewhere:
-            return False
-        if len(elsewhere) == self.num_stages > 1:  # it is a spare there
-            return len(self.spares) < self.spares_wanted and any(slot.free for slot in self.all)
-        return self.choose_stage(host, elsewhere) not in elsewhere and any(map(self._has_free_slot, elsewhere))
 
     @property
     def settled(self) -> bool:
@@ -191,11 +185,12 @@ class Placement:
     def reassignment_candidate(self) -> WorkerLink | None:
         """A replica of the stage with the most ready replicas, to be moved to a stage without workers; None if no stage has two.
 
-        The order of the workers' names decides, so that several leaders choose the same worker.
+        Only workers that obey this leader are moved.
         """
         stage = max(range(self.num_stages), key=self._ready_in)
-        first = _first_by_name(slot for slot in self.of_stage(stage) if slot.ready)
-        return first.link if first is not None and self._ready_in(stage) > 1 else None
+        if self._ready_in(stage) < 2:
+            return None
+        return next((link for link in ready_links(self.of_stage(stage)) if not link.obeys), None)
 
     def _has_free_slot(self, stage: int) -> bool:
         return any(slot.free for slot in self.of_stage(stage))

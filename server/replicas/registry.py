@@ -25,9 +25,11 @@ _HEALTHY_BATCHES = 10
 _HEALTHY_S = 10.0
 """After this many batches or seconds a worker counts as healthy, and the circuit breaker's count of its failures starts anew."""
 _RETRY_WHILE_DRAINING_S = 1.0
-_OTHERS_JOIN_S = 6.0
-"""After a leader has started, its workers join within this time: the longest pause between their attempts is 5 s."""
-_RETRY_WHILE_OTHERS_JOIN_S = 0.25
+_WORKERS_RETURN_S = 6.0
+"""After a leader has started, workers of other leaders join within this time: the longest pause between their attempts is 5 s. Until then
+they keep what they hold."""
+_RETRY_UNASSIGNED_S = 0.25
+"""When a worker that obeys another leader, which has assigned it no stage yet, asks again."""
 _COPIES_OF_WEIGHTS = 2
 """Held by a worker at once while it loads a stage: the received bytes, and the stage's parameters."""
 _REASSIGN_AFTER_S = 3.0
@@ -81,11 +83,14 @@ class WorkerRegistry:
         self._moving: WorkerLink | None = None
         """The worker that is being reassigned to a stage without workers."""
         self._reassigning: asyncio.TimerHandle | None = None
+        """Reassigns a worker, or promotes spares when the workers of other leaders have returned."""
         self._expected: dict[Slot, asyncio.TimerHandle] = {}
         """Timers that remove the slot of a failed worker."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._listening_since_s = float("-inf")
+        self._returning_until_s = float("-inf")
+        """Until then, workers that another leader has placed are expected, so spares stay spares and nobody is reassigned."""
 
     def use(self, plan: VersionPlan) -> None:
         """Let joining workers load this plan. Connected workers are not affected."""
@@ -134,7 +139,14 @@ class WorkerRegistry:
             return JoinOffer("", 0, round(wait_s * 1000) + 1).to_json().encode()
         link = self._admit(request, host)
         return (
-            JoinOffer(link.world_name, link.generation, address=self._settings.advertised(self.port)).to_json().encode()
+            JoinOffer(
+                link.world_name,
+                link.generation,
+                address=self._settings.advertised(self.port),
+                leader=self._settings.name,
+            )
+            .to_json()
+            .encode()
         )
 
     def _wait_s(self, request: JoinRequest) -> float:
@@ -143,8 +155,8 @@ class WorkerRegistry:
             return _RETRY_WHILE_DRAINING_S
         former = self.placement.live_link_of(request.worker)
         if former is None:
-            if self._awaits_others(request):
-                return _RETRY_WHILE_OTHERS_JOIN_S
+            if request.obeys:
+                return 0.0 if self._held(request) else _RETRY_UNASSIGNED_S
             if next(self.placement.stages_without_worker(), None) is not None:
                 return 0.0  # a stage has no worker: even a failing worker cannot make it worse
             return self._breaker.wait_s(request.worker, time.monotonic())
@@ -160,21 +172,13 @@ class WorkerRegistry:
             )
         return self._settings.heartbeat_timeout_s
 
-    def _awaits_others(self, request: JoinRequest) -> bool:
-        """Whether the worker should wait until others have joined, so that it serves the stage that it serves for other leaders."""
-        if not request.is_shared or time.monotonic() - self._listening_since_s > _OTHERS_JOIN_S:
-            return False
-        return self.placement.awaits_others(request.host, self._stages_known(request))
-
-    def _stages_known(self, request: JoinRequest) -> frozenset[int]:
+    def _held(self, request: JoinRequest) -> frozenset[int]:
         """The stages of `request.parts`; none of a model that is partitioned differently."""
         parts = request.parts.split(",")
         return frozenset(plan.spec.index for plan in self.plan.stages if plan.spec.part in parts)
 
     def _admit(self, request: JoinRequest, host: str) -> WorkerLink:
-        known, none = self._stages_known(request), frozenset[int]()
-        elsewhere, former = (known, none) if request.is_shared else (none, known)
-        slot = self._choose_slot(request, elsewhere, former)
+        slot = self._choose_slot(request, self._held(request))
         slot.link = link = WorkerLink(
             plans=self.plan.stages_for(slot.stage),
             slot=slot.id,
@@ -195,14 +199,20 @@ class WorkerRegistry:
         self._on_change()
         return link
 
-    def _choose_slot(self, request: JoinRequest, elsewhere: frozenset[int], former: frozenset[int]) -> Slot:
+    def _choose_slot(self, request: JoinRequest, held: frozenset[int]) -> Slot:
+        """A worker keeps what it holds if it obeys another leader, or if this leader has just started; otherwise it is placed."""
+        returning_until_s = self._listening_since_s + _WORKERS_RETURN_S
+        if held and (request.obeys or time.monotonic() < returning_until_s):
+            if not request.obeys:
+                self._returning_until_s = returning_until_s
+            return self.placement.slot_holding(held)
         placement, stages = self.placement, self.plan.stages
         needs_mb = {stage.spec.index: _COPIES_OF_WEIGHTS * stage.weights.size / 1e6 for stage in stages}
         too_large = [stage for stage, needed_mb in needs_mb.items() if 0 < request.memory_mb < needed_mb]
         if too_large:
             limits = request.memory_mb, ", ".join(map(str, too_large))
             logger.warning("worker=%s has %d MB of memory, too little for the stages %s", request.worker, *limits)
-        return placement.free_slot(placement.choose_stage(request.host, elsewhere, former, too_large))
+        return placement.free_slot(placement.choose_stage(request.host, held, too_large))
 
     async def _run(self, link: WorkerLink) -> None:
         settings = self._settings
@@ -309,6 +319,11 @@ class WorkerRegistry:
     def _fill_empty_slots(self) -> None:
         if self._closed:
             return
+        returning_s = self._returning_until_s - time.monotonic()
+        if returning_s > 0:
+            if self._reassigning is None:
+                self._reassigning = asyncio.get_running_loop().call_later(returning_s, self._workers_returned)
+            return
         for slot, link in self.placement.promote_spares():
             logger.info(
                 "world=%s generation=%d stage=%d replica=%d worker=%s spare promoted",
@@ -316,8 +331,13 @@ class WorkerRegistry:
             )
             self._start_serving(link)
         lacking = next(self.placement.stages_without_worker(), None) is not None
-        if self._reassigning is None and lacking and self.placement.reassignment_candidate() is not None:
+        if self._reassigning is None and lacking and any(self.placement.links()):
             self._reassigning = asyncio.get_running_loop().call_later(_REASSIGN_AFTER_S, self._reassign)
+
+    def _workers_returned(self) -> None:
+        self._reassigning = None
+        self._fill_empty_slots()
+        self._on_change()
 
     def _reassign(self) -> None:
         """Reassign a worker from the stage with the most ready replicas to a stage that has no worker."""

@@ -24,7 +24,7 @@ from multiworld_serving.common.wire import (
     parse_edge_states,
     trace_message,
 )
-from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError, SlotId
+from multiworld_serving.server.replicas.link_types import AssignmentRefusedError, LinkEndedError, SelfTestError, SlotId
 from multiworld_serving.server.replicas.released_outputs import ReleasedOutputs
 from multiworld_serving.server.replicas.reply_validator import ReplyValidator
 from multiworld_serving.server.snapshots import ReplicaState
@@ -61,7 +61,7 @@ class BatchListener(Protocol):
         """The worker could not fetch the input of a batch in flight."""
 
     def on_busy(self, link: "WorkerLink") -> None:
-        """The worker computes for other leaders, and batches in flight on this link wait."""
+        """The worker has not begun the batches in flight on this link."""
 
 
 class WorkerLink:
@@ -81,6 +81,7 @@ class WorkerLink:
         since_s: when `state` changed last, as `time.monotonic()`.
         ready_at_s: when it first was "ready", as `time.monotonic()`.
         edges: on which the worker fetches, as it reported.
+        obeys: name of the leader that the worker obeys instead of this one, as it reported; empty if it obeys this one.
         loaded_plans: numbers of the plans (`VersionPlan.number`) that the worker has loaded and that passed the self-test.
         active_plans: numbers of the plans for which the scheduler may send it batches. Set by the leader.
     """
@@ -110,6 +111,7 @@ class WorkerLink:
         self.ready_at_s: float | None = None
         self.batches_done = 0
         self.edges: tuple[EdgeState, ...] = ()
+        self.obeys = request.obeys
         self.loaded_plans: set[int] = set()
         self.active_plans: set[int] = set()
         self._listener = listener
@@ -154,6 +156,8 @@ class WorkerLink:
             self._end(ending.cause, ending.detail)
         except WorldClosedError:
             self._end(Cause.LEFT, "closed by the leader")
+        except LinkEndedError as error:
+            self._end(Cause.LEFT, str(error))
         except JoinError as error:  # the worker did not join the world that it was offered
             self._end(Cause.TIMEOUT, str(error))
         except TimeoutError:
@@ -296,7 +300,11 @@ class WorkerLink:
     async def _expect(self, kinds: tuple[MessageKind, ...], plan: StagePlan) -> Message:
         message = await self._reply()
         if message.kind is MessageKind.LEAVING:
-            raise SelfTestError("the worker left before it was ready")
+            raise LinkEndedError("the worker left before it was ready")
+        if message.kind is MessageKind.REFUSED:
+            self.drain()
+            self._listener.on_leaving(self)
+            raise AssignmentRefusedError(f"{self.worker} refuses stage {plan.spec.index}: {message.reason()}")
         if message.kind not in (*kinds, MessageKind.FAILED):
             raise WireError(f"expected {' or '.join(kind.name for kind in kinds)}, got {message.kind.name}")
         number, stage = plan.number, plan.spec.index
@@ -330,9 +338,9 @@ class WorkerLink:
         while True:
             message = await self._receive()
             match message.kind:
-                case MessageKind.FETCH_WEIGHTS | MessageKind.READY | MessageKind.RESULT | MessageKind.FAILED if (
-                    not message.batch
-                ):
+                case MessageKind.FETCH_WEIGHTS | MessageKind.READY | MessageKind.REFUSED:
+                    self._take_reply(message)
+                case MessageKind.RESULT | MessageKind.FAILED if not message.batch:
                     self._take_reply(message)
                 case MessageKind.RESULT | MessageKind.KEPT:
                     self.batches_done += 1
@@ -351,8 +359,11 @@ class WorkerLink:
 
     async def _receive(self) -> Message:
         assert self._channel is not None
-        while (message := await self._channel.receive()).kind is MessageKind.EDGES:
-            self.edges = parse_edge_states(message.text())
+        while (message := await self._channel.receive()).kind in (MessageKind.EDGES, MessageKind.OBEYS):
+            if message.kind is MessageKind.EDGES:
+                self.edges = parse_edge_states(message.text())
+            else:
+                self.obeys = message.reason()
         self._validator.received(message)
         return message
 

@@ -126,16 +126,7 @@ class Replica:
     """Consecutive batches that raised here and succeeded on another replica."""
     answered_s: float = float("-inf")
     """When it returned a batch last."""
-    others_s: float = 0.0
-    """How long its worker computes for other leaders before the next batch."""
-    hang_timer_since_s: float = float("-inf")
-    """When a batch was sent to it while it had none, or when it returned one last."""
     last_used: int = 0
-    _others_s: float = 0.0
-
-    def expect_others(self, others_s: float) -> None:
-        """How long the worker computes for other leaders now. Their batches may arrive just after the report, so the last two count."""
-        self.others_s, self._others_s = max(others_s, self._others_s), others_s
 
 
 class Pool:

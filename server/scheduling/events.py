@@ -51,7 +51,7 @@ class ReplicaDraining:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaBusy:
-    """The replica's worker is alive, but computes for other leaders; the batches in flight wait."""
+    """The replica's worker has not begun the batches in flight: it computes something else."""
 
     replica: ReplicaId
 
@@ -76,8 +76,6 @@ class BatchDone:
     """Transfer time of input and output together; None if unknown."""
     kept: bool = False
     """The output stays at the replica until the driver releases it, and is lost with the replica. False: it came with the message."""
-    others_s: float = 0.0
-    """How long the worker is about to compute for other leaders, before the next batch."""
 
 
 @dataclass(frozen=True, slots=True)

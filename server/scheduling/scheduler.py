@@ -29,9 +29,8 @@ The rules:
 - An output may stay at its replica (`BatchDone.kept`). It is lost with the replica, or when another replica cannot get it (`InputLost`,
   which blames nobody). A lost input is never sent again: its requests are requeued, unless an attempt in flight succeeds. A draining
   replica is released when it keeps no input.
-- A replica with batches in flight that returns none for `hang_timeout_s` is failed. Time in which its worker reports that it computes for
-  other leaders does not count, up to `MAX_BUSY` times `hang_timeout_s`. So is a replica that raised on several consecutive
-  batches which then succeeded elsewhere.
+- A replica with batches in flight that returns none for `hang_timeout_s` is failed. Time in which its worker reports that it
+  has not begun them does not count. So is a replica that raised on several consecutive batches which then succeeded elsewhere.
 - A request that cannot be answered by its deadline, at the rate at which full batches are answered, is rejected on arrival: see
   `admission.py`.
 - Late events (about a removed replica or an answered batch) have no effect.
@@ -282,7 +281,6 @@ class Scheduler:
         if replica.draining:
             self._state.changed_draining[replica] = None
         if isinstance(event, BatchDone):
-            replica.expect_others(event.others_s)
             self._state.service_times.observe(attempt, worked_s, event.computed_s, event.transfer_s)
         if not attempt.detach():
             return

@@ -16,9 +16,6 @@ from multiworld_serving.server.scheduling.estimates.throughput import Throughput
 from multiworld_serving.server.scheduling.events import ReplicaId, RequestId
 from multiworld_serving.server.scheduling.priority_map import PriorityMap
 
-MAX_BUSY = 2
-"""The time that a worker may compute for other leaders, as a multiple of `hang_timeout_s`: a worker that never returns must be failed."""
-
 
 class SchedulerState:
     """The state of one scheduler. Its parts (dispatcher, batch lifecycle, …) have no state of their own.
@@ -269,14 +266,11 @@ class ReplicaTable:
         return worked_s
 
     def postpone_hang(self, replica: Replica, now_s: float) -> None:
-        """The replica's batches wait for those of other leaders: restart the hang timer, within the limit of `MAX_BUSY`."""
+        """The replica's worker has not begun the batches in flight: restart the hang timer."""
         if replica.in_flight:
-            timeout_s = self._config.hang_timeout_s
-            latest_s = replica.hang_timer_since_s + (1 + MAX_BUSY) * timeout_s
-            self.hang_deadlines.set(replica, min(now_s + timeout_s, latest_s))
+            self._start_hang_timer(replica, now_s)
 
     def _start_hang_timer(self, replica: Replica, now_s: float) -> None:
-        replica.hang_timer_since_s = now_s
         self.hang_deadlines.set(replica, now_s + self._config.hang_timeout_s)
 
     def drop_unused_versions(self) -> None:

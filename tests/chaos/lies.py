@@ -36,7 +36,7 @@ def raw_header(
 ) -> bytes:
     """A header with this content, true or not."""
     dims = (*shape, *(0,) * (4 - len(shape)))
-    return _LAYOUT.pack(_MAGIC, kind, _CODES[dtype] << 4 | len(shape), 0, batch, compute_ns, 0, 0, 1, *dims)
+    return _LAYOUT.pack(_MAGIC, kind, _CODES[dtype] << 4 | len(shape), 0, batch, compute_ns, 0, 1, *dims)
 
 
 def claim(kind: MessageKind, batch: int, dtype: torch.dtype, shape: Sequence[int], size_bytes: int) -> RawMessage:

@@ -12,8 +12,8 @@ from multiworld_serving.common.config import UserError, load
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.wire import WORLD_BACKEND, JoinOffer, JoinRequest
 from multiworld_serving.workers.compute.engine import Engine
-from multiworld_serving.workers.join_turns import JoinTurns
 from multiworld_serving.workers.leader_connection import LeaderConnection
+from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.main import run
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.settings import WorkerSettings
@@ -29,7 +29,7 @@ async def member_of(port: int) -> AsyncIterator[None]:
     engine, stop = Engine(torch.device("cpu")), asyncio.Event()
     async with WorldManager(verify_collectives=False) as manager:
         tie = LeaderConnection(
-            Address("127.0.0.1", port), settings, engine, manager, stop, JoinTurns(), WorkerMetrics()
+            Address("127.0.0.1", port), settings, engine, manager, stop, LeaderOrder(), WorkerMetrics()
         )
         task = asyncio.create_task(tie.run())
         try:

@@ -18,7 +18,7 @@ from tests.resnets import resnet_plan
 
 SECRET = "a-secret-of-this-test"
 GOOD = {
-    **{"worker": "w", "device": "cpu", "host": "node-1", "pid": 12, "parts": "", "is_shared": False},
+    **{"worker": "w", "device": "cpu", "host": "node-1", "pid": 12, "parts": "", "obeys": ""},
     **{
         "edge": "10.0.0.5:4000/0123abcd",
         "memory_mb": 16_000,
@@ -52,7 +52,7 @@ BAD = {
     ),
     "an earlier protocol": (
         {**GOOD, "protocol": WORKER_PROTOCOL - 1, "release": "0.0.1"},
-        "worker 'w' has release 0.0.1 with protocol 1, .* upgrade this worker",
+        "worker 'w' has release 0.0.1 with protocol 2, .* upgrade this worker",
     ),
     "a later protocol": ({**GOOD, "protocol": WORKER_PROTOCOL + 1}, "upgrade this leader"),
     "no protocol": (

@@ -1,4 +1,4 @@
-"""Two leaders' links to one worker: one copy of each stage, fair shares of the time, and no effect of one leader on the other."""
+"""Two leaders' links to one worker: one copy of each stage, assigned by the first leader, and no effect of one leader on the other."""
 
 import asyncio
 import contextlib
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from multiworld import Cause, WorldManager
 from multiworld_serving.common.wire import WORLD_BACKEND, JoinRequest, Message
-from multiworld_serving.server.replicas.link_types import SlotId
+from multiworld_serving.server.replicas.link_types import AssignmentRefusedError, SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers import session as worker_session
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.incoming_assignment import IncomingAssignment
+from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
 from multiworld_serving.workers.session import Session
 from tests.resnets import resnet_plan
 
@@ -49,6 +50,7 @@ class LeaderSide:
     engine: Engine
     plan: StagePlan
     max_batch_size: int = 4
+    place: LeaderPlace | None = None
     states: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     results: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
     busy: asyncio.Event = field(default_factory=asyncio.Event)
@@ -68,7 +70,7 @@ class LeaderSide:
         world = await self.workers_manager.initialize_world(
             *(slot.name, 1, 2, WORLD_BACKEND), addr="127.0.0.1", port=port, generation=1
         )
-        self.session = Session(world, self.engine)
+        self.session = Session(world, self.engine, place=self.place)
         self.tasks.append(asyncio.create_task(self.session.run()))
 
     async def until(self, state: str) -> None:
@@ -109,11 +111,11 @@ class SharedWorker:
     stack: contextlib.AsyncExitStack
     sides: list[LeaderSide] = field(default_factory=list)
 
-    async def leader(self, plan: StagePlan, *, max_batch_size: int = 4) -> LeaderSide:
+    async def leader(self, plan: StagePlan, *, max_batch_size: int = 4, place: LeaderPlace | None = None) -> LeaderSide:
         """A further leader whose link is loading."""
         manager = await self.stack.enter_async_context(WorldManager(secret="s", verify_collectives=False))
         workers_manager = await self.stack.enter_async_context(WorldManager(secret="s", verify_collectives=False))
-        side = LeaderSide(manager, workers_manager, self.engine, plan, max_batch_size)
+        side = LeaderSide(manager, workers_manager, self.engine, plan, max_batch_size, place)
         self.sides.append(side)
         await side.join()
         return side
@@ -214,10 +216,10 @@ async def test_stage_is_not_loaded_when_the_weights_do_not_have_the_announced_ha
     assert len(worker.engine.stages) == 1
 
 
-async def test_worker_reports_that_a_leader_waits_for_the_batch_of_another(
+async def test_worker_reports_that_it_has_not_begun_the_batch_of_a_leader(
     worker: SharedWorker, plan: StagePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_session, "_BUSY_REPORT_S", 0.01)
+    monkeypatch.setattr(worker_session, "_REPORT_S", 0.01)
     one, other = await worker.leader(plan), await worker.leader(plan)
     await one.until("ready")
     await other.until("ready")
@@ -236,3 +238,37 @@ async def test_worker_reports_that_a_leader_waits_for_the_batch_of_another(
     assert not one.busy.is_set()
     proceed.set()
     await asyncio.gather(holding, waiting)
+
+
+async def test_worker_refuses_what_the_leader_that_it_obeys_has_not_assigned(
+    worker: SharedWorker, plan: StagePlan, second: StagePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_session, "_REPORT_S", 0.01)
+    order = LeaderOrder()
+    with order.linked(0, "acting") as first, order.linked(1, "standby") as later:
+        acting = await worker.leader(plan, place=first)
+        await acting.until("ready")
+        standby = await worker.leader(plan, place=later)
+        await standby.until("ready")
+        async with asyncio.timeout(WAIT_S):
+            while standby.link.obeys != "acting":  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
+        with pytest.raises(AssignmentRefusedError, match="it obeys leader acting"):
+            await standby.link.load((second,))
+        assert standby.link.state == "draining"
+        assert acting.link.state == "ready"
+        await acting.link.load((second,))
+        assert len(worker.engine.stages) == 2
+
+
+async def test_first_assignment_is_refused_without_blaming_the_worker(
+    worker: SharedWorker, plan: StagePlan, second: StagePlan
+) -> None:
+    order = LeaderOrder()
+    with order.linked(0, "acting") as first, order.linked(1, "standby") as later:
+        acting = await worker.leader(plan, place=first)
+        await acting.until("ready")
+        standby = await worker.leader(second, place=later)
+        await standby.until("broken")
+        assert standby.link.cause == Cause.LEFT
+        assert "it obeys leader acting" in standby.link.detail

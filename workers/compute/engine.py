@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,6 @@ from multiworld_serving.models import (
     torch_threads,
 )
 from multiworld_serving.workers.compute.cores import BatchThreads, SharedCores, Threads
-from multiworld_serving.workers.compute.fair_queue import FairQueue
 from multiworld_serving.workers.compute.stage_store import LoadedStage, StageStore
 from multiworld_serving.workers.compute.transfers import Allocate, transfers_for
 from multiworld_serving.workers.exit_timer import OUT_OF_MEMORY_EXIT_S, arm_exit_timer
@@ -46,6 +46,7 @@ _CLEARLY = 0.9
 
 @dataclass(slots=True, eq=False)
 class _Job:
+    queue: "EngineQueue"
     call: Callable[[], Any]
     future: asyncio.Future[Any]
     is_batch: bool = False
@@ -54,8 +55,7 @@ class _Job:
 class Engine:
     """Runs jobs one at a time on one daemon thread, so that a model that never returns does not block the process's exit.
 
-    Callers submit jobs through an `EngineQueue`, one for each leader. Batches of several queues get equal shares of the time, however
-    many and how large they are (see `FairQueue`). Loading is not counted, so that a leader that loads a stage is served meanwhile.
+    Callers submit jobs through an `EngineQueue`, one for each session. Jobs run in the order of submission.
 
     Args:
         cores: cores shared with other workers of this machine; None computes on torch's number of threads.
@@ -70,12 +70,11 @@ class Engine:
         self._cores = cores
         self._compiler: Engine | None = self if device.type == "cuda" else None
         self.stages = StageStore()
-        self._jobs: FairQueue[EngineQueue, _Job] = FairQueue()
+        self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._current: EngineQueue | None = None
+        self._current: _Job | None = None
         self._current_since_s = 0.0
-        self._current_is_batch = False
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
@@ -106,22 +105,20 @@ class Engine:
     def busy_s(self, queue: "EngineQueue") -> float:
         """Seconds that the current job of this queue has been running; 0 if none is."""
         with self._changed:
-            return time.monotonic() - self._current_since_s if self._current is queue else 0.0
+            current = self._current
+            return time.monotonic() - self._current_since_s if current is not None and current.queue is queue else 0.0
 
-    def others_us(self, queue: "EngineQueue") -> int:
-        """About how long this queue's next batch waits for those of other queues: for one of each that has jobs."""
-        with self._changed:
-            return sum(other.computed_ns // 1000 for other in self._jobs.owners() if other is not queue)
-
-    def waits_for_others(self, queue: "EngineQueue") -> bool:
+    def has_not_begun(self, queue: "EngineQueue") -> bool:
         """Whether jobs of this queue wait while a job of another queue runs."""
         with self._changed:
-            return self._current not in (None, queue) and self._jobs.has_jobs(queue)
+            current = self._current
+            return current is not None and current.queue is not queue and any(job.queue is queue for job in self._jobs)
 
     def is_loading(self, queue: "EngineQueue") -> bool:
         """Whether a job of this queue is running that loads a stage rather than computes a batch."""
         with self._changed:
-            return self._current is queue and not self._current_is_batch
+            current = self._current
+            return current is not None and current.queue is queue and not current.is_batch
 
     @property
     def threads(self) -> tuple[int, ...]:
@@ -148,29 +145,26 @@ class Engine:
         """Run `call` on the engine's thread and return its result. Raises what `call` raises."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         with self._changed:
-            self._jobs.add(queue, _Job(call, future, is_batch))
+            self._jobs.append(_Job(queue, call, future, is_batch))
             self._changed.notify()
         return await future
 
     def discard_pending(self, queue: "EngineQueue") -> None:
         """Remove the jobs of this queue that have not started."""
         with self._changed:
-            self._jobs.remove(queue)
+            self._jobs = deque(job for job in self._jobs if job.queue is not queue)
 
     def _next(self) -> _Job | None:
         """Wait for the next job. None when closed and all jobs are done."""
         with self._changed:
-            if self._current is not None and self._current_is_batch:
-                self._jobs.charge(self._current, time.monotonic() - self._current_since_s)
             self._current = None
             while not self._jobs:
                 if self._closed:
                     return None
                 self._changed.wait()
-            self._current, job = self._jobs.take()
+            self._current = self._jobs.popleft()
             self._current_since_s = time.monotonic()
-            self._current_is_batch = job.is_batch
-            return job
+            return self._current
 
     def _work(self) -> None:
         if self.device.type == "cuda":
@@ -199,24 +193,18 @@ class Computed:
 
     Attributes:
         output: on the CPU.
-        compute_ns, waited_us, others_us: see `Message`.
+        compute_ns, waited_us: see `Message`.
     """
 
     output: Tensor
     compute_ns: int
     waited_us: int
-    others_us: int
 
 
 class EngineQueue:
-    """The stages and jobs of one session. Jobs of one queue run in the order of submission.
-
-    Attributes:
-        computed_ns: how long the last batch took.
-    """
+    """The stages and jobs of one session."""
 
     def __init__(self, engine: Engine) -> None:
-        self.computed_ns = 0
         self._engine = engine
         self._stages: dict[tuple[int, int], LoadedStage] = {}
         """By version and stage."""
@@ -229,9 +217,9 @@ class EngineQueue:
         return self._engine.busy_s(self)
 
     @property
-    def waits_for_others(self) -> bool:
-        """Whether jobs of this queue wait while a job of another leader runs."""
-        return self._engine.waits_for_others(self)
+    def has_not_begun(self) -> bool:
+        """Whether jobs of this queue wait while a job of another queue runs."""
+        return self._engine.has_not_begun(self)
 
     @property
     def is_loading(self) -> bool:
@@ -337,8 +325,7 @@ class EngineQueue:
             with self._engine.acquire_cores(loaded.threads.of(len(batch))):
                 rows = arrived().to(loaded.spec.input_dtype)
                 output = self._forward(loaded.optimized.module, rows, float32_as, allocate)
-            self.computed_ns = time.perf_counter_ns() - started_ns
-            return Computed(output, self.computed_ns, (started_ns - asked_ns) // 1000, self._engine.others_us(self))
+            return Computed(output, time.perf_counter_ns() - started_ns, (started_ns - asked_ns) // 1000)
 
         result: Computed = await self._engine.run(self, compute, is_batch=True)
         return result

@@ -106,16 +106,15 @@ class ServiceTimes:
     def next_send_s(self, replica: Replica) -> float | None:
         """When to send a batch so that it arrives as this replica becomes idle; None with too few samples.
 
-        Tends to be early: it assumes the shortest recent compute time for each batch in flight. After each batch the worker computes for
-        other leaders, as long as it did last (`Replica.others_s`).
+        Tends to be early: it assumes the shortest recent compute time for each batch in flight.
         """
-        idle_s, transfer_s = replica.answered_s + replica.others_s, 0.0
+        idle_s, transfer_s = replica.answered_s, 0.0
         for attempt in replica.in_flight.values():
             size_class = self._size_classes.get(_key(attempt))
             if size_class is None or (min_s := size_class.computed.min_s()) is None:
                 return None
             transfer_s = size_class.transfer.median_s()
-            idle_s = max(idle_s, attempt.sent_s + transfer_s) + min_s + replica.others_s
+            idle_s = max(idle_s, attempt.sent_s + transfer_s) + min_s
         return idle_s - transfer_s
 
 

@@ -36,6 +36,7 @@ class FakeLink:
         self.silent_s: float | None = None
         self.ready_at_s: float | None = None
         self.batches_done = 0
+        self.obeys = ""
 
 
 def join(slots: Placement, worker: str, host: str = "h") -> str:
@@ -266,83 +267,48 @@ async def test_slot_of_a_crashed_worker_stays_when_another_worker_has_taken_it(m
     registry.stop()
 
 
-def join_elsewhere(slots: Placement, worker: str, *elsewhere: int, former: tuple[int, ...] = ()) -> str:
-    slot = slots.free_slot(slots.choose_stage("h", elsewhere, former))
+def returns(slots: Placement, worker: str, *held: int) -> str:
+    slot = slots.slot_holding(held)
     slot.link = cast(WorkerLink, FakeLink(worker, slot.id))
     return slot.id.name
 
 
-def test_worker_gets_the_stage_that_it_serves_for_another_leader() -> None:
-    slots = Placement(2, 2)
-    assert [join_elsewhere(slots, *each) for each in (("a", 1), ("b", 0), ("c", 1), ("d", 0))] == [
-        *("s1.r0", "s0.r0", "s1.r1", "s0.r1")
-    ]
-    assert join_elsewhere(slots, "e", 1) == "s1.r2", "extra replicas too"
-
-
-def test_worker_gets_the_stage_without_replicas_whatever_it_serves_elsewhere() -> None:
-    slots = Placement(2, 2)
-    join_elsewhere(slots, "a", 0)
-    assert slots.awaits_others("h", (0,)), "while others may join"
-    assert not slots.awaits_others("h", (1,))
-    assert join_elsewhere(slots, "b", 0) == "s1.r0"
-    assert not slots.awaits_others("h", (0,))
-
-
-def test_worker_that_served_a_stage_before_gets_it_only_if_no_other_stage_has_fewer_replicas() -> None:
-    slots = Placement(2, 3)
-    assert join_elsewhere(slots, "a", former=(1,)) == "s1.r0"
-    assert join_elsewhere(slots, "b", former=(1,)) == "s0.r0"
-    assert join_elsewhere(slots, "c", former=(1,)) == "s1.r1"
-    assert join_elsewhere(slots, "d", former=(1,)) == "s0.r1"
-
-
-def test_worker_gets_another_stage_when_its_stage_has_no_free_slot() -> None:
-    slots = Placement(2, 1)
-    join_elsewhere(slots, "a", 0)
-    assert not slots.awaits_others("h", (0,))
-    assert join_elsewhere(slots, "b", 0) == "s1.r0"
-
-
-def test_spare_of_another_leader_waits_until_all_slots_are_taken() -> None:
-    slots = Placement(2, 1, spares_wanted=1)
-    assert slots.awaits_others("h", (0, 1))
-    join_elsewhere(slots, "a", 0)
-    join_elsewhere(slots, "b", 1)
-    assert not slots.awaits_others("h", (0, 1))
-    assert join_elsewhere(slots, "c", 0, 1) == "spare0"
-
-
-@given(st.integers(1, 4), st.integers(1, 3), st.permutations(range(12)), st.permutations(range(12)))
-def test_second_leader_has_the_layout_of_the_first_when_all_its_workers_join(
+@given(st.integers(1, 4), st.integers(1, 3), st.permutations(range(14)), st.permutations(range(14)))
+def test_restarted_leader_has_the_layout_of_the_other_one_when_all_workers_have_joined(
     num_stages: int, replicas: int, first: list[int], second: list[int]
 ) -> None:
-    count = num_stages * replicas
-    one, other = Placement(num_stages, replicas), Placement(num_stages, replicas)
-    stages = {worker: int(join(one, str(worker))[1]) for worker in first if worker < count}
-    waiting = [worker for worker in second if worker < count]
-    while waiting:  # those that are told to wait ask again
-        worker = waiting.pop(0)
-        if num_stages > 1 and other.awaits_others("h", (stages[worker],)):
-            waiting.append(worker)
-        else:
-            assert int(join_elsewhere(other, str(worker), stages[worker])[1]) == stages[worker]
+    count = num_stages * replicas + 2
+    one, other = (Placement(num_stages, replicas, spares_wanted=1) for _ in range(2))
+    places = {worker: join(one, str(worker)) for worker in first if worker < count}
+    for worker in second:
+        if worker < count and num_stages > 1:
+            stage = places[worker].split(".")[0]
+            held = range(num_stages) if stage == "spare0" else [int(stage[1:])]
+            assert returns(other, str(worker), *held).split(".")[0] == stage
 
 
-@pytest.mark.parametrize("order", ["abcdef", "badcfe", "cdabef"])
-def test_leaders_with_equal_layouts_reassign_and_promote_the_same_workers(order: str) -> None:
-    slots = Placement(2, 2, spares_wanted=2)
-    for worker in order:
-        if worker in "abcd":
-            join_elsewhere(slots, worker, 0 if worker in "ac" else 1)
-    for worker in order:
-        if worker in "ef":
-            join(slots, worker)
-    candidate = slots.reassignment_candidate()
-    assert candidate is not None
-    assert candidate.worker == "a"
+def test_worker_that_holds_a_stage_gets_it_if_it_has_a_free_slot_and_every_stage_has_a_worker() -> None:
+    slots = Placement(3, 2)
+    for name in "abc":
+        join(slots, name)
+    assert [slots.choose_stage(held=[stage]) for stage in range(3)] == [0, 1, 2]
     fail(slots, "s1.r0")
-    assert [link.worker for _, link in slots.promote_spares()] == ["e"]
+    assert slots.choose_stage(held=[0]) == 1, "which has no worker"
+
+
+def test_worker_that_obeys_another_leader_is_not_reassigned() -> None:
+    slots = Placement(2, 2)
+    for name in "abcd":
+        join(slots, name)
+    fail(slots, "s1.r0")
+    fail(slots, "s1.r1")
+    first, second = (slot.link for slot in slots.of_stage(0))
+    assert first is not None
+    assert second is not None
+    first.obeys = "leader-0"
+    assert slots.reassignment_candidate() is second
+    second.obeys = "leader-0"
+    assert slots.reassignment_candidate() is None
 
 
 def test_further_workers_join_the_stage_with_the_most_load() -> None:
@@ -354,14 +320,6 @@ def test_further_workers_join_the_stage_with_the_most_load() -> None:
     assert [join(slots, name)[:2] for name in "ijkl"].count("s0") == 1
 
 
-def test_further_workers_join_the_stage_that_another_leader_has_chosen() -> None:
-    slots = Placement(2, 1)
-    for name in "ab":
-        join(slots, name)
-    slots.wanted = (1.0, 3.0)
-    assert slots.choose_stage("h", elsewhere=[0]) == 0
-
-
 def test_stage_that_does_not_fit_into_memory_is_not_chosen(caplog: pytest.LogCaptureFixture) -> None:
     stages = tuple(
         SimpleNamespace(spec=SimpleNamespace(index=index), weights=SimpleNamespace(size=size))
@@ -371,10 +329,10 @@ def test_stage_that_does_not_fit_into_memory_is_not_chosen(caplog: pytest.LogCap
     registry = WorkerRegistry(
         cast(VersionPlan, SimpleNamespace(stages=stages)), settings, LeaderMetrics(), none, none, none
     )
-    nowhere = frozenset[int]()
 
     def stage(memory_mb: int) -> int | None:
-        return registry._choose_slot(JoinRequest("w", "cpu", "here", 1, memory_mb=memory_mb), nowhere, nowhere).stage
+        request = JoinRequest("w", "cpu", "here", 1, memory_mb=memory_mb)
+        return registry._choose_slot(request, frozenset()).stage
 
     assert stage(500) == 1, "the first needs 600 MB while it is loaded"
     assert "worker=w has 500 MB of memory, too little for the stages 0" in caplog.text

@@ -102,28 +102,6 @@ def test_late_batch_does_not_hold_up_requests_for_its_replica() -> None:
     assert only(driver.wait(0.002), SendBatch).requests == (10,)
 
 
-def test_batch_waits_while_the_worker_computes_for_other_leaders_with_adaptive_batching() -> None:
-    driver = SchedulerHarness(replicas=1, batch_timeout_s=0.002, max_batch_size=8, adaptive_batching=True)
-
-    def done(send: SendBatch, others_s: float) -> list[Action]:
-        event = BatchDone(send.batch, send.replica, computed_s=0.1, transfer_s=0.0, others_s=others_s)
-        return driver.handle(event, after_s=0.1)
-
-    done(only(driver.arrive(), SendBatch), others_s=0.3)
-    assert driver.arrive(2) == [], "nothing is in flight, but the worker is not idle"
-    assert driver.scheduler.next_wakeup_s() == pytest.approx(driver.now_s + 0.3)
-    for _ in range(8):  # then the usual duration is known
-        (send,) = sends(driver.wait(0.3))
-        done(send, others_s=0.3)
-        assert driver.arrive(2) == []
-    (send,) = sends(driver.wait(0.3))
-    assert driver.arrive() == []
-    assert driver.scheduler.next_wakeup_s() == pytest.approx(driver.now_s + 0.1 + 0.3 - 0.002)
-    done(send, others_s=0.0)
-    done(only(driver.wait(0.3), SendBatch), others_s=0.0)
-    assert len(sends(driver.arrive())) == 1, "the other leader has nothing to compute any more"
-
-
 def test_full_batch_is_sent_before_the_timeout() -> None:
     driver = SchedulerHarness(batch_timeout_s=1.0, max_batch_size=3)
     assert only(driver.arrive(3), SendBatch).requests == (1, 2, 3)

@@ -69,13 +69,8 @@ class FakeLeader(LeaderLink):
         self.operations: list[str] = []
         self.refuses: dict[str | None, Exception] = {}
         self.proceed: asyncio.Event | None = None
-        self.load = 0
         self.cancelled = 0
         self.joins_again = False
-
-    @property
-    def pending(self) -> int:
-        return self.load
 
     def tells(self, **changes: Any) -> None:
         """A STATE frame arrives."""

@@ -66,18 +66,19 @@ async def test_leader_gets_the_image_and_what_it_needs_to_know() -> None:
     assert other.ahead == 3
 
 
-async def test_leader_with_the_fewest_requests_is_chosen() -> None:
+async def test_first_leader_that_is_ready_gets_the_requests() -> None:
     with pool_of(3) as made:
-        for leader, load in zip(made.leaders, (5, 2, 4), strict=True):
-            leader.load = load
-        await predict(made.pool)
-    assert [leader.sent() for leader in made.leaders] == [0, 1, 0]
+        for ready, sent in (((1, 1, 1), 0), ((0, 1, 1), 1), ((0, 0, 1), 2), ((1, 0, 1), 0)):
+            for leader, is_ready in zip(made.leaders, ready, strict=True):
+                leader.tells(ready=bool(is_ready))
+            before = made.leaders[sent].sent()
+            await predict(made.pool)
+            assert made.leaders[sent].sent() == before + 1
 
 
-async def test_leader_that_is_ready_is_chosen_before_one_with_fewer_requests() -> None:
+async def test_requests_wait_at_the_first_leader_while_none_is_ready() -> None:
     with pool_of(2) as made:
         made.leaders[0].tells(ready=False)
-        made.leaders[1].load = 100
         await predict(made.pool)
         assert [leader.sent() for leader in made.leaders] == [0, 1]
         made.leaders[1].tells(ready=False)
@@ -102,11 +103,10 @@ async def test_leader_that_has_just_started_gets_nothing_until_it_is_ready() -> 
 async def test_leader_of_an_earlier_version_gets_nothing() -> None:
     with pool_of(2) as made:
         first, second = made.leaders
-        first.tells(version=ModelVersion(2, "v2"), weights="v2", revision=1)
-        first.load = 100
+        second.tells(version=ModelVersion(2, "v2"), weights="v2", revision=1)
         for _ in range(3):
             assert (await predict(made.pool)).version == "v2"
-        assert (first.sent(), second.sent()) == (3, 0)
+        assert (first.sent(), second.sent()) == (0, 3)
         assert made.pool.version == (2, "v2")
 
 
@@ -118,7 +118,6 @@ async def test_request_goes_to_another_leader_when_its_leader_is_lost(failed: bo
     with pool_of(2) as made:
         first, second = made.leaders
         first.answers = [lost(failed=failed)]
-        second.load = 1
         found = await predict(made.pool)
     assert (first.sent(), second.sent()) == (1, 1)
     assert found.attempts == 2
@@ -139,7 +138,7 @@ async def test_request_is_poison_when_two_leaders_failed_with_it() -> None:
 
 async def test_request_is_not_poison_when_leaders_left_or_it_had_no_image() -> None:
     with pool_of(2) as made:
-        made.leaders[0].joins_again, made.leaders[1].load = True, 9
+        made.leaders[0].joins_again = True
         made.leaders[0].answers = [lost(failed=False)] * 5
         assert (await predict(made.pool)).attempts == 6
         made.leaders[0].answers = [lost()] * 5
@@ -261,7 +260,6 @@ async def test_request_goes_to_another_leader_when_its_leader_begins_to_drain() 
     with pool_of(2) as made:
         first, second = made.leaders
         first.answers = [DrainingError("stopping")]
-        second.load = 1
         waiting = asyncio.create_task(predict(made.pool))
         await until(lambda: first.got)
         await asyncio.sleep(0.01)
@@ -514,7 +512,7 @@ async def test_leader_that_starts_later_loads_the_latest_version(monkeypatch: py
         await until(lambda: not made.pool._agreement._updates)
         assert first.state is not None
         assert second.state.version == first.state.version
-        second.load, first.load = 0, 9
+        first.is_lost()
         await predict(made.pool)
         assert second.sent() == 1
 
@@ -607,9 +605,7 @@ async def test_leaders_with_one_name_are_told_apart_by_address_and_both_used(cap
         assert [each.name for each in found.leaders] == names
         assert found.leader == names[0]
         await predict(made.pool)
-        made.leaders[0].load = 1
-        await predict(made.pool)
-        assert [leader.sent() for leader in made.leaders] == [1, 1]
+        assert [leader.sent() for leader in made.leaders] == [1, 0]
         (line,) = (record.getMessage() for record in caplog.records)
         assert "at 10.0.0.1:8000, 10.0.0.1:8001 have the same name twin" in line
         assert "--name" in line

@@ -18,8 +18,8 @@ from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import MAX_NAME_CHARS, Address
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.exit_timer import GRACEFUL_EXIT_S
-from multiworld_serving.workers.join_turns import Joining, JoinTurns
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError
+from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.session import Session
 from multiworld_serving.workers.settings import WorkerSettings
@@ -44,7 +44,7 @@ def connection(port: int, engine: Engine, *others: str) -> LeaderConnection:
     settings = WorkerSettings(leader=",".join((f"127.0.0.1:{port}", *others)), token=SecretStr(SECRET))
     return LeaderConnection(
         *(Address("127.0.0.1", port), settings, engine, WorldManager(secret=SECRET), asyncio.Event()),
-        *(JoinTurns(), WorkerMetrics()),
+        *(LeaderOrder(), WorkerMetrics()),
     )
 
 
@@ -74,7 +74,7 @@ async def test_worker_of_several_leaders_continues_when_one_refuses_its_token(
 ) -> None:
     tie = connection(leader, engine, "127.0.0.1:1")
     with pytest.raises(AskError, match="rejects this worker's token"):
-        await tie._ask(Joining(JoinTurns()))
+        await tie._ask()
     serving = asyncio.create_task(tie.run())
     async with asyncio.timeout(60):
         while "rejects this worker's token" not in caplog.text:  # noqa: ASYNC110 - nothing tells of it

@@ -1,4 +1,4 @@
-"""The computing thread of a worker: the order of jobs of different leaders."""
+"""The computing thread of a worker: the order of jobs of different sessions."""
 
 import asyncio
 import threading
@@ -40,14 +40,17 @@ async def asked(engine: Engine, queue: EngineQueue, *calls: Callable[[], object]
     return tasks
 
 
-async def test_queues_take_turns_regardless_of_their_load(engine: Engine) -> None:
-    greedy, modest, done, gate = engine.new_queue(), engine.new_queue(), [], Gate()
-    tasks = await asked(engine, greedy, gate, *(lambda n=n: done.append(f"greedy {n}") for n in range(4)))
+async def test_jobs_of_all_queues_run_in_the_order_of_submission(engine: Engine) -> None:
+    one, other, done, gate = engine.new_queue(), engine.new_queue(), list[int](), Gate()
+    tasks = await asked(engine, one, gate, lambda: done.append(0))
     await asyncio.to_thread(gate.begun.wait, 60)
-    tasks += await asked(engine, modest, *(lambda n=n: done.append(f"modest {n}") for n in range(2)))
+    assert not one.has_not_begun
+    tasks += await asked(engine, other, lambda: done.append(1))
+    tasks += await asked(engine, one, lambda: done.append(2))
+    assert other.has_not_begun
     gate.open()
     await asyncio.gather(*tasks)
-    assert done == ["greedy 0", "modest 0", "greedy 1", "modest 1", "greedy 2", "greedy 3"]
+    assert done == [0, 1, 2]
 
 
 async def test_only_the_queue_whose_job_runs_is_busy(engine: Engine) -> None:

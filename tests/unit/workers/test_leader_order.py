@@ -1,0 +1,99 @@
+"""Which leader a worker obeys, and what the leaders are told about what it holds."""
+
+import asyncio
+
+import pytest
+
+from multiworld_serving.workers import leader_order
+from multiworld_serving.workers.leader_order import LeaderOrder
+from tests.resnets import resnet_plan
+
+FIRST, LAST = (plan.spec for plan in resnet_plan("random:0", 2, image_size=32))
+
+
+def test_worker_obeys_the_first_leader_that_it_is_linked_to() -> None:
+    order = LeaderOrder()
+    with order.linked(1, "second") as second:
+        assert second.obeyed == ""
+        with order.linked(0, "first") as first, order.linked(2, "third") as third:
+            assert (first.obeyed, second.obeyed, third.obeyed) == ("", "first", "first")
+        assert second.obeyed == ""
+
+
+def test_leader_that_is_not_obeyed_may_assign_only_what_the_worker_holds() -> None:
+    order = LeaderOrder()
+    with order.linked(1, "second") as second:
+        assert second.accepts("one")
+        second.assigned(1, FIRST, "one")
+        with order.linked(0, "first") as first:
+            assert first.accepts("two")
+            first.assigned(4, FIRST, "two")
+            assert second.accepts("one")
+            assert second.accepts("two")
+            assert not second.accepts("three")
+            second.unloaded(1)
+            assert not second.accepts("one")
+
+
+def test_leaders_are_told_what_the_obeyed_one_has_assigned() -> None:
+    order = LeaderOrder()
+    assert order.parts == ""
+    with order.linked(1, "second") as second:
+        second.assigned(1, FIRST, "one")
+        with order.linked(0, "first") as first:
+            assert order.parts == FIRST.part, "the first leader is told where it finds the worker"
+            first.assigned(1, LAST, "two")
+            assert order.parts == LAST.part
+        assert order.parts == FIRST.part
+        second.assigned(2, LAST, "three")
+        assert order.parts == ",".join(sorted((FIRST.part, LAST.part)))
+    assert order.parts == ""
+
+
+def test_later_leader_has_to_join_again_when_the_obeyed_one_has_moved_the_worker() -> None:
+    order, left = LeaderOrder(), list[str]()
+    with order.linked(0, "first") as first, order.linked(1, "second") as second:
+        second.leave = lambda: left.append("second")
+        first.assigned(1, FIRST, "one")
+        second.assigned(1, FIRST, "one")
+        first.loaded()
+        second.loaded()
+        assert not left
+        first.unloaded(1)
+        first.assigned(2, LAST, "two")
+        first.loaded()
+        assert left == ["second"]
+
+
+async def test_later_leader_is_asked_when_the_earlier_one_has_assigned_a_stage_or_cannot_be_joined() -> None:
+    order = LeaderOrder()
+    with order.attempt(0), order.attempt(1):
+        asking = asyncio.create_task(order.until_earlier_leaders_assigned(1))
+        await order.until_earlier_leaders_assigned(0)
+        await asyncio.sleep(0)
+        assert not asking.done()
+        with order.linked(0, "first") as first:
+            first.assigned(1, FIRST, "one")
+        await asking
+    with order.attempt(1):
+        with order.attempt(0):
+            asking = asyncio.create_task(order.until_earlier_leaders_assigned(1))
+            await asyncio.sleep(0)
+            assert not asking.done()
+        await asking
+
+
+async def test_leader_that_assigns_nothing_delays_the_later_ones_for_a_limited_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leader_order, "EARLIER_LEADERS_S", 0.01)
+    order = LeaderOrder()
+    with order.attempt(0), order.attempt(1):
+        async with asyncio.timeout(60):
+            await order.until_earlier_leaders_assigned(1)
+
+
+def test_part_is_the_same_for_all_versions_and_differs_between_stages() -> None:
+    other = resnet_plan("random:1", 2, image_size=32)
+    assert [plan.spec.part for plan in other] == [FIRST.part, LAST.part]
+    assert FIRST.part != LAST.part

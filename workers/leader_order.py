@@ -1,0 +1,127 @@
+"""Which leader a worker obeys, and what it holds: known to the connections of one worker to all leaders.
+
+The leaders of a group have an order. A worker obeys the first one in it that it is linked to. It loads what that leader assigns, and of
+the other leaders' assignments only what it holds already: so these can send batches when frontends turn to them.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+
+from multiworld_serving.common.wire import MAX_PARTS
+from multiworld_serving.models import BundleStageSpec
+
+EARLIER_LEADERS_S = 1.0
+"""How long a leader is not told what this worker holds because an earlier leader is about to assign it something."""
+
+
+class LeaderOrder:
+    """Shared by the connections of one worker, which are numbered in the order of the leaders. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._links: dict[int, LeaderPlace] = {}
+        self._attempts: dict[int, asyncio.Event] = {}
+        """Attempts to join; set as soon as the leader has assigned a stage."""
+
+    @contextlib.contextmanager
+    def attempt(self, number: int) -> Iterator[None]:
+        """Covers an attempt to join this leader, and the world that follows."""
+        ended = self._attempts[number] = asyncio.Event()
+        try:
+            yield
+        finally:
+            ended.set()
+            del self._attempts[number]
+
+    @contextlib.contextmanager
+    def linked(self, number: int, name: str) -> Iterator["LeaderPlace"]:
+        """Covers the time in which this worker is linked to the leader with this name."""
+        place = self._links[number] = LeaderPlace(self, number, name)
+        try:
+            yield place
+        finally:
+            del self._links[number]
+
+    async def until_earlier_leaders_assigned(self, number: int) -> None:
+        """Wait until the leaders before this one have assigned a stage or cannot be joined now; at most `EARLIER_LEADERS_S`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EARLIER_LEADERS_S):
+                for earlier in [event for other, event in self._attempts.items() if other < number]:
+                    await earlier.wait()
+
+    def obeyed(self, number: int) -> str:
+        """The name of the leader that this worker obeys instead of the one with this number; empty if there is none."""
+        first = min(self._links, default=number)
+        return self._links[first].name if first < number else ""
+
+    @property
+    def parts(self) -> str:
+        """`parts` of a JoinRequest: what the first leader that has assigned stages has assigned."""
+        held = next((place.parts for _, place in sorted(self._links.items()) if place.parts), ())
+        return ",".join(sorted(held)[:MAX_PARTS])
+
+    def holds(self, digest: str) -> bool:
+        """Whether a leader has assigned a stage with this digest."""
+        return any(digest in place.digests for place in self._links.values())
+
+    def assigned(self, number: int) -> None:
+        """A leader has assigned a stage."""
+        if number in self._attempts:
+            self._attempts[number].set()
+
+    def loaded(self, number: int) -> None:
+        """A stage of this leader is loaded. If this worker obeys it, leaders with stages that it has not assigned have to join again."""
+        if number not in self._links or self.obeyed(number):
+            return
+        held = self._links[number].parts
+        for other, place in self._links.items():
+            if other > number and place.parts and not place.parts & held:
+                place.leave()
+
+
+class LeaderPlace:
+    """The place of one linked leader in the order.
+
+    Attributes:
+        leave: ends the link; set by the session.
+    """
+
+    def __init__(self, order: LeaderOrder, number: int, name: str) -> None:
+        self.name = name
+        self.leave: Callable[[], object] = lambda: None
+        self._order = order
+        self._number = number
+        self._stages: dict[tuple[int, int], tuple[str, str]] = {}
+        """Part and digest of the assigned stages, by version and index."""
+
+    @property
+    def obeyed(self) -> str:
+        """The name of the leader that this worker obeys instead of this one; empty if it obeys this one."""
+        return self._order.obeyed(self._number)
+
+    @property
+    def parts(self) -> set[str]:
+        """The `BundleStageSpec.part`s of the stages that this leader has assigned."""
+        return {part for part, _ in self._stages.values()}
+
+    @property
+    def digests(self) -> set[str]:
+        """The `StageAssignment.digest`s of the stages that this leader has assigned."""
+        return {digest for _, digest in self._stages.values()}
+
+    def accepts(self, digest: str) -> bool:
+        """Whether this worker may serve a stage with this digest for this leader."""
+        return not self.obeyed or self._order.holds(digest)
+
+    def assigned(self, version: int, spec: BundleStageSpec, digest: str) -> None:
+        """The leader has assigned a stage, which is going to be loaded."""
+        self._stages[version, spec.index] = spec.part, digest
+        self._order.assigned(self._number)
+
+    def loaded(self) -> None:
+        """A stage is loaded."""
+        self._order.loaded(self._number)
+
+    def unloaded(self, version: int) -> None:
+        """The leader has unloaded a version."""
+        self._stages = {key: stage for key, stage in self._stages.items() if key[0] != version}
