@@ -42,7 +42,7 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
                 "        return worked_s",
             ),
             # A request that starts again goes to the end of its group.
-            ("            self._groups[request.group].move_to_end(request.id, last=False)\n", ""),
+            ("            self._by_key[request.key].move_to_end(request.id, last=False)\n", ""),
         ),
         "server/scheduling/failure_handling.py": (
             # A request is blamed for the end of a draining replica.

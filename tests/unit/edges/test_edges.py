@@ -20,8 +20,6 @@ from multiworld_serving.common.wire import (
     Message,
     MessageKind,
     RowRef,
-    edge_states_json,
-    parse_edge_states,
     row_refs_tensor,
 )
 from tests.unit.edges.edge_parts import SECRET, edges, until
@@ -44,35 +42,6 @@ async def test_consumers_get_what_the_producer_keeps() -> None:
         number = kept(producer)
         found = await asyncio.gather(*(fetch(each, producer.holder, number) for each in (first, second, producer)))
         assert all(torch.equal(tensor, ROWS) for tensor in found)
-
-
-async def test_consumer_reports_its_edges() -> None:
-    async with edges("p") as producer, edges("c") as consumer:
-        assert consumer.states() == ()
-        for _ in range(2):
-            await fetch(consumer, producer.holder, kept(producer))
-        [state] = consumer.states()
-        assert (state.holder, state.transport, state.received_bytes) == (
-            producer.holder,
-            "shared_memory",
-            2 * ROWS.nbytes,
-        )
-        assert state.fetch_s > 0
-        assert parse_edge_states(edge_states_json([state])) == (state,)
-
-
-async def test_fetches_at_the_same_time_share_messages_and_get_their_own_rows() -> None:
-    async with edges("p") as producer, edges("c") as consumer:
-        numbers = [kept(producer, ROWS + number) for number in range(5)]
-
-        def row(at: int) -> asyncio.Task[Tensor]:
-            refs = [RowRef(numbers[at % 5], at % 4)]
-            return asyncio.create_task(consumer.fetch(producer.holder, refs, ROWS.dtype, (1, 15), take=True))
-
-        found = await asyncio.gather(*(row(at) for at in range(20)))
-        for at, tensor in enumerate(found):
-            assert torch.equal(tensor, ROWS[at % 4][None] + at % 5)
-        await until(lambda: len(producer.store) == 0)
 
 
 async def test_rows_that_are_gone_fail_alone() -> None:
@@ -227,19 +196,6 @@ async def test_large_output_is_read_in_place_and_its_memory_is_used_again_when_t
         assert large_output(producer, 1).data_ptr() != place, "the consumer still reads this memory"
         assert (found == 7).all()
         del found
-        await until(lambda: large_output(producer, 1).data_ptr() == place)
-
-
-async def test_memory_of_an_output_is_used_again_when_its_fetch_is_cancelled() -> None:
-    async with edges("p") as producer, edges("c") as consumer:
-        output = large_output(producer, 7)
-        place, number = output.data_ptr(), kept(producer, output)
-        fetching = asyncio.create_task(fetch_large(consumer, producer.holder, number))
-        await until(lambda: producer._server._tasks)
-        fetching.cancel()
-        await asyncio.gather(fetching, return_exceptions=True)
-        producer.store.release((number,))
-        del output
         await until(lambda: large_output(producer, 1).data_ptr() == place)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +22,6 @@ from multiworld_serving.common.wire import (
     MessageKind,
     RowRef,
     RowShape,
-    WireError,
-    parse_edge_states,
 )
 from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
@@ -34,7 +31,7 @@ from multiworld_serving.server.pipeline.driver_context import DriverContext
 from multiworld_serving.server.pipeline.edge_routing import EdgeRouting
 from multiworld_serving.server.predictor import KeptRow, Prediction
 from multiworld_serving.server.replicas.link_types import SlotId
-from multiworld_serving.server.scheduling.events import ReplicaLost, ReplicaReady
+from multiworld_serving.server.scheduling.events import ReplicaReady
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.server.snapshots import EdgeSnapshot
 from tests.cut_bundles import plan_without_stages
@@ -163,22 +160,6 @@ async def test_batch_has_rows_of_several_frontends_and_of_the_leader() -> None:
     await asyncio.gather(*asked, return_exceptions=True)
 
 
-async def test_everything_is_relayed_when_workers_have_no_edges() -> None:
-    bench = Bench(edges=False)
-    first, second = bench.lines
-    asked = await bench.ask(IMAGE)
-    batch, payload = bench.taken(first)
-    assert torch.equal(payload, IMAGE[None])
-    bench.driver.on_result(first, Message(MessageKind.RESULT, batch, torch.ones(1, 5)))  # type: ignore[arg-type]
-    batch, payload = bench.taken(second)
-    assert torch.equal(payload, torch.ones(1, 5))
-    bench.driver.on_result(second, Message(MessageKind.RESULT, batch, torch.full((1, 5), 2.0)))  # type: ignore[arg-type]
-    found = await asked
-    assert found.kept is None
-    assert torch.equal(found.output, torch.full((5,), 2.0))
-    bench.driver.close()
-
-
 async def test_image_that_a_worker_cannot_fetch_is_handed_back_and_others_start_again() -> None:
     bench = Bench(pairs=True)
     first = bench.lines[0]
@@ -196,15 +177,6 @@ async def test_image_that_a_worker_cannot_fetch_is_handed_back_and_others_start_
     bench.driver.close()
     await asyncio.gather(near, other, return_exceptions=True)
     assert not first.sent
-
-
-async def test_image_is_handed_back_when_its_worker_has_no_edges() -> None:
-    bench = Bench(edges=False)
-    with pytest.raises(InputUnreachableError):
-        await (await bench.ask(InputRef(FRONTEND, 5)))
-    assert not bench.lines[0].sent
-    assert bench.driver.scheduler.open_requests == 0
-    bench.driver.close()
 
 
 async def test_batch_starts_again_and_is_relayed_when_workers_cannot_reach_each_other() -> None:
@@ -225,36 +197,6 @@ async def test_batch_starts_again_and_is_relayed_when_workers_cannot_reach_each_
     assert not inputs.keep, "outputs of a worker that another one cannot reach are relayed"
     bench.driver.close()
     await asyncio.gather(asked, other, return_exceptions=True)
-
-
-async def test_outputs_are_relayed_when_a_worker_of_the_next_stage_has_no_edges() -> None:
-    bench = Bench()
-    first, second = bench.lines
-    second.request = JoinRequest("w10", "cpu", "here", 1)
-    asked = await bench.ask(InputRef(FRONTEND, 7))
-    output = bench.kept(first, bench.taken(first)[0])
-    assert (first.released, second.sent) == ([output], [])
-    assert not bench.taken(first)[1].keep
-    other = await bench.ask(InputRef(FRONTEND, 8))
-    assert not bench.taken(first)[1].keep
-    bench.driver.close()
-    await asyncio.gather(asked, other, return_exceptions=True)
-
-
-async def test_batch_starts_again_when_the_holder_of_its_input_is_lost() -> None:
-    bench = Bench(replicas=2)
-    asked = await bench.ask(InputRef(FRONTEND, 7))
-    holder = next(line for line in bench.lines if line.sent)
-    bench.kept(holder, bench.taken(holder)[0])
-    reader = next(line for line in bench.lines if line.sent)
-    batch, _ = bench.taken(reader)
-    bench.driver.submit_event(ReplicaLost(f"{holder.id}@1", "exit"))
-    bench.lost(reader, batch, holder.edge)
-    again = next(line for line in bench.lines if line.sent)
-    assert (again.stage, again is holder) == (0, False)
-    assert not asked.done()
-    bench.driver.close()
-    await asyncio.gather(asked, return_exceptions=True)
 
 
 @pytest.mark.parametrize("fetcher", [None, "f"])
@@ -294,20 +236,6 @@ def test_status_names_the_processes_of_edges_and_shows_who_is_relayed() -> None:
         EdgeSnapshot("b", "a", "relay"),
         EdgeSnapshot("f", "10.0.0.9:4000", "relay"),
     )
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "{", "7", "[7]", "[[]]", '[["a", "tcp", 1]]', '[["a b", "tcp", 1, 0.5]]', '[["a", "udp", 1, 0.5]]'),
-        *('[["a", "tcp", -1, 0.5]]', '[["a", "tcp", 1, NaN]]', '[["a", "tcp", true, 0.5]]', "[" * 100_000),
-        json.dumps([["a", "tcp", 1, 0.5]] * 17),
-    ],
-    ids=lambda text: text[:30],
-)
-def test_false_report_of_edges_is_refused(text: str) -> None:
-    with pytest.raises(WireError):
-        parse_edge_states(text)
 
 
 @pytest.mark.parametrize("rejoins", [0, 1])

@@ -12,7 +12,7 @@ from multiworld_serving.server.scheduling.scheduler import (
     RequestCancelled,
     SendBatch,
 )
-from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected, sends
+from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, sends
 
 
 def test_waiting_batch_starts_again_when_the_holder_of_its_input_is_lost() -> None:
@@ -106,14 +106,6 @@ def test_neither_replica_nor_request_is_blamed_when_inputs_are_lost() -> None:
         assert not send.isolated
 
 
-def test_isolated_request_stays_isolated_when_its_input_is_lost() -> None:
-    driver = SchedulerHarness(stages=2, replicas=3, max_attempts=2)
-    alone = only(driver.broken(only(driver.arrive(), SendBatch).replica), SendBatch)
-    assert alone.isolated
-    again = only(driver.input_lost(alone), SendBatch)
-    assert (again.isolated, again.requests) == (True, (1,))
-
-
 def test_hedge_continues_when_the_input_is_lost_for_the_other_attempt() -> None:
     driver, first, hedge = hedged()
     assert driver.input_lost(first) == []
@@ -129,15 +121,6 @@ def test_late_batch_is_not_hedged_when_its_input_is_lost() -> None:
     assert answered(driver.done(first)) == [driver.requests]
 
 
-def test_late_batch_is_not_hedged_when_the_holder_of_its_input_was_lost() -> None:
-    driver = with_service_times()
-    first = only(driver.arrive(), SendBatch)
-    second = only(driver.done(first, 0.01, kept=True), SendBatch)
-    driver.broken(first.replica)
-    assert sends(driver.wait(5.0)) == []
-    assert answered(driver.done(second)) == [driver.requests]
-
-
 def test_draining_replica_is_released_when_the_inputs_that_it_keeps_are_used() -> None:
     driver = SchedulerHarness(stages=2)
     first = only(driver.arrive(), SendBatch)
@@ -145,35 +128,6 @@ def test_draining_replica_is_released_when_the_inputs_that_it_keeps_are_used() -
     assert driver.draining(first.replica) == []
     actions = driver.done(second)
     assert of(actions, ReleaseReplica) == [ReleaseReplica(first.replica)]
-
-
-def test_draining_replica_is_released_when_the_requests_whose_input_it_keeps_expire() -> None:
-    driver = SchedulerHarness(stages=2)
-    first = only(driver.arrive(timeout_s=1.0), SendBatch)
-    driver.draining(first.replica)
-    assert of(driver.done(first, kept=True), ReleaseReplica) == []
-    actions = driver.wait(1.0)
-    assert rejected(actions) == {1: "deadline"}
-    assert of(actions, ReleaseReplica) == [ReleaseReplica(first.replica)]
-
-
-def test_late_report_of_a_lost_input_has_no_effect() -> None:
-    driver = SchedulerHarness(stages=2)
-    first = only(driver.arrive(), SendBatch)
-    driver.done(first, kept=True)
-    assert driver.input_lost(first) == []
-    driver.broken("s1r0")
-    assert driver.input_lost(SendBatch(99, 1, "s1r0", (1,), "v1", "first", 1, False, 0.0)) == []
-    assert driver.scheduler.open_requests == 1
-
-
-def test_request_starts_under_another_version_when_its_input_is_lost() -> None:
-    driver = SchedulerHarness(stages=2, replicas=1)
-    second = only(driver.done(only(driver.arrive(), SendBatch), kept=True), SendBatch)
-    driver.ready("new0", 0, "v2")
-    driver.ready("new1", 1, "v2")
-    again = only(driver.input_lost(second), SendBatch)
-    assert (again.version, again.replica, again.stage) == ("v2", "new0", 0)
 
 
 @pytest.mark.parametrize(("window", "replicas"), [(1, 1), (2, 1), (3, 2)])

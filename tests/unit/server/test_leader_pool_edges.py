@@ -127,18 +127,6 @@ async def test_images_are_sent_until_the_link_is_formed_again_when_a_worker_cann
         assert leader.images[-1] is not None
 
 
-async def test_everything_is_relayed_without_edges() -> None:
-    async with edges("unused") as unused:
-        pool, _ = pool_with(None)
-        leader = EdgeLeader(pool, unused)
-        pool.links.append(leader)
-        leader.kept = KeptRow("x:1/y", 1, 0, (2,))
-        found = await predict(pool)
-        assert found.kept is None
-        assert leader.images == [None]
-        assert leader.last.fetches is False
-
-
 async def test_image_is_sent_when_the_memory_for_edges_is_used_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -149,14 +137,3 @@ async def test_image_is_sent_when_the_memory_for_edges_is_used_up(
         pool.links.append(leader)
         await predict(pool)
         assert leader.images == [None]
-
-
-async def test_image_is_kept_a_little_longer_when_its_request_ends_without_an_answer() -> None:
-    async with edges("f") as frontend:
-        pool, _ = pool_with(frontend)
-        leader = EdgeLeader(pool, frontend)
-        pool.links.append(leader)
-        leader.answers = [RuntimeError("of this test")]
-        with pytest.raises(RuntimeError, match="of this test"):
-            await predict(pool)
-        assert len(frontend.store) == 1
