@@ -86,7 +86,7 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         ),
         "server/replicas/placement.py": (
             # The only ready replica of a stage is moved to another stage.
-            ("self._ready_in(stage) > 1", "self._ready_in(stage) > 0"),
+            ("if self._ready_in(stage) < 2:", "if self._ready_in(stage) < 1:"),
         ),
         "server/replicas/worker_link.py": (
             # The second cause of an end replaces the first.

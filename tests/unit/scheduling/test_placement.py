@@ -141,16 +141,6 @@ def test_spare_takes_the_empty_slot_and_its_name_is_reserved_while_its_world_liv
     assert join(slots, "f") == "spare0"
 
 
-def test_spare_that_is_not_ready_is_not_promoted() -> None:
-    slots = Placement(1, 1, spares_wanted=1)
-    for name in "ab":
-        join(slots, name)
-    assert slots.spares[0].link is not None
-    slots.spares[0].link.state = "warming"
-    fail(slots, "s0.r0")
-    assert list(slots.promote_spares()) == []
-
-
 def test_spare_goes_to_the_stage_with_the_fewest_replicas() -> None:
     slots = Placement(2, 2, spares_wanted=1)
     for name in "abcde":
@@ -175,32 +165,6 @@ def test_empty_stage_gets_a_replica_of_the_largest_stage() -> None:
     assert reassignment_candidate.slot.stage == 2
     fail(slots, "s2.r0")
     assert slots.reassignment_candidate() is None, "no stage has more than one replica"
-
-
-def test_generations_are_counted_per_world_name() -> None:
-    slots = Placement(1, 1)
-    assert [slots.next_generation("s0.r0"), slots.next_generation("spare0"), slots.next_generation("s0.r0")] == [
-        1,
-        1,
-        2,
-    ]
-
-
-@given(st.integers(1, 5), st.integers(1, 4), st.lists(st.integers(0, 30), max_size=40))
-def test_stage_sizes_differ_by_no_more_than_the_failures_explain(
-    num_stages: int, replicas: int, breaks: list[int]
-) -> None:
-    slots = Placement(num_stages, replicas)
-    for number in range(num_stages * replicas):
-        join(slots, str(number))
-    for number in breaks:
-        slot = slots.all[number % len(slots.all)]
-        if slot.link is not None:
-            slot.link.state = "broken"
-        join(slots, f"again-{number}")
-        taken = [sum(not slot.free for slot in slots.of_stage(stage)) for stage in range(num_stages)]
-        assert max(taken) - min(taken) <= 1
-        assert len(slots.all) == num_stages * replicas, "a broken slot is reused before a new one is created"
 
 
 def test_placement_is_fully_replicated_when_every_stage_has_its_replicas_and_no_worker_is_joining() -> None:

@@ -92,21 +92,6 @@ def test_batch_is_sent_when_the_replica_is_nearly_free_with_adaptive_batching() 
     assert second.requests == (10,)
 
 
-def test_late_batch_does_not_hold_up_requests_for_its_replica() -> None:
-    driver = SchedulerHarness(replicas=1, batch_timeout_s=0.002, max_batch_size=8, adaptive_batching=True)
-    for _ in range(8):
-        driver.done(only(driver.arrive(), SendBatch), after_s=0.1)
-    driver.arrive()
-    driver.now_s += 0.3
-    assert driver.arrive() == []
-    assert only(driver.wait(0.002), SendBatch).requests == (10,)
-
-
-def test_full_batch_is_sent_before_the_timeout() -> None:
-    driver = SchedulerHarness(batch_timeout_s=1.0, max_batch_size=3)
-    assert only(driver.arrive(3), SendBatch).requests == (1, 2, 3)
-
-
 def test_requests_fill_batches_in_order_when_no_replica_has_room() -> None:
     driver = SchedulerHarness(replicas=1, window=1, max_batch_size=2)
     first = only(driver.arrive(6), SendBatch)
@@ -131,14 +116,6 @@ def test_batch_goes_to_the_replica_with_the_fewest_outstanding_samples() -> None
     assert only(driver.arrive(2), SendBatch).replica == "s0r2"
 
 
-def test_links_are_compared_by_samples_not_batches() -> None:
-    driver = SchedulerHarness(max_batch_size=4, batch_timeout_s=0.01, window=4)
-    large = only(driver.arrive(4), SendBatch)
-    for _ in range(3):
-        driver.arrive()
-        assert only(driver.wait(0.02), SendBatch).replica != large.replica
-
-
 def test_replicas_take_turns_when_equally_loaded() -> None:
     driver = SchedulerHarness(replicas=3)
     links = []
@@ -147,15 +124,6 @@ def test_replicas_take_turns_when_equally_loaded() -> None:
         links.append(send.replica)
         driver.done(send)
     assert links == ["s0r0", "s0r1", "s0r2"] * 2
-
-
-def test_slow_replica_gets_fewer_batches() -> None:
-    driver = SchedulerHarness(replicas=2, window=1)
-    slow = only(driver.arrive(), SendBatch)
-    for _ in range(5):
-        send = only(driver.arrive(), SendBatch)
-        assert send.replica != slow.replica
-        driver.done(send)
 
 
 def test_batch_passes_the_stages_and_is_answered_by_sample() -> None:
@@ -193,13 +161,6 @@ def test_cancelled_waiting_request_is_not_computed() -> None:
     assert only(driver.done(first), SendBatch).requests == (3,)
 
 
-def test_batch_continues_without_the_sample_of_a_cancelled_request() -> None:
-    driver = SchedulerHarness(max_batch_size=2, batch_timeout_s=1.0)
-    send = only(driver.arrive(2), SendBatch)
-    driver.handle(RequestCancelled(1))
-    assert only(driver.done(send), Answer).rows == ((2, 1),)
-
-
 def test_batch_in_flight_is_dropped_when_all_its_requests_are_cancelled() -> None:
     driver = SchedulerHarness(stages=2)
     send = only(driver.arrive(), SendBatch)
@@ -234,12 +195,6 @@ def test_request_in_flight_is_refused_at_its_deadline_and_the_late_answer_is_ign
     assert rejected(actions) == {1: "deadline"}
     assert of(actions, FreeBatch) == [FreeBatch(send.batch)]
     assert driver.done(send) == []
-
-
-def test_answer_at_the_tick_of_the_deadline_is_given() -> None:
-    driver = SchedulerHarness()
-    send = only(driver.arrive(timeout_s=0.5), SendBatch)
-    assert answered(driver.done(send, after_s=0.6)) == [1]
 
 
 def test_answered_requests_leave_no_reference_cycles() -> None:
@@ -296,15 +251,3 @@ def test_rare_key_goes_next_when_its_oldest_request_has_waited_long_enough() -> 
     rare = only(driver.done(busy), SendBatch)
     assert rare.requests == (3,)
     assert only(driver.done(rare), SendBatch).requests == (4, 5)
-
-
-def test_service_counts_as_saturated_when_requests_of_several_keys_have_waited_long_enough() -> None:
-    driver = SchedulerHarness(replicas=1, window=1, batch_timeout_s=0.5, max_batch_size=2)
-    driver.arrive(2)
-    driver.arrive(key="8")
-    driver.arrive(key="9")
-    assert not driver.scheduler._state.saturated
-    driver.wait(0.5)
-    assert driver.scheduler._state.saturated
-    driver.answer_all(driver.on("s0r0"))
-    assert not driver.scheduler._state.saturated

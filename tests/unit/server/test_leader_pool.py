@@ -22,12 +22,12 @@ from multiworld_serving.server.errors import (
     PoisonError,
     RequestRejected,
 )
-from multiworld_serving.server.frontends import leader_pool, version_agreement
+from multiworld_serving.server.frontends import version_agreement
 from multiworld_serving.server.frontends.leader_link import LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.messages import Check, Predict
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
-from multiworld_serving.server.snapshots import FrontendSnapshot, RolloutProgress, ServiceState
+from multiworld_serving.server.snapshots import FrontendSnapshot, ServiceState
 from tests.unit.server.fake_leaders import MODEL, leader_state, pool_of
 from tests.waiting import until
 
@@ -169,32 +169,10 @@ async def test_request_is_rejected_after_the_grace_time_when_no_leader_starts() 
             await check(made.pool)
 
 
-async def test_grace_time_is_not_prolonged_when_leaders_change_all_the_time() -> None:
-    with pool_of(1, grace_s=0.1) as made:
-        [leader] = made.leaders
-        leader.is_lost()
-        rejected = asyncio.create_task(predict(made.pool))
-        async with asyncio.timeout(10):
-            while not rejected.done():
-                leader._on_lost("again", failed=True)
-                await asyncio.sleep(0.01)
-        with pytest.raises(NotReadyError):
-            await rejected
-
-
 async def test_deadline_passes_while_the_request_waits_for_a_leader() -> None:
     late = pytest.raises(DeadlineError, match="no leader was reachable before the deadline")
     with pool_of(1, grace_s=60, connected=False) as made, late:
         await predict(made.pool, timeout_s=0.05)
-
-
-async def test_deadline_passes_while_the_leader_does_not_reply(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader_pool, "_DEADLINE_GRACE_S", 0.02)
-    with pool_of(2) as made:
-        made.leaders[0].answers = [asyncio.Event()]
-        with pytest.raises(DeadlineError, match="did not reply before the deadline"):
-            await predict(made.pool, timeout_s=0.05)
-        assert made.leaders[1].got == [], "it would be too late there too"
 
 
 async def test_request_is_withdrawn_when_its_client_goes_away() -> None:
@@ -228,15 +206,6 @@ async def test_one_other_leader_is_tried_when_the_first_has_no_room(rejection: R
     assert sum(leader.sent() for leader in made.leaders) == 2, "overload is not amplified"
 
 
-async def test_rejection_is_the_answer_when_there_is_no_other_leader() -> None:
-    with pool_of(1) as made:
-        made.leaders[0].answers = [OverloadedError("full")]
-        with pytest.raises(OverloadedError):
-            await check(made.pool)
-        assert made.resubmitted("overloaded") == 0
-        assert made.leaders[0].sent(Check) == 1
-
-
 @pytest.mark.parametrize("rejection", [InvalidRequestError("wrong"), PoisonError("bad"), DeadlineError("late")])
 async def test_no_other_leader_is_tried_when_the_request_itself_is_the_reason(rejection: RequestRejected) -> None:
     with pool_of(2) as made:
@@ -244,13 +213,6 @@ async def test_no_other_leader_is_tried_when_the_request_itself_is_the_reason(re
         with pytest.raises(type(rejection)):
             await predict(made.pool)
         assert made.leaders[1].got == []
-
-
-async def test_defect_of_the_leader_is_the_answer() -> None:
-    with pool_of(2) as made:
-        made.leaders[0].answers = [RuntimeError("the leader failed on this request")]
-        with pytest.raises(RuntimeError, match="the leader failed"):
-            await predict(made.pool)
 
 
 # -- draining and unloaded -----------------------------------------------------------------------------------------------------
@@ -311,21 +273,6 @@ async def test_leader_that_drains_is_idle_when_no_admitted_request_needs_it() ->
             assert pool._admitted == 0
 
 
-async def test_leader_that_drains_is_idle_when_another_leader_starts() -> None:
-    with pool_of(2) as made:
-        pool, (first, second) = made.pool, made.leaders
-        second.is_lost()
-        async with asyncio.timeout(10):
-            with pool.request():
-                await check(pool)
-                first.tells_draining()
-                waiting = asyncio.create_task(pool.wait_idle())
-                await asyncio.sleep(0.01)
-                assert not waiting.done()
-                second.tells(rejection=None)
-                await waiting
-
-
 async def test_requests_are_rejected_at_once_when_the_model_is_unloaded() -> None:
     with pool_of(2, grace_s=60) as made:
         for leader in made.leaders:
@@ -377,32 +324,6 @@ async def test_snapshot_joins_what_all_leaders_know() -> None:
     assert made.seen[-2].leaders == found.leaders
 
 
-async def test_snapshot_has_the_rollout_of_the_leader_that_loads() -> None:
-    progress = RolloutProgress("loading", "local-1", "s0.r1", ("local-0",), 2)
-    with pool_of(2) as made:
-        assert made.pool.snapshot().rollout is None
-        second = made.leaders[1]
-        assert second.state is not None
-        second.tells(snapshot=replace(second.state.snapshot, version_loading="v2", rollout=progress))
-        found = made.pool.snapshot()
-    assert (found.version_loading, found.rollout) == ("v2", replace(progress, leader="leader-1"))
-
-
-async def test_snapshot_has_the_last_stages_without_workers_when_no_leader_is_connected() -> None:
-    with pool_of(1) as made:
-        before = made.pool.snapshot()
-        made.leaders[0].is_lost()
-        found = made.pool.snapshot()
-        assert not found.ready
-        assert found.redundancy == -1
-        assert [(stage.blocks, stage.ready_replicas) for stage in found.stages] == [(before.stages[0].blocks, 0)]
-        assert (found.model, found.version) == (before.model, before.version)
-        assert [each.state for each in found.leaders] == ["unreachable"]
-    with pool_of(1, connected=False) as made:
-        assert made.pool.snapshot().stages == ()
-        assert made.seen == []
-
-
 async def test_metrics_count_the_leaders_that_can_be_used() -> None:
     with pool_of(2) as made:
         made.leaders[0].tells_draining()
@@ -447,17 +368,6 @@ async def test_version_is_loaded_on_every_leader(monkeypatch: pytest.MonkeyPatch
         assert [[weights for weights, _ in leader.loaded] for leader in made.leaders] == [["v2"], ["v2"]]
 
 
-async def test_former_version_is_in_service_again_when_it_is_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version_agreement, "_UPDATE_DELAY_S", 0.01)
-    with pool_of(2) as made:
-        await made.pool.load_version("v2")
-        assert await made.pool.load_version(None) == (1, "v1"), "its number is lower than that of the one before"
-        await asyncio.sleep(0.05)
-        assert made.pool.version == (1, "v1")
-        assert [leader.loaded[-1][0] for leader in made.leaders] == [None, None]
-        assert [len(leader.loaded) for leader in made.leaders] == [2, 2], "no leader is told to go back"
-
-
 @pytest.mark.parametrize("error", [VersionFailedError("no"), OperationInProgressError("busy")])
 async def test_all_leaders_serve_the_former_version_when_one_cannot_load_the_new_one(
     error: Exception, monkeypatch: pytest.MonkeyPatch
@@ -474,13 +384,6 @@ async def test_all_leaders_serve_the_former_version_when_one_cannot_load_the_new
         assert [leader.state.version.name for leader in made.leaders if leader.state] == ["v2", "v2"]
         await asyncio.sleep(0.02)
         assert made.pool.version.name == "v2"
-
-
-async def test_operation_is_refused_when_no_leader_is_connected() -> None:
-    with pool_of(1, connected=False) as made:
-        for operation in (made.pool.load_version("v2"), made.pool.unload(), anext(made.pool.restart_workers())):
-            with pytest.raises(NotReadyError, match="no leader is connected"):
-                await operation
 
 
 async def test_operation_says_that_the_leader_was_lost() -> None:
@@ -517,17 +420,6 @@ async def test_leader_that_starts_later_loads_the_latest_version(monkeypatch: py
         assert second.sent() == 1
 
 
-async def test_only_leader_loads_the_latest_version_when_it_starts_again() -> None:
-    with pool_of(1) as made:
-        [leader] = made.leaders
-        await made.pool.load_version("v2")
-        leader.is_lost()
-        leader.loaded.clear()
-        leader.tells()
-        assert (await predict(made.pool)).version == "v2"
-        assert [weights for weights, _ in leader.loaded] == ["v2"]
-
-
 async def test_frontend_waits_without_a_busy_loop_when_another_one_has_the_version_loaded() -> None:
     with pool_of(1) as made:
         [leader] = made.leaders
@@ -553,42 +445,6 @@ async def test_frontend_waits_without_a_busy_loop_when_another_one_has_the_versi
         assert not leader.loaded
         leader.tells(version=ModelVersion(2, "v2"), weights="v2", revision=1, snapshot=leader_state("x").snapshot)
         assert (await waiting).version == "v2"
-
-
-async def test_leader_that_cannot_load_the_latest_version_is_told_again_later(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(version_agreement, "_UPDATE_DELAY_S", 0.01)
-    monkeypatch.setattr(version_agreement, "_FAILED_PAUSE_S", 0.05)
-    with pool_of(2) as made:
-        _, second = made.leaders
-        await made.pool.load_version("v2")
-        second.is_lost()
-        second.loaded.clear()
-        second.refuses["v2"] = VersionFailedError("no memory")
-        second.tells()
-        await until(lambda: second.loaded)
-        assert len(second.loaded) == 1
-        await until(lambda: "does not serve version v2: no memory" in caplog.text)
-        second.refuses.clear()
-        await until(lambda: not made.pool._agreement._updates)
-        second.tells()  # a leader tells its state once a second
-        await until(lambda: second.state is not None and second.state.version.name == "v2")
-
-
-async def test_leaders_agree_when_both_sides_of_a_cut_network_have_loaded_a_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(version_agreement, "_UPDATE_DELAY_S", 0.01)
-    with pool_of(2) as made:
-        first, second = made.leaders
-        first.tells(version=ModelVersion(3, "v3"), weights="v3", revision=1)
-        second.tells(version=ModelVersion(2, "v2"), weights="v2", revision=1)
-        await until(lambda: second.loaded)
-        assert second.loaded == [("v3", 1)]
-        assert first.loaded == []
-        await until(lambda: not made.pool._agreement._updates)
-        assert made.pool.version.name == "v3"
 
 
 # -- two leaders with one name -------------------------------------------------------------------------------------------------
