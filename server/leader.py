@@ -146,10 +146,10 @@ class Leader:
     # -- Pipeline ------------------------------------------------------------------------------------------------------------
 
     def begin(
-        self, row: InputRow, *, deadline_s: float, request_id: str, fetcher: str | None = None, key: str = ""
+        self, rows: Sequence[InputRow], *, deadline_s: float, request_id: str, fetcher: str | None = None, key: str = ""
     ) -> asyncio.Future[Prediction]:
         """See `SchedulerDriver.begin`."""
-        return self._driver.begin(row, deadline_s=deadline_s, request_id=request_id, fetcher=fetcher, key=key)
+        return self._driver.begin(rows, deadline_s=deadline_s, request_id=request_id, fetcher=fetcher, key=key)
 
     @property
     def edge_routing(self) -> EdgeRouting:

@@ -109,52 +109,55 @@ class ModelVersion(NamedTuple):
     """For example "IMAGENET1K_V2"."""
 
 
-class KeptRow(NamedTuple):
-    """The row of a last stage's output that a worker keeps for a frontend."""
+class KeptRows(NamedTuple):
+    """Rows of a last stage's output that a worker keeps for a frontend."""
 
     holder: str
     """The worker: HOST:PORT/INCARNATION."""
     tensor: int
-    row: int
+    rows: tuple[int, ...]
+    """Of this tensor."""
+    at: tuple[int, ...]
+    """For each of them, which row of the request it answers."""
     shape: tuple[int, ...]
-    """Of the row."""
+    """Of a row."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The model's output for one sample, and how it was computed."""
+    """The model's outputs for the samples of a request, and how they were computed. All samples were computed by one version."""
 
     output: Tensor
-    """The row of the output, as `ServedModel.output_rows` describes, on the CPU. Empty while `kept` says where it is."""
+    """The rows of the output [N, …], as `ServedModel.output_rows` describes, on the CPU; without those that are in `kept`."""
     model: str
     version: str
     queue_s: float
     """Seconds spent waiting in the leader, summed over the stages."""
     compute_s: float
-    """Seconds of compute at the workers, summed over the stages."""
+    """Seconds of compute at the workers, summed over the stages; of the slowest batch if the samples were in several."""
     transfer_s: float
-    """Seconds on the links, both directions, summed over the stages."""
+    """Seconds on the links, both directions, summed over the stages; of the slowest batch."""
     attempts: int
-    """1 + the number of times that a batch with this sample was sent again. Hedges do not count."""
+    """1 + the number of times that a batch with these samples was sent again. Hedges do not count."""
     path: tuple[str, ...]
-    """The world that computed each stage, in order."""
+    """The world that computed each stage, in order; for the sample that was answered last."""
     batch_size: int = 1
-    """Samples answered together by the last stage."""
+    """Samples of all requests that the last stage answered together, at most."""
     version_number: int = 1
     """See `ModelVersion.number`."""
-    kept: KeptRow | None = None
-    """Between leader and frontend: where to fetch the output."""
+    kept: tuple[KeptRows, ...] = ()
+    """Between leader and frontend: rows of the output that the frontend fetches."""
 
 
 class Predictor(Protocol):
     """The pipeline for inference requests."""
 
-    async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
-        """Compute one sample.
+    async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
+        """Compute the samples of one request with one version.
 
         Args:
-            row: its inputs as `ServedModel.input_rows` describes, contiguous, on the CPU.
-            key: samples with equal keys can be computed together; see `RowFormat.key`.
+            rows: their inputs [N, …] as `ServedModel.input_rows` describes, contiguous, on the CPU.
+            key: requests with equal keys can be computed together; see `RowFormat.key`.
             deadline_s: deadline on the clock of `time.monotonic()`.
             request_id: identifies this request in the log.
         Raises:

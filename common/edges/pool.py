@@ -55,7 +55,13 @@ class EdgeError(Exception):
 
 
 class HolderUnreachableError(EdgeError):
-    """No edge to the producer could be opened, or it broke."""
+    """No edge to the producer could be opened, or it broke.
+
+    Attributes:
+        holder: the producer; set by `EdgePool.fetch`.
+    """
+
+    holder = ""
 
 
 class _EdgeBrokenError(HolderUnreachableError):
@@ -141,12 +147,15 @@ class EdgePool:
                     tensor, transport = await self._fetch(holder, refs, dtype, shape, take=take)
         except TimeoutError:
             self._metrics.failed("unreachable")
-            raise HolderUnreachableError(f"{holder} did not send it within {_TOTAL_S:g} s") from None
+            late = HolderUnreachableError(f"{holder} did not send it within {_TOTAL_S:g} s")
+            late.holder = holder
+            raise late from None
         except TensorGoneError:
             self._metrics.failed("gone")
             raise
-        except HolderUnreachableError:
+        except HolderUnreachableError as error:
             self._metrics.failed("unreachable")
+            error.holder = holder
             raise
         self._metrics.fetched(time.monotonic() - began_s, transport)
         return tensor

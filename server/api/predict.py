@@ -117,7 +117,9 @@ class PredictRoute:
                 opened.release()
                 del body
                 decoded_s, opened.predicts = time.monotonic(), True
-                prediction = await predictor.predict(image, deadline_s=opened.deadline_s, request_id=record.request_id)
+                prediction = await predictor.predict(
+                    image[None], deadline_s=opened.deadline_s, request_id=record.request_id
+                )
             return self._response(prediction, record, decoded_s - record.received_s, top_k)
 
         return router
@@ -136,7 +138,7 @@ class PredictRoute:
         """The fields are those of `PredictResponse`."""
         predicted_s = time.monotonic()
         record.version = prediction.version
-        best = torch.topk(prediction.output, top_k)
+        best = torch.topk(prediction.output[0], top_k)
         probabilities = best.values.tolist()
         if not all(map(math.isfinite, probabilities)):
             raise StageError("the model returned probabilities that are not finite for this image; check the weights")

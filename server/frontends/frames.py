@@ -40,7 +40,7 @@ _HEAD = struct.Struct("!BQII")
 _ALIGNED_BYTES = 8
 """Headers and payloads start at a multiple of this, so that tensors in them are aligned."""
 _HEAD_BYTES = 24
-MAX_BYTES = MAX_ROW_BYTES
+MAX_BYTES = 8 * MAX_ROW_BYTES
 """Maximum payload of one frame."""
 _MAX_ERROR_CHARS = 200
 _MESSAGE_BYTES = 1 << 22

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 import msgspec
 from torch import Tensor
 
-from multiworld_serving.common.edges import EdgeError, Edges, TensorGoneError
+from multiworld_serving.common.edges import EdgeError, Edges, HolderUnreachableError
 from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import (
@@ -48,8 +48,8 @@ from multiworld_serving.server.frontends.messages import (
     Operation,
     Predict,
     PredictReply,
-    parse_row,
-    row_payload,
+    parse_rows,
+    rows_payload,
 )
 from multiworld_serving.server.frontends.request_tensors import KeptInput, RequestTensors
 from multiworld_serving.server.frontends.version_agreement import VersionAgreement
@@ -125,13 +125,14 @@ class LeaderPool:
         """The version that serves new requests: that of the usable leaders, the latest if they differ."""
         return self._agreement.version
 
-    async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
+    async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
         """See `Predictor.predict`."""
         variable = self.model.result().input_rows.row_shape is None
         ids = current_span_ids()
         span = None if ids is None else (f"{ids[0]:x}", f"{ids[1]:x}")
-        request = Predict(request_id, 0.0, span, key, row_bytes=row.nbytes if variable else 0)
-        with self._tensors.keeping(row) as kept:
+        row_bytes = rows.shape[1] if variable else 0
+        request = Predict(request_id, 0.0, span, key, len(rows), row_bytes=row_bytes)
+        with self._tensors.keeping(rows) as kept:
             prediction, resent = await self._predict(request, deadline_s, kept)
         number = (
             self._agreement.version.number
@@ -149,19 +150,22 @@ class LeaderPool:
             reply, again = await self._request(sent, deadline_s, kept_input)
             resent += again
             answer: PredictReply = reply.body
-            kept = answer.kept_row(rows)
-            if kept is None:
-                return answer.prediction(parse_row(reply.payload, rows)), resent
+            answer.check_kept(rows, request.rows)
+            missing = request.rows - sum(len(part.at) for part in answer.kept)
+            sent_rows = parse_rows(reply.payload, missing, rows) if missing else None
+            if not answer.kept and sent_rows is not None:
+                return answer.prediction(sent_rows), resent
             try:
                 async with asyncio.timeout(max(0.0, deadline_s - self._clock()) + _DEADLINE_GRACE_S):
-                    return answer.prediction(await self._tensors.fetch(kept, rows.dtype)), resent
+                    output = await self._tensors.fetch(answer.kept, sent_rows, request.rows, rows.dtype)
+                    return answer.prediction(output), resent
             except TimeoutError as error:
                 raise DeadlineError("the answer could not be fetched before the deadline; try again") from error
             except EdgeError as lost:
                 logger.warning("request_id=%s the answer is lost: %s", request.request_id, lost)
                 self._check_resubmission(0, deadline_s, lost)
                 fetches, resent = False, resent + 1
-                unreachable = None if isinstance(lost, TensorGoneError) else kept.holder
+                unreachable = lost.holder if isinstance(lost, HolderUnreachableError) else None
                 self._metrics.resubmitted("answer_lost")
 
     async def check(self, *, deadline_s: float, ahead: int) -> None:
@@ -352,9 +356,9 @@ class LeaderPool:
             sent, payload = msgspec.structs.replace(body, timeout_s=timeout_s), memoryview(b"")
             if kept_input is not None:
                 if kept_input.number is not None and not link.relays:
-                    sent = msgspec.structs.replace(sent, row=kept_input.number)
+                    sent = msgspec.structs.replace(sent, tensor=kept_input.number)
                 else:
-                    payload = row_payload(kept_input.row)
+                    payload = rows_payload(kept_input.rows)
             try:
                 return await link.request(sent, payload, timeout_s=max(0.0, timeout_s) + _DEADLINE_GRACE_S)
             except InputUnreachableError as error:

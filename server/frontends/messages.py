@@ -15,13 +15,14 @@ from multiworld_serving.common.wire import EdgeStates
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError
 from multiworld_serving.server.errors import InputUnreachableError, RequestRejected
-from multiworld_serving.server.predictor import KeptRow, ModelVersion, Prediction
+from multiworld_serving.server.predictor import KeptRows, ModelVersion, Prediction
 from multiworld_serving.server.snapshots import PipelineSnapshot
 
 _INTERNAL = "internal"
 _RELAY = "relay"
 MAX_KEY_CHARS = 1000
 _MAX_ROW = 1 << 31
+_MAX_ROWS = 1 << 16
 
 
 class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,8 +47,9 @@ class Predict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         timeout_s: seconds until its deadline.
         span: trace id and span id of the request in hexadecimal digits; None: it is not traced.
         key: requests with equal keys can be computed together.
-        row: id of the input that the frontend keeps; None: the input is the payload.
-        row_bytes: length of a kept input, if lengths vary; otherwise 0.
+        rows: number of samples.
+        tensor: id of the input that the frontend keeps, [rows, …]; None: the input is the payload.
+        row_bytes: length of a row of the input, if lengths vary; otherwise 0.
         fetches: whether the frontend can fetch the answer.
         unreachable: a worker from which the frontend could not fetch the last answer.
     """
@@ -56,14 +58,15 @@ class Predict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeout_s: float
     span: tuple[str, str] | None = None
     key: Annotated[str, Meta(max_length=MAX_KEY_CHARS)] = ""
-    row: int | None = None
+    rows: Annotated[int, Meta(ge=1, le=_MAX_ROWS)] = 1
+    tensor: int | None = None
     row_bytes: Annotated[int, Meta(ge=0, lt=_MAX_ROW)] = 0
     fetches: bool = False
     unreachable: str | None = None
 
 
 class PredictReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A `Prediction` without its output, which is the payload, or stays at the worker that `kept` names."""
+    """A `Prediction` without its output, whose rows are the payload, or stay at the workers that `kept` names."""
 
     model: str
     version: str
@@ -74,7 +77,7 @@ class PredictReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: tuple[str, ...]
     batch_size: int
     version_number: int
-    kept: KeptRow | None
+    kept: tuple[KeptRows, ...]
 
     @classmethod
     def of(cls, prediction: Prediction) -> PredictReply:
@@ -83,14 +86,18 @@ class PredictReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def prediction(self, output: Tensor) -> Prediction:
         """The prediction with this output."""
         fields = {field: getattr(self, field) for field in self.__struct_fields__}
-        return Prediction(output, **{**fields, "kept": None})
+        return Prediction(output, **{**fields, "kept": ()})
 
-    def kept_row(self, rows: RowFormat) -> KeptRow | None:
-        """Where the output is. Raises ValueError if an output cannot have its shape."""
-        kept = self.kept
-        if kept is not None and kept.shape != rows.row_shape and (rows.row_shape is not None or len(kept.shape) != 1):
-            raise ValueError(f"an output of the shape {kept.shape!s:.100}; expected {rows.row_shape or '(bytes,)'}")
-        return kept
+    def check_kept(self, rows: RowFormat, count: int) -> None:
+        """Raise ValueError unless rows of these shapes can be in an output of `count` rows, each once."""
+        for kept in self.kept:
+            if kept.shape != rows.row_shape and (rows.row_shape is not None or len(kept.shape) != 1):
+                raise ValueError(f"an output of the shape {kept.shape!s:.100}; expected {rows.row_shape or '(bytes,)'}")
+            if len(kept.rows) != len(kept.at):
+                raise ValueError(f"{len(kept.rows)} rows of an output for {len(kept.at)} samples")
+        found = [at for kept in self.kept for at in kept.at]
+        if len(set(found)) < len(found) or any(not 0 <= at < count for at in found):
+            raise ValueError(f"outputs of the samples {found!s:.100}; expected each of {count} at most once")
 
 
 class Rejection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -181,22 +188,26 @@ class LeaderState:
     snapshot: PipelineSnapshot
 
 
-def row_payload(row: Tensor) -> memoryview:
-    """The bytes of a row."""
-    return row.contiguous().view(-1).view(torch.uint8).numpy().data
+def rows_payload(rows: Tensor) -> memoryview:
+    """The bytes of rows [N, …]."""
+    return rows.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def parse_row(payload: memoryview, rows: RowFormat) -> Tensor:
-    """The inverse of `row_payload`, sharing memory with `payload`. Raises ValueError if it is not a row of this format."""
+def parse_rows(payload: memoryview, count: int, rows: RowFormat) -> Tensor:
+    """The inverse of `rows_payload`, sharing memory with `payload`. Raises ValueError if it is not `count` rows of this format."""
     shape = rows.row_shape
     if shape is None:
-        row = torch.frombuffer(payload, dtype=torch.uint8) if len(payload) else torch.empty(0, dtype=torch.uint8)
+        if not payload or len(payload) % count:
+            raise ValueError(f"{count} rows have {len(payload)} bytes")
+        found = torch.frombuffer(payload, dtype=torch.uint8).view(count, -1)
         try:
-            rows.unpack(row[None])
+            rows.unpack(found)
         except (BundleError, RuntimeError) as error:
             raise ValueError(str(error)) from error
-        return row
-    expected = math.prod(shape) * rows.dtype.itemsize
+        return found
+    expected = count * math.prod(shape) * rows.dtype.itemsize
     if len(payload) != expected:
-        raise ValueError(f"the row has {len(payload)} bytes; expected {expected}")
-    return torch.frombuffer(payload, dtype=rows.dtype).view(shape) if expected else torch.empty(shape, dtype=rows.dtype)
+        raise ValueError(f"{count} rows have {len(payload)} bytes; expected {expected}")
+    if not expected:
+        return torch.empty((count, *shape), dtype=rows.dtype)
+    return torch.frombuffer(payload, dtype=rows.dtype).view(count, *shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,16 +12,16 @@ from torch import Tensor
 
 from multiworld_serving.common.edges import Edges
 from multiworld_serving.common.wire import RowRef
-from multiworld_serving.server.predictor import KeptRow
+from multiworld_serving.server.predictor import KeptRows
 
 _KEEP_S = 5.0
 """How long the input of a request that ended without an answer is kept: its batch may be on the way to a worker, with rows of others."""
 
 
 class KeptInput(NamedTuple):
-    """The input row of a request, and its id for workers; None if they cannot fetch it."""
+    """The input of a request, [N, …], and its id for workers; None if they cannot fetch it."""
 
-    row: Tensor
+    rows: Tensor
     number: int | None
 
 
@@ -40,22 +41,43 @@ class RequestTensors:
         return self._edges is not None
 
     @contextlib.contextmanager
-    def keeping(self, row: Tensor) -> Iterator[KeptInput]:
+    def keeping(self, rows: Tensor) -> Iterator[KeptInput]:
         """Keep an input while the block runs, and a little longer if it raises."""
-        number = None if self._edges is None else self._edges.store.put(self, row[None])
+        number = None if self._edges is None else self._edges.store.put(self, rows)
         if self._edges is None or number is None:
-            yield KeptInput(row, None)
+            yield KeptInput(rows, None)
             return
         try:
-            yield KeptInput(row, number)
+            yield KeptInput(rows, number)
         except BaseException:
             self._edges.store.expire(number, _KEEP_S)
             raise
         self._edges.store.release((number,))
 
-    async def fetch(self, kept: KeptRow, dtype: torch.dtype) -> Tensor:
-        """The output row of an answer. Raises EdgeError."""
-        assert self._edges is not None, "the leader was told that nothing is fetched"
-        refs = (RowRef(kept.tensor, kept.row),)
-        fetched = await self._edges.fetch(kept.holder, refs, dtype, (1, *kept.shape), take=True)
-        return fetched[0]
+    async def fetch(self, kept: tuple[KeptRows, ...], sent: Tensor | None, count: int, dtype: torch.dtype) -> Tensor:
+        """The output of a request, [count, …]. Raises EdgeError; ValueError if its rows have several shapes.
+
+        Args:
+            kept: the rows to fetch; at least one.
+            sent: the other rows, in their order; None if there are none.
+        """
+        edges = self._edges
+        assert edges is not None, "the leader was told that nothing is fetched"
+
+        def fetch(part: KeptRows) -> asyncio.Future[Tensor]:
+            refs = [RowRef(part.tensor, row) for row in part.rows]
+            shape = (len(refs), *part.shape)
+            return asyncio.ensure_future(edges.fetch(part.holder, refs, dtype, shape, take=True))
+
+        fetched = await asyncio.gather(*map(fetch, kept))
+        if len(fetched) == 1 and kept[0].at == tuple(range(count)):
+            return fetched[0]
+        if len({part.shape for part in kept}) > 1 or (sent is not None and tuple(sent.shape[1:]) != kept[0].shape):
+            raise ValueError("the rows of an output have several shapes")
+        output = torch.empty((count, *kept[0].shape), dtype=dtype)
+        for part, rows in zip(kept, fetched, strict=True):
+            output[list(part.at)] = rows
+        if sent is not None:
+            there = {at for part in kept for at in part.at}
+            output[[at for at in range(count) if at not in there]] = sent
+        return output

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -29,8 +30,8 @@ from multiworld_serving.server.frontends.messages import (
     PredictReply,
     Rejection,
     Scrape,
-    parse_row,
-    row_payload,
+    parse_rows,
+    rows_payload,
 )
 from multiworld_serving.server.frontends.messages import Metrics as MetricsBody
 from multiworld_serving.server.leader import Leader
@@ -321,7 +322,7 @@ class FrontendSession:
         token = current_span.set(span)
         try:
             return leader.begin(
-                self._input(request, frame.payload),
+                self._inputs(request, frame.payload),
                 deadline_s=deadline_s,
                 request_id=request.request_id,
                 fetcher=fetcher,
@@ -337,7 +338,7 @@ class FrontendSession:
             self._send_failure(number, error)
             return
         found = prediction.result()
-        payload = row_payload(found.output)
+        payload = rows_payload(found.output)
         if len(payload) > MAX_BYTES:
             error = StageError(f"the output has {len(payload)} bytes; at most {MAX_BYTES} can be sent to a frontend")
             self._send_failure(number, error)
@@ -351,17 +352,17 @@ class FrontendSession:
             logger.error("request failed number=%d frontend=%s", number, self.who.frontend, exc_info=error)
             self.link.send(FrameKind.REJECTED, number, Rejection.of(None))
 
-    def _input(self, request: Predict, payload: memoryview) -> InputRow:
-        """The input of a request, or where it is. Raises ValueError if it is invalid."""
+    def _inputs(self, request: Predict, payload: memoryview) -> Sequence[InputRow]:
+        """The rows of a request, or where they are. Raises ValueError if they are invalid."""
         rows, row_bytes = self._sessions.model.input_rows, request.row_bytes
-        if request.row is None:
+        if request.tensor is None:
             self._sessions.metrics.relayed_from_frontends.inc(len(payload))
-            return parse_row(payload, rows)
+            return parse_rows(payload, request.rows, rows).unbind()
         if not self.who.edge:
             raise ValueError("a reference to an input of a frontend that announced no edge")
         if (row_bytes > 0) != (rows.row_shape is None) or row_bytes > rows.max_row_bytes:
-            raise ValueError(f"a reference to an input of {row_bytes} bytes; expected at most {rows.max_row_bytes}")
-        return InputRef(self.who.edge, request.row, row_bytes)
+            raise ValueError(f"a reference to rows of {row_bytes} bytes; expected at most {rows.max_row_bytes}")
+        return [InputRef(self.who.edge, request.tensor, row, row_bytes) for row in range(request.rows)]
 
     async def _operate(self, number: int, asked: Operation) -> None:
         """Run an administrative operation and report its outcome."""

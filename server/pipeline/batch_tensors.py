@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multiworld_serving.common.wire import ALL_ROWS, BatchInputs, LostInput, RowRef, RowShape, Source
-from multiworld_serving.server.predictor import KeptRow
+from multiworld_serving.server.predictor import KeptRows
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 
 
@@ -27,11 +27,13 @@ class InputRef(NamedTuple):
 
     Attributes:
         holder: the frontend: HOST:PORT/INCARNATION.
+        row: of the tensor.
         row_bytes: see `BatchInputs`.
     """
 
     holder: str
     tensor: int
+    row: int = 0
     row_bytes: int = 0
 
 
@@ -63,7 +65,7 @@ class InputRows:
                 relayed.append((at, row))
                 row_bytes = len(row) if row.dtype == torch.uint8 and row.dim() == 1 else 0
         sources = tuple(
-            Source(holder, tuple(RowRef(ref.tensor, ALL_ROWS) for _, ref in refs), tuple(at for at, _ in refs))
+            Source(holder, tuple(RowRef(ref.tensor, ref.row) for _, ref in refs), tuple(at for at, _ in refs))
             for holder, refs in by_holder.items()
         )
         stacked = torch.stack([row for _, row in relayed]) if relayed else None
@@ -95,9 +97,9 @@ class KeptOutput:
         source = Source(self.holder, (RowRef(self.tensor, ALL_ROWS),), tuple(range(self.rows)))
         return BatchInputs(self.rows, (source,), row_bytes=self.row_shape.dims[0] if self.row_shape.varies else 0)
 
-    def row(self, row: int) -> KeptRow:
-        """One row, for the frontend that fetches it."""
-        return KeptRow(self.holder, self.tensor, row, self.row_shape.dims)
+    def rows_at(self, rows: tuple[int, ...], at: tuple[int, ...]) -> KeptRows:
+        """Rows for the frontend that fetches them; they answer the samples `at` of its request."""
+        return KeptRows(self.holder, self.tensor, rows, at, self.row_shape.dims)
 
     def release(self) -> None:
         """Tell the worker that it is not needed any more."""

@@ -37,7 +37,7 @@ class BatchTraces:
         self._client = SpanKind.CLIENT
         self._status, self._error = Status, StatusCode.ERROR
         self._requests: dict[int, Any] = {}
-        """The request span of each open traced request."""
+        """The request span of each row of an open traced request."""
         self._stages: dict[int, list[Any]] = {}
         """The stage spans of each batch's current stage, one per traced request."""
         self._transfers: defaultdict[tuple[int, str], list[Any]] = defaultdict(list)
@@ -58,7 +58,8 @@ class BatchTraces:
         Args:
             version: the name of the version.
         """
-        requests = [self._requests[request] for request in action.requests if request in self._requests]
+        found = (self._requests[request] for request in action.requests if request in self._requests)
+        requests = list(dict.fromkeys(found))  # a request may have several rows
         if not requests:
             return []
         now_ns = time.time_ns()

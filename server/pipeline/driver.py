@@ -7,10 +7,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from multiworld import Cause
@@ -30,7 +29,7 @@ from multiworld_serving.server.pipeline.batch_tensors import (
     KeptOutput,
     relayed_bytes,
 )
-from multiworld_serving.server.pipeline.driver_context import DriverContext, PendingRequest, SentBatch
+from multiworld_serving.server.pipeline.driver_context import DriverContext, Part, PendingRequest, SentBatch
 from multiworld_serving.server.pipeline.edge_routing import EdgeRouting
 from multiworld_serving.server.pipeline.scheduler_config import scheduler_config
 from multiworld_serving.server.predictor import Prediction
@@ -62,7 +61,6 @@ logger = logging.getLogger(__name__)
 
 _LOST_AFTER_S = 0.5
 """A request without an outcome this long after its deadline is reported as lost. The scheduler must never let that happen."""
-_NO_OUTPUT = torch.empty(0)
 _WHY_BROKEN = {
     "hang": "no answer within hang_timeout_s",
     "error": "batches that fail there succeed elsewhere",
@@ -82,6 +80,7 @@ class SchedulerDriver:
         self.scheduler = Scheduler(scheduler_config(settings, num_stages))
         self._tensors = BatchTensors()
         self._pending: dict[int, PendingRequest] = {}
+        """By the id of each sample that has no outcome."""
         self._in_flight: dict[tuple[int, str], SentBatch] = {}
         """By batch and link."""
         self._events: deque[tuple[Event, Tensor | KeptOutput | None]] = deque()
@@ -105,34 +104,46 @@ class SchedulerDriver:
                 pending.future.set_exception(DrainingError("the server has stopped; send the request again"))
 
     def begin(
-        self, row: InputRow, *, deadline_s: float, request_id: str, fetcher: str | None = None, key: str = ""
+        self,
+        rows: Sequence[InputRow],
+        *,
+        deadline_s: float,
+        request_id: str,
+        fetcher: str | None = None,
+        key: str = "",
     ) -> asyncio.Future[Prediction]:
         """Start a request; see `multiworld_serving.server.predictor.Predictor.predict`. Cancelling the future withdraws it.
 
         Args:
-            fetcher: the frontend that fetches the output from the worker (`Prediction.kept`) if the worker keeps it; None: the
-                prediction has the output.
+            rows: the input of each sample, or where it is.
+            fetcher: the frontend that fetches the output from the workers (`Prediction.kept`) if they keep it; None: the prediction
+                has the output.
         The future raises InputUnreachableError if the input is at a frontend that the worker cannot reach: send it again with the input.
         """
-        request = self._next_request
-        self._next_request += 1
         loop, now_s = asyncio.get_running_loop(), time.monotonic()
         future: asyncio.Future[Prediction] = loop.create_future()
-        pending = self._pending[request] = PendingRequest(future, request_id, now_s, fetcher)
+        pending = PendingRequest(future, rows, request_id, now_s, deadline_s, key, fetcher)
         timer = loop.call_later(max(0.0, deadline_s - now_s) + _LOST_AFTER_S, pending.lose, self._metrics)
-        self._tensors.rows[request] = row
-        if self._traces is not None:
-            self._traces.request_started(request)
-        future.add_done_callback(partial(self._ended, request, timer))
-        self.submit_event(RequestArrived(request, deadline_s, key))
+        future.add_done_callback(partial(self._ended, pending, timer))
+        self._submit_samples(pending, range(len(rows)))
         return future
 
-    def _ended(self, request: int, timer: asyncio.TimerHandle, _: asyncio.Future[Prediction]) -> None:
-        """The future of a request has a result or is cancelled."""
+    def _submit_samples(self, pending: PendingRequest, samples: Sequence[int]) -> None:
+        """Hand samples of a request to the scheduler, each with a new id."""
+        first = self._next_request
+        self._next_request += len(samples)
+        for request, at in enumerate(samples, first):
+            pending.open[request] = at
+            self._pending[request] = pending
+            self._tensors.rows[request] = pending.rows[at]
+            if self._traces is not None:
+                self._traces.request_started(request)
+        self.submit_event(RequestArrived(first, pending.deadline_s, pending.key, len(samples)))
+
+    def _ended(self, pending: PendingRequest, timer: asyncio.TimerHandle, _: asyncio.Future[Prediction]) -> None:
+        """The future of a request has an outcome or is cancelled: withdraw the samples that have none."""
         timer.cancel()
-        if self._traces is not None:
-            self._traces.request_ended(request)
-        if request in self._pending:  # no outcome: the caller has cancelled it, or it is lost
+        for request in tuple(pending.open):
             self._close(request)
             self.submit_event(RequestCancelled(request))
 
@@ -191,11 +202,8 @@ class SchedulerDriver:
     def _lose_input(self, batch: int, replica: ReplicaId, requests: tuple[int, ...], holders: Collection[str]) -> None:
         """Hand the requests whose inputs are at `holders` back to their frontends. The others of the batch start again."""
         for request in self._tensors.requests_at(requests, holders):
-            pending = self._pending.get(request)
-            if pending is not None and not pending.future.done():
-                pending.future.set_exception(InputUnreachableError("a worker cannot fetch the input from its frontend"))
-                self._close(request)
-                self.submit_event(RequestCancelled(request))
+            if (pending := self._pending.get(request)) is not None:
+                self._fail(pending, InputUnreachableError("a worker cannot fetch the input from its frontend"))
         self._metrics.inputs_lost.inc()
         self.submit_event(InputLost(batch, replica))
 
@@ -246,7 +254,7 @@ class SchedulerDriver:
         except Exception as error:
             logger.exception("the scheduler failed on %s; this is a bug, please report it", type(event).__name__)
             if isinstance(event, RequestArrived):
-                self._fail(event.request, error)
+                self._leader_failed(event.request, error)
             return []
 
     def _try_perform(self, action: Action) -> None:
@@ -262,9 +270,9 @@ class SchedulerDriver:
                     self._tensors.free_input(action.batch)  # otherwise the next stage would get the input of this stage
                 case Answer():
                     for request, _ in action.rows:
-                        self._fail(request, error)
+                        self._leader_failed(request, error)
                 case Reject():
-                    self._fail(action.request, error)
+                    self._leader_failed(action.request, error)
 
     def _not_sent(self, action: SendBatch, error: Exception) -> None:
         id_of_link = link_id(action.replica)
@@ -338,51 +346,72 @@ class SchedulerDriver:
         output = self._arrived_output()
         times = self._tensors.times[action.batch]
         version = self._context.find_plan(action.version).version
-        now_s = time.monotonic()
+        path = tuple(replica.partition("#")[0] for replica in action.path)
+        found: dict[int, tuple[PendingRequest, list[int], list[int]]] = {}
+        """By the identity of the request: its samples in this batch, and their rows."""
         for request, row in action.rows:
             pending = self._pending.get(request)
-            if pending is None or pending.future.done():
+            if pending is None:
                 self._metrics.duplicates.inc()
-                self._close(request)
                 continue
-            pending.future.set_result(
-                Prediction(
-                    output=_NO_OUTPUT if isinstance(output, KeptOutput) else output[row],
-                    model=self._context.model,
-                    version=version.name,
-                    version_number=version.number,
-                    queue_s=max(0.0, now_s - pending.arrived_s - times.compute_s - times.transfer_s),
-                    compute_s=times.compute_s,
-                    transfer_s=times.transfer_s,
-                    attempts=action.attempts,
-                    path=tuple(replica.partition("#")[0] for replica in action.path),
-                    batch_size=len(action.rows),
-                    kept=output.row(row) if isinstance(output, KeptOutput) else None,
+            _, samples, rows = found.setdefault(id(pending), (pending, [], []))
+            samples.append(pending.open[request])
+            rows.append(row)
+            self._close(request)
+            self._wanted = True
+        for pending, samples, rows in found.values():
+            pending.parts.append(
+                Part(
+                    *(tuple(samples), tuple(rows), output, version, times.compute_s, times.transfer_s),
+                    *(action.attempts, path, len(action.rows)),
                 )
             )
-            self._wanted = True
-            self._close(request)
+            if not pending.open:
+                try:
+                    self._finish(pending)
+                except Exception as error:
+                    logger.exception("request_id=%s cannot be answered", pending.request_id)
+                    self._fail(pending, StageError(f"the leader failed: {type(error).__name__}: {error}"))
+
+    def _finish(self, pending: PendingRequest) -> None:
+        """All samples are computed: answer, or compute those of a former version again."""
+        current = self.scheduler.current_version
+        version = pending.parts[-1].version if current is None else self._context.find_plan(current).version
+        if all(part.version == pending.parts[0].version for part in pending.parts):
+            if not pending.future.done():
+                pending.future.set_result(pending.prediction(self._context.model, time.monotonic()))
+            return
+        stale = [at for part in pending.parts if part.version != version for at in part.at]
+        pending.parts = [part for part in pending.parts if part.version == version]
+        self._submit_samples(pending, sorted(stale))
 
     def _reject(self, action: Reject) -> None:
-        pending = self._pending.get(action.request)
-        if pending is not None and not pending.future.done():
+        if (pending := self._pending.get(action.request)) is not None:
             logger.debug("request_id=%s rejected reason=%s %s", pending.request_id, action.reason, action.detail)
-            pending.future.set_exception(
-                RequestRejected.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s)
-            )
-        self._close(action.request)
+            self._close(action.request)
+            error = RequestRejected.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s)
+            self._fail(pending, error)
 
-    def _fail(self, request: int, error: Exception) -> None:
-        """End the request with an error, because the leader itself failed."""
-        pending = self._pending.get(request)
-        if pending is not None and not pending.future.done():
-            pending.future.set_exception(StageError(f"the leader failed: {type(error).__name__}: {error}"))
-        self._close(request)
+    def _leader_failed(self, request: int, error: Exception) -> None:
+        """End the request of this sample with an error, because the leader itself failed."""
+        if (pending := self._pending.get(request)) is not None:
+            self._fail(pending, StageError(f"the leader failed: {type(error).__name__}: {error}"))
+
+    def _fail(self, pending: PendingRequest, error: Exception) -> None:
+        """End a request with an error. Its other samples are withdrawn."""
+        if not pending.future.done():
+            pending.future.set_exception(error)
+        for request in tuple(pending.open):
+            self._close(request)
+            self.submit_event(RequestCancelled(request))
 
     def _close(self, request: int) -> None:
-        """Forget a request that has its outcome."""
+        """Forget a sample that has its outcome."""
         self._tensors.rows.pop(request, None)
-        self._pending.pop(request, None)
+        if self._traces is not None:
+            self._traces.request_ended(request)
+        if (pending := self._pending.pop(request, None)) is not None:
+            del pending.open[request]
 
     def _arrived_output(self) -> Tensor | KeptOutput:
         assert self._arrived is not None, "only BatchDone has an output"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 RequestId: TypeAlias = int
-"""One image, which is one row of a batch. Chosen by the driver; unique among the open requests."""
+"""One sample, which is one row of a batch. Chosen by the driver; unique among the open requests."""
 
 BatchId: TypeAlias = int
 """Requests that are sent together. Chosen by the scheduler; never reused."""
@@ -17,12 +17,14 @@ ReplicaId: TypeAlias = str
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
-    """A request needs an answer by `deadline_s`, on the clock of `now_s`."""
+    """Samples of a client's request need answers by `deadline_s`, on the clock of `now_s`. They are accepted or rejected together."""
 
     request: RequestId
     deadline_s: float
     key: str = ""
     """Only requests with equal keys share a batch: their rows have equal shapes."""
+    rows: int = 1
+    """Number of samples. Their ids begin with `request`. If they are rejected, this id is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,13 +233,15 @@ class Scheduler:
                 pass
 
     def _arrived(self, event: RequestArrived) -> None:
-        if event.request in self._state.backlog.requests:
-            raise ValueError(f"request {event.request} is still open")
-        self._state.arrivals.arrived(self._state.now_s)
-        rejection = self._admission.check(event.deadline_s, ahead=0)
+        backlog, now_s, ids = self._state.backlog, self._state.now_s, range(event.request, event.request + event.rows)
+        if open_ids := [each for each in ids if each in backlog.requests]:
+            raise ValueError(f"request {open_ids[0]} is still open")
+        for _ in ids:
+            self._state.arrivals.arrived(now_s)
+        rejection = self._admission.check(event.deadline_s, ahead=event.rows - 1)
         if rejection is None:
-            now_s = self._state.now_s
-            self._state.backlog.admit(Request(event.request, event.deadline_s, now_s, now_s, event.key))
+            for each in ids:
+                backlog.admit(Request(each, event.deadline_s, now_s, now_s, event.key))
         else:
             reason, detail, retry_after_s = rejection
             self._state.actions.append(Reject(event.request, reason, retry_after_s, detail))

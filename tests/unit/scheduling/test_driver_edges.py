@@ -29,7 +29,7 @@ from multiworld_serving.server.pipeline.batch_tensors import InputRef, InputRow
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
 from multiworld_serving.server.pipeline.edge_routing import EdgeRouting
-from multiworld_serving.server.predictor import KeptRow, Prediction
+from multiworld_serving.server.predictor import KeptRows, Prediction
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.scheduling.events import ReplicaReady
 from multiworld_serving.server.settings import ServeSettings
@@ -96,7 +96,7 @@ class Bench:
         self._tensor = 0
 
     async def ask(self, image: InputRow, fetcher: str | None = "f") -> asyncio.Future[Prediction]:
-        asked = self.driver.begin(image, deadline_s=time.monotonic() + 60, request_id="r", fetcher=fetcher)
+        asked = self.driver.begin([image], deadline_s=time.monotonic() + 60, request_id="r", fetcher=fetcher)
         await asyncio.sleep(0)
         return asked
 
@@ -128,7 +128,7 @@ async def test_only_references_pass_the_leader_and_outputs_are_released() -> Non
     first, second = bench.lines
     asked = await bench.ask(InputRef(FRONTEND, 7))
     batch, inputs = bench.taken(first)
-    assert [(each.holder, each.refs, each.at) for each in inputs.sources] == [(FRONTEND, (RowRef(7, ALL_ROWS),), (0,))]
+    assert [(each.holder, each.refs, each.at) for each in inputs.sources] == [(FRONTEND, (RowRef(7, 0),), (0,))]
     assert (inputs.keep, inputs.expires_s, inputs.relayed) == (True, 0.0, None)
     output = bench.kept(first, batch)
     batch, inputs = bench.taken(second)
@@ -136,7 +136,7 @@ async def test_only_references_pass_the_leader_and_outputs_are_released() -> Non
     assert inputs.expires_s > 0, "nobody tells the worker when frontends have fetched the answers"
     answer = bench.kept(second, batch)
     found = await asked
-    assert found.kept == KeptRow(second.edge, answer, 0, (5,))
+    assert found.kept == (KeptRows(second.edge, answer, (0,), (0,), (5,)),)
     assert (first.released, second.released) == ([output], [])
     assert bench.relayed == 0
     assert not len(bench.driver._tensors)
@@ -149,9 +149,7 @@ async def test_batch_has_rows_of_several_frontends_and_of_the_leader() -> None:
     images = (InputRef("10.0.0.8:1/g", 3), IMAGE + 4, InputRef(FRONTEND, 5), InputRef("10.0.0.8:1/g", 6))
     asked = [await bench.ask(image) for image in images]
     _, inputs = bench.taken(first)
-    assert [(each.holder, each.refs, each.at) for each in inputs.sources] == [
-        ("10.0.0.8:1/g", (RowRef(3, ALL_ROWS),), (0,))
-    ]
+    assert [(each.holder, each.refs, each.at) for each in inputs.sources] == [("10.0.0.8:1/g", (RowRef(3, 0),), (0,))]
     assert inputs.relayed_at == (1,)
     assert torch.equal(inputs.relayed, (IMAGE + 4)[None])
     _, inputs = bench.taken(first)

@@ -18,6 +18,7 @@ from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
 from multiworld_serving.server.predictor import Prediction
 from multiworld_serving.server.replicas.link_types import SlotId
+from multiworld_serving.server.scheduling.actions import Reject
 from multiworld_serving.server.scheduling.events import BatchDone, ReplicaLost, ReplicaReady, RequestArrived
 from multiworld_serving.server.settings import ServeSettings
 from tests.cut_bundles import plan_without_stages
@@ -74,7 +75,8 @@ class Bench:
     def ask(self, count: int) -> list[asyncio.Future[Prediction]]:
         deadline_s = time.monotonic() + 60
         return [
-            self.driver.begin(IMAGE + number, deadline_s=deadline_s, request_id=str(number)) for number in range(count)
+            self.driver.begin([IMAGE + number], deadline_s=deadline_s, request_id=str(number))
+            for number in range(count)
         ]
 
     async def work(
@@ -102,7 +104,7 @@ class Bench:
 def assert_right(answers: list[Prediction | BaseException]) -> None:
     for number, answer in enumerate(answers):
         assert isinstance(answer, Prediction), answer
-        assert answer.output.tolist() == [number]
+        assert answer.output.tolist() == [[number]]
 
 
 def failing_times(count: int, call: Callable[..., object]) -> Callable[..., object]:
@@ -155,7 +157,7 @@ async def test_requests_get_an_error_when_their_answer_cannot_be_built() -> None
         batch, _ = await line.sent.get()
         scalar = torch.zeros(1, 1)  # one sample too few: the link would have refused it
         bench.driver.on_result(line, Message(MessageKind.RESULT, batch, scalar))  # type: ignore[arg-type]
-        assert (await asked[0]).output.tolist() == [0]
+        assert (await asked[0]).output.tolist() == [[0]]
         with pytest.raises(StageError, match="the leader failed: IndexError"):
             await asked[1]
     assert_right(await bench.work(bench.ask(2)))
@@ -255,3 +257,46 @@ async def test_retries_and_reroutes_are_counted_apart() -> None:
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
     bench.driver.close()
+
+
+async def test_rows_of_one_request_are_answered_together_in_their_order() -> None:
+    bench = Bench()
+    asked = bench.driver.begin([IMAGE + at for at in range(20)], deadline_s=time.monotonic() + 60, request_id="r")
+    [found] = await bench.work([asked])
+    assert isinstance(found, Prediction)
+    assert found.output.tolist() == [[at] for at in range(20)]
+    assert found.batch_size == bench.driver.scheduler.config.max_batch_size
+    assert (bench.driver._pending, len(bench.driver._tensors)) == ({}, 0)
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "fails"])
+async def test_other_rows_of_a_request_are_withdrawn_when_it_ends(ends: str) -> None:
+    bench = Bench(replicas=1)
+    asked = bench.driver.begin([IMAGE] * 30, deadline_s=time.monotonic() + 60, request_id="r")
+    assert bench.driver.scheduler.open_requests == 30
+    if ends == "cancelled":
+        asked.cancel()
+    else:
+        bench.driver._perform(Reject(3, "poison", None, "of this test"))
+    await asyncio.gather(asked, return_exceptions=True)
+    await asyncio.sleep(0)
+    assert bench.driver.scheduler.open_requests == (
+        0 if ends == "cancelled" else 1
+    )  # the scheduler itself has closed number 3
+    assert (bench.driver._pending, bench.driver._tensors.rows) == ({}, {})
+
+
+async def test_all_rows_of_a_request_are_computed_by_one_version_when_it_changes_meanwhile() -> None:
+    bench = Bench(replicas=1)
+    versions = {key: plan_without_stages(number) for number, key in enumerate(("v", "w"), 1)}
+    object.__setattr__(bench.driver._context, "find_plan", versions.__getitem__)
+    [line] = bench.lines.values()
+    asked = bench.driver.begin([IMAGE + at for at in range(20)], deadline_s=time.monotonic() + 60, request_id="r")
+    new = Line(SlotId(0, 7), 0)
+    bench.lines[new.id] = new
+    bench.driver.submit_event(ReplicaReady(f"{new.id}@w", 0, "w"))
+    [found] = await bench.work([asked])
+    assert isinstance(found, Prediction)
+    assert found.output.tolist() == [[at] for at in range(20)]
+    assert found.version_number == 2
+    assert line.sent.empty()

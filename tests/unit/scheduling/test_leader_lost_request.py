@@ -34,5 +34,5 @@ async def test_request_without_an_outcome_is_counted_as_lost(
     driver = driver_class(settings, 1, metrics, alone)
     image = torch.zeros(3, 32, 32, dtype=torch.uint8)
     with pytest.raises(RequestRejected), caplog.at_level(logging.CRITICAL):
-        await driver.begin(image, deadline_s=time.monotonic() + 0.05, request_id="r1")
+        await driver.begin([image], deadline_s=time.monotonic() + 0.05, request_id="r1")
     assert metrics.registry.get_sample_value("multiworld_requests_lost_total") == lost

@@ -34,6 +34,17 @@ def test_request_is_refused_as_overloaded_when_the_queue_is_full() -> None:
     assert rejected(driver.arrive(2)) == {7: "overloaded"}
 
 
+def test_samples_of_one_request_are_accepted_or_refused_together_and_fill_batches_at_once() -> None:
+    driver = SchedulerHarness(replicas=2, window=1, max_batch_size=4, queue_limit=10, adaptive_batching=True)
+    assert rejected(driver.handle(RequestArrived(1, 100.0, rows=11))) == {1: "overloaded"}
+    assert driver.scheduler.open_requests == 0
+    actions = driver.handle(RequestArrived(20, 100.0, rows=9))
+    assert [send.requests for send in sends(actions)] == [(20, 21, 22, 23), (24, 25, 26, 27)]
+    assert driver.scheduler.queue_depth == 1
+    with pytest.raises(ValueError, match="request 28 is still open"):
+        driver.handle(RequestArrived(28, 100.0, rows=3))
+
+
 def test_retry_after_is_the_time_to_drain_the_queue() -> None:
     driver = SchedulerHarness(replicas=1, window=1, max_batch_size=4, queue_limit=20)
     send = only(driver.arrive(21)[:1], SendBatch)

@@ -25,7 +25,7 @@ from multiworld_serving.server.frontends.messages import (
     PredictReply,
     Rejection,
     Scrape,
-    row_payload,
+    rows_payload,
 )
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
@@ -43,7 +43,7 @@ def leader_state(name: str, **changes: Any) -> LeaderState:
 
 
 def prediction(version: str = "v1", number: int = 1) -> Prediction:
-    return Prediction(torch.tensor([0.25, 0.75]), "m", version, 0.1, 0.2, 0.3, 1, ("w",), 1, number)
+    return Prediction(torch.tensor([[0.25, 0.75]]), "m", version, 0.1, 0.2, 0.3, 1, ("w",), 1, number)
 
 
 class FakeLeader(LeaderLink):
@@ -114,7 +114,7 @@ class FakeLeader(LeaderLink):
             return Frame(FrameKind.ADMITTED, 1)
         assert self.state is not None
         found = prediction(self.state.version.name, self.state.version.number)
-        probabilities = memoryview(bytearray(row_payload(found.output)))
+        probabilities = memoryview(bytearray(rows_payload(found.output)))
         return Frame(FrameKind.PREDICTION, 1, PredictReply.of(found), probabilities)
 
     async def operate(self, operation: Operation) -> AsyncGenerator[RestartStep | Done, None]:

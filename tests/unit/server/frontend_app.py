@@ -42,8 +42,8 @@ class ColourPredictor:
     request_ids: list[str] = field(default_factory=list)
     cancelled: int = 0
 
-    async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
-        assert (row.dtype, row.shape, key) == (torch.uint8, (3, SIDE, SIDE), "")
+    async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
+        assert (rows.dtype, rows.shape[1:], key) == (torch.uint8, (3, SIDE, SIDE), "")
         self.deadlines_s.append(deadline_s)
         self.request_ids.append(request_id)
         self.asked.release()
@@ -55,7 +55,7 @@ class ColourPredictor:
             raise
         if self.failure is not None:
             raise self.failure
-        probabilities = row.float().mean(dim=(1, 2)).div(64).softmax(0)
+        probabilities = rows.float().mean(dim=(2, 3)).div(64).softmax(1)
         return Prediction(probabilities, MODEL.name, MODEL.version, 0.001, 0.002, 0.003, 2, ("stage0-0", "stage1-1"))
 
     @contextmanager

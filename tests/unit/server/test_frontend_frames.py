@@ -27,11 +27,11 @@ from multiworld_serving.server.frontends.messages import (
     Predict,
     PredictReply,
     Rejection,
-    parse_row,
-    row_payload,
+    parse_rows,
+    rows_payload,
 )
 from multiworld_serving.server.http.errors import STATUS_OF_REASON
-from multiworld_serving.server.predictor import ImageSizes, KeptRow, ModelVersion, Prediction, ServedModel
+from multiworld_serving.server.predictor import ImageSizes, KeptRows, ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.snapshots import (
     EdgeSnapshot,
     FailureSnapshot,
@@ -56,7 +56,8 @@ sent_frames = st.builds(
         st.floats(allow_nan=False, allow_infinity=False),
         st.none() | st.just(("ab", "cd")),
         st.text(max_size=20),
-        row=st.none() | st.integers(0, 2**63 - 1),
+        rows=st.integers(1, 64),
+        tensor=st.none() | st.integers(0, 2**63 - 1),
         fetches=st.booleans(),
     ),
     st.binary(max_size=200),
@@ -289,20 +290,32 @@ def round_trip(kind: FrameKind, body: Any) -> Any:
 
 
 def test_predictions_images_and_models_round_trip() -> None:
-    output = torch.rand(1000)
-    answer = Prediction(output, "m", "v", 0.1, 0.2, 0.3, 2, ("s0.r1", "s1.r0"), 4, 3, KeptRow("h:1/a", 5, 1, (1000,)))
+    output = torch.rand(2, 1000)
+    answer = Prediction(
+        output, "m", "v", 0.1, 0.2, 0.3, 2, ("s0.r1", "s1.r0"), 4, 3, (KeptRows("h:1/a", 5, (1, 2), (1, 0), (1000,)),)
+    )
     model = ServedModel.image_classifier("m", "v", ("ü",) * 1000, ImageSizes(18, 8))
     found = round_trip(FrameKind.PREDICTION, PredictReply.of(answer))
-    assert found.kept_row(model.output_rows) == answer.kept
-    assert found.prediction(output) == replace(answer, kept=None)
-    with pytest.raises(ValueError, match=r"an output of the shape \(1000,\)"):
-        found.kept_row(TEXT_MODEL.output_rows)
-    image = torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8)
-    assert torch.equal(parse_row(memoryview(bytearray(row_payload(image))), model.input_rows), image)
-    with pytest.raises(ValueError, match="191 bytes"):
-        parse_row(memoryview(bytearray(191)), model.input_rows)
+    found.check_kept(model.output_rows, 2)
+    assert found.prediction(output) == replace(answer, kept=())
+    for rows, count, why in ((TEXT_MODEL.output_rows, 2, r"shape \(1000,\)"), (model.output_rows, 1, "at most once")):
+        with pytest.raises(ValueError, match=why):
+            found.check_kept(rows, count)
+    images = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    assert torch.equal(parse_rows(memoryview(bytearray(rows_payload(images))), 2, model.input_rows), images)
+    with pytest.raises(ValueError, match="383 bytes"):
+        parse_rows(memoryview(bytearray(383)), 2, model.input_rows)
     for described in (model, TEXT_MODEL):
         assert round_trip(FrameKind.WELCOME, described) == described
+
+
+def test_rows_of_several_tensors_round_trip() -> None:
+    rows = TEXT_MODEL.input_rows
+    packed = rows.pack([torch.arange(6).view(2, 3), torch.tensor([[True, False, True]] * 2)])
+    assert torch.equal(parse_rows(memoryview(bytearray(rows_payload(packed))), 2, rows), packed)
+    for wrong in (b"", bytes(16), bytes(packed.nbytes), bytes(rows_payload(packed))[:-1]):
+        with pytest.raises(ValueError, match=r"length|bytes|divisible"):
+            parse_rows(memoryview(bytearray(wrong)), 2, rows)
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,11 @@ class FakeLeader:
         self.cancelled = 0
 
     def begin(
-        self, image: Tensor, *, deadline_s: float, request_id: str, fetcher: str | None = None, key: str = ""
+        self, rows: Sequence[Tensor], *, deadline_s: float, request_id: str, fetcher: str | None = None, key: str = ""
     ) -> asyncio.Task[Prediction]:
-        return asyncio.create_task(self._predict(image, deadline_s, request_id))
+        return asyncio.create_task(self._predict(torch.stack(tuple(rows)), deadline_s, request_id))
 
-    async def _predict(self, image: Tensor, deadline_s: float, request_id: str) -> Prediction:
+    async def _predict(self, images: Tensor, deadline_s: float, request_id: str) -> Prediction:
         self.got.append((deadline_s - time.monotonic(), request_id))
         try:
             if self.proceed is not None:
@@ -80,7 +80,7 @@ class FakeLeader:
             raise
         if self.failure is not None:
             raise self.failure
-        return Prediction(image.float().mean(dim=(1, 2)), "m", "v1", 0.1, 0.2, 0.3, 1, ("w",))
+        return Prediction(images.float().mean(dim=(2, 3)), "m", "v1", 0.1, 0.2, 0.3, 1, ("w",))
 
     def rejection(self, deadline_s: float, ahead: int) -> RequestRejected | None:
         self.ahead.append(ahead)
@@ -174,7 +174,7 @@ async def running() -> AsyncIterator[Service]:
 
 
 async def predict(pool: LeaderPool, timeout_s: float = 30.0) -> Prediction:
-    return await pool.predict(IMAGE, deadline_s=time.monotonic() + timeout_s, request_id="mine")
+    return await pool.predict(IMAGE[None], deadline_s=time.monotonic() + timeout_s, request_id="mine")
 
 
 # -- joining -------------------------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ async def test_prediction_is_that_of_the_leader() -> None:
         pool = await service.frontend()
         found = await asyncio.gather(*(predict(pool) for _ in range(50)))
         for each in found:
-            assert torch.equal(each.output, IMAGE.float().mean(dim=(1, 2)))
+            assert torch.equal(each.output, IMAGE[None].float().mean(dim=(2, 3)))
         assert (found[0].model, found[0].version, found[0].path, found[0].attempts) == ("m", "v1", ("w",), 1)
         assert {request_id for _, request_id in service.leader.got} == {"mine"}
         assert all(28 < left_s <= 30 for left_s, _ in service.leader.got)

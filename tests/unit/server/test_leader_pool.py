@@ -36,7 +36,7 @@ IMAGE = torch.arange(3 * 4 * 4, dtype=torch.uint8).view(3, 4, 4)
 
 async def predict(pool: LeaderPool, *, timeout_s: float = 30.0) -> Prediction:
     async with asyncio.timeout(60):
-        return await pool.predict(IMAGE, deadline_s=time.monotonic() + timeout_s, request_id="mine")
+        return await pool.predict(IMAGE[None], deadline_s=time.monotonic() + timeout_s, request_id="mine")
 
 
 async def check(pool: LeaderPool, *, timeout_s: float = 30.0) -> None:
@@ -57,7 +57,7 @@ async def test_leader_gets_the_image_and_what_it_needs_to_know() -> None:
     with pool_of(1) as made:
         found = await predict(made.pool, timeout_s=30)
         await check(made.pool)
-    assert torch.equal(found.output, torch.tensor([0.25, 0.75]))
+    assert torch.equal(found.output, torch.tensor([[0.25, 0.75]]))
     (request, payload), (other, _) = made.leaders[0].got
     assert isinstance(request, Predict)
     assert (request.request_id, request.span, payload) == ("mine", None, IMAGE.numpy().tobytes())

@@ -13,9 +13,9 @@ from multiworld_serving.common.wire import ALL_ROWS, RowRef
 from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.frontends.frames import Frame, FrameKind
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.frontends.messages import Check, Predict, PredictReply, Rejection, Scrape
+from multiworld_serving.server.frontends.messages import Check, Predict, PredictReply, Rejection, Scrape, rows_payload
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.predictor import ImageSizes, KeptRow, Prediction, ServedModel
+from multiworld_serving.server.predictor import ImageSizes, KeptRows, Prediction, ServedModel
 from tests.unit.edges.edge_parts import edges
 from tests.unit.server.fake_leaders import FakeLeader, prediction
 
@@ -28,10 +28,12 @@ class EdgeLeader(FakeLeader):
 
     Attributes:
         kept: where the answers are; None: in the frame.
+        rest: rows of the answer that are in the frame.
         images: what a worker could fetch for each request: None if the image was in the frame.
     """
 
-    kept: KeptRow | None = None
+    kept: tuple[KeptRows, ...] = ()
+    rest = torch.empty(0, 2)
     unreachable = False
     frontend: Edges
 
@@ -46,14 +48,15 @@ class EdgeLeader(FakeLeader):
     ) -> Frame:
         reply = await super().request(body, payload, timeout_s=timeout_s)
         assert isinstance(body, Predict)
-        number = body.row
+        number = body.tensor
         assert (number is None) == bool(payload)
         self.images.append(None if number is None else self.frontend.store.rows([RowRef(number, ALL_ROWS)]))
         if self.unreachable and number is not None:
             raise Rejection.of(InputUnreachableError("far away")).error()
-        if self.kept is None or not body.fetches:
+        if not self.kept or not body.fetches:
             return reply
-        return Frame(FrameKind.PREDICTION, 1, msgspec.structs.replace(PredictReply.of(prediction()), kept=self.kept))
+        answer = msgspec.structs.replace(PredictReply.of(prediction()), kept=self.kept)
+        return Frame(FrameKind.PREDICTION, 1, answer, rows_payload(self.rest))
 
     @property
     def last(self) -> Predict:
@@ -70,7 +73,7 @@ def pool_with(frontend: Edges | None) -> tuple[LeaderPool, FrontendMetrics]:
 
 
 async def predict(pool: LeaderPool) -> Prediction:
-    return await pool.predict(IMAGE, deadline_s=time.monotonic() + 30, request_id="mine")
+    return await pool.predict(IMAGE[None], deadline_s=time.monotonic() + 30, request_id="mine")
 
 
 def resubmitted(metrics: FrontendMetrics, reason: str) -> float:
@@ -85,10 +88,10 @@ async def test_image_stays_at_the_frontend_and_the_answer_at_the_worker() -> Non
         pool.links.append(leader)
         number = worker.store.put("leader", ANSWERS)
         assert number is not None
-        leader.kept = KeptRow(worker.holder, number, 1, (2,))
+        leader.kept = (KeptRows(worker.holder, number, (1,), (0,), (2,)),)
         found = await predict(pool)
-        assert torch.equal(found.output, ANSWERS[1])
-        assert (found.kept, found.attempts) == (None, 1)
+        assert torch.equal(found.output, ANSWERS[1:])
+        assert (found.kept, found.attempts) == ((), 1)
         [image] = leader.images
         assert image is not None
         assert torch.equal(image, IMAGE[None])
@@ -102,9 +105,9 @@ async def test_request_is_sent_again_and_its_answer_relayed_when_it_cannot_be_fe
         leader = EdgeLeader(pool, frontend)
         pool.links.append(leader)
         holder = worker.holder if gone else "127.0.0.1:1/abc"
-        leader.kept = KeptRow(holder, 99, 0, (2,))
+        leader.kept = (KeptRows(holder, 99, (0,), (0,), (2,)),)
         found = await predict(pool)
-        assert torch.equal(found.output, torch.tensor([0.25, 0.75]))
+        assert torch.equal(found.output, torch.tensor([[0.25, 0.75]]))
         assert found.attempts == 2
         assert (leader.last.fetches, leader.last.unreachable) == (False, None if gone else holder)
         assert resubmitted(metrics, "answer_lost") == 1
@@ -137,3 +140,27 @@ async def test_image_is_sent_when_the_memory_for_edges_is_used_up(
         pool.links.append(leader)
         await predict(pool)
         assert leader.images == [None]
+
+
+async def test_rows_of_one_request_come_from_workers_and_from_the_leader_in_their_order() -> None:
+    async with edges("f") as frontend, edges("a") as first, edges("b") as second:
+        pool, _ = pool_with(frontend)
+        leader = EdgeLeader(pool, frontend)
+        pool.links.append(leader)
+        rows, numbers = torch.rand(4, 2), []
+        for worker, own in ((first, [3, 0]), (second, [2])):
+            numbers.append(worker.store.put("leader", torch.cat([torch.zeros(1, 2), rows[own]])))
+        assert numbers[0] is not None
+        assert numbers[1] is not None
+        leader.kept = (
+            KeptRows(first.holder, numbers[0], (1, 2), (3, 0), (2,)),
+            KeptRows(second.holder, numbers[1], (1,), (2,), (2,)),
+        )
+        leader.rest = rows[1:2]
+        images = torch.stack([IMAGE + at for at in range(4)])
+        found = await pool.predict(images, deadline_s=time.monotonic() + 30, request_id="mine")
+        assert torch.equal(found.output, rows)
+        assert leader.last.rows == 4
+        [sent] = leader.images
+        assert sent is not None
+        assert torch.equal(sent, images)

@@ -193,23 +193,6 @@ async def test_body_that_decompresses_to_the_limit_is_accepted(frontend: Running
     assert (await frontend.client.post(INFER, **packed)).status_code == 200
 
 
-async def test_other_images_are_cancelled_when_one_fails() -> None:
-    class FailsOnGreen(ColourPredictor):
-        async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
-            if row[1].any():
-                await self.asked_times(2)
-                raise errors.StageError("green is not for me")
-            return await super().predict(row, deadline_s=deadline_s, request_id=request_id)
-
-    predictor = FailsOnGreen(proceed=asyncio.Event())
-    data = pixels("red", "green", "blue")
-    async with running_frontend(predictor) as frontend:
-        arguments = request(binary_tensor("UINT8", list(data.shape), data.numpy().tobytes()))
-        response = await frontend.client.post(INFER, **arguments)
-    assert (response.status_code, response.json()["error"]) == (500, "green is not for me")
-    assert predictor.cancelled == 2
-
-
 async def test_infer_is_refused_before_parsing_when_the_pipeline_would_refuse_it() -> None:
     async with running_frontend(ColourPredictor(rejection=errors.NotReadyError("stage 1 is missing"))) as frontend:
         response = await frontend.client.post(INFER, content=b"no JSON")
@@ -231,8 +214,8 @@ async def test_infer_reserves_one_place_per_image() -> None:
 
 async def test_infer_returns_500_when_the_model_returns_nan() -> None:
     class Broken(ColourPredictor):
-        async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
-            return Prediction(torch.full((3,), torch.nan), MODEL.name, MODEL.version, 0, 0, 0, 1, ())
+        async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
+            return Prediction(torch.full((1, 3), torch.nan), MODEL.name, MODEL.version, 0, 0, 0, 1, ())
 
     async with running_frontend(Broken()) as frontend:
         response = await frontend.client.post(INFER, **request(GOOD))

@@ -48,19 +48,21 @@ class TextPredictor(ColourPredictor):
     def snapshot(self) -> PipelineSnapshot:
         return replace(super().snapshot(), model=TEXT.name, version=TEXT.version)
 
-    async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
+    async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
         self.keys.append(key)
-        ids, mask = TEXT.input_rows.unpack(row[None])
+        ids, mask = TEXT.input_rows.unpack(rows)
         outputs = ((ids * mask).sum(1).float(), (ids / 2).bfloat16(), ids)
-        return Prediction(TEXT.output_rows.pack(outputs)[0], "text", "v1", 0, 0, 0, 1, ("w",))
+        return Prediction(TEXT.output_rows.pack(outputs), "text", "v1", 0, 0, 0, 1, ("w",))
 
 
 class SegmentsPredictor(ColourPredictor):
     """Says how bright an image is."""
 
-    async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
-        assert row.shape == (3, 16, 16)
-        return Prediction(torch.full((2, 2), row.float().mean().item()), "segments", "v1", 0, 0, 0, 1, ("w",))
+    async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
+        assert rows.shape[1:] == (3, 16, 16)
+        return Prediction(
+            rows.float().mean(dim=(1, 2, 3))[:, None, None].expand(-1, 2, 2), "segments", "v1", 0, 0, 0, 1, ("w",)
+        )
 
 
 def tensors(ids: list[list[int]], mask: list[list[bool]] | None = None) -> list[dict[str, Any]]:
