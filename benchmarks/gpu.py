@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 from multiworld_serving.testing.chaos.system.processes import resources
-from multiworld_serving.testing.load.clients import Load, record_reference_answers, run_load
+from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.load.requests import record_reference_answers
 from multiworld_serving.testing.local_service import LocalService
 from multiworld_serving.workers.compute.transfers import transfers_for
 

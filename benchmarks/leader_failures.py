@@ -12,8 +12,9 @@ import random
 import signal
 import time
 
-from multiworld_serving.testing.load.clients import Load, record_reference_answers, run_load
+from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.load.requests import record_reference_answers
 from multiworld_serving.testing.local_service import LocalService
 
 _READY_S = 60.0

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from multiworld_serving.testing.load.clients import ReferenceRequest
+from multiworld_serving.testing.load.requests import ReferenceRequest
 from multiworld_serving.testing.local_service import LocalService
 
 _START_S = 180.0
@@ -30,8 +30,8 @@ _STOP_S = 15.0
 class AnyAnswer(ReferenceRequest):
     """A request whose answer is correct if its status is 200, because the answer formats of the servers differ."""
 
-    def complaint(self, answer: httpx.Response, request_id: str) -> str:
-        """See `ReferenceRequest.complaint`."""
+    def find_error(self, answer: httpx.Response, request_id: str) -> str:
+        """See `ReferenceRequest.find_error`."""
         return "" if answer.status_code == 200 else answer.text[:200]
 
 

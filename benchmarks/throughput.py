@@ -34,7 +34,8 @@ from benchmarks.bare_loop import BareLoop, bare_loop
 from benchmarks.connections import Connections, Outcome, request_bytes
 from benchmarks.ranks import table
 from benchmarks.servers import Running, ours, peer, stop_on_sigterm
-from multiworld_serving.testing.load.images import image_file, photo
+from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.load.requests import body_file
 from multiworld_serving.testing.load.statistics import quantile
 
 THIS = "this"
@@ -234,7 +235,7 @@ def main() -> int:
     parser.add_argument("--no-efficiency", action="store_true", help="without tensors in, and without the bare loop")
     parser.add_argument("--json", type=Path, help="write every figure of every round")
     options = parser.parse_args()
-    jpeg = image_file(options.image)[0] if options.image else photo(width=options.width, height=options.width * 3 // 4)
+    jpeg = body_file(options.image)[0] if options.image else photo(width=options.width, height=options.width * 3 // 4)
     with ExitStack() as stack:
         compared: list[Case] = []
         for name, start in servers(jpeg, options).items():

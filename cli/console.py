@@ -2,8 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -38,24 +37,3 @@ def table(*columns: str, numbers: Iterable[str] = (), **style: Any) -> "Table":
 def progress_console() -> Console:
     """Return a rich console on standard error, for progress output."""
     return Console(stderr=True, highlight=False)
-
-
-@contextmanager
-def progress(what: str, total: int, *, results_at_end: bool = False) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on standard error. Yields a function that advances it by one.
-
-    Shown only if standard error is a terminal and standard output is not: results on the terminal show progress themselves.
-
-    Args:
-        results_at_end: the block prints no results, so the bar is shown also if standard output is a terminal.
-    """
-    out = progress_console()
-    if not out.is_terminal or (sys.stdout.isatty() and not results_at_end):
-        yield lambda: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=out, transient=True, redirect_stdout=False) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)

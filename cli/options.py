@@ -93,7 +93,14 @@ Rate = Annotated[
         min=0.01,
     ),
 ]
-PlotFile = Annotated[Path | None, value("FILE", "Write a plot (.png, .svg, .pdf); needs matplotlib.", "--plot")]
+Files = Annotated[
+    list[Path] | None,
+    value(
+        "FILE",
+        "Body of a request to /predict, may be repeated; default: requests are generated for the model.",
+        "--file",
+    ),
+]
 
 
 def expand_groups(verb: Callable[..., int]) -> Callable[..., int]:

@@ -10,7 +10,14 @@ from typing import Any, Self
 
 import httpx
 
-from multiworld_client.codec import REPOSITORY_INDEX, PreparedRequest, inference_request, model_name, predictions
+from multiworld_client.codec import (
+    REPOSITORY_INDEX,
+    PreparedRequest,
+    body_request,
+    inference_request,
+    model_name,
+    predictions,
+)
 from multiworld_client.inputs import FileInput, TensorInput, encode_batch, encode_image
 from multiworld_client.results import Prediction
 from multiworld_client.retries import Call, Retries, Servers
@@ -83,6 +90,17 @@ class AsyncClient:
         call = Call(self._servers, timeout_s)
         request = infer_request(inputs, await self._model_name(call), request_id)
         return outputs(await self._send(call, request))
+
+    async def predict_body(
+        self,
+        body: bytes,
+        *,
+        content_type: str = "application/octet-stream",
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+    ) -> bytes:
+        """As `Client.predict_body`."""
+        return (await self._send(Call(self._servers, timeout_s), body_request(body, content_type, request_id))).content
 
     async def is_ready(self) -> bool:
         """Whether the service is ready (`/readyz` at any of the URLs), without retries. Each URL gets an equal part of the timeout."""

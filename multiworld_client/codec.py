@@ -6,7 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -51,13 +51,17 @@ def inference_request(
 ) -> PreparedRequest:
     """The request for one or more images. Raises InputError if `request_id` is invalid."""
     if isinstance(image, FileInput):
-        headers = _id_header(request_id)
-        params = {} if top_k is None else {"top_k": top_k}
-        return PreparedRequest("/predict", image.content, headers | {"Content-Type": image.media_type}, params)
+        request = body_request(image.content, image.media_type, request_id)
+        return request if top_k is None else replace(request, params={"top_k": top_k})
     tensor = describe("input", image.datatype, image.shape, image.content)
     output = {"name": "probabilities", "parameters": {"classification": top_k or 5}}
     head = json.dumps({"inputs": [tensor], "outputs": [output]}).encode()
     return tensor_request(model, head, image.content, request_id)
+
+
+def body_request(body: bytes, content_type: str, request_id: str | None) -> PreparedRequest:
+    """The request for /predict. Raises InputError if `request_id` is invalid."""
+    return PreparedRequest("/predict", body, _id_header(request_id) | {"Content-Type": content_type})
 
 
 def describe(name: str, datatype: str, shape: Sequence[int], content: bytes) -> dict[str, Any]:

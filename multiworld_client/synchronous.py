@@ -10,7 +10,14 @@ from typing import Any, Self
 
 import httpx
 
-from multiworld_client.codec import REPOSITORY_INDEX, PreparedRequest, inference_request, model_name, predictions
+from multiworld_client.codec import (
+    REPOSITORY_INDEX,
+    PreparedRequest,
+    body_request,
+    inference_request,
+    model_name,
+    predictions,
+)
 from multiworld_client.inputs import FileInput, TensorInput, encode_batch, encode_image
 from multiworld_client.results import Prediction
 from multiworld_client.retries import Call, Retries, Servers
@@ -111,6 +118,24 @@ class Client:
         call = Call(self._servers, timeout_s)
         request = infer_request(inputs, self._model_name(call), request_id)
         return outputs(self._send(call, request))
+
+    def predict_body(
+        self,
+        body: bytes,
+        *,
+        content_type: str = "application/octet-stream",
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+    ) -> bytes:
+        """Send a body to the handler of the service and return the body of its response.
+
+        Args:
+            body, content_type: as the handler's `decode` takes them.
+            timeout_s, request_id: as for `predict`.
+        Raises:
+            ClientError: a subclass, see `multiworld_client.errors`.
+        """
+        return self._send(Call(self._servers, timeout_s), body_request(body, content_type, request_id)).content
 
     def is_ready(self) -> bool:
         """Whether the service is ready (`/readyz` at any of the URLs), without retries. Each URL gets an equal part of the timeout."""

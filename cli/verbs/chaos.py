@@ -6,17 +6,15 @@ import signal
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from multiworld_serving.cli.options import Clients, Rate, assignments, duration, flag, value
+from multiworld_serving.cli.options import Clients, Files, Rate, assignments, duration, flag, value
 from multiworld_serving.cli.service import Access, ServiceError
 from multiworld_serving.common.config import UserError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from multiworld_serving.common.config import ClientCredentials
-    from multiworld_serving.testing.chaos.campaign import CampaignResult, Plan
+    from multiworld_serving.testing.chaos.campaign import CampaignResult
     from multiworld_serving.testing.chaos.report import Report, Row
     from multiworld_serving.testing.chaos.system.system_under_test import SystemUnderTest
     from multiworld_serving.testing.load.statistics import Spread
@@ -28,7 +26,7 @@ multiworld chaos
 
 multiworld chaos --faults kill,freeze --rounds 20 --json chaos.json
 
-multiworld chaos --duration 30m --every 5s
+multiworld chaos --duration 30m --every 5s --model my.bundle
 
 multiworld serve 2> serve.log & multiworld chaos --url http://127.0.0.1:8000
 
@@ -39,36 +37,12 @@ docker compose up -d --wait && multiworld chaos --compose multiworld
 
 
 @dataclass(frozen=True)
-class RunningOptions:
-    """Options for a service that runs already."""
+class ServiceOptions:
+    """The service: one that runs, or the settings of the one that is started."""
 
     panel: ClassVar[str] = "The service"
     url: Annotated[str | None, value("URL", "URL of a running service on this machine; default: start one.")] = None
     compose: Annotated[str | None, value("PROJECT", "Name of the Docker Compose project of a running service.")] = None
-
-    def service(self, credentials: "ClientCredentials") -> "SystemUnderTest | None":
-        """Return the running service; None if one is to be started."""
-        from multiworld_serving.testing.chaos.system.containers import ComposeProject, ContainerError
-        from multiworld_serving.testing.chaos.system.system_under_test import RunningService
-
-        if self.compose is None:
-            url = self.url
-            return None if url is None else RunningService(url, credentials=credentials)
-        if self.url is not None:
-            raise UserError(
-                "--url and --compose exclude each other: the URL of a Compose project is found automatically"
-            )
-        try:
-            return ComposeProject(self.compose, credentials=credentials)
-        except ContainerError as error:
-            raise ServiceError(str(error)) from error
-
-
-@dataclass(frozen=True)
-class ServiceOptions:
-    """Settings of the service that is started."""
-
-    panel: ClassVar[str] = "The service"
     model: Annotated[str, value("MODEL", "Model of the started service.")] = "resnet18"
     weights: Annotated[str, value("WEIGHTS", "Weights of the started service.")] = "random:0"
     stages: Annotated[int, value("N", "Stages of the started service.", min=1)] = 2
@@ -84,13 +58,24 @@ class ServiceOptions:
         value("NAME=VALUE", "Setting of the started service, as for `multiworld serve`; may be repeated.", "--set"),
     ] = None
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of `multiworld serve`. Raises UserError if --set is invalid.
+    def open(self, credentials: "ClientCredentials") -> "AbstractContextManager[SystemUnderTest]":
+        """Return the service, for the duration of a block. Raises UserError for options that exclude each other."""
+        from multiworld_serving.testing.chaos.system.containers import ComposeProject
+        from multiworld_serving.testing.chaos.system.system_under_test import RunningService
+        from multiworld_serving.testing.local_service import LocalService
 
-        All tensors travel over edges, also small ones, so that faults of edges have an effect.
-        """
-        named = {name: given for name, given in asdict(self).items() if name != "sets"}
-        return {"edge_min_bytes": 0} | named | assignments(self.sets)
+        if self.url is not None and self.compose is not None:
+            raise UserError("--url and --compose are mutually exclusive: the URL of a Compose project is found")
+        if self.url is None and self.compose is None:
+            named = {name: given for name, given in asdict(self).items() if name not in ("sets", "url", "compose")}
+            # All tensors travel over edges, also small ones, so that faults of edges have an effect.
+            return LocalService(credentials=credentials, **{"edge_min_bytes": 0} | named | assignments(self.sets))
+        if self.sets:
+            raise UserError("--set applies to a service that this command starts: omit --url and --compose")
+        if self.compose is not None:
+            return nullcontext(ComposeProject(self.compose, credentials=credentials))
+        assert self.url is not None
+        return nullcontext(RunningService(self.url, credentials=credentials))
 
 
 @dataclass(frozen=True)
@@ -100,7 +85,7 @@ class LoadOptions:
     panel: ClassVar[str] = "Load"
     clients: Clients = 8
     rate: Rate = None
-    image: Annotated[Path | None, value("FILE", "Image to send; default: eight generated images.")] = None
+    files: Files = None
 
 
 @dataclass(frozen=True)
@@ -110,10 +95,7 @@ class FaultOptions:
     panel: ClassVar[str] = "Faults"
     faults: Annotated[
         str | None,
-        value(
-            "NAME,…",
-            "Faults to inject; default: all that are possible on this machine. See --list.",
-        ),
+        value("NAME,…", "Faults to inject; default: all that are possible on this machine. See --list."),
     ] = None
     list_faults: Annotated[bool, flag("--list", "List the faults with their expected effect, and exit.")] = False
     rounds: Annotated[int, value("N", "Number of injections of each fault.", min=1)] = 1
@@ -124,69 +106,43 @@ class FaultOptions:
         float, duration("Minimum time between the starts of two faults. Faults never overlap.", "--every")
     ] = "0s"  # type: ignore[assignment]
     settle_s: Annotated[float, duration("Pause between recovery and the next fault.", "--settle")] = "2s"  # type: ignore[assignment]
-    seed: Annotated[int, value("N", "Seed of the order of faults, of their targets and of the images.")] = 0
+    seed: Annotated[int, value("N", "Seed of the order of faults, of their targets and of the requests.")] = 0
 
 
-@dataclass(frozen=True)
-class OutputOptions:
-    """Files of results."""
-
-    panel: ClassVar[str] = "Output"
-    json_file: Annotated[Path | None, value("FILE", "Write the full result as JSON.", "--json")] = None
-
-    def check(self) -> None:
-        """Raise UserError if a file cannot be written. Call before a long run."""
-        if self.json_file is not None and not os.access(self.json_file.parent, os.W_OK):
-            raise UserError(f"{self.json_file} cannot be written: {self.json_file.parent} is not a writable directory")
-
-    def write(self, result: "CampaignResult", report: "Report") -> None:
-        """Write the files."""
-        from multiworld_serving.testing.chaos.report import to_json
-
-        if self.json_file is not None:
-            self.json_file.write_text(json.dumps(to_json(result, report), indent=1))
+JsonFile = Annotated[Path | None, value("FILE", "Write the full result as JSON.", "--json")]
 
 
 def chaos(
-    running: RunningOptions,
-    started: ServiceOptions,
+    service: ServiceOptions,
     load: LoadOptions,
     faults: FaultOptions,
-    output: OutputOptions,
     access: Access,
+    json_file: JsonFile = None,
 ) -> int:
     """Kill, freeze, slow down and partition processes of a service under load, and report the effect on the clients.
 
-    Without --url or --compose, starts a service and stops it at the end. Every answer is compared with the answer of the
-    service before the first fault.
+    Without --url or --compose, starts a service and stops it at the end. Requests are generated for the model that the service serves, or
+    read from --file. Every answer is compared with the answer of the service before the first fault.
     """
-    from multiworld_serving.testing.local_service import LocalService
+    import httpx
+
+    from multiworld_serving.testing.chaos.campaign import Plan, run
+    from multiworld_serving.testing.chaos.faults import ALL_FAULTS, PROCESS_FAULTS
+    from multiworld_serving.testing.chaos.observer import NotRecoveredError
+    from multiworld_serving.testing.chaos.report import summarize, to_json
+    from multiworld_serving.testing.chaos.schedule import chosen_faults
+    from multiworld_serving.testing.chaos.system.containers import ContainerError
+    from multiworld_serving.testing.load.requests import body_file
+    from multiworld_serving.testing.local_service import ServiceFailedError
 
     if faults.list_faults:
         _list()
         return 0
-    plan = _plan(running, started, load, faults)
-    output.check()
-    credentials = access.credentials()
-    system = running.service(credentials)
-    if system is None:
-        return _run(LocalService(credentials=credentials, **started.settings()), plan, output)
-    if started.sets:
-        raise UserError(
-            "--set cannot be used with --url or --compose: it applies to a service that this command starts"
-        )
-    return _run(nullcontext(system), plan, output)
-
-
-def _plan(running: RunningOptions, started: ServiceOptions, load: LoadOptions, faults: FaultOptions) -> "Plan":
-    from multiworld_serving.testing.chaos.campaign import Plan
-    from multiworld_serving.testing.chaos.faults import ALL_FAULTS, PROCESS_FAULTS
-    from multiworld_serving.testing.chaos.schedule import chosen_faults
-    from multiworld_serving.testing.load.images import image_file, photos
-
-    return Plan(
-        images=photos(8, faults.seed) if load.image is None else [image_file(load.image)],
-        faults=chosen_faults(faults.faults, PROCESS_FAULTS if running.compose is None else ALL_FAULTS),
+    if json_file is not None and not os.access(json_file.parent, os.W_OK):
+        raise UserError(f"{json_file} cannot be written: {json_file.parent} is not a writable directory")
+    plan = Plan(
+        files=[body_file(path) for path in load.files or ()],
+        faults=chosen_faults(faults.faults, PROCESS_FAULTS if service.compose is None else ALL_FAULTS),
         clients=load.clients,
         rate_hz=load.rate,
         rounds=faults.rounds,
@@ -194,30 +150,20 @@ def _plan(running: RunningOptions, started: ServiceOptions, load: LoadOptions, f
         every_s=faults.every_s,
         settle_s=faults.settle_s,
         seed=faults.seed,
-        heartbeat_timeout_s=started.heartbeat_timeout_s,
-        grace_s=started.recovery_grace_s,
+        heartbeat_timeout_s=service.heartbeat_timeout_s,
+        grace_s=service.recovery_grace_s,
     )
-
-
-def _run(service: "AbstractContextManager[SystemUnderTest]", plan: "Plan", output: OutputOptions) -> int:
-    import httpx
-
-    from multiworld_serving.testing.chaos.campaign import run
-    from multiworld_serving.testing.chaos.observer import NotRecoveredError
-    from multiworld_serving.testing.chaos.report import summarize
-    from multiworld_serving.testing.chaos.system.containers import ContainerError
-    from multiworld_serving.testing.local_service import ServiceFailedError
-
     # Handle SIGTERM like Ctrl-C: print the results so far and stop the started service.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with service as system:
+        with service.open(access.credentials()) as system:
             result = run(system, plan, log=lambda line: print(line, flush=True))
     except (ServiceFailedError, NotRecoveredError, ContainerError, httpx.HTTPError) as error:
         raise ServiceError(str(error) or type(error).__name__) from error
     report = summarize(result)
     _show(result, report)
-    output.write(result, report)
+    if json_file is not None:
+        json_file.write_text(json.dumps(to_json(result, report), indent=1))
     return 1 if report.verdict else 0
 
 
@@ -233,24 +179,17 @@ def _list() -> None:
 
 
 def _show(result: "CampaignResult", report: "Report") -> None:
-    from multiworld_serving.cli.console import console
+    from multiworld_serving.cli.console import console, table
 
-    out = console()
-    out.print(_table(report))
-    for line in _lines(result, report):
-        out.print(line, markup=False)
-
-
-def _table(report: "Report") -> "Table":
-    from multiworld_serving.cli.console import table
-
-    counts = ("times", "failed", "excused", "duplicate")
-    times = ("detect ms", "recover s", "latency ms")
+    counts, times = ("times", "failed", "excused", "duplicate"), ("detect ms", "recover s", "latency ms")
     caption = "median / p99 / max; latency of requests between fault and recovery"
     rows = table("fault", *counts, *times, numbers=(*counts, *times), caption=caption)
     for row in [*report.rows, report.total]:
         rows.add_row(*_cells(row), end_section=row in report.rows[-1:])
-    return rows
+    out = console()
+    out.print(rows)
+    for line in _lines(result, report):
+        out.print(line, markup=False)
 
 
 def _cells(row: "Row") -> list[str]:
@@ -270,8 +209,6 @@ def _spread(spread: "Spread | None", factor: float, form: str) -> str:
 
 
 def _lines(result: "CampaignResult", report: "Report") -> list[str]:
-    from multiworld_serving.testing.chaos.campaign import NO_TIME, left_out
-
     total = report.total
     return [
         f"{total.times} faults in {result.ended_s - result.started_s:.0f} s, {report.requests} requests: {total.failed} failed, "
@@ -281,7 +218,6 @@ def _lines(result: "CampaignResult", report: "Report") -> list[str]:
             f"memory {before.resident_mib:.0f} -> {after.resident_mib:.0f} MiB"
             for name, (before, after) in sorted(result.resources.items())
         ),
-        *([left_out(late)] if (late := {name: why for name, why in result.skipped.items() if why == NO_TIME}) else []),
         *(f"warning: {warning}" for warning in result.warnings),
         *(f"FAILED: {failure}" for failure in report.verdict),
         *([] if report.verdict else ["ok: no request lost, none answered twice, no unexpected effect"]),

@@ -1,6 +1,7 @@
-"""`multiworld predict`: classify images with a running service."""
+"""`multiworld predict`: send files to a running service and show its answers."""
 
 import json
+import mimetypes
 import sys
 from collections import deque
 from pathlib import Path
@@ -20,6 +21,7 @@ from multiworld_serving.cli.service import (
     open_clients,
     send_to_any,
 )
+from multiworld_serving.common.config import UserError
 
 if TYPE_CHECKING:
     import httpx
@@ -31,12 +33,21 @@ multiworld predict photo.jpg
 
 multiworld predict --top-k 1 --json *.jpg
 
-[bold]Exit status[/bold]: 0 all images were classified, 1 at least one failed, 2 invalid usage.
+multiworld predict question.txt
+
+multiworld predict tokens.npz
+
+[bold]Exit status[/bold]: 0 all files were answered, 1 at least one failed, 2 invalid usage.
 """
 
-_NEXT_LABELS = 2
-"""Labels beside the best one in the table of several images."""
-Files = Annotated[list[Path], typer.Argument(metavar="FILE…", help="JPEG, PNG or WebP images.", show_default=False)]
+Files = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="FILE…",
+        help="Images, bodies for the handler of the service, or .npz files of numpy with the inputs of the model by name.",
+        show_default=False,
+    ),
+]
 TopK = Annotated[int | None, value("N", "Number of labels per image.", min=1, show_default="setting of the service")]
 
 
@@ -49,92 +60,58 @@ def predict(
     timeout_s: TimeoutS = 60.0,
     access: Access,
 ) -> int:
-    """Send images to a running service and show the predicted labels.
+    """Send files to a running service and show the answers: the labels of images, or what the model or its handler returns.
 
-    Several images make one table, with one row each. With --json, prints one line per image: the response of the service with the
-    file name added.
+    With --json, prints one line per file: the response of the service with the file name added.
     """
-    from multiworld_serving.cli.console import progress
-
-    answers: dict[Path, dict[str, Any]] = {}
-    with (
-        open_clients(urls, timeout_s, access.credentials()) as clients,
-        progress("images", len(files)) as advance,
-    ):
+    failed = False
+    with open_clients(urls, timeout_s, access.credentials()) as clients:
         for file in files:
-            answer = _predict_file(clients, file, top_k)
-            advance()
-            if answer is None:
+            try:
+                answer = _infer(clients, file) if file.suffix == ".npz" else _predict(clients, file, top_k)
+            except ServiceUnreachableError:
+                raise
+            except (OSError, ServiceError, UserError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                print(f"multiworld: error: {file}: {reason}", file=sys.stderr)
+                failed = True
                 continue
-            answers[file] = answer
-            if as_json:
-                print(json.dumps({"file": str(file), **answer}))
-            elif len(files) == 1:
-                _show(file, answer)
-    if len(files) > 1 and answers and not as_json:
-        _show_all(answers)
-    return 1 if len(answers) < len(dict.fromkeys(files)) else 0
-
-
-def _predict_file(clients: "deque[httpx.Client]", file: Path, top_k: int | None) -> dict[str, Any] | None:
-    """Classify one image. Prints the error and returns None if that fails. Raises ServiceUnreachableError."""
-    try:
-        return _predict(clients, file, top_k)
-    except ServiceUnreachableError:
-        raise
-    except (OSError, ServiceError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        print(f"multiworld: error: {file}: {reason}", file=sys.stderr)
-        return None
+            print(json.dumps({"file": str(file), **answer}) if as_json else _text(file, answer), flush=True)
+    return int(failed)
 
 
 def _predict(clients: "deque[httpx.Client]", file: Path, top_k: int | None) -> dict[str, Any]:
+    """The answer of /predict: its JSON object, or {"response": …} if it is something else."""
+    headers = {"Content-Type": mimetypes.guess_type(file.name, strict=False)[0] or "application/octet-stream"}
     params = {} if top_k is None else {"top_k": top_k}
-    response = send_to_any(clients, "POST", "/predict", params=params, files={"image": (file.name, file.read_bytes())})
+    response = send_to_any(clients, "POST", "/predict", params=params, content=file.read_bytes(), headers=headers)
     with answer_errors(clients[0].base_url, "a multiworld service"):
-        answer = response.json()
-        return {**answer, "predictions": list(answer["predictions"])}
+        is_json = response.headers.get("content-type", "").startswith("application/json")
+        answer = response.json() if is_json else response.text
+        return answer if isinstance(answer, dict) else {"response": answer}
 
 
-def _show(file: Path, answer: dict[str, Any]) -> None:
-    from rich.text import Text
+def _infer(clients: "deque[httpx.Client]", file: Path) -> dict[str, Any]:
+    """The outputs of the model for the inputs in an .npz file, as lists by name. Raises UserError if it cannot be read."""
+    import numpy as np
 
-    from multiworld_serving.cli.console import console, table
+    from multiworld_client.errors import ClientError
+    from multiworld_client.tensors import infer_request, outputs
 
-    rows = table("label", "class", "probability", numbers=("class", "probability"))
-    for prediction in answer["predictions"]:
-        label = Text(str(prediction["label"]))
-        rows.add_row(label, str(prediction["class_id"]), f"{prediction['probability']:.4f}")
-    out = console()
-    out.print(Text(str(file), style="bold"))
-    out.print(rows)
-    out.print(Text(_timings(answer), style="dim"))
-
-
-def _show_all(answers: dict[Path, dict[str, Any]]) -> None:
-    """Show one row per image, with its best labels."""
-    from rich.text import Text
-
-    from multiworld_serving.cli.console import console, table
-
-    rows = table("file", "label", "class", "probability", "next labels", "ms", numbers=("class", "probability", "ms"))
-    for file, answer in answers.items():
-        best, *others = answer["predictions"]
-        following = ", ".join(f"{other['label']} {other['probability']:.4f}" for other in others[:_NEXT_LABELS])
-        total_ms = answer.get("timings_ms", {}).get("total", 0.0)
-        cells = (
-            str(file),
-            str(best["label"]),
-            str(best["class_id"]),
-            f"{best['probability']:.4f}",
-            following,
-            f"{total_ms:.1f}",
-        )
-        rows.add_row(*map(Text, cells))
-    console().print(rows)
+    try:
+        with np.load(file) as arrays, answer_errors(clients[0].base_url):
+            (model, *_) = send_to_any(clients, "POST", "/v2/repository/index").json()
+            request = infer_request(arrays, model["name"], None)
+            response = send_to_any(clients, "POST", request.path, content=request.content, headers=request.headers)
+            return {name: array.tolist() for name, array in outputs(response).items()}
+    except (ValueError, ClientError) as error:
+        raise UserError(str(error)) from error
 
 
-def _timings(answer: dict[str, Any]) -> str:
-    model = " ".join(str(answer[name]) for name in ("model", "version") if name in answer)
-    times = ", ".join(f"{name} {milliseconds:.1f} ms" for name, milliseconds in answer.get("timings_ms", {}).items())
-    return ": ".join(part for part in (model, times) if part)
+def _text(file: Path, answer: dict[str, Any]) -> str:
+    """One line for each label, or for each value of another answer."""
+    if "predictions" not in answer:
+        return "\n".join(f"{file}: {name}: {json.dumps(each)}" for name, each in answer.items())
+    lines = [f"{each['probability']:.4f}  {each['label']} (class {each['class_id']})" for each in answer["predictions"]]
+    total_ms = answer.get("timings_ms", {}).get("total", 0.0)
+    return "\n  ".join([f"{file}: {answer['model']} {answer['version']}, {total_ms:.1f} ms", *lines])

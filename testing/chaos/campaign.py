@@ -21,13 +21,8 @@ from multiworld_serving.testing.chaos.system.containers import (
 )
 from multiworld_serving.testing.chaos.system.processes import Resources, resources
 from multiworld_serving.testing.chaos.system.system_under_test import SystemUnderTest
-from multiworld_serving.testing.load.clients import (
-    Load,
-    ReferenceRequest,
-    count_indistinguishable,
-    record_reference_answers,
-    run_load,
-)
+from multiworld_serving.testing.load.clients import Load, run_load
+from multiworld_serving.testing.load.requests import ReferenceRequest, count_indistinguishable, served_requests
 
 _DUPLICATES = "multiworld_duplicate_answers_total"
 NO_TIME = "the campaign ended before their turn"
@@ -38,7 +33,7 @@ class Plan:
     """The parameters of a campaign.
 
     Attributes:
-        images: bodies and content types of the requests, used in turn.
+        files: bodies and content types of requests to /predict, used in turn; empty generates requests for the served model.
         clients: number of clients of the closed loop; ignored with `rate_hz`.
         rate_hz: requests per second of an open loop; None for a closed loop.
         rounds: injections of each fault; None continues until `duration_s` has passed.
@@ -47,7 +42,7 @@ class Plan:
         grace_s: how long the service keeps requests for a stage without replicas.
     """
 
-    images: Sequence[tuple[bytes, str]]
+    files: Sequence[tuple[bytes, str]]
     faults: Sequence[Fault]
     clients: int = 8
     rate_hz: float | None = None
@@ -120,10 +115,10 @@ def run(system: SystemUnderTest, plan: Plan, *, log: Callable[[str], None] = lam
         observer = stack.enter_context(Observer(system.url, system.credentials))
         start = observer.wait(lambda now: now.complete, WAIT_S, "complete at the start")
         faults = _available_faults(plan, system, start, found, log)
-        requests = record_reference_answers(system.url, plan.images, credentials=system.credentials)
+        requests = served_requests(system.url, plan.files, seed=plan.seed, credentials=system.credentials)
         if pairs := count_indistinguishable(requests):
             found.warnings.append(
-                f"{pairs} pairs of images have indistinguishable answers: swapping those would not be detected"
+                f"{pairs} pairs of requests have indistinguishable answers: swapping those would not be detected"
             )
         duplicates = observer.metric(_DUPLICATES)
         found.started_s = time.time()
@@ -148,7 +143,9 @@ def run(system: SystemUnderTest, plan: Plan, *, log: Callable[[str], None] = lam
         found.ended_s = time.time()
         if plan.duration_s is not None and found.injections:
             made = {injection.fault for injection in found.injections}
-            found.skipped |= {fault.name: NO_TIME for fault in faults if fault.name not in made}
+            if late := {fault.name: NO_TIME for fault in faults if fault.name not in made}:
+                found.skipped |= late
+                found.warnings.append(left_out(late))
         found.duplicates = sum(injection.duplicates for injection in found.injections)
         with suppress(httpx.HTTPError):  # Ctrl-C in a terminal also stops a service that this process started
             late = round(_increase(duplicates, observer.metric(_DUPLICATES)))

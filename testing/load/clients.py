@@ -14,10 +14,9 @@ import httpx
 
 from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
 from multiworld_serving.common.threads import thread_while
+from multiworld_serving.testing.load.requests import ReferenceRequest
 from multiworld_serving.testing.load.statistics import quantile
 
-_TOLERANCE = 1e-2
-"""Relative tolerance of probabilities. Batch sizes change them by 1e-6 to 1e-4; another image by far more."""
 _UNREACHABLE_PAUSE_S = 0.1
 _MAX_OPEN = 4096
 """Maximum requests in flight of an open loop; further requests are counted as unsent."""
@@ -70,76 +69,6 @@ class Load:
     def quantile_s(self, share: float) -> float:
         """Return a quantile of the latency of all requests; NaN if there were none."""
         return quantile([sample.took_s for sample in self.samples], share)
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceRequest:
-    """A request with its expected answer, as recorded from the service without load or faults.
-
-    Attributes:
-        expected: probability by class; empty accepts any answer.
-        path: URL path.
-    """
-
-    body: bytes
-    content_type: str = "image/jpeg"
-    expected: dict[int, float] = field(default_factory=dict)
-    path: str = "/predict"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers that describe the body."""
-        return {"content-type": self.content_type}
-
-    def find_error(self, answer: httpx.Response, request_id: str) -> str:
-        """Return why this is not a correct response to the request with this id; empty if it is."""
-        if answer.status_code != 200:
-            return answer.text[:200]
-        try:
-            answer_json = answer.json()
-            if answer_json["id"] != request_id:
-                return f"the answer of another request: {answer_json['id']}"
-            return self.find_mismatch(answer_json)
-        except (ValueError, KeyError, TypeError) as error:
-            return f"not an answer: {error!r}"
-
-    def find_mismatch(self, answer: dict[str, Any]) -> str:
-        """Return how this answer differs from the expected one; empty if it does not."""
-        found = {int(p["class_id"]): float(p["probability"]) for p in answer["predictions"]}
-        floor = min(found.values(), default=0.0)
-        for class_id, probability in self.expected.items():
-            # Classes with nearly equal probabilities may swap ranks, so the last one may be missing.
-            other = found.get(class_id, floor)
-            if abs(other - probability) > _TOLERANCE * max(probability, 1e-6):
-                return f"wrong answer: class {class_id} has probability {other:.6g}, expected {probability:.6g}"
-        return ""
-
-
-def record_reference_answers(
-    url: str,
-    images: Sequence[tuple[bytes, str]],
-    timeout_s: float = 60.0,
-    credentials: ClientCredentials = NO_CREDENTIALS,
-) -> list[ReferenceRequest]:
-    """Send each image alone and record the answers as expected. Raises httpx.HTTPError if a request fails."""
-    requests = []
-    with httpx.Client(timeout=timeout_s, **credentials.options) as client:
-        for body, content_type in images:
-            response = client.post(f"{url}/predict", content=body, headers={"content-type": content_type})
-            response.raise_for_status()
-            predictions = response.json()["predictions"]
-            expected = {int(p["class_id"]): float(p["probability"]) for p in predictions}
-            requests.append(ReferenceRequest(body, content_type, expected))
-    return requests
-
-
-def count_indistinguishable(requests: Sequence[ReferenceRequest]) -> int:
-    """Count pairs of requests whose answers are equal within the tolerance: swapping them would not be detected."""
-
-    def says(request: ReferenceRequest) -> dict[str, Any]:
-        return {"predictions": [{"class_id": c, "probability": p} for c, p in request.expected.items()]}
-
-    return sum(not one.find_mismatch(says(other)) for one, other in itertools.combinations(requests, 2))
 
 
 async def send(client: httpx.AsyncClient, url: str, request: ReferenceRequest, request_id: str) -> Sample:

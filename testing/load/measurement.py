@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from multiworld_serving.testing.load.clients import Load, Sample
+from multiworld_serving.testing.load.clients import Sample
 from multiworld_serving.testing.load.statistics import quantile
 
 SHARES = (0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
@@ -30,22 +30,22 @@ class Measurement:
     refused: int
     failed: int
     unsent: int
-    images_per_request: int
+    rows_per_request: int
     answered_per_s: float
     latency_ms: dict[str, float]
     statuses: dict[str, int]
     errors: dict[str, int]
 
     @property
-    def images_per_s(self) -> float:
-        return self.answered_per_s * self.images_per_request
+    def rows_per_s(self) -> float:
+        return self.answered_per_s * self.rows_per_request
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "images_per_s": self.images_per_s}
+        return {**asdict(self), "rows_per_s": self.rows_per_s}
 
 
 def measure(
-    samples: Sequence[Sample], since_s: float, until_s: float, *, unsent: int = 0, images_per_request: int = 1
+    samples: Sequence[Sample], since_s: float, until_s: float, *, unsent: int = 0, rows_per_request: int = 1
 ) -> Measurement:
     """Compute the statistics of requests sent from `since_s` to `until_s`, even if they were answered later."""
     seconds = max(1e-9, until_s - since_s)
@@ -60,23 +60,12 @@ def measure(
         refused=sum(sample.refused for sample in counted),
         failed=len(failed),
         unsent=unsent,
-        images_per_request=images_per_request,
+        rows_per_request=rows_per_request,
         answered_per_s=in_time / seconds,
         latency_ms=_latency_ms([sample.took_s for sample in right]),
         statuses=dict(Counter(str(sample.status or "none") for sample in counted)),
         errors=dict(Counter(sample.error for sample in failed).most_common(_MAX_ERRORS)),
     )
-
-
-def measure_recent(load: Load, now_s: float, seconds: float) -> Measurement:
-    """Compute the statistics of the last `seconds`, for a display. The cost does not grow with the length of the run."""
-    latest = load.samples[-_MAX_RECENT_SAMPLES:]
-    since_s = now_s - seconds
-    done = [sample for sample in latest if sample.done_s >= since_s]
-    return measure(done, min((sample.sent_s for sample in done), default=since_s), now_s)
-
-
-_MAX_RECENT_SAMPLES = 5000
 
 
 def _latency_ms(times_s: Sequence[float]) -> dict[str, float]:

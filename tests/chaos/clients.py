@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from typing import IO
 
 from multiworld_serving.testing.load import clients as load
-from multiworld_serving.testing.load.clients import Load, ReferenceRequest
+from multiworld_serving.testing.load.clients import Load
 from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.load.requests import ReferenceRequest
 from multiworld_serving.testing.local_service import LocalService
 
 TOKEN = "a-secret-of-these-tests"

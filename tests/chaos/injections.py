@@ -4,8 +4,8 @@ from multiworld_serving.testing.chaos.campaign import Injection, inject
 from multiworld_serving.testing.chaos.faults import PROCESS_FAULTS
 from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
 from multiworld_serving.testing.chaos.observer import Observer, ReplicaKey
-from multiworld_serving.testing.load.clients import ReferenceRequest
 from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.load.requests import ReferenceRequest
 from multiworld_serving.testing.local_service import LocalService
 
 FAULTS = {fault.name: fault for fault in PROCESS_FAULTS}

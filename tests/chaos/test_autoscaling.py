@@ -2,8 +2,9 @@
 
 import pytest
 
-from multiworld_serving.testing.load.clients import ReferenceRequest, run_load
+from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.load.requests import ReferenceRequest
 from tests.chaos.clients import answers, assert_nothing_lost
 from tests.services import small_service
 

@@ -51,8 +51,8 @@ def test_chaos_exits_with_1_when_requests_were_lost(tmp_path: Path) -> None:
         (("--faults", "explode"), "there is no such fault"),
         (("--duration", "soon"), "'soon' is not a duration"),
         (("--set", "nonsense"), "--set nonsense: must be NAME=VALUE"),
-        (("--url", "http://127.0.0.1:1", "--set", "stages=3"), "--set cannot be used with"),
-        (("--url", "http://127.0.0.1:1", "--compose", "shop"), "exclude each other"),
+        (("--url", "http://127.0.0.1:1", "--set", "stages=3"), "--set applies to a service that this command starts"),
+        (("--url", "http://127.0.0.1:1", "--compose", "shop"), "mutually exclusive"),
     ],
 )
 def test_wrong_usage_prints_one_line(arguments: tuple[str, ...], says: str) -> None:

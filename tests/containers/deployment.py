@@ -22,8 +22,9 @@ from multiworld_serving.testing.chaos.observer import Observer
 from multiworld_serving.testing.chaos.report import interrupted
 from multiworld_serving.testing.chaos.schedule import choose_targets
 from multiworld_serving.testing.chaos.system.containers import ComposeProject, ContainerError, docker
-from multiworld_serving.testing.load.clients import Load, ReferenceRequest, record_reference_answers, run_load
+from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.images import photos
+from multiworld_serving.testing.load.requests import ReferenceRequest, record_reference_answers
 from tests.e2e.prometheus_server import PrometheusServer
 from tests.programs import free_port
 

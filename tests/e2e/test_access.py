@@ -164,7 +164,8 @@ def test_cli_verbs_connect_with_key_and_authority(guarded: Guarded, capsys: pyte
         main(["bench", "--url", url, "--duration", "300ms", "--warm-up", "0s", "--clients", "2", "--json", *ways]) == 0
     )
     assert (
-        main(["bench", "--url", url, "--duration", "300ms", "--warm-up", "0s", "--rate", "9", "--tensors", *ways]) == 0
+        main(["bench", "--url", url, "--duration", "300ms", "--warm-up", "0s", "--rate", "9", "--rows", "1", *ways])
+        == 0
     )
     capsys.readouterr()
     restart = ["rolling-restart", "--operations-url", guarded.operators_url, "--ca-file", str(guarded.authority.file)]

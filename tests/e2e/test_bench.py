@@ -24,30 +24,26 @@ def test_closed_loop_with_images_reports_latency(
     service: LocalService, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo())
-    plot = tmp_path / "bench.png"
-    found = bench(service, capsys, "--clients", "2", "--image", str(tmp_path / "photo.jpg"), "--plot", str(plot))
+    found = bench(service, capsys, "--clients", "2", "--file", str(tmp_path / "photo.jpg"))
     assert (found["load"], found["failed"], found["unsent"]) == ("2 clients", 0, 0)
     assert isinstance(found["answered"], int)
     assert found["answered"] > 0
     assert {"p50", "p99", "max", "mean"} <= dict(found["latency_ms"]).keys()  # type: ignore[call-overload]
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_open_loop_with_tensors_reports_throughput(service: LocalService, capsys: pytest.CaptureFixture[str]) -> None:
-    found = bench(service, capsys, "--rate", "20", "--tensors", "--images-per-request", "4")
-    assert (found["load"], found["failed"], found["images_per_request"]) == ("20 requests/s", 0, 4)
-    assert found["images_per_s"] == pytest.approx(4 * float(str(found["answered_per_s"])))
+    found = bench(service, capsys, "--rate", "20", "--rows", "4")
+    assert (found["load"], found["failed"], found["rows_per_request"]) == ("20 requests/s", 0, 4)
+    assert found["rows_per_s"] == pytest.approx(4 * float(str(found["answered_per_s"])))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--images-per-request", "2"], "needs --tensors"),
-        (["--tensors", "--image", "a.jpg"], "exclude each other"),
-        (["--image", "/nowhere.jpg"], "/nowhere.jpg"),
+        (["--rows", "2", "--file", "a.jpg"], "mutually exclusive"),
+        (["--file", "/nowhere.jpg"], "/nowhere.jpg"),
         (["--duration", "soon"], "--duration"),
-        (["--plot", "picture.txt"], "picture.txt"),
-        (["--tensors", "--images-per-request", "100000"], "at the most"),
+        (["--rows", "100000"], "at most"),
     ],
 )
 def test_wrong_usage_prints_one_line(
@@ -57,3 +53,8 @@ def test_wrong_usage_prints_one_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
+
+
+def test_bench_exits_with_1_when_the_service_is_down(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--url", "http://127.0.0.1:1"]) == 1
+    assert "multiworld serve" in capsys.readouterr().err

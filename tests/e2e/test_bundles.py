@@ -10,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import numpy as np
 import torch
 
 from multiworld_client import Client
+from multiworld_serving.cli.main import main
 from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.local_service import LocalService
 from tests.bundles import Text, classifier_bundle, text_bundle
@@ -85,6 +87,21 @@ class Handler:
 """
 
 
+def check_verbs(url: str, folder: Path) -> None:
+    """`predict`, `bench` and `chaos` take the model as it is: by its metadata, and with bodies for its handler."""
+    text, inputs = folder / "text.txt", folder / "inputs.npz"
+    text.write_text("a transformer answers")
+    ids = np.arange(6).reshape(2, 3)
+    np.savez(inputs, ids=ids, mask=ids > 1)
+    assert main(["predict", str(text), str(inputs), "--url", url]) == 0
+    short = ["--duration", "500ms", "--warm-up", "0s", "--url", url]
+    for arguments in ([], ["--rows", "3"], ["--file", str(text)]):
+        assert main(["bench", *short, *arguments]) == 0
+    faults = ["--faults", "kill,deadline", "--settle", "100ms"]
+    for arguments in ([], ["--file", str(text)]):
+        assert main(["chaos", *faults, "--url", url, *arguments]) == 0
+
+
 def test_killed_workers_cost_no_request_of_a_transformer_with_variable_lengths(tmp_path: Path) -> None:
     text_bundle(tmp_path / "text")
     (tmp_path / "words.py").write_text(_HANDLER)
@@ -98,6 +115,8 @@ def test_killed_workers_cost_no_request_of_a_transformer_with_variable_lengths(t
         assert (answer.status_code, answer.json()) == (200, {"long words": 2})
         refused = httpx.post(f"{service.url}/predict", content="one", timeout=60)
         assert (refused.status_code, refused.json()["error"]) == (400, "expected at least two words")
+        assert client.predict_body(b"a transformer answers", content_type="text/plain") == b'{"long words": 2}'
+        check_verbs(service.url, tmp_path)
 
         def call() -> None:
             ids = torch.randint(0, 50, (random.randrange(1, 4), random.randrange(2, 33)))

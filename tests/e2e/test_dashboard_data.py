@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.testing.load.clients import ReferenceRequest
 from multiworld_serving.testing.load.clients import run_load as slow_load_on
 from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.load.requests import ReferenceRequest
 from tests import dashboard_queries as written
 from tests.chaos.clients import run_load
 from tests.chaos.injections import make_fault

@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from multiworld_serving.testing.load.clients import record_reference_answers, run_load
+from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.load.images import photos
+from multiworld_serving.testing.load.requests import record_reference_answers
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import TOKEN
 from tests.e2e.hostile_connections import SILENT, SLOW_HEAD, HostileConnections, ask, attack

@@ -6,8 +6,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from multiworld_serving.testing.load.clients import record_reference_answers, run_load
+from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.load.images import photos
+from multiworld_serving.testing.load.requests import record_reference_answers
 from multiworld_serving.testing.local_service import LocalService
 from tests.e2e.hostile_connections import HOSTILE_CONNECTIONS, ask, attack
 from tests.e2e.hostile_requests import BODY_LIMIT, HOSTILE_REQUESTS

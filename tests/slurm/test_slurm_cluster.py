@@ -11,8 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from multiworld_serving.testing.load.clients import record_reference_answers, run_load
+from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.load.requests import record_reference_answers
 from tests.slurm.cluster import CONTROLLER, SlurmCluster, need_slurm
 from tests.waiting import wait_until
 

@@ -11,7 +11,7 @@ from multiworld_serving.testing.chaos.observer import Observer, Replica, Replica
 from multiworld_serving.testing.chaos.system.containers import ComposeProject, Container, ContainerError
 from multiworld_serving.testing.chaos.system.processes import Process
 from multiworld_serving.testing.chaos.system.system_under_test import SystemUnderTest
-from multiworld_serving.testing.load.clients import ReferenceRequest
+from multiworld_serving.testing.load.requests import ReferenceRequest
 
 WAIT_S = 180.0
 """Timeout of each expected effect, including a restart that imports torch on a busy machine."""

@@ -48,6 +48,6 @@ def _deadline(context: FaultContext) -> None:
 
 async def _post(client: httpx.AsyncClient, context: FaultContext, headers: dict[str, str]) -> int:
     request = context.request
-    headers = {"content-type": request.content_type, **headers}
-    answer = await client.post(f"{context.system.url}/predict", content=request.body, headers=headers)
+    headers = {**request.headers, **headers}
+    answer = await client.post(context.system.url + request.path, content=request.body, headers=headers)
     return answer.status_code

@@ -1,12 +1,9 @@
 """The statistics of `multiworld bench`."""
 
-from pathlib import Path
-
 import pytest
 
-from multiworld_serving.testing.load.clients import Load, Sample
-from multiworld_serving.testing.load.measurement import measure, measure_recent
-from multiworld_serving.testing.plots import draw_latency
+from multiworld_serving.testing.load.clients import Sample
+from multiworld_serving.testing.load.measurement import measure
 
 SAMPLES = [
     Sample(0.5, 0.1, 200),  # warm-up
@@ -30,10 +27,10 @@ def test_requests_outside_the_measured_period_are_ignored() -> None:
 
 
 def test_throughput_counts_correct_answers_within_the_period() -> None:
-    found = measure(SAMPLES, 1.0, 3.0, images_per_request=8)
+    found = measure(SAMPLES, 1.0, 3.0, rows_per_request=8)
     assert found.answered_per_s == pytest.approx(1.5)
-    assert found.images_per_s == pytest.approx(12)
-    assert found.as_json()["images_per_s"] == pytest.approx(12)
+    assert found.rows_per_s == pytest.approx(12)
+    assert found.as_json()["rows_per_s"] == pytest.approx(12)
 
 
 def test_latency_includes_correct_answers_only() -> None:
@@ -47,15 +44,3 @@ def test_latency_includes_correct_answers_only() -> None:
 def test_latency_is_empty_without_samples() -> None:
     found = measure([], 0.0, 0.0)
     assert (found.latency_ms, found.answered_per_s, found.requests) == ({}, 0, 0)
-
-
-def test_recent_measurement_covers_the_last_seconds() -> None:
-    assert measure_recent(Load(SAMPLES), now_s=3.7, seconds=0.5).answered == 2
-
-
-@pytest.mark.parametrize("samples", [[], SAMPLES], ids=["nothing", "all"])
-def test_latency_plot_is_written(samples: list[Sample], tmp_path: Path) -> None:
-    draw_latency(samples, 1.0, 3.0, "a title", tmp_path / "bench.svg")
-    text = (tmp_path / "bench.svg").read_text()
-    assert text.startswith("<?xml")
-    assert ("failed" in text) or not samples or "<path" in text
