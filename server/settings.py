@@ -155,9 +155,7 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
 
     launcher: Literal["local", "ray"] = setting("local", "Launcher")
     """What starts the processes: local starts them on this machine and stops them when it ends; ray starts them on the nodes of a Ray
-    cluster, where they run until `multiworld down`."""
-    ray_address: str = setting("auto", "Launcher", allowed="auto or HOST:PORT")
-    """Ray cluster: auto for the one of this machine, or HOST:PORT of its head."""
+    cluster, that of RAY_ADDRESS or of this machine, where they run until `multiworld down`."""
     ray_namespace: str = setting("multiworld", "Launcher", pattern=NAME_PATTERN, allowed=NAME_ALLOWED)
     """Namespace of the actors in the Ray cluster; several services need different ones."""
 

@@ -32,7 +32,7 @@ multiworld frontend --leader 10.0.0.1:8001 --leader 10.0.0.2:8001 --host 0.0.0.0
 DOWN_EPILOG = """
 [bold]Example[/bold]
 
-multiworld down --ray-address 10.0.0.1:6379
+RAY_ADDRESS=10.0.0.1:6379 multiworld down
 """
 LEADER_EPILOG = """
 [bold]Example[/bold]
@@ -80,14 +80,6 @@ def _ray_launcher() -> "ModuleType":
 
 def down(
     *,
-    ray_address: Annotated[
-        str,
-        value(
-            "ADDRESS",
-            "Ray cluster: auto for the one of this machine, or HOST:PORT of its head.",
-            envvar="MULTIWORLD_RAY_ADDRESS",
-        ),
-    ] = "auto",
     ray_namespace: Annotated[
         str,
         value("NAMESPACE", "Namespace that the service was started with.", envvar="MULTIWORLD_RAY_NAMESPACE"),
@@ -97,13 +89,13 @@ def down(
         value("SECONDS", "Time for the processes of each role to stop; what still runs then is killed.", min=0.001),
     ] = 60.0,
 ) -> int:
-    """Stop a service that `multiworld serve --launcher ray` has started.
+    """Stop a service that `multiworld serve --launcher ray` has started, on the cluster of RAY_ADDRESS or of this machine.
 
     Frontends stop first and answer the requests that they have, then leaders and workers.
     """
     launcher = _ray_launcher()
     configure_logging("info", process="down")
-    launcher.down(ray_address, ray_namespace, timeout_s)
+    launcher.down(ray_namespace, timeout_s)
     return 0
 
 

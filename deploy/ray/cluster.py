@@ -24,47 +24,40 @@ ROLES: tuple[Role, ...] = ("frontend", "leader", "worker")
 """In the order in which they stop: frontends answer their requests first."""
 _PROBE_S = 5.0
 """Longest wait for a connection to the head."""
-_ADVICE = (
-    "start one with `ray start --head`, run this command on one of its nodes, or give its HOST:PORT with --ray-address"
-)
+_ADVICE = "start one with `ray start --head`, run this command on one of its nodes, or set RAY_ADDRESS to HOST:PORT of its head"
 _GONE_S = 15.0
 """Longest wait until Ray has forgotten actors that were killed."""
 _POLL_S = 0.25
 
 
 @contextlib.contextmanager
-def connected(address: str, namespace: str) -> Iterator[None]:
-    """Be connected to the cluster while the block runs. Raises UserError if nothing answers there.
+def connected(namespace: str) -> Iterator[None]:
+    """Be connected to the cluster of RAY_ADDRESS, else that of this machine, while the block runs. Raises UserError if there is none.
 
     Args:
-        address: "auto" for the cluster of this machine, or HOST:PORT of the head.
         namespace: in which actors are created and found.
     """
-    _probe(address)
+    _probe()
     # Ray warns that actors of a removed placement group cannot run again; ours are stopped before it is removed.
     logging.getLogger("ray.actor").setLevel(logging.ERROR)
     try:
-        ray.init(address=address, namespace=namespace, logging_level=logging.ERROR)
+        ray.init(address="auto", namespace=namespace, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"cannot connect to the Ray cluster at {address}: {str(error).splitlines()[0]}; {_ADVICE}"
-        ) from error
+        raise UserError(f"cannot connect to the Ray cluster: {str(error).splitlines()[0]}; {_ADVICE}") from error
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def _probe(address: str) -> None:
+def _probe() -> None:
     """Raise UserError unless something listens at the head's address. `ray.init` would wait for it without a limit."""
     try:
-        if address != "auto":
-            parse_address(address)
-        head = parse_address(ray._private.services.canonicalize_bootstrap_address(address))
+        head = parse_address(ray._private.services.canonicalize_bootstrap_address("auto") or "")
     except ConnectionError as error:
         raise UserError(f"there is no Ray cluster on this machine; {_ADVICE}") from error
     except ValueError as error:
-        raise UserError(f"--ray-address {address}: must be auto, or HOST:PORT of the head of a Ray cluster") from error
+        raise UserError("RAY_ADDRESS must be HOST:PORT of the head of a Ray cluster") from error
     try:
         socket.create_connection(head, timeout=_PROBE_S).close()
     except OSError as error:

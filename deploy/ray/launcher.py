@@ -63,7 +63,7 @@ def serve(settings: ServeSettings) -> int:
             Nothing is left running.
     """
     settings = _checked(settings)
-    with connected(settings.ray_address, settings.ray_namespace):
+    with connected(settings.ray_namespace):
         if running_actors(*ROLES):
             raise UserError(
                 f"a service runs already in the namespace {settings.ray_namespace} of this Ray cluster; stop it with `multiworld down`, "
@@ -90,7 +90,7 @@ def serve(settings: ServeSettings) -> int:
     return 0
 
 
-def down(address: str, namespace: str, timeout_s: float) -> None:
+def down(namespace: str, timeout_s: float) -> None:
     """Stop the service in this namespace: frontends, which answer their requests, then leaders, then workers.
 
     Args:
@@ -98,7 +98,7 @@ def down(address: str, namespace: str, timeout_s: float) -> None:
     Raises:
         UserError: no cluster answers, or no service runs there.
     """
-    with connected(address, namespace):
+    with connected(namespace):
         kill(running_actors(AUTOSCALER))  # first, because it would start workers again
         actors = running_actors(*ROLES)
         if not actors and not remove_group():

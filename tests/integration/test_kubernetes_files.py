@@ -16,7 +16,6 @@ from jsonschema import Draft202012Validator
 
 from multiworld_serving.common.config import Settings, load
 from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.leader_connection import DRAIN_S
 from multiworld_serving.workers.settings import WorkerSettings
@@ -194,21 +193,6 @@ def selected(resources: list[Resource], labels: dict[str, str]) -> set[str]:
     }
 
 
-def test_selectors_match_the_intended_pods() -> None:
-    base = of_base()
-    assert selected(base, find(base, "Service", "multiworld")["spec"]["selector"]) == {"multiworld-frontend"}
-    assert selected(base, find(base, "Service", "multiworld-leader")["spec"]["selector"]) == {"multiworld-leader"}
-    for name in ("multiworld-frontend", "multiworld-worker"):
-        assert selected(base, find(base, "PodMonitor", name)["spec"]["selector"]["matchLabels"]) == {name}
-    for name in PROGRAMS:
-        assert selected(base, find(base, "PodDisruptionBudget", name)["spec"]["selector"]["matchLabels"]) == {name}
-        assert selected(base, find(base, "NetworkPolicy", name)["spec"]["podSelector"]["matchLabels"]) == {name}
-    monitored = find(base, "ServiceMonitor", "multiworld-leader")["spec"]
-    labels = find(base, "Service", "multiworld-leader")["metadata"]["labels"]
-    assert monitored["selector"]["matchLabels"].items() <= labels.items()
-    assert labels[monitored["jobLabel"]] == "multiworld-leader", "the job's name in rules and dashboards"
-
-
 def test_network_policies_allow_only_workers_and_frontends_to_join_and_only_at_leaders() -> None:
     base = of_base()
     leader = find(base, "NetworkPolicy", "multiworld-leader")["spec"]
@@ -246,18 +230,6 @@ def test_rules_equal_the_prometheus_rules_and_pass_promtool(tmp_path: Path) -> N
     rules = tmp_path / "rules.yml"
     rules.write_text(yaml.safe_dump(spec))
     check(program("promtool"), "check", "rules", rules)
-
-
-def test_adapter_exports_the_metric_of_the_autoscaler() -> None:
-    (rule,) = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())["rules"]["external"]
-    wanted = find(of_base(), "HorizontalPodAutoscaler", "multiworld-worker")["spec"]["metrics"][0]["external"][
-        "metric"
-    ]["name"]
-    assert rule["name"]["as"] == wanted
-    metrics = LeaderMetrics()
-    metrics.replicas_wanted.labels(0).set(1.0)
-    assert f"{rule['seriesQuery'].partition('{')[0]}{{" in metrics.text().decode()
-    assert f", {settings()[0].replicas}))" in rule["metricsQuery"], "no stage below its redundancy"
 
 
 def test_workers_wanted_are_rounded_up_for_each_stage_and_not_below_redundancy(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The supervisor's decisions and the settings it passes to workers, without processes."""
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 from pydantic import SecretStr
 
 from multiworld_serving.deploy.processes import supervisor
-from multiworld_serving.deploy.processes.child_process import status_text
-from multiworld_serving.deploy.processes.programs import compute_threads, environment_of
+from multiworld_serving.deploy.processes.programs import environment_of
 from multiworld_serving.deploy.processes.service import _Service
 from multiworld_serving.deploy.processes.supervisor import Backoff, Supervisor, _Silence
 from multiworld_serving.server.settings import ServeSettings
@@ -50,28 +48,6 @@ def test_delay_doubles_up_to_its_limit_when_failures_continue() -> None:
     backoff = Backoff(initial_s=0.1, max_s=5)
     assert [backoff.delay_s(n, jitter=0) for n in range(2, 10)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5]
     assert backoff.delay_s(1_000_000, jitter=0) == 5
-
-
-@pytest.mark.parametrize(
-    ("returncode", "text"),
-    [(0, "0"), (2, "2"), (-9, "SIGKILL"), (-11, "SIGSEGV"), (-64, "SIGRTMAX"), (-99, "signal 99")],
-)
-def test_status_names_the_signal(returncode: int, text: str) -> None:
-    assert status_text(returncode) == text
-
-
-def test_workers_divide_the_cores_by_default() -> None:
-    with local_workers(SETTINGS) as supervisor:
-        assert worker_settings(supervisor, 0).cores_file is None
-    shared = SETTINGS.model_copy(update={"threads": 0})
-    assert compute_threads(shared) == max(1, len(os.sched_getaffinity(0)) // 6)
-    with local_workers(shared) as supervisor:
-        found = [worker_settings(supervisor, slot) for slot in range(7)]
-        assert [each.cores_index for each in found] == list(range(7))
-        assert [each.cores_workers for each in found] == [6] * 6 + [7], "one more than configured"
-        [file] = {each.cores_file for each in found}
-        assert file is not None
-        assert os.path.exists(file)
 
 
 def test_environment_has_no_settings_and_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

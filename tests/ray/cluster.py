@@ -68,9 +68,15 @@ class RayCluster:
         Not in the checkout: Ray puts the folder of this command first into the search path of every node, and a checkout that was
         installed has the metadata of its version there.
         """
-        command = [sys.executable, "-P", "-m", "multiworld_serving.cli.main", *arguments, "--ray-address", self.address]
+        command = [sys.executable, "-P", "-m", "multiworld_serving.cli.main", *arguments]
         return subprocess.run(
-            command, check=False, cwd="/", env=_ENVIRONMENT, capture_output=True, text=True, timeout=240
+            command,
+            check=False,
+            cwd="/",
+            env={**_ENVIRONMENT, "RAY_ADDRESS": self.address},
+            capture_output=True,
+            text=True,
+            timeout=240,
         )
 
     def close(self) -> None:

@@ -18,7 +18,6 @@ from pydantic import SecretStr
 
 from multiworld_serving.cli.main import main
 from multiworld_serving.cli.options import seconds
-from multiworld_serving.cli.verbs.status import duration
 from multiworld_serving.common.config import Settings, UserError
 from multiworld_serving.common.config.settings import public_fields
 from multiworld_serving.deploy.processes.service import _Service
@@ -240,11 +239,6 @@ def test_bad_input_prints_one_line_and_exits_with_2(
     one_line(capsys)
 
 
-def test_model_without_its_option_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "my.bundle"]) == 2
-    assert "(my.bundle); the model is given with --model" in capsys.readouterr().err
-
-
 def test_user_error_prints_one_line_and_exits_with_2(program: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     program.outcome = UserError("port 8000 is in use:\n  choose another with --http-port")
     assert main(["serve"]) == 2
@@ -263,12 +257,6 @@ def test_model_error_prints_one_line_and_exits_with_2(
     program.outcome = ModelError("no such weights")
     assert main(["serve"]) == 2
     assert "no such weights" in one_line(capsys)
-
-
-def test_unexpected_error_is_raised_unchanged(program: Recorder) -> None:
-    program.outcome = RuntimeError("a bug")
-    with pytest.raises(RuntimeError, match="a bug"):
-        main(["serve"])
 
 
 def test_ctrl_c_exits_with_130(program: Recorder) -> None:
@@ -352,14 +340,6 @@ def test_https_url_of_a_service_without_a_certificate_is_named(url: str, capsys:
     assert "nothing answers" not in line
 
 
-def test_error_is_one_write_because_other_processes_log_to_the_same_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    writes: list[str] = []
-    monkeypatch.setattr(sys.stderr, "write", writes.append)
-    assert main(["status", "--url", "localhost"]) == 2
-    assert len(writes) == 1
-    assert writes[0].endswith("\n")
-
-
 def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["status", "--url", url]) == 0
@@ -389,17 +369,6 @@ def test_status_fits_into_80_columns_and_says_how_many_workers_can_be_lost(
     out = capsys.readouterr().out
     assert re.search(r"^ s1\.r2@3 +ready +local-0 +4194302 +cpu +1 +42 +exit, 59 min ago *$", out, re.MULTILINE)
     assert "failures tolerated per stage: 2" in out
-
-
-def test_status_names_the_hosts_when_there_are_several(
-    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for hosts in (("node-1", "node-1"), ("node-1", "node-2")):
-        replicas = [{**REPLICA, "slot": slot, "host": host} for slot, host in enumerate(hosts)]
-        monkeypatch.setattr(FakeService, "status", {**SNAPSHOT, "stages": [{"index": 0, "replicas": replicas}]})
-        assert main(["status", "--url", url]) == 0
-        out = capsys.readouterr().out
-        assert [host in out for host in ("host", "node-1", "node-2")] == [len(set(hosts)) > 1] * 3
 
 
 def test_watch_in_a_pipe_prints_the_state_every_second(url: str) -> None:
@@ -445,26 +414,12 @@ def test_next_url_is_used_when_one_fails(
         assert "not ready" in one_line(capsys)
 
 
-def test_refused_image_is_not_sent_to_the_next_url(images: None, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(BusyService) as busy:
-        assert main(["predict", "dog.txt", "--url", url, "--url", busy]) == 1
-    assert "not an image" in one_line(capsys)
-
-
 def test_status_reports_that_another_server_answers(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeService, "status", ["something", "else"])
     assert main(["status", "--url", url]) == 1
     assert "does not answer like a multiworld service" in one_line(capsys)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (59.4, "59 s"), (60, "1 min 0 s"), (3599.7, "1 h 0 min"), (90000, "1 d 1 h"), (-5, "0 s")],
-)
-def test_duration_has_at_most_two_units(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -202,13 +201,6 @@ async def test_deadline_error_is_raised_when_the_server_stalls(script: Script, p
         await predict(script, timeout_s=0.3)
 
 
-@pytest.mark.parametrize("error", [UnavailableError(503, "draining", "no", "id", 2.0), DeadlineError("late")])
-def test_errors_can_be_pickled(error: ClientError) -> None:
-    again = pickle.loads(pickle.dumps(error))
-    assert type(again) is type(error)
-    assert str(again) == str(error)
-
-
 CUT_OFF = (200, {"Content-Length": "500", "Connection": "close"}, json.dumps(ANSWER))
 """The beginning of an answer of a server that dies while it sends it."""
 
@@ -264,10 +256,3 @@ def test_connecting_to_one_of_several_urls_leaves_time_for_the_others() -> None:
     assert RemainingTime(deadline_s, others=True).get("connect") <= 2.0
     assert RemainingTime(deadline_s + 60.0, others=True).get("connect") <= 3.0
     assert RemainingTime(deadline_s, others=True).get("read") > 3.0
-
-
-@pytest.mark.parametrize("urls", [[], "127.0.0.1:8000", ["http://a:8000", "ftp://b"], "http://", "http://a:b"])
-def test_invalid_urls_raise_value_error(urls: str | list[str]) -> None:
-    for kind in (Client, AsyncClient):
-        with pytest.raises(ValueError, match=r"such as http://127\.0\.0\.1:8000"):
-            kind(urls)

@@ -45,9 +45,3 @@ def test_unresponsive_server_is_unhealthy() -> None:
     ) as listener:  # the kernel accepts the connection, and no process reads it
         port = listener.getsockname()[1]
         assert "does not answer" in health_error(f"http://127.0.0.1:{port}/healthz", timeout_s=0.2)
-
-
-@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["leader:8000"], ["https://127.0.0.1:8000/"]])
-def test_usage_is_printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 1
-    assert capsys.readouterr().err.count("\n") == 1

@@ -122,10 +122,3 @@ async def test_thread_beats_while_the_event_loop_is_blocked(monkeypatch: pytest.
                 listener.forget(os.getpid())
                 while os.getpid() not in listener._heard_s:  # this loop has no turn of the event loop
                     listener.silent_s(os.getpid())
-
-
-async def test_nothing_is_left_of_the_listener_when_its_block_ends(sock: socket.socket) -> None:
-    with NotifyListener() as listener, listener.receiving():
-        where = address(listener)
-    with pytest.raises(ConnectionRefusedError):
-        sock.sendto(b"READY=1", where)

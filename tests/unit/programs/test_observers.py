@@ -1,14 +1,10 @@
 """Failing observers do not affect the observed code."""
 
 import logging
-import sys
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from multiworld_serving.common.observers import observer, suppress_errors
-from multiworld_serving.server import main as server_main
 
 
 @observer
@@ -47,31 +43,3 @@ def test_errors_are_suppressed_but_not_the_end_of_the_program() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         suppress_errors(stop)()
-
-
-def snapshot(state: str) -> Any:
-    replica = SimpleNamespace(state=state, worker="w")
-    return SimpleNamespace(spares=(), stages=(SimpleNamespace(index=0, replicas=(replica,)),), ready=state == "ready")
-
-
-def closed_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Closed:
-        def write(self, _: str) -> int:
-            raise BrokenPipeError("nobody reads")
-
-        def flush(self) -> None:
-            pass
-
-    monkeypatch.setattr(sys, "stdout", Closed())
-
-
-def test_frontends_are_told_when_the_reporter_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    reporter = server_main._StartupReporter()
-    listeners = server_main._SnapshotListeners(reporter.show)
-    told: list[str] = []
-    listeners.add(lambda snapshot: told.append(snapshot.stages[0].replicas[0].state))
-    closed_pipe(monkeypatch)
-    monkeypatch.setattr(server_main.logger, "info", print)
-    listeners.tell(snapshot("loading"))
-    listeners.tell(snapshot("ready"))
-    assert told == ["loading", "ready"]

@@ -30,17 +30,21 @@ class TestWithRay:
         pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
     @pytest.mark.parametrize("address", ["nowhere", "ray://10.0.0.1:10001", "10.0.0.1"])
-    def test_address_must_be_host_and_port(self, address: str, capfd: pytest.CaptureFixture[str]) -> None:
-        assert f"--ray-address {address}: must be auto, or HOST:PORT" in refusal(
-            capfd, "down", "--ray-address", address
-        )
+    def test_address_must_be_host_and_port(
+        self, address: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert "RAY_ADDRESS must be HOST:PORT" in refusal(capfd, "down")
 
     @pytest.mark.parametrize("verb", [SERVE, ["down"]])
-    def test_address_is_named_when_nobody_answers(self, verb: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    def test_address_is_named_when_nobody_answers(
+        self, verb: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         with socket.socket() as unused:
             unused.bind(("127.0.0.2", 0))
             address = f"127.0.0.2:{unused.getsockname()[1]}"
-            assert f"nothing answers at {address}" in refusal(capfd, *verb, "--ray-address", address)
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            assert f"nothing answers at {address}" in refusal(capfd, *verb)
 
     @pytest.mark.parametrize(
         ("options", "message"),

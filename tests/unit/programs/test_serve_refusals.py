@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from multiworld_serving.common.config import UserError
+from multiworld_serving.deploy.processes.service import _check_handler
+
 PROGRAM = """
 import subprocess, sys
 from multiworld_serving.cli.main import main
@@ -36,3 +39,16 @@ def test_serve_prints_one_line_when_a_file_or_folder_of_the_model_is_missing(opt
     assert ended.stderr.splitlines() == [ended.stderr.rstrip("\n")]
     assert ended.stderr.startswith(f"multiworld: error: {option} {file}: there is no such ")
     assert ended.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("handler", "says"),
+    [
+        ("nowhere.py:Handler", "No such file"),
+        (f"{__file__}:Handler", "does not define Handler"),
+        ("Makefile:Handler", "cannot be read: invalid syntax"),
+    ],
+)
+def test_serve_prints_one_line_when_the_handler_cannot_be_used(handler: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        _check_handler(handler)

@@ -15,11 +15,10 @@ from multiworld import WorldManager
 from multiworld_serving.cli.options import PROGRAMS
 from multiworld_serving.common.config import Settings, SettingsError, UserError, load
 from multiworld_serving.common.config.settings import to_json
-from multiworld_serving.deploy.processes.banner import banner
 from multiworld_serving.deploy.processes.programs import frontend_values, leader_values, settings_file
 from multiworld_serving.deploy.processes.service import _Service
 from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.settings import EXAMPLE, FrontendSettings, ServeSettings
+from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 
 PORTS: dict[str, Any] = {"http_port": 0, "join_port": 0, "metrics_port": 0}
 OTHERS: dict[str, Any] = {
@@ -116,15 +115,6 @@ def test_leader_accepts_the_tokens_that_the_file_has_now(tmp_path: Path) -> None
         assert frontend.secret == b"of-the-service", "a change of the file cannot lock our own processes out"
 
 
-@pytest.mark.parametrize("content", ["", "two words", "\n".join("abcdefghi")])
-def test_token_file_that_is_no_good_is_named(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "token"
-    file.write_text(content)
-    settings = LeaderSettings(token_file=file, local_token=SecretStr("of-the-service"))
-    with pytest.raises(SettingsError, match="token"):
-        settings.accepted_secrets  # noqa: B018 - it is a property
-
-
 def test_leader_accepts_only_its_own_token_when_none_is_given() -> None:
     with service(ServeSettings(**PORTS)) as made:
         leader = passed_on(made, LeaderSettings)
@@ -142,14 +132,6 @@ def test_file_of_settings_is_in_memory_and_only_this_user_can_read_it() -> None:
     assert not path.exists()
 
 
-@pytest.mark.parametrize(("table", "name"), [("leader", "http_port"), ("frontend", "model"), ("frontend", "leaders")])
-def test_setting_of_another_program_is_refused_in_a_table(table: str, name: str, tmp_path: Path) -> None:
-    file = tmp_path / "multiworld.toml"
-    file.write_text(f"[{table}]\n{name} = 1\n")
-    with pytest.raises(SettingsError, match=rf"unknown setting {name} in \[{table}\]"):
-        load(ServeSettings, {}, config_file=file, programs=PROGRAMS)
-
-
 def test_mean_and_deviation_are_three_numbers_each() -> None:
     settings = load(LeaderSettings, {"mean": "0.5,0.25, 0.125", "metrics_port": None})
     assert settings.channel_means == (0.5, 0.25, 0.125)
@@ -157,28 +139,6 @@ def test_mean_and_deviation_are_three_numbers_each() -> None:
     for wrong in ("0.5", "a,b,c", ""):
         with pytest.raises(SettingsError, match="three numbers, such as"):
             load(LeaderSettings, {"mean": wrong})
-
-
-def test_banner_has_the_processes_and_their_addresses() -> None:
-    given = ServeSettings(**PORTS, stages=2, replicas=3, spares=1, leaders=2, api_keys_file=Path("keys"))
-    shown = banner(given, http_url="http://h:1", admin_url="http://h:2", joins="h:3,h:4").splitlines()
-    assert shown == [
-        "  pipeline    2 stages x 3 replicas + 1 spare on cpu, 2 leaders, 1 frontend",
-        "  HTTP API    http://h:1 (status page in a browser)",
-        "  admin port  http://h:2 (metrics, multiworld rolling-restart, multiworld load-version)",
-        "  join port   h:3,h:4",
-        "  try         curl -s -H 'Authorization: Bearer KEY' http://h:1{example}",
-    ]
-
-
-@pytest.mark.parametrize(("log_format", "shown"), [("text", [True, False]), ("json", [False, False])])
-def test_one_frontend_shows_the_banner_but_not_among_json(log_format: str, shown: list[bool]) -> None:
-    with service(load(ServeSettings, {**PORTS, "frontends": "2", "log_format": log_format})) as made:
-        frontends = made._supervisor("frontend", None)
-        files = [Path(frontends.command(slot)[-1]) for slot in range(2)]
-        found = [FrontendSettings.model_validate_json(file.read_text()).banner for file in files]
-        port = made._http.getsockname()[1]
-    assert [text is not None and f"http://127.0.0.1:{port}{EXAMPLE}" in text for text in found] == shown
 
 
 @pytest.mark.parametrize(("cls", "needed"), [(ServeSettings, {}), (FrontendSettings, {"leader": "127.0.0.1:1"})])

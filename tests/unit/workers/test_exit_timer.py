@@ -33,14 +33,6 @@ arm_exit_timer(60.0)
 print("in good order")
 """
 
-THE_SOONER_COUNTS = """
-import time
-from multiworld_serving.workers.exit_timer import arm_exit_timer
-arm_exit_timer(0.2)
-arm_exit_timer(60.0)
-time.sleep(60)
-"""
-
 BLOCKED_LOOP = """
 import asyncio, logging, time
 from multiworld_serving.workers.exit_timer import exit_when_blocked
@@ -100,10 +92,6 @@ def test_process_ends_by_its_timer_when_a_callback_ran_out_of_memory() -> None:
 
 def test_regular_exit_is_not_interrupted() -> None:
     assert outcome(ENDS_IN_TIME) == (0, "in good order\n")
-
-
-def test_earlier_of_two_timers_counts() -> None:
-    assert outcome(THE_SOONER_COUNTS) == (-14, "")
 
 
 def test_process_ends_and_says_where_when_its_event_loop_is_blocked() -> None:

@@ -50,14 +50,6 @@ def test_all_cores_are_used_when_no_other_worker_computes(file: str) -> None:
     assert threads(SharedCores(file, 0, 4, 4, lambda: 0.5)) == 4
 
 
-@pytest.mark.parametrize(
-    ("seats", "total", "shares"),
-    [(1, 2, (1, 2)), (2, 2, (1, 2)), (4, 4, (1, 2, 4)), (3, 64, (1, 21, 32, 64)), (9, 1, (1,))],
-)
-def test_shares_are_all_possible_thread_counts(file: str, seats: int, total: int, shares: tuple[int, ...]) -> None:
-    assert SharedCores(file, 0, seats, total).thread_counts == shares
-
-
 def test_cores_are_shared_equally_when_others_compute(file: str) -> None:
     cores = SharedCores(file, 0, 4, 4, lambda: 0.5)
     with computing(file, 1), computing(file, 3) as (_, of_the_second):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import socket
 import threading
 import time
@@ -16,7 +15,6 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from multiworld import Cause
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.workers.observability import gpu
@@ -61,15 +59,6 @@ def test_every_documented_name_is_exposed_with_its_labels(metrics: WorkerMetrics
     assert found == NAMES
 
 
-def test_outcomes_and_causes_start_at_zero(metrics: WorkerMetrics) -> None:
-    metrics.stage_loaded(2)
-    value = metrics.registry.get_sample_value
-    for outcome in ("answered", "failed", "discarded"):
-        assert value("multiworld_worker_batches_total", {"stage": "2", "outcome": outcome}) == 0
-    for cause in Cause:
-        assert value("multiworld_worker_worlds_ended_total", {"cause": cause.value}) == 0
-
-
 def test_state_of_the_worker_is_read_in_each_scrape(metrics: WorkerMetrics) -> None:
     state = {"busy": False, "stages": 0}
     metrics.watch(lambda: bool(state["busy"]), lambda: state["stages"])
@@ -100,20 +89,6 @@ async def test_free_port_answers_scrapes_only(metrics: WorkerMetrics) -> None:
         assert (await client.post(f"{url}/metrics")).status_code == 405
     with pytest.raises(OSError, match="refused"), socket.create_connection(("127.0.0.1", port or 0), timeout=5):
         pass
-
-
-async def test_nothing_listens_without_a_port(metrics: WorkerMetrics) -> None:
-    async with metrics_port("127.0.0.1", None, metrics) as port:
-        assert port is None
-
-
-async def test_busy_port_only_logs_an_error(metrics: WorkerMetrics, caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        async with metrics_port("127.0.0.1", other.getsockname()[1], metrics) as port:
-            assert port is None
-    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert "no metrics: cannot listen on 127.0.0.1:" in record.getMessage()
-    assert "another --metrics-port (0 selects a free port) or --metrics-host" in record.getMessage()
 
 
 async def test_busy_port_is_an_error_if_it_is_required(metrics: WorkerMetrics) -> None:
