@@ -130,14 +130,7 @@ def _user_errors() -> tuple[type[Exception], ...]:
 def _usage(error: typer.TyperException) -> str:
     context = getattr(error, "ctx", None)
     where = context.command_path if context else "multiworld"
-    message = error.format_message().rstrip(".")
-    if (
-        "unexpected extra argument" in message
-        and context
-        and any(each.name == "model" for each in context.command.params)
-    ):
-        message += "; the model is given with --model"
-    return f"{message} (see {where} --help)"
+    return f"{error.format_message().rstrip('.')} (see {where} --help)"
 
 
 def _fail(message: str, status: int) -> int:

@@ -214,7 +214,6 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
         show_default=False,
         hidden=name not in _IN_SHORT_HELP,
         rich_help_panel=panel(field),
-        autocompletion=_completion(_choices(field)),
     )
     kind = bool if is_flag else list[str] if name == "leader" else str
     annotation = Annotated[kind | None, info]  # type: ignore[valid-type]
@@ -250,7 +249,3 @@ def _metavar(name: str, field: FieldInfo) -> str:
 def _choices(field: FieldInfo) -> tuple[str, ...]:
     kind: Any = value_type(field)
     return get_args(kind) if get_origin(kind) is Literal else ()
-
-
-def _completion(choices: tuple[str, ...]) -> Callable[[str], list[str]]:
-    return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]

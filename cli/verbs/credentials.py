@@ -1,7 +1,6 @@
 """`multiworld key` and `multiworld token`: create an API key, or the join token that the leader and the workers share."""
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 from multiworld_serving.cli.options import AsJson
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.keys import hash_key, parse_keys, read_keys
-from multiworld_serving.common.config.tokens import new_token, read_token, write_new_token
+from multiworld_serving.common.config.tokens import new_token, read_token, write_secret
 
 KEY_EPILOG = """
 [bold]Examples[/bold]
@@ -56,8 +55,8 @@ def key(name: Name, add_to: AddTo = None, out: Out = None, as_json: AsJson = Fal
     new = new_token().get_secret_value()
     line = f"{name}:{hash_key(new)}"
     parse_keys(line, f"the name {name!r}")
-    if out is not None:
-        _write(out, new)
+    if out is not None and not write_secret(out, new):
+        raise UserError(f"--out {out}: exists already; remove it, or choose another name")
     try:
         if add_to is not None:
             _add(add_to, name, line)
@@ -72,17 +71,6 @@ def key(name: Name, add_to: AddTo = None, out: Out = None, as_json: AsJson = Fal
         lines = [new if out is None else f"{out}: the key of {name}", *([] if add_to is not None else [line])]
         print("\n".join(lines))
     return 0
-
-
-def _write(file: Path, key: str) -> None:
-    """Write the key to a new file with mode 0600. Raises UserError."""
-    try:
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as lines:
-            lines.write(f"{key}\n")
-    except FileExistsError as error:
-        raise UserError(f"--out {file}: exists already; remove it, or choose another name") from error
-    except OSError as error:
-        raise UserError(f"--out {file}: cannot be written: {error.strerror}") from error
 
 
 def _add(file: Path, name: str, line: str) -> None:
@@ -103,7 +91,7 @@ def token(file: File) -> int:
     Start the leader and all workers with --token-file FILE. An existing file with a token is not changed: to replace the
     token, remove the file first.
     """
-    if write_new_token(file):
+    if write_secret(file, new_token().get_secret_value()):
         print(f"{file}: a new join token")
     else:
         read_token(file)

@@ -85,10 +85,11 @@ def _predict(clients: "deque[httpx.Client]", file: Path, top_k: int | None) -> d
     headers = {"Content-Type": mimetypes.guess_type(file.name, strict=False)[0] or "application/octet-stream"}
     params = {} if top_k is None else {"top_k": top_k}
     response = send_to_any(clients, "POST", "/predict", params=params, content=file.read_bytes(), headers=headers)
-    with answer_errors(clients[0].base_url, "a multiworld service"):
-        is_json = response.headers.get("content-type", "").startswith("application/json")
-        answer = response.json() if is_json else response.text
-        return answer if isinstance(answer, dict) else {"response": answer}
+    try:
+        answer = response.json()
+    except ValueError:
+        answer = response.text
+    return answer if isinstance(answer, dict) else {"response": answer}
 
 
 def _infer(clients: "deque[httpx.Client]", file: Path) -> dict[str, Any]:

@@ -47,8 +47,8 @@ def new_token() -> SecretStr:
     return SecretStr(secrets.token_urlsafe(32))
 
 
-def write_new_token(path: Path) -> bool:
-    """Write a new token to a file with mode 0600. Returns False if the file exists, which is left unchanged.
+def write_secret(path: Path, secret: str) -> bool:
+    """Write a token or key to a new file with mode 0600. Returns False if the file exists, which is left unchanged.
 
     The file appears atomically with its whole content. Raises SettingsError if it cannot be written.
     """
@@ -56,12 +56,12 @@ def write_new_token(path: Path) -> bool:
     try:
         try:
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(new_token().get_secret_value() + "\n")
+                file.write(secret + "\n")
             os.link(draft, path)
         except FileExistsError:
             return False
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:
-        raise SettingsError(f"cannot write a join token to {path}: {error.strerror}") from error
+        raise SettingsError(f"cannot write the secret to {path}: {error.strerror}") from error
     return True
