@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Sequence
 
@@ -51,7 +50,6 @@ def run(settings: WorkerSettings) -> int:
         exit_with_parent()
     raise_descriptor_limit()
     device = check_device(settings.device)
-    _check_bind_host(settings.bind_host)
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     with contextlib.suppress(RuntimeError):  # torch allows it once per process
         torch.set_num_interop_threads(1)
@@ -127,19 +125,6 @@ def _shared_cores(settings: WorkerSettings) -> SharedCores | None:
     except OSError as error:
         logger.warning("cannot share cores (%s): computing with %d threads", error, torch.get_num_threads())
         return None
-
-
-def _check_bind_host(host: str | None) -> None:
-    """Raise UserError when this machine does not have that address."""
-    if host is None:
-        return
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
-        try:
-            sock.bind((host, 0))
-        except OSError as error:
-            raise UserError(
-                f"--bind-host {host} cannot be used: {error.strerror}; it must be an address of this machine, which `ip address` lists"
-            ) from error
 
 
 async def _start_metrics_port(

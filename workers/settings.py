@@ -1,10 +1,7 @@
 """Settings of `multiworld worker`: each field with its unit, bounds, default and description."""
 
-import ipaddress
 import socket
 from typing import ClassVar
-
-from pydantic import field_validator
 
 from multiworld_serving.common.config import DEVICE_PATTERN, setting
 from multiworld_serving.common.config.addresses import (
@@ -32,8 +29,6 @@ class WorkerSettings(LeadersSettings, EdgePortSettings):
         allowed="a host name or an address",
     )
     """Host name or address of this worker, shown in the leader's log and status; by default the host name."""
-    bind_host: str | None = setting(None, "Network", allowed="an address of this machine, such as 10.0.0.5")
-    """Local address to connect to leaders from; by default the kernel chooses."""
     metrics_host: str = setting("127.0.0.1", "Network")
     """Address to serve metrics on; 0.0.0.0 for all interfaces."""
     metrics_port: int | None = setting(None, "Network", ge=0, le=65535)
@@ -44,16 +39,11 @@ class WorkerSettings(LeadersSettings, EdgePortSettings):
     threads: int = setting(0, "Compute", ge=0, le=1024)
     """Compute threads; 0 takes one per core."""
 
+    bind_host: str | None = setting(None, INTERNAL)
+    """Local address to connect to leaders from: that of the node in a Ray cluster."""
     cores_file: str | None = setting(None, INTERNAL)
     """Lock file by which the workers of one machine share its cores."""
     cores_index: int = setting(0, INTERNAL, ge=0)
     """Index of this worker among those that share the cores."""
     cores_workers: int = setting(1, INTERNAL, ge=1)
     """Number of workers that share the cores."""
-
-    @field_validator("bind_host")
-    @classmethod
-    def _bind_host_is_an_address(cls, host: str | None) -> str | None:
-        if host is not None:
-            ipaddress.ip_address(host)
-        return host

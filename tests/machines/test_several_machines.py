@@ -162,17 +162,6 @@ def test_worker_reaches_a_leader_behind_nat_at_its_forwarded_address(site: Site)
         assert answers(site.service) == [200, 200, 200]
 
 
-def test_worker_with_several_addresses_uses_the_configured_one(site: Site) -> None:
-    host = site.network.host("two-addresses", "10.90.0.41/24")
-    host.run("ip", "address", "add", "10.90.0.42/24", "dev", "lan")
-    with (
-        site.leader.losing("INPUT -s 10.90.0.41"),
-        site.worker(host, "two-addresses", "--bind-host", "10.90.0.42"),
-    ):
-        assert {columns[3].rpartition(":")[0] for columns in sockets(host)} == {"10.90.0.42"}
-        assert site.leader.lost_packets() == 0
-
-
 def test_worker_logs_the_unreachable_address_and_retries(site: Site) -> None:
     complaints = {
         "10.90.0.99:8001": "",  # no host has the address: no route or no answer, depending on the kernel
