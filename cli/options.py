@@ -29,21 +29,8 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0,
 METAVARS = {"s": "SECONDS", "labels": "FILE", "host": "ADDRESS", "leader": "HOST:PORT"}
 """Placeholder of the value in `--help`, by the last word of the setting's name; the default is that word in capitals."""
 _IN_SHORT_HELP = {
-    *(
-        "model",
-        "weights",
-        "stages",
-        "replicas",
-        "spares",
-        "leaders",
-        "frontends",
-        "autoscale",
-        "device",
-        "precision",
-        "threads",
-    ),
-    *("max_batch_size", "host", "http_port", "grpc_port", "join_host", "join_port", "leader", "name"),
-    *("external_workers", "token_file", "api_keys_file", "tls_cert_file", "log_level"),
+    *("model", "handler", "stages", "replicas", "spares", "leaders", "autoscale", "device", "max_batch_size"),
+    *("host", "http_port", "join_host", "leader", "external_workers", "token_file", "api_keys_file", "name"),
 }
 """The settings that `--help` lists; `--help-all` lists all."""
 
