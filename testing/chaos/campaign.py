@@ -143,9 +143,9 @@ def run(system: SystemUnderTest, plan: Plan, *, log: Callable[[str], None] = lam
         found.ended_s = time.time()
         if plan.duration_s is not None and found.injections:
             made = {injection.fault for injection in found.injections}
-            if late := {fault.name: NO_TIME for fault in faults if fault.name not in made}:
-                found.skipped |= late
-                found.warnings.append(left_out(late))
+            if missed := {fault.name: NO_TIME for fault in faults if fault.name not in made}:
+                found.skipped |= missed
+                found.warnings.append(left_out(missed))
         found.duplicates = sum(injection.duplicates for injection in found.injections)
         with suppress(httpx.HTTPError):  # Ctrl-C in a terminal also stops a service that this process started
             late = round(_increase(duplicates, observer.metric(_DUPLICATES)))
