@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-import numpy as np
 import torch
 
 from multiworld_client import Client
@@ -72,7 +71,6 @@ def test_killed_workers_cost_no_request_of_an_exported_model(tmp_path: Path) -> 
 
 _HANDLER = """
 import json
-import numpy as np
 
 class Handler:
     def decode(self, body, content_type):
@@ -88,15 +86,10 @@ class Handler:
 
 
 def check_verbs(url: str, folder: Path) -> None:
-    """`predict`, `bench` and `chaos` take the model as it is: by its metadata, and with bodies for its handler."""
-    text, inputs = folder / "text.txt", folder / "inputs.npz"
+    """`predict` and `chaos` take the model as it is: by its metadata, and with bodies for its handler."""
+    text = folder / "text.txt"
     text.write_text("a transformer answers")
-    ids = np.arange(6).reshape(2, 3)
-    np.savez(inputs, ids=ids, mask=ids > 1)
-    assert main(["predict", str(text), str(inputs), "--url", url]) == 0
-    short = ["--duration", "500ms", "--warm-up", "0s", "--url", url]
-    for arguments in ([], ["--rows", "3"], ["--file", str(text)]):
-        assert main(["bench", *short, *arguments]) == 0
+    assert main(["predict", str(text), "--url", url]) == 0
     for arguments in (["--faults", "kill"], ["--faults", "deadline", "--file", str(text)]):
         assert main(["chaos", "--settle", "100ms", "--url", url, *arguments]) == 0
 

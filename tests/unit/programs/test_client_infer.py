@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from multiworld_client import AsyncClient, InputError, InvalidRequestError, ProtocolError
 from multiworld_client.tensors import infer_request, outputs
-from tests.unit.server.frontend_app import running_frontend
+from tests.unit.server.frontend_app import image_bytes, running_frontend
 from tests.unit.server.text_model import TEXT, TextPredictor
 
 IDS = np.array([[1, 2, 3], [4, 5, 6]])
@@ -26,6 +28,15 @@ async def test_infer_sends_named_arrays_and_returns_the_outputs() -> None:
     assert found["sums"].tolist() == [6.0, 15.0]
     assert (found["halves"].dtype, found["halves"].tolist()) == (np.float32, (IDS / 2).tolist())
     assert np.array_equal(found["ids"], IDS)
+
+
+async def test_body_is_sent_as_it_is() -> None:
+    async with running_frontend() as frontend:
+        client = AsyncClient("http://test")
+        await client._http.aclose()
+        client._http = frontend.client
+        answer = await client.predict_body(image_bytes("blue"), content_type="image/png")
+    assert json.loads(answer)["predictions"][0]["label"] == "blue"
 
 
 def test_bfloat16_is_sent_as_it_is() -> None:
