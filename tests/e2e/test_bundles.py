@@ -71,6 +71,7 @@ def test_killed_workers_cost_no_request_of_an_exported_model(tmp_path: Path) -> 
 
 _HANDLER = """
 import json
+import numpy as np
 
 class Handler:
     def decode(self, body, content_type):
