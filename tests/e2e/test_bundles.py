@@ -13,7 +13,6 @@ import httpx
 import torch
 
 from multiworld_client import Client
-from multiworld_serving.cli.main import main
 from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.local_service import LocalService
 from tests.bundles import Text, classifier_bundle, text_bundle
@@ -86,15 +85,6 @@ class Handler:
 """
 
 
-def check_verbs(url: str, folder: Path) -> None:
-    """`predict` and `chaos` take the model as it is: by its metadata, and with bodies for its handler."""
-    text = folder / "text.txt"
-    text.write_text("a transformer answers")
-    assert main(["predict", str(text), "--url", url]) == 0
-    for arguments in (["--faults", "kill"], ["--faults", "deadline", "--file", str(text)]):
-        assert main(["chaos", "--settle", "100ms", "--url", url, *arguments]) == 0
-
-
 def test_killed_workers_cost_no_request_of_a_transformer_with_variable_lengths(tmp_path: Path) -> None:
     text_bundle(tmp_path / "text")
     (tmp_path / "words.py").write_text(_HANDLER)
@@ -109,7 +99,6 @@ def test_killed_workers_cost_no_request_of_a_transformer_with_variable_lengths(t
         refused = httpx.post(f"{service.url}/predict", content="one", timeout=60)
         assert (refused.status_code, refused.json()["error"]) == (400, "expected at least two words")
         assert client.predict_body(b"a transformer answers", content_type="text/plain") == b'{"long words": 2}'
-        check_verbs(service.url, tmp_path)
 
         def call() -> None:
             ids = torch.randint(0, 50, (random.randrange(1, 4), random.randrange(2, 33)))

@@ -1,4 +1,4 @@
-"""`bench` and `predict` take the model that a service serves as it is, by its metadata: against the real HTTP application."""
+"""`bench`, `predict` and a chaos campaign take the model that a service serves as it is: against the real HTTP application."""
 
 import asyncio
 import json
@@ -10,6 +10,10 @@ import pytest
 import uvicorn
 
 from multiworld_serving.cli.main import main
+from multiworld_serving.testing.chaos.campaign import Plan, run
+from multiworld_serving.testing.chaos.report import summarize
+from multiworld_serving.testing.chaos.schedule import chosen_faults
+from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
 from tests.unit.server.text_model import TEXT, TextPredictor
 
@@ -17,7 +21,7 @@ SHORT = ["--duration", "300ms", "--warm-up", "0s", "--clients", "2"]
 
 
 async def statuses(predictor: Any, model: Any, *commands: list[str]) -> list[int]:
-    """The exit statuses of these command lines with the URL of a service of this model."""
+    """The exit statuses of these command lines with the URL of a service of this model, which then stands a campaign."""
     async with running_frontend(predictor, model) as frontend:
         config = uvicorn.Config(frontend.app, host="127.0.0.1", port=0, lifespan="off", log_level="warning")
         server = uvicorn.Server(config)
@@ -27,6 +31,9 @@ async def statuses(predictor: Any, model: Any, *commands: list[str]) -> list[int
         port = server.servers[0].sockets[0].getsockname()[1]
         url = ["--url", f"http://127.0.0.1:{port}"]
         found = [await asyncio.to_thread(main, [*command, *url]) for command in commands]
+        plan = Plan(files=[], faults=chosen_faults("disconnect"), settle_s=0.1)
+        result = await asyncio.to_thread(run, RunningService(url[1]), plan)
+        assert summarize(result).verdict == []
         server.should_exit = True
         await running
     return found
