@@ -170,7 +170,8 @@ def _reload_tokens_on_sighup(settings: LeaderSettings, leader: Leader) -> None:
             logger.error("the join tokens are unchanged: %s", error)  # noqa: TRY400
             return
         leader.set_accepted_secrets(*secrets)
-        logger.info("reloaded the join tokens tokens=%d", len(secrets))
+        of_file = len(secrets) - (settings.local_token is not None)
+        logger.info("reloaded the join tokens tokens=%d", of_file)
 
     if settings.token_file is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)

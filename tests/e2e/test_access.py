@@ -52,7 +52,7 @@ class Guarded:
 
         def logged(frontend: str) -> str:
             return self.service.wait_for(
-                lambda line: line["process"] == frontend and "tokens and certificates" in line.message,
+                lambda line: line["process"] == frontend and "keys and certificates" in line.message,
                 60.0,
                 after=before,
             ).message

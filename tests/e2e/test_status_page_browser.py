@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 from PIL import Image
 
+from multiworld_serving.common.config.keys import hash_key
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import run_load
 
@@ -26,16 +27,16 @@ else:
 pytestmark = pytest.mark.timeout(300)
 
 WAIT_MS = 90_000
-TOKEN = "an-operator-may-use-this-token-0123456789"
+KEY = "an-operator-may-use-this-key-0123456789"
 
 
 @pytest.fixture(scope="module")
 def small_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
-    token = tmp_path_factory.mktemp("token") / "token"
-    token.write_text(TOKEN)
-    token.chmod(0o600)
+    keys = tmp_path_factory.mktemp("keys") / "admin.keys"
+    keys.write_text(f"ops:{hash_key(KEY)}\n")
+    keys.chmod(0o600)
     with LocalService(
-        model="resnet18", weights="random:0", stages=2, replicas=2, image_size=32, token_file=token
+        model="resnet18", weights="random:0", stages=2, replicas=2, image_size=32, admin_keys_file=keys
     ) as service:
         yield service
 
@@ -152,7 +153,7 @@ def test_operator_loads_a_version_on_the_admin_port(small_service: LocalService,
     visit = Visit(chromium, admin_url)
     page = visit.page
     page.wait_for_selector("#operate")
-    for key, told in (("wrong", "failed: no valid join token"), (TOKEN, "version 2 (random:1) serves")):
+    for key, told in (("wrong", "failed: no valid admin key"), (KEY, "version 2 (random:1) serves")):
         page.fill("#key", key)
         page.fill("#weights", "random:1")
         page.click("#load")
@@ -184,7 +185,7 @@ def test_operator_restarts_the_workers_and_sees_each_step(
     page = visit.page
     page.wait_for_selector("#operate")
     told_texts(page, "outcome-of-action")
-    page.fill("#key", TOKEN)
+    page.fill("#key", KEY)
     page.click("#restart")
     page.wait_for_selector("#progress[value]")
     assert page.locator("#load").get_attribute("aria-disabled") == "true", "one action at a time"
