@@ -16,7 +16,8 @@ from contextlib import contextmanager
 
 import torch
 
-from multiworld_serving.models import BundleStage, Tuning, classifier_bundle, load_bundle_stage, load_model, optimize
+from multiworld_serving.models import BundleStage, Tuning, load_bundle_stage, optimize, read_bundle
+from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.server.versions.stage_plan import make_bundle_plan
 
 _MAX_BATCH_SIZE = 64
@@ -24,7 +25,7 @@ _MAX_BATCH_SIZE = 64
 
 def whole_model(name: str, image_size: int | None) -> tuple[BundleStage, tuple[int, ...]]:
     """A ResNet with random weights as one stage, as a worker loads it, and the shape of a row of its input."""
-    bundle = classifier_bundle(load_model(name, "random:0", image_size=image_size), _MAX_BATCH_SIZE)
+    bundle = read_bundle(exported(name, "random:0", image_size=image_size))
     (plan,) = make_bundle_plan(bundle, 1)
     weights = bytearray(b"".join(chunk.numpy().tobytes() for chunk in plan.weights.chunks()))
     return load_bundle_stage(plan.spec, weights), plan.input_shape

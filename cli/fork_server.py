@@ -19,6 +19,8 @@ def fork_server(control_fd: int) -> int:
     os.environ["OPENBLAS_NUM_THREADS"] = threads
     # An import may check for CUDA. The check must not initialise CUDA: a process that did cannot fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    import torch._dynamo  # noqa: F401 - torch imports it when a graph is checked: two seconds in each process
+
     import multiworld_serving.server.frontends.main
     import multiworld_serving.server.main
     import multiworld_serving.workers.main  # noqa: F401

@@ -1,14 +1,13 @@
 """Models: export them as bundles, cut bundles into stages, build and optimize a stage.
 
-Imports only torch, torchvision and safetensors. Start reading at `bundle.graph` and `bundle.stage`. ResNets become bundles when they are
-loaded: `weights.loading` and `export.classifier`.
+Imports only torch, torchvision and safetensors. Start reading at `bundle.graph` and `bundle.stage`, and at `export.exporter`
+for how bundles are made.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from multiworld_serving.models.architectures import MODEL_NAMES, count_blocks
     from multiworld_serving.models.bundle.cutting import cut_graph
     from multiworld_serving.models.bundle.files import Bundle, read_bundle
     from multiworld_serving.models.bundle.graph import Graph
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
         weights_head,
     )
     from multiworld_serving.models.errors import (
-        ArchitectureError,
         BundleError,
         LabelsError,
         ModelError,
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
         StageError,
         WeightsError,
     )
-    from multiworld_serving.models.export.classifier import classifier_bundle
     from multiworld_serving.models.optimize import (
         NO_TUNING,
         TOLERANCE,
@@ -43,13 +40,10 @@ if TYPE_CHECKING:
         torch_threads,
     )
     from multiworld_serving.models.preprocessing import Normalize, Preprocessing
-    from multiworld_serving.models.weights.loading import LoadedModel, load_model
 
 __all__ = [
-    "MODEL_NAMES",
     "NO_TUNING",
     "TOLERANCE",
-    "ArchitectureError",
     "Bundle",
     "BundleError",
     "BundleStage",
@@ -59,7 +53,6 @@ __all__ = [
     "ExecutionMode",
     "Graph",
     "LabelsError",
-    "LoadedModel",
     "ModelError",
     "Normalize",
     "OptimizedStage",
@@ -69,12 +62,9 @@ __all__ = [
     "Tuning",
     "WeightsError",
     "batch_sizes",
-    "classifier_bundle",
-    "count_blocks",
     "cut_graph",
     "deviation",
     "load_bundle_stage",
-    "load_model",
     "optimize",
     "read_bundle",
     "stage_specs",
@@ -90,9 +80,6 @@ _MODULES = (
     "bundle.cutting",
     "preprocessing",
     "optimize",
-    "architectures",
-    "weights.loading",
-    "export.classifier",
 )
 """In the order in which they are imported: workers need torchvision and loaders no more than frontends do."""
 

@@ -3,7 +3,6 @@
     ValueError
     └── ModelError              base class; catch this one
         ├── WeightsError        weights cannot be found, downloaded or read. Fix the name, file or network and retry.
-        ├── ArchitectureError   the weights belong to another model. Not recoverable.
         ├── LabelsError         labels cannot be read, or do not match the number of classes.
         ├── PreprocessingError  image size, mean or std is out of range.
         ├── StageError          a partition or stage that the model cannot have.
@@ -20,10 +19,6 @@ class ModelError(ValueError):
 
 class WeightsError(ModelError):
     """The weights cannot be found, downloaded or read."""
-
-
-class ArchitectureError(ModelError):
-    """The weights belong to another architecture."""
 
 
 class LabelsError(ModelError):

@@ -10,13 +10,6 @@ from multiworld_serving.common.config import Settings, setting
 from multiworld_serving.common.config.addresses import NAME_ALLOWED, NAME_PATTERN, name_after_host, parse_address
 from multiworld_serving.common.config.settings import INTERNAL
 
-_CHANNELS = 3
-_CHANNELS_ALLOWED = "three numbers, such as 0.5,0.5,0.5"
-
-
-def _channels(text: str | None) -> tuple[float, ...] | None:
-    return None if text is None else tuple(map(float, text.split(",")))
-
 
 def _leader_name(settings: dict[str, Any]) -> str:
     """A name that other leaders do not have: with the join port, which stays the same after a restart; without one, with the process id."""
@@ -55,21 +48,15 @@ class LeaderSettings(ServiceSettings):
     section: ClassVar[str] = "leader"
 
     model: str = setting("resnet50", "Model")
-    """Model to serve: a model of torchvision for images such as resnet50, or the path of a bundle that `multiworld export` wrote.
-    Models other than ResNets are exported first, into ~/.cache/multiworld/bundles."""
+    """Model to serve: the path of a bundle that `multiworld export` wrote, or a model of torchvision for images such as resnet50, which is
+    exported into ~/.cache/multiworld/bundles at the first start."""
     weights: str = setting("DEFAULT", "Model")
     """Name of torchvision weights (IMAGENET1K_V2, DEFAULT), a .pth, .pt, .ckpt or .safetensors file, random:SEED, or auto (DEFAULT if
     available, else random:0 with a warning)."""
     weights_dir: Path | None = setting(None, "Model")
     """Folder with weight files that an administrator may load as new versions while the service runs; none allows no files."""
-    labels: str | None = setting(None, "Model")
-    """File with one label per line, in the order of the classes; none uses the labels of the weights."""
     image_size: int | None = setting(None, "Model", ge=8, le=4096)
     """Side in pixels of the square that is cropped from each image; none uses the size of the weights."""
-    mean: str | None = setting(None, "Model", allowed=_CHANNELS_ALLOWED)
-    """Mean of the red, green and blue values (from 0 to 1) of the training images; none uses that of the weights, or ImageNet's."""
-    std: str | None = setting(None, "Model", allowed=_CHANNELS_ALLOWED)
-    """Standard deviation of the red, green and blue values of the training images; none uses that of the weights, or ImageNet's."""
     stages: int = setting(2, "Pipeline", ge=1, le=64)
     """Number of pipeline stages that the model is partitioned into."""
     replicas: int = setting(2, "Pipeline", ge=1, le=256)
@@ -117,16 +104,6 @@ class LeaderSettings(ServiceSettings):
     """Report the replicas that the load needs to the supervisor."""
 
     @property
-    def channel_means(self) -> tuple[float, ...] | None:
-        """`mean` as three numbers."""
-        return _channels(self.mean)
-
-    @property
-    def channel_stds(self) -> tuple[float, ...] | None:
-        """`std` as three numbers."""
-        return _channels(self.std)
-
-    @property
     def accepted_secrets(self) -> tuple[bytes, ...]:
         """Tokens that may join: those configured, and the one of this machine's own processes. Raises SettingsError."""
         local = () if self.local_token is None else (self.local_token.get_secret_value().encode(),)
@@ -138,13 +115,6 @@ class LeaderSettings(ServiceSettings):
             return ""
         address = parse_address(self.advertise_host, default_port=join_port)
         return str(address)
-
-    @field_validator("mean", "std")
-    @classmethod
-    def _channels_are_three_numbers(cls, text: str | None) -> str | None:
-        if (values := _channels(text)) is not None and len(values) != _CHANNELS:
-            raise ValueError("must be three numbers")
-        return text
 
     @field_validator("advertise_host")
     @classmethod

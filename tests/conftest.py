@@ -5,6 +5,7 @@ import os
 import signal
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from _pytest.runner import runtestprotocol
 
 from examples.digits.train import IMAGE_SIZE, LABELS, train
 from multiworld import WorldManager
+from multiworld_serving.models.export.torchvision_models import export_loaded, load_model
 from multiworld_serving.testing.chaos.faults.context import WAIT_S
 from multiworld_serving.testing.chaos.observer import Observer
 from multiworld_serving.testing.local_service import LocalService
@@ -95,7 +97,10 @@ def _folder(nodeid: str) -> str:
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a ResNet-18 trained on digits (`digits.safetensors`, `labels.txt`) and the held-out data (`held_out.safetensors`)."""
+    """A folder with a ResNet-18 trained on digits and the held-out data.
+
+    It contains `digits.safetensors`, `labels.txt`, `digits.bundle` and `held_out.safetensors`.
+    """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         folder = tmp_path_factory.mktemp("digits")
         _train_digits(folder)
@@ -114,6 +119,8 @@ def _train_digits(folder: Path) -> None:
     state, images, labels = train(0, epochs=3)
     safetensors.torch.save_file(state, folder / "digits.safetensors")
     safetensors.torch.save_file({"images": images, "labels": labels}, folder / "held_out.safetensors")
+    model = load_model("resnet18", str(folder / "digits.safetensors"), image_size=IMAGE_SIZE)
+    export_loaded(replace(model, labels=tuple(LABELS)), folder / "digits.bundle", num_stages=2)
     (folder / "labels.txt").write_text("\n".join(LABELS))
 
 
@@ -121,10 +128,7 @@ def _train_digits(folder: Path) -> None:
 def running_service(digits: Path) -> Iterator[LocalService]:
     """See `service`. One for each process of pytest-xdist."""
     with LocalService(
-        model="resnet18",
-        weights=digits / "digits.safetensors",
-        labels=digits / "labels.txt",
-        image_size=IMAGE_SIZE,
+        model=digits / "digits.bundle",
         stages=2,
         replicas=2,
         leaders=2,

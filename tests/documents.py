@@ -118,7 +118,7 @@ class PageRunner:
         self._running.close()
         settings: dict[str, Any] = dict(_settings(shlex.split(options)))
         settings.setdefault("heartbeat_timeout_s", "10")  # no false detection on a busy machine
-        for name in ("weights", "labels", "weights_dir"):
+        for name in ("model", "weights", "weights_dir"):
             if name in settings and (self.folder / settings[name]).exists():
                 settings[name] = str(self.folder / settings[name])
         self.service = self._running.enter_context(LocalService(**settings))

@@ -1,37 +1,58 @@
 """ResNets as leaders cut and send them, and as workers load them."""
 
 import dataclasses
+import tempfile
+from functools import cache
+from pathlib import Path
 
 import torch
 
 from multiworld_serving.models import (
     NO_TUNING,
+    Bundle,
     BundleStage,
     BundleStageSpec,
-    LoadedModel,
     Tuning,
-    classifier_bundle,
     load_bundle_stage,
-    load_model,
+    read_bundle,
 )
+from multiworld_serving.models.export.torchvision_models import LoadedModel, export_loaded, load_model
 from multiworld_serving.models.weights.received import received_tensors
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.server.versions.stage_weights import StageWeights
 from tests.cut_bundles import bundle_plan
 
 MAX_BATCH_SIZE = 8
+_bundles: dict[int, tuple[LoadedModel, Bundle]] = {}
+"""By the id of the model."""
+
+
+def bundle_of(model: LoadedModel) -> Bundle:
+    """The bundle of a model, exported once per process."""
+    if id(model) not in _bundles:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "bundle"
+            export_loaded(model, path, max_batch_size=MAX_BATCH_SIZE, num_stages=1)
+            _bundles[id(model)] = model, read_bundle(path)
+    return _bundles[id(model)][1]
 
 
 def plan_of(model: LoadedModel, num_stages: int, tuning: Tuning = NO_TUNING, number: int = 1) -> tuple[StagePlan, ...]:
     """The stages of a model."""
-    return bundle_plan(classifier_bundle(model, MAX_BATCH_SIZE), num_stages, tuning, number)
+    return bundle_plan(bundle_of(model), num_stages, tuning, number)
+
+
+@cache
+def resnet(weights: str, image_size: int) -> LoadedModel:
+    """A ResNet-18."""
+    return load_model("resnet18", weights, image_size=image_size)
 
 
 def resnet_plan(
     weights: str, num_stages: int, tuning: Tuning = NO_TUNING, number: int = 1, *, image_size: int
 ) -> tuple[StagePlan, ...]:
     """The stages of a ResNet-18."""
-    return plan_of(load_model("resnet18", weights, image_size=image_size), num_stages, tuning, number)
+    return plan_of(resnet(weights, image_size), num_stages, tuning, number)
 
 
 def sent_weights(plan: StagePlan) -> bytearray:

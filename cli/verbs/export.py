@@ -85,7 +85,12 @@ class Weights:
     panel: ClassVar[str] = "Weights"
 
     weights: Annotated[
-        str | None, value("NAME", "Published weights of a torchvision model, such as DEFAULT; by default random.")
+        str | None,
+        value(
+            "NAME",
+            "Weights of a torchvision model, with their labels: a published name such as DEFAULT, a file with a state dict, random:SEED, "
+            "or auto (DEFAULT if available, else random:0 with a warning). Default: random:0, without labels.",
+        ),
     ] = None
     checkpoint: Annotated[
         Path | None, value("FILE", "State dict (.pth, .pt, .safetensors) that is loaded into the model.")
@@ -115,7 +120,10 @@ class Images:
     std: Annotated[str | None, value("R,G,B", "Standard deviation of each channel.", show_default="ImageNet's")] = None
     labels: Annotated[
         Path | None,
-        value("FILE", "One label per class, or JSON. The bundle returns probabilities. Default: those of the weights."),
+        value(
+            "FILE",
+            "One label per class, or JSON. The bundle returns probabilities. Default: those of --weights.",
+        ),
     ] = None
 
 
@@ -134,20 +142,34 @@ def export(
 ) -> int:
     """Write a PyTorch model as a bundle: a graph of known operators and its weights, cut into stages, without code.
 
-    The model is captured with torch.export, measured on this machine, and compared with the original at batch 1, 2 and the largest.
+    The model is captured with torch.export, and compared with the original at batch 1, 2 and the largest.
     """
     from multiworld_serving.cli.console import progress_console
     from multiworld_serving.models.export.exporter import ExportOptions, export_model
-    from multiworld_serving.models.export.sources import load_module, parse_dynamic
+    from multiworld_serving.models.export.sources import load_module, num_classes, parse_dynamic
+    from multiworld_serving.models.export.torchvision_models import INPUT, PROBABILITIES, load_model
+    from multiworld_serving.models.weights.labels import read_labels
 
     steps = progress_console()
     count = _number_of_stages(stages)
     dynamic = tuple(map(parse_dynamic, inputs.dynamic or ()))
     steps.print("loading the model")
     checkpoint = None if weights.checkpoint is None else str(weights.checkpoint)
-    module = load_module(source, weights=weights.weights, checkpoint=checkpoint)
-    image = _preprocessing(images, source, weights.weights, given=bool(inputs.example or inputs.input))
-    example = _example(module, inputs, image)
+    published: Preprocessing | None = None
+    labels: tuple[str, ...] = ()
+    if ":" not in source:
+        loaded = load_model(source, checkpoint or weights.weights or "random:0")
+        module, published, labels = loaded.module, loaded.preprocessing, loaded.labels
+    elif weights.weights is not None:
+        raise UserError("--weights is for models of torchvision; load them in the function, or give --checkpoint FILE")
+    else:
+        module = load_module(source, checkpoint)
+    image = _preprocessing(images, published, given=bool(inputs.example or inputs.input))
+    example = _example(module, inputs, image, "images" if published is None else INPUT)
+    if images.labels is not None:
+        labels = read_labels(str(images.labels), num_classes(module, example, image))
+    elif image is None or weights.weights is None:
+        labels = ()
     options = ExportOptions(
         name=name or _name_of(output),
         version=version,
@@ -156,7 +178,8 @@ def export(
         dynamic=dynamic,
         num_stages=count,
         image=image,
-        labels=_labels(images.labels, module, example, source, weights.weights, image),
+        labels=labels,
+        output=PROBABILITIES if published is not None and labels else None,
     )
     report = export_model(module, list(example.values()), output, options, steps.print)
     if as_json:
@@ -179,7 +202,7 @@ def _number_of_stages(text: str) -> int | None:
     raise UserError(f"--stages {text}: expected a number from 1 to 1024, or auto")
 
 
-def _example(module: "nn.Module", inputs: Inputs, image: "Preprocessing | None") -> "dict[str, Tensor]":
+def _example(module: "nn.Module", inputs: Inputs, image: "Preprocessing | None", name: str) -> "dict[str, Tensor]":
     from multiworld_serving.models.export.sources import InputSpec, call_function, examples_from
 
     if inputs.example and inputs.input:
@@ -189,7 +212,7 @@ def _example(module: "nn.Module", inputs: Inputs, image: "Preprocessing | None")
             raise UserError(
                 "--example with image preprocessing: leave --image-size, --mean, --std and --resize out, or give no example"
             )
-        specs = [InputSpec.parse(text) for text in inputs.input or ["images:float32[batch,3,224,224]"]]
+        specs = [InputSpec.parse(text) for text in inputs.input or [f"{name}:float32[batch,3,224,224]"]]
         if len(specs) != 1:
             raise UserError(f"a model with image preprocessing has one input; got {len(specs)}")
         return {specs[0].name: specs[0].example()}
@@ -205,12 +228,10 @@ def _example(module: "nn.Module", inputs: Inputs, image: "Preprocessing | None")
     )
 
 
-def _preprocessing(images: Images, source: str, weights: str | None, *, given: bool) -> "Preprocessing | None":
-    from multiworld_serving.models.export.sources import published_preprocessing
+def _preprocessing(images: Images, published: "Preprocessing | None", *, given: bool) -> "Preprocessing | None":
     from multiworld_serving.models.preprocessing import Preprocessing
 
     asked = (images.image_size, images.resize, images.mean, images.std)
-    published = None if ":" in source else published_preprocessing(source, weights)
     if all(option is None for option in asked) and (given or published is None):
         return None
     size = images.image_size or (published.crop_size if published else None)
@@ -230,22 +251,6 @@ def _channels(text: str, option: str) -> tuple[float, float, float]:
     except ValueError as error:
         raise UserError(f"{option} {text}: expected three numbers R,G,B such as {_IMAGENET_MEAN}") from error
     return red, green, blue
-
-
-def _labels(
-    file: Path | None,
-    module: "nn.Module",
-    example: "dict[str, Tensor]",
-    source: str,
-    weights: str | None,
-    image: "Preprocessing | None",
-) -> tuple[str, ...]:
-    from multiworld_serving.models.export.sources import num_classes, published_labels
-    from multiworld_serving.models.weights.labels import read_labels
-
-    if file is None:
-        return published_labels(source, weights) if image is not None and weights is not None else ()
-    return read_labels(str(file), num_classes(module, example, image))
 
 
 def _facts(report: "ExportReport", path: Path) -> dict[str, Any]:

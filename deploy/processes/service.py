@@ -48,7 +48,7 @@ from multiworld_serving.deploy.scaling.policy import ScalingPolicy
 from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.http.tls import server_context
 from multiworld_serving.server.settings import ServeSettings
-from multiworld_serving.server.versions.model_files import check_model_files
+from multiworld_serving.server.versions.model_files import available_weights, check_model_files
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ def run(settings: ServeSettings) -> int:
         UserError, models.ModelError: a port is in use, a file is missing, or the device does not exist. No process was started.
     """
     _check_files(settings)
+    settings = settings.model_copy(update={"weights": available_weights(settings)})
     raise_descriptor_limit()
     settings = settings.model_copy(update={"local_token": new_token()})
     settings.accepted_secrets  # noqa: B018 - raises if the token file is invalid

@@ -16,7 +16,8 @@ from torch.distributed import ReduceOp
 from examples.elastic_members import member_parser, run_member
 from examples.resnet.images import prepare
 from multiworld.elastic import ElasticWorld
-from multiworld_serving.models import MODEL_NAMES, LoadedModel, Normalize, load_model
+from multiworld_serving.models import Normalize
+from multiworld_serving.models.export.torchvision_models import LoadedModel, load_model
 
 IMAGE_TIMEOUT_S = 600.0
 """Seconds that a member waits for the next image."""
@@ -27,7 +28,7 @@ class EnsembleMember:
 
     def __init__(self, model: LoadedModel, front: httpx.AsyncClient) -> None:
         self._model = model
-        self._normalize = Normalize(model.preprocessing.mean, model.preprocessing.std)
+        self._normalize = Normalize(model.image.mean, model.image.std)
         self._front = front
 
     async def answer(self, world: ElasticWorld, number: int, step_number: int) -> None:
@@ -48,7 +49,7 @@ class EnsembleMember:
     def _logits(self, image: bytes) -> torch.Tensor:
         """Return the logits of an encoded image, float32 [1,num_classes]."""
         with torch.inference_mode():
-            pixels = prepare(Image.open(io.BytesIO(image)), self._model.preprocessing)
+            pixels = prepare(Image.open(io.BytesIO(image)), self._model.image)
             logits: torch.Tensor = self._model.module(self._normalize(pixels))
         return logits.clone()
 
@@ -75,13 +76,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--weights",
         default="random",
-        help="auto for those of torchvision; random for random weights that differ by member (default: %(default)s)",
+        help="DEFAULT for those of torchvision; random for random weights that differ by member (default: %(default)s)",
     )
     options = parser.parse_args()
     if options.number is None:
         parser.error("--number is required; the front is python -m examples.ensemble.front")
-    if unknown := set(options.models.split(",")) - set(MODEL_NAMES):
-        parser.error(f"--models: {', '.join(unknown)}; expected some of {', '.join(MODEL_NAMES)}")
     return options
 
 

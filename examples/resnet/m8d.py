@@ -14,7 +14,7 @@ import torch
 from examples.resnet.images import load_images
 from examples.two_worlds import JOIN_TIMEOUT_S, add_network_options, device_of, place
 from multiworld import BrokenWorldException, Cause, WorldError, WorldManager
-from multiworld_serving.models import MODEL_NAMES, LoadedModel, load_model
+from multiworld_serving.models.export.torchvision_models import LoadedModel, load_model
 
 RETRY_S = 0.2
 
@@ -42,7 +42,7 @@ class Leader:
 
     async def _send_all(self) -> None:
         options = self._options
-        images = itertools.cycle(load_images(options.image, self._model.preprocessing).items())
+        images = itertools.cycle(load_images(options.image, self._model.image).items())
         for number, (name, image) in zip(range(1, options.steps + 1), images, strict=False):
             print(f"Predicted class: {await self._answer(name, image)}")
             print(f"done with step: {number}")
@@ -93,7 +93,7 @@ async def work(manager: WorldManager, model: LoadedModel, options: argparse.Name
     """Classify images until the leader closes the world."""
     name, device = f"world{index}", device_of(options.backend, index)
     classify, communicator = model.classifier(), manager.communicator
-    crop_size = model.preprocessing.crop_size
+    crop_size = model.image.crop_size
     image = torch.empty(1, 3, crop_size, crop_size, dtype=torch.uint8, device=device)
     await manager.initialize_world(name, 1, 2, options.backend, options.addr, options.port, JOIN_TIMEOUT_S, device)
     for number in itertools.count(1):
@@ -133,11 +133,11 @@ def parse_options() -> argparse.Namespace:
         "--worldinfo", type=place, metavar="INDEX,1", help="run the worker of world INDEX; without it, run the leader"
     )
     parser.add_argument("--num_workers", type=int, default=2, help="number of workers (default: %(default)s)")
-    parser.add_argument("--model", choices=MODEL_NAMES, default="resnet18", help="(default: %(default)s)")
+    parser.add_argument("--model", default="resnet18", help="of torchvision, for images (default: %(default)s)")
     parser.add_argument(
         "--weights",
-        default="auto",
-        help="path of a file, random:SEED, or auto for those of torchvision (default: %(default)s)",
+        default="random:0",
+        help="path of a file, random:SEED, or DEFAULT for those of torchvision (default: %(default)s)",
     )
     parser.add_argument("--image", type=Path, help="path of an image (default: two of scikit-learn)")
     add_network_options(parser)

@@ -1,17 +1,18 @@
-"""Measures the nodes of a graph and chooses where to cut it into stages."""
+"""Estimates the work of the nodes of a graph, and chooses where to cut it into stages."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from multiworld_serving.models.bundle.graph import Graph
+from multiworld_serving.models.bundle.nodes import Node
 from multiworld_serving.models.errors import StageError
 from multiworld_serving.models.partition import partition
 
@@ -19,9 +20,10 @@ _MAX_POSITIONS = 128
 """Positions considered for cuts. More would make the partition slow and hardly better."""
 MAX_AUTO_STAGES = 8
 _LEAST_BALANCE = 0.9
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
-_ROUNDS_S = 2.0
-"""A measurement of nodes starts no round after `_LEAST_ROUNDS` and this time."""
+_OPERATIONS_PER_S, _MEMORY_BYTES_PER_S = 1e11, 1e10
+"""Assumed speed of a worker."""
+_LARGE_BLOCK = 0.25
+"""Share of the work of a block that makes stages uneven."""
 _LINK_BYTES_PER_S = 2e9
 """Assumed speed of a transfer between two stages: loopback on one machine."""
 
@@ -32,7 +34,7 @@ class Cut:
 
     Attributes:
         positions: after which a stage ends, without the last one.
-        stage_s: seconds of each stage per row, on the device that took the costs.
+        stage_s: estimated seconds of each stage per row.
         boundary_bytes: bytes per row that cross each cut, with variable dimensions of their largest lengths.
     """
 
@@ -46,32 +48,63 @@ class Cut:
         return sum(self.stage_s) / len(self.stage_s) / max(self.stage_s) if max(self.stage_s) else 1.0
 
 
-def measure_nodes(
-    graph: Graph,
-    weights: Mapping[str, Tensor],
-    example: Sequence[Tensor],
-) -> tuple[float, ...]:
-    """Seconds per row of each node on the CPU: the median of at least 3 rounds, after one that warms up."""
-    timer = _Timer(graph.build(weights, torch.device("cpu")))
-    runs: list[list[float]] = []
-    end_s = time.monotonic() + _ROUNDS_S
-    with torch.no_grad():
-        while len(runs) <= _LEAST_ROUNDS or (len(runs) <= _MOST_ROUNDS and time.monotonic() < end_s):
-            timer.taken_s = []
-            timer.run(*example)
-            runs.append(timer.taken_s)
-    return tuple(statistics.median(each) / len(example[0]) for each in zip(*runs[1:], strict=True))[: len(graph.nodes)]
+def estimate_costs(graph: Graph, lengths: Mapping[str, int]) -> tuple[float, ...]:
+    """Estimated seconds per row of each block, at its last node; 0 for all other nodes, so that nothing is cut within a block.
+
+    A block has one operator that multiplies, such as a convolution, and what follows it up to where the fewest bytes cross. So operators
+    that workers fuse stay together. Blocks end where the fewest tensors cross, if none of them is too large then. The estimate is the same
+    on every machine, so that all leaders cut alike.
+
+    Args:
+        lengths: of the variable dimensions.
+    """
+    work_s, ends = [0.0] * len(graph.nodes), dict[int, int]()
+    fewest, end = math.inf, None
+    for position, (node, operations) in enumerate(zip(graph.nodes, _Counter(graph, lengths).operations, strict=True)):
+        if operations and end is not None:
+            ends[end] = len(graph.live_after(end) or ())
+            fewest, end = math.inf, None
+        written = node.row_bytes(lengths) if node.kind in ("call", "item") else 0
+        work_s[position] = operations / _OPERATIONS_PER_S + written / _MEMORY_BYTES_PER_S
+        crossing = graph.live_after(position)
+        if crossing and work_s[position]:
+            size = sum(graph.by_name[name].row_bytes(lengths) for name in crossing)
+            if size <= fewest:
+                fewest, end = size, position
+    few = {end for end, count in ends.items() if count == min(ends.values())}
+    costs_s = _summed(work_s, few)
+    return costs_s if max(costs_s) <= sum(costs_s) * _LARGE_BLOCK else _summed(work_s, ends)
 
 
-class _Timer(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.taken_s: list[float] = []
+def _summed(work_s: Sequence[float], ends: Collection[int]) -> tuple[float, ...]:
+    """The work of each block at its end."""
+    found, passed_s = [0.0] * len(work_s), 0.0
+    for position, each_s in enumerate(work_s):
+        passed_s += each_s
+        if position in ends or position == len(work_s) - 1:
+            found[position], passed_s = passed_s, 0.0
+    return tuple(found)
+
+
+class _Counter(fx.Interpreter):
+    """Runs the graph on tensors without data, and counts the operations of each node for one row."""
+
+    def __init__(self, graph: Graph, lengths: Mapping[str, int]) -> None:
+        def empty(node: Node) -> Tensor:
+            assert node.shape is not None
+            shape = [dim if isinstance(dim, int) else lengths[str(dim)] for dim in node.shape]
+            return torch.empty(shape, dtype=node.dtype, device="meta")
+
+        super().__init__(graph.build({node.target: empty(node) for node in graph.weights}, torch.device("meta")))
+        self.operations: list[int] = []
+        with torch.no_grad():
+            self.run(*map(empty, graph.inputs))
+        self.operations.pop()  # that of the output
 
     def run_node(self, n: fx.Node) -> Any:
-        started_s = time.perf_counter()
-        value = super().run_node(n)
-        self.taken_s.append(time.perf_counter() - started_s)
+        with FlopCounterMode(display=False) as counter:
+            value = super().run_node(n)
+        self.operations.append(counter.get_total_flops())
         return value
 
 

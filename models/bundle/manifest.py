@@ -53,7 +53,7 @@ class Manifest:
         inputs, outputs: in the order of the graph.
         dimensions: (least, most) length of each variable dimension; BATCH is one of them.
         cuts: positions in the graph after which a stage ends; empty for one stage.
-        costs_s: seconds per row that each node of the graph took when the bundle was made. Other numbers of stages are cut by them,
+        costs_s: seconds per row of each node of the graph, estimated when the bundle was made. Other numbers of stages are cut by them,
             never after a node that takes no time.
         image: preprocessing of images, if the model takes one input of images: uint8 [B,3,crop_size,crop_size].
         labels: one per class, if the output is the probabilities of classes [B,classes]; else empty.

@@ -1,4 +1,4 @@
-"""Exports a module as a bundle: captures it, measures and cuts it, checks it against the module, and writes it."""
+"""Exports a module as a bundle: captures and cuts it, checks it against the module, and writes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from multiworld_serving.models.bundle.checking import check_graph
-from multiworld_serving.models.bundle.cutting import Cut, cut_graph, measure_nodes
+from multiworld_serving.models.bundle.cutting import Cut, cut_graph, estimate_costs
 from multiworld_serving.models.bundle.files import write_bundle
 from multiworld_serving.models.bundle.graph import Graph
 from multiworld_serving.models.bundle.manifest import MAX_BATCH_SIZE, Manifest, TensorSpec, spec_of
@@ -22,7 +22,6 @@ from multiworld_serving.models.preprocessing import ImageModel, Preprocessing
 
 _TOLERANCE = 1e-5
 """Largest difference from the module, relative to the largest absolute value of the output. Usually it is 0."""
-_MEASURED_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,11 @@ class ExportOptions:
     Attributes:
         inputs: names of the positional arguments of the module's `forward`.
         dynamic: variable dimensions besides the batch.
-        num_stages: None: chosen by the measured costs.
+        num_stages: None: chosen by the estimated costs.
         image: the module takes one input of normalised images, float32 [B,3,size,size]. The bundle takes uint8 images and normalises them.
         labels: one per class. The bundle returns probabilities instead of logits.
+        output: name of the only output; None: "output".
+        checked: batch sizes at which the graph is compared with the module; None: 1, 2 and the largest.
     """
 
     name: str
@@ -45,6 +46,8 @@ class ExportOptions:
     num_stages: int | None = 1
     image: Preprocessing | None = None
     labels: tuple[str, ...] = ()
+    output: str | None = None
+    checked: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,13 +102,11 @@ def export_model(
         module, two, options.inputs, max_batch_size=options.max_batch_size, dynamic=options.dynamic
     )
     graph = Graph.from_json(graph.to_json())  # all that follows uses what a reader will see
-    progress(f"measuring {len(graph.nodes)} nodes")
-    rows = min(_MEASURED_ROWS, options.max_batch_size)
-    costs_s = measure_nodes(graph, weights, [_rows(tensor, rows) for tensor in example])
     lengths = {each.name: each.most for each in options.dynamic}
+    costs_s = estimate_costs(graph, {BATCH: 1} | lengths)
     cut = cut_graph(graph, costs_s, options.num_stages, lengths)
     stages = graph.cut(cut.positions)
-    checked = tuple(sorted({1, 2, options.max_batch_size}))
+    checked = options.checked or tuple(sorted({1, 2, options.max_batch_size}))
     deviation = 0.0
     for count in checked:
         progress(f"comparing with the model at batch {count}")
@@ -114,7 +115,7 @@ def export_model(
         name=options.name,
         version=options.version,
         inputs=tuple(spec_of(node) for node in graph.inputs),
-        outputs=_output_specs(graph, module, two),
+        outputs=_output_specs(graph, module, two, options.output or "output"),
         dimensions={BATCH: (1, options.max_batch_size)}
         | {each.name: (each.least, each.most) for each in options.dynamic},
         cuts=cut.positions,
@@ -153,6 +154,8 @@ def _compare(
     with torch.no_grad():
         expected = _tensors(module(*example))
         values = _run(stages, weights, example)[-1]
+    if not all(each.isfinite().all() for each in expected):
+        raise ExportError("the model computes infinity or NaN for the example; use other weights")
     worst = 0.0
     for found, wanted in zip(values, expected, strict=True):
         scale = max(float(wanted.abs().max()), 1e-12) if wanted.numel() else 1.0
@@ -180,11 +183,11 @@ def _run(stages: Sequence[Graph], weights: Mapping[str, Tensor], example: Sequen
     return found
 
 
-def _output_specs(graph: Graph, module: nn.Module, example: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
-    """Named by the keys of the dictionary that the module returns, or "output", or "output_0" and so on."""
+def _output_specs(graph: Graph, module: nn.Module, example: Sequence[Tensor], single: str) -> tuple[TensorSpec, ...]:
+    """Named by the keys of the dictionary that the module returns, or `single`, or "output_0" and so on."""
     with torch.no_grad():
         output = module(*example)
-    names = [f"output_{index}" for index in range(len(graph.outputs))] if len(graph.outputs) > 1 else ["output"]
+    names = [f"output_{index}" for index in range(len(graph.outputs))] if len(graph.outputs) > 1 else [single]
     if isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values()):
         names = [str(key) for key in output]
     nodes = (graph.by_name[name] for name in graph.outputs)

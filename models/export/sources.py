@@ -1,4 +1,4 @@
-"""What is exported: a module from the user's code or torchvision, and examples of its inputs."""
+"""What is exported: a module from the user's code, and examples of its inputs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
 from torch import Tensor, nn
 
 from multiworld_serving.models.bundle.nodes import DTYPES, MAX_DIMS
 from multiworld_serving.models.errors import ExportError
 from multiworld_serving.models.export.trace import Dynamic
 from multiworld_serving.models.preprocessing import Preprocessing
-from multiworld_serving.models.weights.checkpoints import read_checkpoint
+from multiworld_serving.models.weights.checkpoints import load_state, read_checkpoint
 
 EXAMPLE_ROWS = 2
 """Rows of an example. torch.export fixes dimensions of length 1."""
@@ -78,35 +77,21 @@ def parse_dynamic(text: str) -> Dynamic:
     )
 
 
-def load_module(source: str, *, weights: str | None = None, checkpoint: str | None = None) -> nn.Module:
+def load_module(source: str, checkpoint: str | None = None) -> nn.Module:
     """The module to export, in eval mode.
 
     Args:
-        source: `package.module:function` or `file.py:function`, whose function returns the module; or a name of torchvision.
-        weights: of a torchvision model: a name such as DEFAULT or IMAGENET1K_V2. None: random values.
-        checkpoint: a state dict (.pth, .pt, .safetensors) that is loaded into the module. A torchvision model gets its number of classes.
+        source: `package.module:function` or `file.py:function`, whose function returns the module.
+        checkpoint: a state dict (.pth, .pt, .safetensors) that is loaded into the module.
     Raises:
-        ExportError: there is no such model or function, it fails, or the weights do not fit.
+        ExportError: there is no such function, it fails, or the weights do not fit.
         WeightsError: the checkpoint cannot be read.
     """
-    tensors = None if checkpoint is None else read_checkpoint(checkpoint).tensors
-    if ":" in source:
-        if weights is not None:
-            raise ExportError(
-                "--weights is for models of torchvision; load them in the function, or give --checkpoint FILE"
-            )
-        module = call_function(source)
-        if not isinstance(module, nn.Module):
-            raise ExportError(f"{source} returned {type(module).__name__}; expected a torch.nn.Module")
-    else:
-        module = _torchvision_model(source, weights)
-        if tensors is not None and (classes := _classes(module, tensors)) is not None:
-            module = _torchvision_model(source, None, num_classes=classes)
-    if tensors is not None:
-        try:
-            module.load_state_dict(tensors, strict=True)
-        except RuntimeError as error:
-            raise ExportError(f"{checkpoint} does not fit {source}: {_one_line(error)}") from error
+    module = call_function(source)
+    if not isinstance(module, nn.Module):
+        raise ExportError(f"{source} returned {type(module).__name__}; expected a torch.nn.Module")
+    if checkpoint is not None:
+        load_state(module, read_checkpoint(checkpoint).tensors, checkpoint, source)
     return module.eval().requires_grad_(False)
 
 
@@ -163,77 +148,6 @@ def _running(place: str) -> Iterator[None]:
         theirs = [frame for frame in frames if frame.filename != __file__ and "<frozen" not in frame.filename]
         line = f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
         raise ExportError(f"{place} raised {type(error).__name__}: {_one_line(error)}{line}") from error
-
-
-def _classes(module: nn.Module, tensors: Mapping[str, Tensor]) -> int | None:
-    """Number of classes of a state dict, if its last layer has another number of rows than the module's."""
-    lengths = {
-        len(given)
-        for name, own in module.state_dict().items()
-        if (given := tensors.get(name)) is not None
-        and own.ndim == given.ndim > 0
-        and given.shape[1:] == own.shape[1:]
-        and len(given) != len(own)
-    }
-    return lengths.pop() if len(lengths) == 1 else None
-
-
-def _torchvision_model(name: str, weights: str | None, **further: int) -> nn.Module:
-    names = torchvision.models.list_models()
-    if name not in names:
-        raise ExportError(
-            f"{name!r} is neither a model of torchvision {torchvision.__version__} nor a function: expected a name such as "
-            "convnext_tiny, package.module:function or file.py:function"
-        )
-    options: dict[str, Any] = {"weights": weights, **further}
-    accepted = inspect.signature(torchvision.models.get_model_builder(name)).parameters
-    if weights is None:
-        if "weights_backbone" in accepted:
-            options["weights_backbone"] = None
-        if name in ("googlenet", "inception_v3"):
-            options |= {"init_weights": False, "aux_logits": False}
-    try:
-        model: nn.Module = torchvision.models.get_model(name, **options)
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
-        raise ExportError(f"{name} with weights {weights} cannot be loaded: {_one_line(error)}") from error
-    return model
-
-
-def published_preprocessing(name: str, weights: str | None) -> Preprocessing | None:
-    """Preprocessing of a torchvision model for images: that of its weights, or of its default weights if `weights` is None.
-
-    None if the model takes something else than one image, such as a video or two frames. Raises ExportError for an unknown name.
-    """
-    published = _published(name, weights)
-    preset = None if published is None else published.transforms()
-    size = getattr(preset, "crop_size", None) or getattr(preset, "resize_size", None)
-    mean = getattr(preset, "mean", None)
-    if preset is None or not size or mean is None or "video" in type(preset).__name__.lower():
-        return None
-    resize = getattr(preset, "resize_size", None) or size
-    return Preprocessing(max(resize[0], size[0]), size[0], tuple(mean), tuple(preset.std))
-
-
-def published_labels(name: str, weights: str | None) -> tuple[str, ...]:
-    """Labels of published weights of a torchvision model for classification; else empty."""
-    published = _published(name, weights)
-    if published is None or type(published.transforms()).__name__ != "ImageClassification":
-        return ()
-    return tuple(published.meta["categories"])
-
-
-def _published(name: str, weights: str | None) -> Any | None:
-    """A member of the `WeightsEnum` of a torchvision model, or None."""
-    if name not in torchvision.models.list_models():
-        return None
-    members = list(torchvision.models.get_model_weights(name))
-    if weights is None:
-        return members[-1] if members else None
-    try:
-        return torchvision.models.get_model_weights(name)[weights.rpartition(".")[2]]
-    except KeyError as error:
-        known = ", ".join(member.name for member in members)
-        raise ExportError(f"{name} has no weights {weights!r}; expected one of DEFAULT, {known}") from error
 
 
 def num_classes(module: nn.Module, example: Mapping[str, Tensor], image: Preprocessing | None) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from multiworld_serving.models.errors import WeightsError
 from multiworld_serving.models.weights import SUFFIXES
@@ -27,6 +27,7 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")  # of DistributedDataParallel, t
 _NOT_IN_VERSIONS = re.compile(r"[^A-Za-z0-9_.:+-]")
 _STEM_CHARACTERS = 80
 _HEAD = re.compile(r"fc\.(\d+)\.(weight|bias)")
+_COUNTER = "num_batches_tracked"  # BatchNorm's; unused in eval mode, and missing in old checkpoints
 _HOW_TO_SAVE = "save the weights alone with torch.save(model.state_dict(), path) or safetensors.torch.save_file"
 
 
@@ -81,6 +82,29 @@ def clean_state_dict(data: Any, origin: str) -> dict[str, Tensor]:
     return _with_plain_head(_without_prefixes(dict(data)))
 
 
+def load_state(module: nn.Module, tensors: Mapping[str, Tensor], origin: str, owner: str) -> None:
+    """Load a state dict into a module.
+
+    Args:
+        origin, owner: names of both, for messages.
+    Raises:
+        WeightsError: they do not fit together, or the state dict is of a quantised model.
+    """
+    expected = module.state_dict()
+    tensors = {name: own for name, own in expected.items() if name.endswith(_COUNTER)} | dict(tensors)
+    for name, own in expected.items():
+        if (found := tensors.get(name)) is None or not own.is_floating_point():
+            continue
+        if not found.is_floating_point():
+            raise WeightsError(f"{origin}: {name} is {found.dtype}; expected {own.dtype}, not a quantised model")
+        if not bool(found.isfinite().all()):
+            raise WeightsError(f"{origin}: {name} contains NaN or infinity; every answer would be NaN. Train it again")
+    try:
+        module.load_state_dict(tensors, strict=True)
+    except RuntimeError as error:
+        raise WeightsError(f"{origin} does not fit {owner}: {' '.join(str(error).split())[:400]}") from error
+
+
 def _without_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for _ in _PREFIXES:  # prefixes may be nested: "module._orig_mod.conv1.weight"
         for prefix in _PREFIXES:
@@ -106,7 +130,7 @@ def _read_bytes(file: Path) -> bytes:
         if not file.is_file():
             raise WeightsError(f"{file} is not a file; expected one of {', '.join(SUFFIXES)}")
         if file.stat().st_size > MAX_FILE_BYTES:
-            raise WeightsError(f"{file} is larger than {MAX_FILE_BYTES >> 30} GiB, no ResNet is; {_HOW_TO_SAVE}")
+            raise WeightsError(f"{file} is larger than {MAX_FILE_BYTES >> 30} GiB, {_HOW_TO_SAVE}")
         return file.read_bytes()
     except OSError as error:
         raise WeightsError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from multiworld_serving.models import Bundle, BundleError, Tuning
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, ServedModel
-from multiworld_serving.server.versions.model_source import ModelSource, source_of
+from multiworld_serving.server.versions.model_source import ModelSource
 from multiworld_serving.server.versions.stage_plan import make_bundle_plan
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
@@ -50,7 +50,7 @@ def open_model(settings: LeaderSettings, tuning: Tuning) -> tuple[ServedModel, B
     Raises:
         models.ModelError: there is no such model, or it cannot be cut into this many stages.
     """
-    source = source_of(settings)
+    source = ModelSource(settings)
     first = source.first()
     manifest = first.manifest
     logger.debug("partitioning %s@%s into %d stages", manifest.name, manifest.version, settings.stages)

@@ -1,11 +1,15 @@
-"""The files that the settings of a model name, checked without torch, so that the supervisor can do it before it starts a process."""
+"""The files that the settings of a model name, and its bundle. Imports no torch, so that the supervisor can use it."""
 
 import os
 from pathlib import Path
 
-from multiworld_serving.models.errors import BundleError, LabelsError, WeightsError
+from multiworld_serving.models.errors import BundleError, WeightsError
+from multiworld_serving.models.export.bundle_cache import exported, trained_weights
 from multiworld_serving.models.weights import SUFFIXES
 from multiworld_serving.server.leader_settings import LeaderSettings
+
+_DEFAULT_WEIGHTS = ("DEFAULT", "auto")
+"""Values of `--weights` that name no weights, so that they also fit a bundle."""
 
 
 def check_model_files(settings: LeaderSettings) -> None:
@@ -20,11 +24,15 @@ def check_model_files(settings: LeaderSettings) -> None:
             f"--model {settings.model}: there is no such file or folder; expected the path of a bundle that "
             "`multiworld export` wrote, or a name such as resnet50"
         )
+    if path is not None and settings.weights not in _DEFAULT_WEIGHTS:
+        raise WeightsError(
+            f"--weights {settings.weights}: a bundle contains its weights; leave --weights out, or export the model with them"
+        )
+    if path is not None and settings.image_size is not None:
+        raise BundleError("--image-size is decided when a bundle is made: export it with another one")
     weights = Path(settings.weights)
     if path is None and weights.suffix.lower() in SUFFIXES and not weights.is_file():
         raise WeightsError(f"--weights {settings.weights}: there is no such file")
-    if settings.labels is not None and not Path(settings.labels).is_file():
-        raise LabelsError(f"--labels {settings.labels}: there is no such file")
     if settings.weights_dir is not None and not settings.weights_dir.is_dir():
         raise WeightsError(f"--weights-dir {settings.weights_dir}: there is no such folder")
 
@@ -33,3 +41,17 @@ def bundle_path(settings: LeaderSettings) -> Path | None:
     """The bundle that `--model` names by its path; None if it is the name of a model."""
     path = Path(settings.model)
     return path if path.exists() or os.sep in settings.model or path.suffix else None
+
+
+def available_weights(settings: LeaderSettings) -> str:
+    """The weights to start with, "auto" replaced. A model of torchvision is exported if the cache does not have it. Blocks.
+
+    Raises:
+        models.ModelError: there is no such model, or it cannot be exported.
+    """
+    weights = settings.weights
+    if bundle_path(settings) is None:
+        if weights == "auto":
+            weights = trained_weights(settings.model, settings.max_batch_size, image_size=settings.image_size)
+        exported(settings.model, weights, settings.max_batch_size, image_size=settings.image_size)
+    return weights

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 
 from multiworld_serving.cli.main import main
-from multiworld_serving.models import load_model
+from multiworld_serving.models.export.torchvision_models import load_model
 from multiworld_serving.testing.local_service import LocalService
 
 pytestmark = pytest.mark.timeout(300)
@@ -41,16 +41,16 @@ def rejection(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_serve_is_refused_when_the_weights_are_of_another_architecture(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    model = load_model("resnet18", "random:0")
+    model = load_model("resnet18")
     safetensors.torch.save_file(dict(model.module.state_dict()), tmp_path / "w.safetensors")
     line = rejection(capfd, "serve", "--model", "resnet50", "--weights", str(tmp_path / "w.safetensors"), *FREE_PORTS)
-    assert "resnet18" in line
+    assert "does not fit resnet50" in line
     assert "resnet50" in line
 
 
 def test_serve_is_refused_when_there_are_more_stages_than_blocks(capfd: pytest.CaptureFixture[str]) -> None:
-    line = rejection(capfd, "serve", "--model", "resnet18", "--weights", "random:0", "--stages", "11", *FREE_PORTS)
-    assert "10" in line
+    line = rejection(capfd, "serve", "--model", "resnet18", "--weights", "random:0", "--stages", "64", *FREE_PORTS)
+    assert "can be cut into at most" in line
 
 
 @pytest.mark.parametrize("option", ["--http-port", "--join-port", "--metrics-port"])

@@ -22,7 +22,7 @@ from multiworld_client import (
     InvalidRequestError,
     Prediction,
 )
-from multiworld_serving.models import load_model
+from multiworld_serving.models.export.torchvision_models import load_model
 from multiworld_serving.testing.local_service import LocalService
 from tests.e2e.images import pil_image, png
 
@@ -38,9 +38,7 @@ def pixels(digits: Path) -> Tensor:
 @pytest.fixture(scope="module")
 def expected(digits: Path, pixels: Tensor) -> Tensor:
     """float32 [8,10]."""
-    model = load_model(
-        "resnet18", str(digits / "digits.safetensors"), labels=str(digits / "labels.txt"), image_size=IMAGE_SIZE
-    )
+    model = load_model("resnet18", str(digits / "digits.safetensors"), image_size=IMAGE_SIZE)
     with torch.inference_mode():
         found: Tensor = model.classifier()(pixels)
     return found

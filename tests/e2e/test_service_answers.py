@@ -12,7 +12,8 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from multiworld_serving.models import load_model
+from examples.digits.train import LABELS
+from multiworld_serving.models.export.torchvision_models import load_model
 from multiworld_serving.testing.local_service import LocalService
 from tests.e2e.images import png
 
@@ -35,7 +36,7 @@ async def classify(url: str, images: list[bytes], clients: int = 8) -> list[dict
 
 async def test_answers_equal_those_of_the_unsplit_model(service: LocalService, digits: Path) -> None:
     held_out = safetensors.torch.load_file(digits / "held_out.safetensors")
-    model = load_model("resnet18", str(digits / "digits.safetensors"), labels=str(digits / "labels.txt"), image_size=32)
+    model = load_model("resnet18", str(digits / "digits.safetensors"), image_size=32)
     with torch.inference_mode():
         expected = model.classifier()(held_out["images"])
     answers = await classify(service.url, [png(image) for image in held_out["images"]])
@@ -46,7 +47,7 @@ async def test_answers_equal_those_of_the_unsplit_model(service: LocalService, d
     assert right == pytest.approx(unsplit)
     probabilities = torch.tensor([float(str(answer["probability"])) for answer in answers])
     torch.testing.assert_close(probabilities, expected.max(1).values, atol=1e-4, rtol=1e-3)
-    assert all(answer["label"] == model.labels[int(str(answer["class_id"]))] for answer in answers)
+    assert all(answer["label"] == LABELS[int(str(answer["class_id"]))] for answer in answers)
 
 
 def bomb() -> bytes:

@@ -24,7 +24,7 @@ import tritonclient.http as triton
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
-from multiworld_serving.models import load_model
+from multiworld_serving.models.export.torchvision_models import load_model
 from multiworld_serving.testing.local_service import LocalService
 
 pytestmark = pytest.mark.timeout(300)
@@ -40,7 +40,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with valid weights, invalid weights, and another file beside it."""
     folder = tmp_path_factory.mktemp("versions") / "weights"
     (folder / "deep").mkdir(parents=True)
-    state = load_model(MODEL, "random:7", image_size=SIDE).module.state_dict()
+    state = load_model(MODEL, "random:7").module.state_dict()
     safetensors.torch.save_file(state, folder / "deep" / f"{OTHER}.safetensors")
     safetensors.torch.save_file(state, folder.parent / "outside.safetensors")
     few = {**state, "fc.weight": state["fc.weight"][:10].clone(), "fc.bias": state["fc.bias"][:10].clone()}
@@ -208,13 +208,13 @@ def events(service: LocalService) -> list[str]:
 
 
 BAD = {
-    "missing.safetensors": "does not exist",
-    "few.safetensors": "10 classes",
+    "missing.safetensors": "cannot read weights",
+    "few.safetensors": "has other outputs and labels",
     "nan.safetensors": "NaN",
     "huge.safetensors": "infinity or NaN",
-    "narrow.safetensors": "do not fit",
+    "narrow.safetensors": "does not fit",
     "torn.safetensors": "not a whole safetensors file",
-    "deep": "unknown weights",
+    "deep": "has no weights",
     "../outside.safetensors": "not below",
     "deep/../../outside.safetensors": "not below",
     "link.safetensors": "not below",
@@ -225,8 +225,8 @@ BAD = {
     "x" * 5000 + ".pth": "invalid path",
     "random:no": "seed",
     "auto": "name the weights",
-    "NONSENSE": "unknown weights",
-    "": "unknown weights",
+    "NONSENSE": "has no weights",
+    "": "has no weights",
 }
 
 

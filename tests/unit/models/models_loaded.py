@@ -5,7 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from multiworld_serving.models import LoadedModel, load_model
+from multiworld_serving.models.export.torchvision_models import LoadedModel, load_model
 
 IMAGE_SIZE = 64
 

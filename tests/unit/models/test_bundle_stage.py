@@ -31,6 +31,18 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return classifier_bundle(tmp_path_factory.mktemp("classifier") / "bundle")
 
 
+def test_bundle_of_the_preview_release_is_served() -> None:
+    """Made by `tests.bundles.classifier_bundle` at commit 75110a2, where cuts were measured."""
+    bundle = read_bundle(Path(__file__).parents[2] / "data" / "preview_bundle.zip")
+    values, expected = bundle.self_test["input.images"], bundle.self_test["boundary.1.0"]
+    for num_stages in (1, 2, 3):
+        found = values
+        with torch.inference_mode():
+            for plan in bundle_plan(bundle, num_stages):
+                found = received(plan)(found)
+        torch.testing.assert_close(found, expected)
+
+
 def sent(plan: StagePlan) -> bytearray:
     return bytearray(b"".join(chunk.numpy().tobytes() for chunk in plan.weights.chunks()))
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torchvision
 
-from multiworld_serving.models.errors import ExportError
-from multiworld_serving.models.export.sources import (
-    InputSpec,
-    load_module,
-    parse_dynamic,
+from multiworld_serving.models.errors import ExportError, WeightsError
+from multiworld_serving.models.export.sources import InputSpec, parse_dynamic
+from multiworld_serving.models.export.torchvision_models import (
+    load_model,
     published_labels,
     published_preprocessing,
+    published_weights,
 )
 
 
@@ -28,23 +28,23 @@ from multiworld_serving.models.export.sources import (
     ],
 )
 def test_preprocessing_is_that_of_the_weights(name: str, weights: str | None, size: int | None) -> None:
-    found = published_preprocessing(name, weights)
+    found = published_preprocessing(published_weights(name, weights))
     assert (None if found is None else found.crop_size) == size
 
 
 def test_labels_are_those_of_the_weights_when_the_model_classifies() -> None:
-    assert len(published_labels("convnext_tiny", "DEFAULT")) == 1000
-    assert published_labels("deeplabv3_resnet50", "DEFAULT") == ()
+    assert len(published_labels(published_weights("convnext_tiny"))) == 1000
+    assert published_labels(published_weights("deeplabv3_resnet50")) == ()
 
 
 def test_weights_are_refused_with_their_names_when_they_are_unknown() -> None:
-    with pytest.raises(ExportError, match="expected one of DEFAULT, IMAGENET1K_V1"):
-        published_preprocessing("convnext_tiny", "IMAGENET22K")
+    with pytest.raises(WeightsError, match="expected one of DEFAULT, IMAGENET1K_V1"):
+        published_weights("convnext_tiny", "IMAGENET22K")
 
 
 @pytest.mark.parametrize("name", ["squeezenet1_1", "lraspp_mobilenet_v3_large"])
 def test_model_of_torchvision_is_created_without_a_download_when_no_weights_are_given(name: str) -> None:
-    module = load_module(name)
+    module = load_model(name).module
     assert not module.training
     assert not any(parameter.requires_grad for parameter in module.parameters())
 
@@ -53,15 +53,15 @@ def test_model_of_torchvision_is_created_without_a_download_when_no_weights_are_
 def test_model_of_torchvision_has_the_classes_of_its_checkpoint(name: str, tmp_path: Path) -> None:
     fine_tuned = torchvision.models.get_model(name, num_classes=37)
     torch.save(fine_tuned.state_dict(), tmp_path / "tuned.pth")
-    module = load_module(name, checkpoint=str(tmp_path / "tuned.pth"))
+    module = load_model(name, str(tmp_path / "tuned.pth")).module
     for key, tensor in fine_tuned.state_dict().items():
         assert module.state_dict()[key].equal(tensor)
 
 
 def test_checkpoint_is_refused_when_it_is_of_another_model(tmp_path: Path) -> None:
     torch.save(torchvision.models.resnet34().state_dict(), tmp_path / "other.pth")
-    with pytest.raises(ExportError, match="does not fit resnet18"):
-        load_module("resnet18", checkpoint=str(tmp_path / "other.pth"))
+    with pytest.raises(WeightsError, match="does not fit resnet18"):
+        load_model("resnet18", str(tmp_path / "other.pth"))
 
 
 def test_input_and_dimensions_are_parsed() -> None:

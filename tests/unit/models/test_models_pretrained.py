@@ -10,20 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchvision.models import ResNet18_Weights
 
-from multiworld_serving.models import MODEL_NAMES, WeightsError, load_model
-from multiworld_serving.models.architectures import published_weights
-from multiworld_serving.models.weights import pretrained
-from multiworld_serving.models.weights.loading import LoadedModel
-from multiworld_serving.models.weights.random_weights import random_model
+from multiworld_serving.models import WeightsError, read_bundle
+from multiworld_serving.models.export import bundle_cache, torchvision_models
+from multiworld_serving.models.export.bundle_cache import exported
+from multiworld_serving.models.export.torchvision_models import load_model
 
-V1 = published_weights("resnet18").IMAGENET1K_V1
+V1 = ResNet18_Weights.IMAGENET1K_V1
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """torch.hub's cache, empty."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "bundles"))
     return tmp_path / "hub" / "checkpoints"
 
 
@@ -53,21 +54,18 @@ def cached(cache: Path) -> Path:
     """Weights in the cache under the published file's name."""
     cache.mkdir(parents=True)
     path: Path = cache / V1.url.rsplit("/", 1)[-1]
-    torch.save(random_model("resnet18", seed=4).state_dict(), path)
+    torch.save(load_model("resnet18", "random:4").module.state_dict(), path)
     return path
 
 
-def assert_from_cache(model: LoadedModel) -> None:
-    expected = random_model("resnet18", seed=4).get_parameter("fc.weight")
+@pytest.mark.usefixtures("cached", "no_network")
+@pytest.mark.parametrize("weights", ["IMAGENET1K_V1", "DEFAULT", "ResNet18_Weights.IMAGENET1K_V1"])
+def test_published_weights_are_taken_from_the_cache(weights: str) -> None:
+    model = load_model("resnet18", weights)
+    expected = load_model("resnet18", "random:4").module.get_parameter("fc.weight")
     assert torch.equal(model.module.get_parameter("fc.weight"), expected)
     assert model.version == "IMAGENET1K_V1"
     assert model.labels[0] == "tench"
-
-
-@pytest.mark.usefixtures("cached", "no_network")
-@pytest.mark.parametrize("weights", ["IMAGENET1K_V1", "DEFAULT", "ResNet18_Weights.IMAGENET1K_V1", "auto"])
-def test_published_weights_are_taken_from_the_cache(weights: str) -> None:
-    assert_from_cache(load_model("resnet18", weights))
 
 
 @pytest.mark.usefixtures("no_network")
@@ -80,7 +78,7 @@ def test_download_failure_says_what_to_do(cache: Path) -> None:
 
 
 def test_stalled_download_times_out(listener: socket.socket, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setattr(pretrained, "STALL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(torchvision_models, "_STALL_TIMEOUT_S", 0.1)
     use_proxy(monkeypatch, listener.getsockname()[1])
     with pytest.raises(WeightsError, match="cannot download"):
         load_model("resnet18", "IMAGENET1K_V1")
@@ -93,37 +91,45 @@ def test_damaged_cache_file_is_named_in_the_error(cached: Path) -> None:
         load_model("resnet18", "DEFAULT")
 
 
+class Bomb:
+    """Would write a file when unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.write_text, (self.path, "executed"))
+
+
+def test_code_in_a_cached_file_is_not_executed(cached: Path, tmp_path: Path) -> None:
+    torch.save({"conv1.weight": Bomb(tmp_path / "trace")}, cached)
+    with pytest.raises(WeightsError, match="delete that file"):
+        load_model("resnet18", "DEFAULT")
+    assert not (tmp_path / "trace").exists()
+
+
 @pytest.mark.usefixtures("no_network")
-def test_auto_falls_back_with_one_warning_when_offline(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_falls_back_with_one_warning_when_offline(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with caplog.at_level(logging.INFO):
-        model = load_model("resnet18", "auto")
-    assert model.version == "random:0"
+        path = exported("squeezenet1_1", "auto", image_size=64)
+    assert read_bundle(path).manifest.version == "random:0"
     warning = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warning) == 1
     assert "NO TRAINED WEIGHTS" in warning[0]
     assert "cannot be downloaded: " in warning[0], "the proxy refuses at once"
+    monkeypatch.setattr(bundle_cache, "_export_in_child", None)
+    assert exported("squeezenet1_1", "auto", image_size=64) == path, "the next start begins no export"
 
 
-def test_auto_falls_back_within_a_time_limit_when_the_host_is_silent(
-    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_auto_asks_a_silent_host_within_a_time_limit(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(pretrained, "PROBE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(bundle_cache, "_PROBE_TIMEOUT_S", 0.1)
     use_proxy(monkeypatch, listener.getsockname()[1])
     start_s = time.monotonic()
-    assert load_model("resnet18", "auto").version == "random:0"
-    assert "does not answer within 0.1 s" in caplog.text
+    reason = bundle_cache.why_unavailable(tmp_path / "bundle", V1.url, tmp_path / "file.pth")
+    assert reason is not None
+    assert "does not answer within 0.1 s" in reason
     assert time.monotonic() - start_s < 20  # torch.hub alone would wait forever
-
-
-def test_auto_falls_back_when_the_cache_is_damaged(cached: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cached.write_bytes(b"")
-    assert load_model("resnet18", "auto").version == "random:0"
-    assert "delete that file" in caplog.text
-
-
-@pytest.mark.parametrize("name", MODEL_NAMES)
-def test_published_file_is_recognized_by_its_content(name: str) -> None:
-    for weights in published_weights(name):
-        prefix = weights.url.rsplit("-", 1)[-1].removesuffix(".pth")
-        assert pretrained.weights_with_content(name, prefix + "0" * 56) is weights
-    assert pretrained.weights_with_content(name, "0" * 64) is None

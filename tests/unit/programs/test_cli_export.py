@@ -82,7 +82,7 @@ IMAGE = ["--image-size", "8"]
         ("other.py:make", IMAGE, "does not exist"),
         ("no.such.module:make", IMAGE, "ModuleNotFoundError"),
         ("no/such/README.md:make", IMAGE, "README.md is not a Python file"),
-        ("no_such_model", [], "neither a model of torchvision"),
+        ("no_such_model", [], "has no model 'no_such_model'"),
         ("model.py:make", ["--input", "x:float32[3,9]"], "expected NAME:DTYPE"),
         ("model.py:make", ["--input", "x:float12[batch,9]"], "expected NAME:DTYPE"),
         ("model.py:make", ["--input", "x:float32[batch,3,9,9]", "--dynamic", "x=1"], "INPUT:DIMENSION=LEAST..MOST"),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,24 +22,33 @@ sys.exit("torch was imported" if "torch" in sys.modules else status)
 """
 
 
+def refusal(*options: str) -> str:
+    """The line that `serve` prints."""
+    ports = [each for name in ("http", "join", "metrics") for each in (f"--{name}-port", "0")]
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "serve", *options, *ports], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    return line.removeprefix("multiworld: error: ")
+
+
 @pytest.mark.parametrize(
     ("option", "file"),
     [
         ("--model", "nowhere/classifier.bundle"),
         ("--model", "classifier.bundle"),
         ("--weights", "nowhere.pth"),
-        ("--labels", "nowhere.txt"),
         ("--weights-dir", "nowhere"),
     ],
 )
 def test_serve_prints_one_line_when_a_file_or_folder_of_the_model_is_missing(option: str, file: str) -> None:
-    ports = [each for name in ("http", "join", "metrics") for each in (f"--{name}-port", "0")]
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "serve", option, file, *ports], capture_output=True, text=True, check=False
-    )
-    assert ended.stderr.splitlines() == [ended.stderr.rstrip("\n")]
-    assert ended.stderr.startswith(f"multiworld: error: {option} {file}: there is no such ")
-    assert ended.returncode == 2
+    assert refusal(option, file).startswith(f"{option} {file}: there is no such ")
+
+
+@pytest.mark.parametrize("options", [("--weights", "random:1"), ("--image-size", "32")])
+def test_serve_refuses_options_that_do_not_apply_to_a_bundle(options: tuple[str, str], tmp_path: Path) -> None:
+    assert refusal("--model", str(tmp_path), *options).startswith(options[0])
 
 
 @pytest.mark.parametrize(

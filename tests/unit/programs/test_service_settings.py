@@ -31,12 +31,10 @@ OTHERS: dict[str, Any] = {
     "otlp_endpoint": "http://127.0.0.1:4318/v1/traces",
     "heartbeat_timeout_s": 0.30000000000000004,
     "join_timeout_s": 1e2,
-    "labels": 'a "quoted"\\path\n',
-    "mean": "0.5,0.25,0.125",
+    "model": 'a "quoted"\\path\n',
     "optimize": "compile",  # eager refuses the other precision
     "target_latency_ms": 50.0,
     "autoscale": None,  # excludes external_workers
-    "std": "0.5,0.25,1",
     "token": None,  # with token_file, only one of them may be given
 }
 
@@ -130,15 +128,6 @@ def test_file_of_settings_is_in_memory_and_only_this_user_can_read_it() -> None:
         folder = path.parent.stat()
         assert (folder.st_uid, folder.st_mode & 0o077) == (os.getuid(), 0)
     assert not path.exists()
-
-
-def test_mean_and_deviation_are_three_numbers_each() -> None:
-    settings = load(LeaderSettings, {"mean": "0.5,0.25, 0.125", "metrics_port": None})
-    assert settings.channel_means == (0.5, 0.25, 0.125)
-    assert settings.channel_stds is None
-    for wrong in ("0.5", "a,b,c", ""):
-        with pytest.raises(SettingsError, match="three numbers, such as"):
-            load(LeaderSettings, {"mean": wrong})
 
 
 @pytest.mark.parametrize(("cls", "needed"), [(ServeSettings, {}), (FrontendSettings, {"leader": "127.0.0.1:1"})])

@@ -77,7 +77,6 @@ def test_only_bundles_below_the_folder_are_loaded(folder: Path, name: str) -> No
     [
         ({"max_batch_size": 16}, "at most 8"),
         ({"image_size": 32}, "--image-size"),
-        ({"std": "1,1,1"}, "--std"),
         ({"stages": 60}, "at most"),
     ],
 )

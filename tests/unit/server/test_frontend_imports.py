@@ -6,7 +6,6 @@ import sys
 _NOT_IN_A_FRONTEND = (
     "multiworld_serving.models.optimize",
     "multiworld_serving.models.export",
-    "multiworld_serving.models.weights.loading",
     "multiworld_serving.server.leader",
     "multiworld_serving.server.pipeline",
     "multiworld_serving.server.replicas",
@@ -25,7 +24,6 @@ _NOT_IN_A_FRONTEND = (
 
 _NOT_IN_A_WORKER = (
     "multiworld_serving.models.export",
-    "multiworld_serving.models.weights.loading",
     "multiworld_serving.server",
     "torchvision",
 )
@@ -43,7 +41,7 @@ def test_frontend_imports_no_module_of_leaders_and_no_compiler() -> None:
     assert not imported & set(_NOT_IN_A_FRONTEND)
 
 
-def test_worker_imports_no_torchvision_and_no_loader() -> None:
+def test_worker_imports_no_torchvision_and_no_export() -> None:
     imported = imported_by("workers.main")
     assert "multiworld_serving.models.optimize" in imported
     assert not imported & set(_NOT_IN_A_WORKER)

@@ -1,59 +1,66 @@
-"""Versions of a model of torchvision: which weights may be loaded, and what stays as in the first version."""
+"""Models of torchvision are exported into a cache; which weights may be loaded as further versions."""
 
+import logging
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import safetensors.torch
+import torch
 import torchvision
 
-from multiworld_serving.models import NO_TUNING, ModelError, WeightsError, load_model
-from multiworld_serving.models.export.published import PublishedModel
-from multiworld_serving.models.weights.random_weights import random_model
+from multiworld_serving.models import NO_TUNING, ModelError, WeightsError, read_bundle
+from multiworld_serving.models.bundle.files import GRAPH, WEIGHTS
+from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.predictor import ImageSizes
 from multiworld_serving.server.versions.bundle_loader import BundleLoader, open_model
+from multiworld_serving.server.versions.model_files import available_weights
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
-SIZE = 32
+pytestmark = pytest.mark.timeout(600)  # an export takes six seconds of CPU time
+
+MODEL = "squeezenet1_1"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("weights")
-    for name, classes in (("same (1).safetensors", 10), ("more.safetensors", 11)):
-        safetensors.torch.save_file(random_model("resnet18", 5, classes).state_dict(), made / name)
-    (made / "labels.txt").write_text("\n".join("abcdefghij"))
+    for number, (name, classes) in enumerate((("same (1)", 10), ("next", 10), ("more", 11))):
+        torch.manual_seed(number)
+        module = torchvision.models.get_model(MODEL, weights=None, num_classes=classes)
+        safetensors.torch.save_file(module.state_dict(), made / f"{name}.safetensors")
     return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(folder: Path) -> object:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        yield
 
 
 def opened(folder: Path, **changed: object) -> tuple[BundleLoader, VersionPlan]:
     values: dict[str, object] = {
-        "model": "resnet18",
+        "model": MODEL,
         "weights": str(folder / "same (1).safetensors"),
-        "labels": str(folder / "labels.txt"),
-        "image_size": SIZE,
         "weights_dir": folder,
+        "image_size": 64,
     }
     served, loader, plan = open_model(LeaderSettings(**values | changed), NO_TUNING)  # type: ignore[arg-type]
-    assert served.image == ImageSizes(SIZE, SIZE)
-    assert served.labels == tuple("abcdefghij")
     assert [each.name for each in (*served.inputs, *served.outputs)] == ["input", "probabilities"]
     return loader, plan
 
 
-def test_version_of_a_file_is_a_valid_name(folder: Path) -> None:
-    _, plan = opened(folder)
-    assert plan.version.name.startswith("same__1_-")
-    assert load_model("resnet18", "random:7").version == "random:7"
-
-
 def test_further_versions_have_the_same_stages(folder: Path) -> None:
     loader, plan = opened(folder, stages=3)
+    assert plan.version.name.startswith("same__1_-")
     versions = VersionTable(plan)
     assert loader.load(None, versions) is plan
-    safetensors.torch.save_file(random_model("resnet18", 6, 10).state_dict(), folder / "next.safetensors")
     found = loader.load("next.safetensors", versions)
-    assert found.version.number == 2
+    assert (found.version.number, found.version.name.partition("-")[0]) == (2, "next")
     assert [stage.spec.part for stage in found.stages] == [stage.spec.part for stage in plan.stages]
     assert [stage.weights.sha256 for stage in found.stages] != [stage.weights.sha256 for stage in plan.stages]
 
@@ -61,12 +68,11 @@ def test_further_versions_have_the_same_stages(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("weights", "what"),
     [
-        ("more.safetensors", "has 11 classes, but the service has 10"),
-        ("random:1", "has 1000 classes, but the service has 10"),
+        ("more.safetensors", "has other outputs and labels than the service"),
         ("auto", "name the weights"),
         ("../more.safetensors", "--weights-dir"),
-        ("missing.pth", "does not exist"),
-        ("BEST", "unknown weights"),
+        ("missing.pth", "cannot read weights"),
+        ("BEST", "has no weights 'BEST'; expected one of DEFAULT"),
     ],
 )
 def test_weights_that_do_not_fit_or_are_not_allowed_are_refused(folder: Path, weights: str, what: str) -> None:
@@ -81,36 +87,59 @@ def test_files_are_refused_without_a_folder(folder: Path) -> None:
         loader.load("more.safetensors", VersionTable(plan))
 
 
-def test_other_models_of_torchvision_are_exported_and_have_versions(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    for name, classes in (("first", 10), ("second", 10), ("other", 7)):
-        module = torchvision.models.get_model("squeezenet1_1", weights=None, num_classes=classes)
-        safetensors.torch.save_file(module.state_dict(), folder / f"{name}.safetensors")
-    given = {"model": "squeezenet1_1", "weights": str(folder / "first.safetensors"), "weights_dir": folder}
-    settings = LeaderSettings(**given, labels=str(folder / "labels.txt"), image_size=SIZE, mean="0.5,0.5,0.5")  # type: ignore[arg-type]
-    served, loader, plan = open_model(settings, NO_TUNING)
-    assert (served.name, served.image, served.labels) == ("squeezenet1_1", ImageSizes(SIZE, SIZE), tuple("abcdefghij"))
-    assert loader.first.manifest.image is not None
-    assert loader.first.manifest.image.mean == (0.5, 0.5, 0.5)
-    versions = VersionTable(plan)
-    assert loader.load(None, versions) is plan
-    assert loader.load("second.safetensors", versions).version.name.startswith("second-")
-    with pytest.raises(WeightsError, match="has 7 classes, but the service has 10"):
-        loader.load("other.safetensors", versions)
-    with pytest.raises(ModelError, match="expected one of DEFAULT, IMAGENET1K_V1"):
-        loader.load("BEST", versions)
+def test_model_is_exported_once_with_progress(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = LeaderSettings(model=MODEL, weights="random:3", image_size=64)
+    with caplog.at_level(logging.INFO):
+        assert available_weights(settings) == "random:3"
+        assert "exporting squeezenet1_1: capturing the model" in caplog.text
+        caplog.clear()
+        path = exported(MODEL, "random:3", image_size=64)
+        assert not caplog.records
+    assert path.is_relative_to(folder)
+    assert read_bundle(path).manifest.version == "random:3"
+    assert exported(MODEL, "random:03", image_size=64) == path
 
 
-@pytest.mark.parametrize(("name", "what"), [("squeezenet9", "did you mean"), ("raft_small", "does not take one image")])
-def test_models_that_cannot_be_exported_by_name_are_refused(name: str, what: str) -> None:
+EXPORT = f"""
+import logging, sys
+from multiworld_serving.models.bundle.files import GRAPH, WEIGHTS
+from multiworld_serving.models.export.bundle_cache import exported
+logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+print(exported({MODEL!r}, "random:5", image_size=64), flush=True)
+"""
+
+
+def export_into(cache: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", EXPORT],
+        env=os.environ | {"XDG_CACHE_HOME": str(cache)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_processes_export_once_and_alike_after_one_was_killed(tmp_path: Path) -> None:
+    with export_into(tmp_path / "a") as killed:
+        assert killed.stdout is not None
+        assert any("writing the bundle" in line for line in killed.stdout)
+        os.killpg(killed.pid, signal.SIGKILL)
+    assert not list(tmp_path.glob(f"a/multiworld/bundles/{MODEL}*"))
+    runs = [export_into(tmp_path / cache) for cache in ("a", "a", "b")]
+    printed = [run.communicate()[0] for run in runs]
+    assert sorted("capturing" in text for text in printed[:2]) == [False, True]
+    assert "capturing" in printed[2]
+    paths = [Path(text.splitlines()[-1]) for text in printed]
+    assert paths[0] == paths[1]
+    one, other = (read_bundle(path).manifest for path in paths[1:])
+    assert (one.costs_s, one.cuts) == (other.costs_s, other.cuts), "leaders on all machines cut alike"
+    assert [one.sha256[name] for name in (GRAPH, WEIGHTS)] == [other.sha256[name] for name in (GRAPH, WEIGHTS)]
+    assert not list(tmp_path.glob(f"*/multiworld/bundles/.{MODEL}*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("squeezenet9", "did you mean squeezenet"), ("raft_small", "does not take one image")]
+)
+def test_models_that_cannot_be_served_by_name_are_refused(name: str, what: str) -> None:
     with pytest.raises(ModelError, match=what):
-        PublishedModel.choose(name, "random:0")
-
-
-def test_published_weights_determine_images_and_version() -> None:
-    swag = PublishedModel.choose("vit_b_16", "IMAGENET1K_SWAG_E2E_V1")
-    assert (swag.image.crop_size, swag.version) == (384, "IMAGENET1K_SWAG_E2E_V1")
-    assert PublishedModel.choose("vit_b_16", "DEFAULT", image_size=64).image.resize_size == 64
-    assert PublishedModel.choose("convnext_tiny", "random:3").version == "random-3"
+        available_weights(LeaderSettings(model=name, weights="random:0"))

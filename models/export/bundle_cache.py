@@ -1,0 +1,220 @@
+"""Bundles of torchvision models, exported once into a cache. Imports no torch: the export runs in a process of its own."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from multiworld_serving.models.errors import ExportError, WeightsError
+from multiworld_serving.models.weights import SUFFIXES, parse_seed
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 1800.0
+_PROBE_TIMEOUT_S = 3.0
+"""How long "auto" waits for the download host, including DNS."""
+_MIN_BATCH_SIZE = 64
+"""Bundles compute batches of at least this size, so that most services share one in the cache."""
+_KEY_LETTERS = 12
+UNTRAINED = "random:0"
+"""What "auto" uses if there are no trained weights."""
+_NOT_IN_FILE_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
+WEIGHTS_STATUS = 3
+"""Exit status of the process that exports if the weights cannot be loaded."""
+_LAYOUT = 1
+"""Increases when bundles of one model become different in another release."""
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """What is exported.
+
+    Attributes:
+        weights: see `torchvision_models.load_model`.
+        image_size: side of the images; None: as published.
+    """
+
+    name: str
+    weights: str
+    max_batch_size: int = _MIN_BATCH_SIZE
+    image_size: int | None = None
+
+    def path(self) -> Path:
+        """Where the cache has the bundle, if it has it. Reads and hashes a file with weights.
+
+        Raises:
+            WeightsError: the file cannot be read.
+        """
+        weights = self.weights
+        if weights == "random" or weights.startswith("random:"):
+            weights = f"random-{parse_seed(weights)}"
+        elif Path(weights).suffix.lower() in SUFFIXES:
+            weights = f"{Path(weights).stem}-{_sha256(weights)}"
+        versions = version("torch"), version("torchvision")
+        key = json.dumps([weights, self.max_batch_size, self.image_size, versions, _LAYOUT])
+        digest = hashlib.sha256(key.encode()).hexdigest()[:_KEY_LETTERS]
+        label = _NOT_IN_FILE_NAMES.sub("_", f"{self.name}-{weights}")[:80]
+        return _folder() / f"{label}-{digest}"
+
+
+def exported(name: str, weights: str, max_batch_size: int = _MIN_BATCH_SIZE, *, image_size: int | None = None) -> Path:
+    """The bundle of a torchvision model, exported if the cache does not have it. Blocks for up to a minute, or for a download.
+
+    Args:
+        weights: see `torchvision_models.load_model`; or "auto", see `trained_weights`.
+    Raises:
+        ModelError: it cannot be exported; the message says why.
+    """
+    model = CachedModel(name, weights, max(max_batch_size, _MIN_BATCH_SIZE), image_size)
+    if weights == "auto":
+        model = replace(model, weights=trained_weights(name, max_batch_size, image_size=image_size))
+    path = model.path()
+    _export(model, path)
+    return path
+
+
+def trained_weights(name: str, max_batch_size: int, *, image_size: int | None = None) -> str:
+    """DEFAULT if the model can be exported with these weights, else random:0 with a warning.
+
+    If their host did not answer before, this takes at most `_PROBE_TIMEOUT_S`.
+    """
+    model = CachedModel(name, "DEFAULT", max(max_batch_size, _MIN_BATCH_SIZE), image_size)
+    path = model.path()
+    reason = None if path.exists() else _known_unavailable(path)
+    if reason is None:
+        try:
+            _export(model, path, "probe")
+        except WeightsError as error:
+            reason = str(error)
+        else:
+            return model.weights
+    warn_untrained(name, reason)
+    return UNTRAINED
+
+
+def warn_untrained(name: str, reason: str) -> None:
+    """Log that "auto" uses random weights for this model, and why."""
+    logger.warning(
+        "NO TRAINED WEIGHTS: %s has %s, so its predictions are meaningless (%s). Pass --weights FILE for real ones.",
+        *(name, UNTRAINED, reason),
+    )
+
+
+def why_unavailable(path: Path | None, url: str, file: Path) -> str | None:
+    """None if published weights are in torch.hub's cache, or if their host answers within `_PROBE_TIMEOUT_S`; otherwise what happened.
+
+    If it does not answer and `path`, the bundle in the cache, is given, the next start asks the host again, and begins no export.
+    """
+    if file.exists() or (reason := _probe(url)) is None:
+        return None
+    if path is not None:
+        _record(path).write_text(json.dumps([url, str(file)]))
+    return reason
+
+
+def _known_unavailable(path: Path) -> str | None:
+    """See `why_unavailable`. None if nothing is known."""
+    if not _record(path).exists():
+        return None
+    url, file = json.loads(_record(path).read_text())
+    return None if Path(file).exists() else _probe(url)
+
+
+def _record(path: Path) -> Path:
+    return path.with_name(f"{path.name}.unavailable")
+
+
+def _probe(url: str) -> str | None:
+    results: list[str | None] = []
+
+    def probe() -> None:
+        request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "torch.hub"})  # noqa: S310 https
+        # OSError covers refused, unreachable, DNS failures, timeouts and HTTP errors; ValueError a malformed proxy URL.
+        try:
+            with urllib.request.urlopen(request, timeout=_PROBE_TIMEOUT_S):  # noqa: S310
+                results.append(None)
+        except TimeoutError:
+            pass  # like no result yet
+        except (OSError, ValueError) as error:
+            results.append(f"{url} cannot be downloaded: {getattr(error, 'reason', None) or error}")
+
+    # A thread, because DNS lookups have no timeout; daemon, so that it does not block the exit.
+    thread = threading.Thread(target=probe, name="weights-probe", daemon=True)
+    thread.start()
+    thread.join(_PROBE_TIMEOUT_S)
+    return results[0] if results else f"{url} does not answer within {_PROBE_TIMEOUT_S:g} s"
+
+
+def _folder() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or tempfile.gettempdir()) / ".cache")
+    return cache / "multiworld" / "bundles"
+
+
+def _sha256(path: str) -> str:
+    try:
+        with Path(path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise WeightsError(f"cannot read weights from {path}: {error.strerror or error}; check the path") from error
+
+
+def _export(model: CachedModel, path: Path, *options: str) -> None:
+    if path.exists():
+        return
+    logger.info(
+        "exporting %s with weights %s: this takes up to a minute, and later starts take it from %s",
+        *(model.name, model.weights, path.parent),
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (path.parent / "lock").open("w") as lock:  # leaders of one machine start together
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                for unfinished in path.parent.glob(f".{path.name}-*"):  # of a process that was killed
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                _export_in_child(model, path, *options)
+    except OSError as error:
+        raise ExportError(f"{model.name} cannot be exported to {path}: {error.strerror or error}") from error
+
+
+def _export_in_child(model: CachedModel, path: Path, *options: str) -> None:
+    began_s = time.monotonic()
+    command = [sys.executable, "-P", "-m", "multiworld_serving.models.export.torchvision_models"]
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(  # noqa: S603 - arguments of ours, no shell
+            [*command, json.dumps(asdict(model)), str(path), *options], stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as child,
+    ):
+        deadline = threading.Timer(_TIMEOUT_S, child.kill)
+        deadline.start()
+        try:
+            assert child.stdout is not None
+            for step in child.stdout:
+                logger.info("exporting %s: %s after_s=%.1f", model.name, step.strip(), time.monotonic() - began_s)
+        except BaseException:
+            child.kill()
+            raise
+        finally:
+            deadline.cancel()
+        status = child.wait()
+        errors.seek(0)
+        lines = errors.read().strip().splitlines()
+    if status:
+        found = lines[-1] if lines else f"the export of {model.name} was killed (status {status})"
+        raise (WeightsError if status == WEIGHTS_STATUS else ExportError)(found)
+    logger.info("exported %s after_s=%.1f", model.name, time.monotonic() - began_s)

@@ -1,0 +1,40 @@
+"""Estimated work of the nodes of a graph, and cuts by it."""
+
+import pytest
+import torch
+
+from multiworld_serving.models import ModelError, cut_graph
+from multiworld_serving.models.bundle.cutting import estimate_costs
+from multiworld_serving.models.export.torchvision_models import load_model
+from tests.resnets import bundle_of, plan_of
+from tests.unit.models.models_loaded import IMAGE_SIZE, loaded
+
+
+def test_graph_and_costs_do_not_depend_on_the_weights() -> None:
+    one, other = (bundle_of(load_model("resnet18", f"random:{seed}", image_size=IMAGE_SIZE)) for seed in (3, 4))
+    assert one.graph == other.graph
+    assert one.manifest.costs_s == other.manifest.costs_s == estimate_costs(one.graph, {"batch": 1})
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_resnet_is_cut_before_convolutions_only(name: str) -> None:
+    """Workers fuse a convolution with the batch norm and activation after it, so these stay in one stage."""
+    bundle = bundle_of(loaded(name))
+    graph, costs_s = bundle.graph, bundle.manifest.costs_s
+    for num_stages in (2, 3, 6, 10):
+        cut = cut_graph(graph, costs_s, num_stages, bundle.manifest.lengths[-1])
+        assert max(cut.stage_s) <= sum(costs_s) / num_stages + 2 * max(costs_s)
+        for stage in graph.cut(cut.positions)[1:]:
+            first = next(node.target for node in stage.nodes if node.kind in ("call", "calls"))
+            assert first in ("aten.conv2d.default", "aten.linear.default")
+    with pytest.raises(ModelError, match="can be cut into at most"):
+        cut_graph(graph, costs_s, 500, bundle.manifest.lengths[-1])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_compute_no_number_are_refused(value: float) -> None:
+    model = load_model("resnet18", image_size=IMAGE_SIZE)
+    with torch.no_grad():
+        model.module.get_parameter("fc.bias")[0] = value
+    with pytest.raises(ModelError):
+        plan_of(model, 1)
