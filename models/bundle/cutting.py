@@ -71,6 +71,8 @@ def estimate_costs(graph: Graph, lengths: Mapping[str, int]) -> tuple[float, ...
             size = sum(graph.by_name[name].row_bytes(lengths) for name in crossing)
             if size <= fewest:
                 fewest, end = size, position
+    if not ends:  # at most one operator multiplies: each node is a block
+        return tuple(work_s)
     few = {end for end, count in ends.items() if count == min(ends.values())}
     costs_s = _summed(work_s, few)
     return costs_s if max(costs_s) <= sum(costs_s) * _LARGE_BLOCK else _summed(work_s, ends)
