@@ -31,7 +31,7 @@ class Handler:
                 pixels = np.asarray(image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BILINEAR))
         except OSError as error:
             raise ValueError(f"the body is not an image: {error}") from error
-        return {"images": pixels.transpose(2, 0, 1)[None]}
+        return {"input": pixels.transpose(2, 0, 1)[None]}
 
     def encode(self, outputs: dict[str, np.ndarray]) -> tuple[bytes, str]:
         classes = outputs["out"][0].argmax(0).astype(np.uint8)

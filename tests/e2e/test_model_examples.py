@@ -122,7 +122,7 @@ def check_segmentation(answer: bytes, bundle: Path) -> None:
     with Image.open("examples/images/clock.jpg") as photo:
         body = io.BytesIO()
         photo.save(body, "PNG")
-    pixels = torch.from_numpy(Handler().decode(body.getvalue(), "image/png")["images"])
+    pixels = torch.from_numpy(Handler().decode(body.getvalue(), "image/png")["input"])
     with torch.inference_mode():
         (expected,) = read_bundle(bundle).build(read_bundle(bundle).graph)(pixels)
     assert (found == expected[0].argmax(0)).float().mean() > 0.99  # two classes may be equally good
