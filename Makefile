@@ -70,7 +70,7 @@ gpu: $(STAMP) ## Run all GPU tests and benchmarks, at most nine minutes; report 
 soak: $(STAMP) ## Test scheduler and worlds under random faults with new seeds: make soak ARGS="--hours 3".
 	exec $(BIN)/python -m tests.torture.soak $(ARGS)
 
-mutants: $(STAMP) ## Plant 30 known bugs, one at a time, and list those that no test finds; about 30 minutes.
+mutants: $(STAMP) ## Plant 30 known bugs, one at a time, and list the bugs that no test detects. Takes about 30 minutes.
 	exec $(BIN)/python -m tests.mutations $(ARGS)
 
 proto: ## Compile open_inference.proto after a change of it; the descriptor is committed.

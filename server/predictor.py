@@ -128,7 +128,7 @@ class Prediction:
     """The model's outputs for the samples of a request, and how they were computed. All samples were computed by one version."""
 
     output: Tensor
-    """The rows of the output [N, …], as `ServedModel.output_rows` describes, on the CPU; without those that are in `kept`."""
+    """Output rows [N, …] on the CPU, in the format of `ServedModel.output_rows`. Rows that workers keep are listed in `kept` instead."""
     model: str
     version: str
     queue_s: float

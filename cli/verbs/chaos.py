@@ -38,7 +38,7 @@ docker compose up -d --wait && multiworld chaos --compose multiworld
 
 @dataclass(frozen=True)
 class ServiceOptions:
-    """The service: one that runs, or the settings of the one that is started."""
+    """The service under test: the URL of a running service, or the settings with which the campaign starts one."""
 
     panel: ClassVar[str] = "The service"
     url: Annotated[str | None, value("URL", "URL of a running service on this machine; default: start one.")] = None

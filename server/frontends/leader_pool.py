@@ -1,6 +1,6 @@
 """The leaders of a frontend: which one gets a request, and what happens to it when that leader dies.
 
-Leaders have an order. Requests go to the first one that is ready, so that one leader forms all batches.
+Leaders have an order. The frontend sends requests to the first ready leader, so that one leader forms all batches.
 
 A frontend keeps each request and its decoded input until it is answered, so it can send it to another leader:
 
@@ -376,7 +376,7 @@ class LeaderPool:
             raise DeadlineError(f"the deadline has passed, and before that: {lost}; try again") from lost
 
     def _choose(self, rejected: Mapping[LeaderLink, object], body: Check | Predict) -> LeaderLink | None:
-        """The leader for a request: the first one that is ready; without one, the first that is usable."""
+        """The first ready leader. If no leader is ready, the first usable one."""
         candidates = [link for link in self.links if link.usable and link not in rejected]
         candidates = [link for link in candidates if not self._agreement.is_outdated(link)]
         if self._was_ready:  # a leader that has just started would reject it, because its workers have not joined yet

@@ -152,7 +152,7 @@ class BatchTensors:
         return [request for request, row in found if isinstance(row, InputRef) and row.holder in holders]
 
     def relayed_holders(self, batch: int, lost: LostInput) -> tuple[str, ...]:
-        """The producers from which a worker cannot fetch: those that it cannot reach, and one that lost what it must keep."""
+        """The producers from which the worker cannot fetch: unreachable ones, and one that no longer has its tensor."""
         stored = self._inputs.get(batch)
         if isinstance(stored, KeptOutput) and stored.holder in lost.holders:
             return (stored.holder,)

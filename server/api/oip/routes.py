@@ -128,7 +128,7 @@ class V2Routes:
         served = self.inference.signature.model.name
         name = Path(description="The served model's name.", json_schema_extra={"enum": [served]})
         now = str(self.predictor.version.number)
-        says = "Number of the version that serves; this document contains the one that served when it was created."
+        says = "Number of the current version. This document shows the version that was current when the document was created."
         version = Path(description=says, json_schema_extra={"enum": [now]})
         return name, version
 
