@@ -4,19 +4,20 @@ import asyncio
 import time
 from collections.abc import Callable
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 150.0
+"""Shorter than a test may take; long enough for the start of several processes on a machine with other work and cold files."""
 _PAUSE_S = 0.005
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Poll on the event loop until the condition holds. Raises TimeoutError after a minute."""
+    """Poll on the event loop until the condition holds. Raises TimeoutError when it still does not."""
     async with asyncio.timeout(_PATIENCE_S):
         while not holds():  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(_PAUSE_S)
 
 
 def wait_until(holds: Callable[[], object]) -> None:
-    """Poll in the calling thread until the condition holds. Raises TimeoutError after a minute."""
+    """Poll in the calling thread until the condition holds. Raises TimeoutError when it still does not."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while not holds():
         if time.monotonic() > deadline_s:

@@ -20,7 +20,6 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.timeout(400)
 
 SCRIPTS = Path(__file__).parents[2] / "deploy" / "slurm"
-MODEL = ("--model", "resnet18", "--weights", "random:0", "--image-size", "32", "--stages", "1", "--replicas", "2")
 NODES = ("node1", "node2", "node3", "node4")
 
 
@@ -50,8 +49,9 @@ def ready_leaders(cluster: SlurmCluster, node: str) -> int:
     return 0
 
 
-def test_service_on_slurm_survives_lost_tasks_and_nodes(cluster: SlurmCluster) -> None:
-    service = cluster.run("sbatch", "--parsable", str(SCRIPTS / "service.sbatch"), *MODEL)
+def test_service_on_slurm_survives_lost_tasks_and_nodes(cluster: SlurmCluster, digits: Path) -> None:
+    model = ("--model", str(digits / "digits.bundle"), "--stages", "1", "--replicas", "2")
+    service = cluster.run("sbatch", "--parsable", str(SCRIPTS / "service.sbatch"), *model)
     array = ("sbatch", "--parsable", "--cpus-per-task=5", "--export=ALL")
     workers = cluster.run(*array, "--array=0-2", str(SCRIPTS / "worker.sbatch"), "--threads", "1")
     wait_until(lambda: ready_workers(cluster, "node1") == {"worker-0", "worker-1", "worker-2"})
