@@ -16,8 +16,11 @@ from contextlib import contextmanager
 
 import torch
 
-from multiworld_serving.models import BundleStage, Tuning, load_bundle_stage, optimize, read_bundle
+from multiworld_serving.models.bundle.files import read_bundle
+from multiworld_serving.models.bundle.stage import BundleStage, load_bundle_stage
 from multiworld_serving.models.export.bundle_cache import exported
+from multiworld_serving.models.optimize.optimizing import optimize
+from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.versions.stage_plan import make_bundle_plan
 
 _MAX_BATCH_SIZE = 64

@@ -30,6 +30,7 @@ from multiworld_serving.cli.verbs import (
     status,
 )
 from multiworld_serving.common.config import UserError
+from multiworld_serving.models.errors import ModelError
 
 EPILOG = """
 [bold]In two terminals[/bold]
@@ -113,18 +114,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(app(args=arguments, prog_name="multiworld", standalone_mode=False) or 0)
     except typer.TyperException as error:
         return _fail(_usage(error), 2)
-    except _user_errors() as error:
+    except (UserError, ModelError) as error:
         return _fail(str(error), 2)
     except ServiceError as error:
         return _fail(str(error), 1)
     except (KeyboardInterrupt, typer.Abort):
         return 130
-
-
-def _user_errors() -> tuple[type[Exception], ...]:
-    # Importing `models` imports torch. If it has not been imported, it cannot have raised the exception.
-    model_error = getattr(sys.modules.get("multiworld_serving.models"), "ModelError", UserError)
-    return (UserError, model_error)
 
 
 def _usage(error: typer.TyperException) -> str:

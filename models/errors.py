@@ -7,6 +7,7 @@
         ├── PreprocessingError  image size, mean or std is out of range.
         ├── StageError          a partition or stage that the model cannot have.
         ├── BundleError         a bundle is damaged, unknown or not allowed. Export it again.
+        ├── CompileError        a stage cannot be compiled, or its code computes something else.
         └── ExportError         a model cannot be exported. Change the model as the message says.
 
 Each message is one line: what was wrong, what was expected, what to do. After an error no model, stage or file has been created.
@@ -39,3 +40,7 @@ class BundleError(ModelError):
 
 class ExportError(ModelError):
     """A model cannot be exported."""
+
+
+class CompileError(ModelError):
+    """A stage cannot be compiled, or its code computes something else."""

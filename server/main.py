@@ -29,7 +29,7 @@ from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.common.wire import FrontendJoinRequest, WireError
-from multiworld_serving.models import Tuning
+from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.capacity_report import CAPACITY_FIELD
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader

@@ -1,6 +1,7 @@
 """Bundles cut into stages, as a leader does it."""
 
-from multiworld_serving.models import NO_TUNING, Bundle, Tuning
+from multiworld_serving.models.bundle.files import Bundle
+from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan
 from multiworld_serving.server.versions.version_table import VersionPlan

@@ -7,16 +7,10 @@ from pathlib import Path
 
 import torch
 
-from multiworld_serving.models import (
-    NO_TUNING,
-    Bundle,
-    BundleStage,
-    BundleStageSpec,
-    Tuning,
-    load_bundle_stage,
-    read_bundle,
-)
+from multiworld_serving.models.bundle.files import Bundle, read_bundle
+from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.export.torchvision_models import LoadedModel, export_loaded, load_model
+from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
 from multiworld_serving.models.weights.received import received_tensors
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.server.versions.stage_weights import StageWeights

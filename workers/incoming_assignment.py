@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 
 from multiworld_serving.common.wire import Message, MessageKind, StageAssignment, WireError
-from multiworld_serving.models import BundleStageSpec, StageError, Tuning
+from multiworld_serving.models.bundle.stage import BundleStageSpec
+from multiworld_serving.models.errors import StageError
+from multiworld_serving.models.optimize.tuning import Tuning
 
 
 class IncomingAssignment:

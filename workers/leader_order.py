@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from multiworld_serving.common.wire import MAX_PARTS
-from multiworld_serving.models import BundleStageSpec
+from multiworld_serving.models.bundle.stage import BundleStageSpec
 
 EARLIER_LEADERS_S = 1.0
 """How long a leader is not told what this worker holds because an earlier leader is about to assign it something."""

@@ -30,7 +30,7 @@ from multiworld_serving.common.wire import (
     edge_states_json,
     trace_contexts,
 )
-from multiworld_serving.models import ModelError
+from multiworld_serving.models.errors import ModelError
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.stage_store import LoadedStage
 from multiworld_serving.workers.exit_timer import (

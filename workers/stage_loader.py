@@ -8,7 +8,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from multiworld_serving.common.config import check_memory, release_free_memory
-from multiworld_serving.models import BundleStageSpec, CompileError, Tuning
+from multiworld_serving.models.bundle.stage import BundleStageSpec
+from multiworld_serving.models.errors import CompileError
+from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.workers.compute.engine import Engine, EngineQueue
 from multiworld_serving.workers.compute.stage_store import LoadedStage
 from multiworld_serving.workers.incoming_assignment import IncomingAssignment

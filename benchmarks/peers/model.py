@@ -14,7 +14,8 @@ from torchvision.models import get_model, get_model_weights
 from torchvision.transforms import v2
 
 from benchmarks.bare_loop import whole_model
-from multiworld_serving.models import Tuning, optimize
+from multiworld_serving.models.optimize.optimizing import optimize
+from multiworld_serving.models.optimize.tuning import Tuning
 
 MAX_BATCH_SIZE = 8
 BATCH_TIMEOUT_S = 0.002

@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
-from multiworld_serving.models import Normalize
+from multiworld_serving.models.preprocessing import Normalize
 
 IMAGE_SIZE = 32
 LABELS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

@@ -16,8 +16,8 @@ from torch.distributed import ReduceOp
 from examples.elastic_members import member_parser, run_member
 from examples.resnet.images import prepare
 from multiworld.elastic import ElasticWorld
-from multiworld_serving.models import Normalize
 from multiworld_serving.models.export.torchvision_models import LoadedModel, load_model
+from multiworld_serving.models.preprocessing import Normalize
 
 IMAGE_TIMEOUT_S = 600.0
 """Seconds that a member waits for the next image."""

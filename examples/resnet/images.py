@@ -7,7 +7,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import functional
 
-from multiworld_serving.models import Preprocessing
+from multiworld_serving.models.preprocessing import Preprocessing
 
 
 def load_images(path: Path | None, preprocessing: Preprocessing) -> dict[str, Tensor]:

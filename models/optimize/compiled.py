@@ -12,16 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from multiworld_serving.models.bundle.stage import BundleStage
-from multiworld_serving.models.errors import ModelError, StageError
+from multiworld_serving.models.errors import CompileError, StageError
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation_of_rows, example_rows
 from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import Workload
 from multiworld_serving.models.optimize.graphs import place
 from multiworld_serving.models.optimize.tuning import ExecutionMode, Tuning
-
-
-class CompileError(ModelError):
-    """A stage cannot be compiled, or its code computes something else. The message is one line."""
 
 
 def batch_sizes(max_batch_size: int) -> tuple[int, ...]:

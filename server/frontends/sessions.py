@@ -17,7 +17,7 @@ from typing import Any
 
 from multiworld import JoinError, World, WorldError, WorldManager
 from multiworld_serving.common.wire import WORLD_BACKEND, EdgeState, FrontendJoinRequest, JoinOffer
-from multiworld_serving.models import ModelError
+from multiworld_serving.models.errors import ModelError
 from multiworld_serving.server.administration import OPERATION_ERRORS
 from multiworld_serving.server.errors import InputUnreachableError, RequestRejected, StageError
 from multiworld_serving.server.frontends.frames import MAX_BYTES, NOTHING, Frame, FrameKind, FrameLink, encode

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from multiworld_serving.models import Bundle, BundleError, Tuning
+from multiworld_serving.models.bundle.files import Bundle
+from multiworld_serving.models.errors import BundleError
+from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, ServedModel
 from multiworld_serving.server.versions.model_source import ModelSource

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from multiworld_serving.common.config import check_memory
-from multiworld_serving.models import Bundle, BundleError, WeightsError, read_bundle
+from multiworld_serving.models.bundle.files import Bundle, read_bundle
+from multiworld_serving.models.errors import BundleError, WeightsError
 from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.models.weights import SUFFIXES
 from multiworld_serving.server.leader_settings import LeaderSettings

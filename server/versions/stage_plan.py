@@ -8,19 +8,13 @@ import torch
 from torch import Tensor
 
 from multiworld_serving.common.wire import EDGE_DTYPES, RowShape, StageAssignment
-from multiworld_serving.models import (
-    NO_TUNING,
-    Bundle,
-    BundleError,
-    BundleStageSpec,
-    Graph,
-    Tuning,
-    WeightsError,
-    cut_graph,
-    deviation,
-    stage_specs,
-    weights_head,
-)
+from multiworld_serving.models.bundle.cutting import cut_graph
+from multiworld_serving.models.bundle.files import Bundle
+from multiworld_serving.models.bundle.graph import Graph
+from multiworld_serving.models.bundle.stage import BundleStageSpec, stage_specs, weights_head
+from multiworld_serving.models.errors import BundleError, WeightsError
+from multiworld_serving.models.optimize.deviation import deviation
+from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
 from multiworld_serving.server.versions.stage_weights import FileRange, StageWeights
 
 logger = logging.getLogger(__name__)

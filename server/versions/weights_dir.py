@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from multiworld_serving.models import WeightsError
+from multiworld_serving.models.errors import WeightsError
 
 _PATH_CHARACTERS = 1024
 

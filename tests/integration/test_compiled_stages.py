@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from multiworld_serving.common.wire import Message, MessageKind
-from multiworld_serving.models import TOLERANCE, CompileError, StageError, Tuning, deviation, load_bundle_stage
+from multiworld_serving.models.bundle.stage import load_bundle_stage
+from multiworld_serving.models.errors import CompileError, StageError
 from multiworld_serving.models.optimize.compiled import CompiledStage, batch_sizes
-from multiworld_serving.models.optimize.deviation import example_rows
+from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation, example_rows
+from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute import engine as engine_module
 from multiworld_serving.workers.compute.engine import Engine

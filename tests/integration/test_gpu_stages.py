@@ -6,11 +6,8 @@ import pytest
 import torch
 
 from multiworld.transport.segments import SegmentPool
-from multiworld_serving.models import (
-    Tuning,
-    deviation,
-)
-from multiworld_serving.models.optimize import TOLERANCE
+from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
+from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
 from multiworld_serving.workers.compute.transfers import transfers_for

@@ -22,7 +22,8 @@ from multiworld_serving.common.wire import (
     MessageKind,
     StageAssignment,
 )
-from multiworld_serving.models import BundleStageSpec, Tuning
+from multiworld_serving.models.bundle.stage import BundleStageSpec
+from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError, SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan

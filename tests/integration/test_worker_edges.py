@@ -23,7 +23,7 @@ from multiworld_serving.common.wire import (
     RowRef,
     Source,
 )
-from multiworld_serving.models import Tuning
+from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan

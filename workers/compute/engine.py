@@ -15,17 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from multiworld_serving.common.config import check_memory
-from multiworld_serving.models import (
-    NO_TUNING,
-    BundleStageSpec,
-    CompiledStage,
-    OptimizedStage,
-    Tuning,
-    batch_sizes,
-    load_bundle_stage,
-    optimize,
-    torch_threads,
-)
+from multiworld_serving.models.bundle.stage import BundleStageSpec, load_bundle_stage
+from multiworld_serving.models.optimize.compiled import CompiledStage, batch_sizes
+from multiworld_serving.models.optimize.fusing import torch_threads
+from multiworld_serving.models.optimize.optimizing import OptimizedStage, optimize
+from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
 from multiworld_serving.workers.compute.cores import BatchThreads, SharedCores, Threads
 from multiworld_serving.workers.compute.stage_store import LoadedStage, StageStore
 from multiworld_serving.workers.compute.transfers import Allocate, transfers_for

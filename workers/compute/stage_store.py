@@ -5,7 +5,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from weakref import WeakValueDictionary
 
-from multiworld_serving.models import BundleStageSpec, OptimizedStage
+from multiworld_serving.models.bundle.stage import BundleStageSpec
+from multiworld_serving.models.optimize.optimizing import OptimizedStage
 from multiworld_serving.workers.compute.cores import BatchThreads
 
 _LONGEST_TURN_S = 30.0

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from multiworld_serving.models import BundleError, ModelError, StageError, load_bundle_stage
 from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.bundle.manifest import TensorSpec
-from multiworld_serving.models.bundle.stage import BundleStageSpec
+from multiworld_serving.models.bundle.stage import BundleStageSpec, load_bundle_stage
+from multiworld_serving.models.errors import BundleError, ModelError, StageError
 from multiworld_serving.models.weights.received import safetensors_head
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from tests.bundles import Text, classifier_bundle, text_bundle

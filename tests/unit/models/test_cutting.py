@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from multiworld_serving.models import ModelError, cut_graph
-from multiworld_serving.models.bundle.cutting import estimate_costs
+from multiworld_serving.models.bundle.cutting import cut_graph, estimate_costs
+from multiworld_serving.models.errors import ModelError
 from multiworld_serving.models.export.torchvision_models import load_model
 from tests.resnets import bundle_of, plan_of
 from tests.unit.models.models_loaded import IMAGE_SIZE, loaded

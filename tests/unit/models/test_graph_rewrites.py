@@ -10,23 +10,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from multiworld_serving.models import (
-    TOLERANCE,
-    BundleStage,
-    Tuning,
-    deviation,
-    load_bundle_stage,
-    optimize,
-    stage_specs,
-)
 from multiworld_serving.models.bundle.files import Bundle
 from multiworld_serving.models.bundle.manifest import TensorSpec
-from multiworld_serving.models.bundle.stage import BundleStageSpec
+from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, load_bundle_stage, stage_specs
 from multiworld_serving.models.export.trace import capture
 from multiworld_serving.models.optimize import optimizing
-from multiworld_serving.models.optimize.deviation import example_rows
+from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation, example_rows
 from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import FusedConv, FusedLinear, Workload, fusable
+from multiworld_serving.models.optimize.optimizing import optimize
+from multiworld_serving.models.optimize.tuning import Tuning
 from tests.bundles import SIZE, classifier_bundle, text_bundle
 from tests.cut_bundles import bundle_plan
 

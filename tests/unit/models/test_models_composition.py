@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torchvision.models import ResNet18_Weights
 
-from multiworld_serving.models import ModelError
+from multiworld_serving.models.errors import ModelError
 from multiworld_serving.models.export.torchvision_models import load_model
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from tests.resnets import plan_of, sent_stage

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from multiworld_serving.models import ModelError
+from multiworld_serving.models.errors import ModelError
 from multiworld_serving.models.weights.labels import read_labels
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torchvision.models import resnet18
 
-from multiworld_serving.models import ModelError, Preprocessing, WeightsError
+from multiworld_serving.models.errors import ModelError, WeightsError
 from multiworld_serving.models.export.torchvision_models import load_model
+from multiworld_serving.models.preprocessing import Preprocessing
 
 IMAGENET = Preprocessing(256, 224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 

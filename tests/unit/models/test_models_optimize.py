@@ -7,19 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from multiworld_serving.models import (
-    NO_TUNING,
-    TOLERANCE,
-    BundleStage,
-    ModelError,
-    StageError,
-    Tuning,
-    deviation,
-    optimize,
-)
+from multiworld_serving.models.bundle.stage import BundleStage
+from multiworld_serving.models.errors import ModelError, StageError
 from multiworld_serving.models.optimize import tuning
+from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
 from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import FusedConv, Workload, fusable, torch_threads
+from multiworld_serving.models.optimize.optimizing import optimize
+from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
 from tests.resnets import plan_of, sent_stage
 from tests.unit.models.models_loaded import IMAGE_SIZE, images, loaded
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torchvision.models import ResNet18_Weights
 
-from multiworld_serving.models import WeightsError, read_bundle
+from multiworld_serving.models.bundle.files import read_bundle
+from multiworld_serving.models.errors import WeightsError
 from multiworld_serving.models.export import bundle_cache, torchvision_models
 from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.models.export.torchvision_models import load_model

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.models import NO_TUNING, BundleError, ModelError, WeightsError
+from multiworld_serving.models.errors import BundleError, ModelError, WeightsError
+from multiworld_serving.models.optimize.tuning import NO_TUNING
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes
 from multiworld_serving.server.versions.bundle_loader import open_model

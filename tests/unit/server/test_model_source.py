@@ -12,9 +12,10 @@ import safetensors.torch
 import torch
 import torchvision
 
-from multiworld_serving.models import NO_TUNING, ModelError, WeightsError, read_bundle
-from multiworld_serving.models.bundle.files import GRAPH, WEIGHTS
+from multiworld_serving.models.bundle.files import GRAPH, WEIGHTS, read_bundle
+from multiworld_serving.models.errors import ModelError, WeightsError
 from multiworld_serving.models.export.bundle_cache import exported
+from multiworld_serving.models.optimize.tuning import NO_TUNING
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.versions.bundle_loader import BundleLoader, open_model
 from multiworld_serving.server.versions.model_files import available_weights

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from multiworld_serving.models import Tuning, deviation
+from multiworld_serving.models.optimize.deviation import deviation
+from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.workers.compute.engine import Engine, EngineQueue
 from tests.resnets import plan_of, sent_stage, sent_weights
 from tests.unit.models.models_loaded import IMAGE_SIZE, images, loaded
