@@ -116,7 +116,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train_digits(folder: Path) -> None:
-    state, images, labels = train(0, epochs=3)
+    state, images, labels = train(0, epochs=2)
     safetensors.torch.save_file(state, folder / "digits.safetensors")
     safetensors.torch.save_file({"images": images, "labels": labels}, folder / "held_out.safetensors")
     model = load_model("resnet18", str(folder / "digits.safetensors"), image_size=IMAGE_SIZE)

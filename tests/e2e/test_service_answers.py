@@ -43,7 +43,7 @@ async def test_answers_equal_those_of_the_unsplit_model(service: LocalService, d
     classes = torch.tensor([int(str(answer["class_id"])) for answer in answers])
     right = (classes == held_out["labels"]).float().mean().item()
     unsplit = (expected.argmax(1) == held_out["labels"]).float().mean().item()
-    assert unsplit > 0.95
+    assert unsplit > 0.9
     assert right == pytest.approx(unsplit)
     probabilities = torch.tensor([float(str(answer["probability"])) for answer in answers])
     torch.testing.assert_close(probabilities, expected.max(1).values, atol=1e-4, rtol=1e-3)
