@@ -6,7 +6,9 @@ Frontends do not import what performs the operations (`leader.py`): it loads the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from multiworld_serving.server.predictor import ModelVersion
 
 
 class OperationInProgressError(Exception):
@@ -32,6 +34,24 @@ OPERATION_ERRORS: dict[str, type[Exception]] = {
     "restart_failed": RestartFailedError,
 }
 """Errors of administrative operations, by their name in a DONE frame."""
+
+
+class Desired(NamedTuple):
+    """What the leaders of a group are to serve. An operation on the acting leader decides it, and the other leaders follow."""
+
+    revision: int
+    """Number of the operation; 0: the version of the settings. The highest one wins."""
+    version: ModelVersion
+    digest: str
+    """See `VersionPlan.digest`."""
+    weights: str | None = None
+    """With which the version is loaded; None: the weights of the settings."""
+    unloaded: bool = False
+
+    @property
+    def rank(self) -> tuple[int, str]:
+        """Orders what was decided. Operations on the two sides of a cut network have the same revision: then the name decides."""
+        return self.revision, self.version.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,13 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 
 from multiworld import WorldManager
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.wire import EdgeState, Message
-from multiworld_serving.server.administration import RestartStep
+from multiworld_serving.server.administration import Desired, OperationInProgressError, RestartStep, VersionFailedError
 from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import RequestRejected
@@ -50,6 +51,9 @@ from multiworld_serving.server.versions.version_table import Loader, VersionPlan
 
 logger = logging.getLogger(__name__)
 
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+"""Between attempts to load what the other leaders serve."""
+
 
 class Leader:
     """One leader. Use as `async with`: it listens on entry and frees everything on exit.
@@ -63,8 +67,9 @@ class Leader:
 
     Attributes:
         open_requests: requests that have begun; `drain` waits for them.
-        weights: with which the current version was loaded; None: those of the settings.
-        revision: of the operation that loaded the version or unloaded the model; 0: none.
+        desired: what the leaders of the group are to serve, as far as this one knows.
+        served: what it serves.
+        obstacle: why it cannot serve what is desired; empty if it does, or tries for the first time.
     """
 
     def __init__(
@@ -114,10 +119,11 @@ class Leader:
             self._states_changed,
         )
         self.open_requests = OpenRequests()
-        self.weights: str | None = None
-        self.revision = 0
-        self._next: tuple[str | None, int] | None = None
-        """Weights and revision of the version that is being loaded."""
+        self.desired = Desired(0, plan.version, plan.digest)
+        self.obstacle = ""
+        self._following: asyncio.Task[None] | None = None
+        self.served = self.desired
+        self._has_begun = False
         self._draining = False
         self._unloaded = False
         self._started_s = time.monotonic()
@@ -139,6 +145,8 @@ class Leader:
     ) -> None:
         self._draining = True
         self._driver.close()
+        if self._following is not None:
+            self._following.cancel()
         await self._rollout.close()
         await self._registry.close()
         await self._manager.aclose()
@@ -149,6 +157,7 @@ class Leader:
         self, rows: Sequence[InputRow], *, deadline_s: float, request_id: str, fetcher: str | None = None, key: str = ""
     ) -> asyncio.Future[Prediction]:
         """See `SchedulerDriver.begin`."""
+        self._has_begun = True
         return self._driver.begin(rows, deadline_s=deadline_s, request_id=request_id, fetcher=fetcher, key=key)
 
     @property
@@ -244,17 +253,13 @@ class Leader:
 
         Args:
             weights: as accepted by the version loader; None: the weights of the settings.
-            revision: of this operation; see `multiworld_serving.server.frontends.version_agreement`.
+            revision: of this operation, at least.
         Raises:
             OperationInProgressError, models.ModelError, VersionFailedError: nothing has changed.
         Cancelling is safe, see `VersionRollout.run`.
         """
-        if not self._exclusive.busy:
-            self._next = (weights, revision)
-        version = await self._rollout.run(weights)
-        if self._next is not None:  # the current version was loaded again, so there was no switch
-            self._into_service()
-            self._states_changed()
+        revision = max(revision, self.desired.revision + 1)
+        version = await self._rollout.run(weights, lambda plan: Desired(revision, plan.version, plan.digest, weights))
         await self.open_requests.sync_state()
         return version
 
@@ -265,10 +270,47 @@ class Leader:
             OperationInProgressError: another operation is in progress.
         """
         with self._exclusive.acquire("unloading the model"):
-            self._unloaded, self.revision = True, max(self.revision, revision)
-            logger.warning("the model is unloaded: requests are refused until it is loaded")
-            self._states_changed()
-            await self.open_requests.wait_idle()
+            revision = max(revision, self.desired.revision + 1)
+            self.desired = self.desired._replace(revision=revision, unloaded=True)
+            self._take_out_of_service(self.desired)
+        await self.open_requests.wait_idle()
+
+    def follow(self, desired: Desired) -> None:
+        """Serve what another leader serves. While that fails, it is tried again, and `obstacle` says why.
+
+        A leader that has begun no request also yields to one that serves other content as the version of the settings.
+        """
+        older, own = desired.rank < self.desired.rank, desired.rank == self.desired.rank and self._has_begun
+        if older or own or desired == self.desired:
+            return
+        logger.info("another leader serves version %s: loading it revision=%d", desired.version.name, desired.revision)
+        self.desired = desired
+        if self._following is None or self._following.done():
+            self._following = asyncio.create_task(self._follow())
+        self._states_changed()
+
+    async def _follow(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while (desired := self.desired) != self.served:
+            if desired.unloaded:
+                self._take_out_of_service(desired)
+                continue
+            try:
+                self._versions.agree(desired.version)
+                await self._rollout.run(desired.weights, partial(_check_content, desired))
+            except OperationInProgressError:
+                await asyncio.sleep(_FIRST_PAUSE_S)
+            except Exception as error:  # noqa: BLE001 - whatever it is, other leaders serve
+                self.obstacle = f"cannot serve version {desired.version.name} of the other leaders: {error}"
+                logger.warning("this leader %s", self.obstacle)
+                self._states_changed()
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _take_out_of_service(self, desired: Desired) -> None:
+        self.served, self._unloaded = desired, True
+        logger.warning("the model is unloaded: requests are refused until it is loaded")
+        self._states_changed()
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, and wait at most `timeout_s` until the open ones are answered."""
@@ -325,12 +367,21 @@ class Leader:
 
     # -- versions --------------------------------------------------------------------------------------------------------------
 
-    def switch_to(self, plan: VersionPlan) -> None:
+    def switch_to(self, plan: VersionPlan, desired: Desired) -> None:
         """Send new requests to `plan`, which the serving links have loaded. Requests that have begun end with the old version."""
+        self.served = desired
+        self.desired, self.obstacle = max(self.desired, desired, key=lambda each: each.rank), ""
+        if self._unloaded:
+            self._unloaded = False
+            logger.info("the model is in service again")
+        if plan is not self._versions.current:
+            self._switch_to(plan)
+        self._states_changed()
+
+    def _switch_to(self, plan: VersionPlan) -> None:
         former = self.version
         forgotten = self._versions.switch_to(plan)
         self._registry.use(plan)
-        self._into_service()
         logger.info("version %s (number %d) -> %s (number %d)", former.name, former.number, *reversed(plan.version))
         for link in self._registry.serving():
             if link.state == "ready":  # a draining link must not get new batches, or it would never become empty
@@ -338,15 +389,6 @@ class Leader:
         self._metrics.version_serves(self._model, plan.version)
         for version in forgotten:
             self._metrics.version_retired(self._model, version)
-        self._states_changed()
-
-    def _into_service(self) -> None:
-        if self._next is not None:
-            (self.weights, revision), self._next = self._next, None
-            self.revision = max(self.revision, revision)
-        if self._unloaded:
-            self._unloaded = False
-            logger.info("the model is in service again")
 
     def _after_event(self) -> None:
         """Retire the previous version when its last batch has ended."""
@@ -386,3 +428,13 @@ class Leader:
         snapshot = self.snapshot()
         self._metrics.quarantined.set(self._registry.quarantined())
         self._on_change(snapshot)
+
+
+def _check_content(desired: Desired, plan: VersionPlan) -> Desired:
+    """Raises VersionFailedError if a version that was read is not what the other leaders serve."""
+    if plan.digest != desired.digest:
+        raise VersionFailedError(
+            f"what this leader reads as version {plan.version.name} has the digest {plan.digest}, not {desired.digest}; "
+            "give all leaders the same file, or load a version with `multiworld load-version`"
+        )
+    return desired

@@ -1,6 +1,6 @@
 """The state of the pipeline at one moment: for the status, the event feed and metrics.
 
-The leader makes a `PipelineSnapshot`; a frontend merges those of its leaders.
+A leader makes a `PipelineSnapshot`. A frontend shows that of the acting leader, with one line for each leader.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class ReplicaSnapshot:
     """Process id on that host."""
     device: str | None = None
     in_flight: int = 0
-    """Batches sent and not returned; at a frontend, of all leaders."""
+    """Batches sent and not returned."""
     batches_done: int = 0
-    """Batches returned in this generation; at a frontend, to all leaders."""
+    """Batches returned in this generation."""
     last_failure: FailureSnapshot | None = None
     transport: Transport = "relay"
     """How others get its outputs."""
@@ -66,7 +66,7 @@ class StageSnapshot:
     """Names of the first tensors that cross its boundaries: "input", "layer2_1_relu_1"."""
     replicas: tuple[ReplicaSnapshot, ...]
     rerouted: int = 0
-    """Batches moved to another replica after a failure, at all leaders since they started."""
+    """Batches moved to another replica after a failure, since the leader started."""
 
     @property
     def ready_replicas(self) -> int:
@@ -90,6 +90,8 @@ class LeaderSnapshot:
     requests_in_flight: int = 0
     """Requests of all frontends that it has not answered."""
     uptime_s: float = 0.0
+    obstacle: str = ""
+    """Why it cannot serve what the other leaders serve."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,6 @@ class RolloutProgress:
     """The workers that have loaded the version and passed the self-test."""
     workers: int = 0
     """How many workers load it."""
-    leader: str | None = None
-    """The leader; set at a frontend."""
 
 
 @dataclass(frozen=True)
@@ -160,11 +160,10 @@ class PipelineSnapshot:
     version_loading: str | None = None
     """The version that workers are loading."""
     rollout: RolloutProgress | None = None
-    """Of the leader that is loading a version; leaders load one after another."""
     unloaded: bool = False
     """An administrator has unloaded the model."""
     leader: str | None = None
-    """The leader whose view of the stages this is."""
+    """The acting leader."""
     leaders: tuple[LeaderSnapshot, ...] = ()
     frontends: tuple[FrontendSnapshot, ...] = ()
     edges: tuple[EdgeSnapshot, ...] = ()
@@ -209,7 +208,7 @@ def _service_state(snapshot: PipelineSnapshot) -> tuple[ServiceState, list[str]]
         if stage.ready_replicas == 1 < len(stage.replicas)
     ]
     reasons += [
-        f"leader {leader.name or leader.address} is {leader.state.replace('_', ' ')}"
+        f"leader {leader.name or leader.address} {leader.obstacle or 'is ' + leader.state.replace('_', ' ')}"
         for leader in snapshot.leaders
         if leader.state != "ready"
     ]

@@ -62,6 +62,12 @@ class Bundle:
             return {key: file.get_tensor(key) for key in dict.fromkeys(keys)}
 
     @property
+    def digest(self) -> str:
+        """Hash of the graph and the weights."""
+        files = self.manifest.sha256
+        return hashlib.sha256(f"{files.get(GRAPH)} {files.get(WEIGHTS)}".encode()).hexdigest()[:16]
+
+    @property
     def weights_bytes(self) -> int:
         return _weights_bytes(self.graph)
 

@@ -3,7 +3,6 @@
 frontend: main.py                 HTTP server and admin port; start reading here
           leader_pool.py          which leader gets a request, and what happens to it when that leader is lost
           leader_link.py          joins one leader and exchanges frames with it
-          version_agreement.py    keeps all leaders on the same version
           scrape.py, merge_metrics.py    the metrics of all processes
 leader:   sessions.py             admits frontends and handles their frames
 both:     frames.py, messages.py  frames on the world of a frontend and a leader, and their content

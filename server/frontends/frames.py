@@ -19,7 +19,7 @@ import torch
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from multiworld.texts import shown
 from multiworld_serving.common.wire import Channel, Header, Message, MessageKind, WireError
-from multiworld_serving.server.administration import RestartStep
+from multiworld_serving.server.administration import Desired, RestartStep
 from multiworld_serving.server.frontends.messages import (
     Check,
     Done,
@@ -79,6 +79,8 @@ class FrameKind(IntEnum):
     METRICS = 14
     LOAD = 15
     """Frontend to leader, once a second: its connections, requests in flight and edges."""
+    FOLLOW = 16
+    """Frontend to leader: what another leader serves."""
 
 
 BODIES: dict[FrameKind, type[Any]] = {
@@ -97,6 +99,7 @@ BODIES: dict[FrameKind, type[Any]] = {
     FrameKind.SCRAPE: Scrape,
     FrameKind.METRICS: Metrics,
     FrameKind.LOAD: Load,
+    FrameKind.FOLLOW: Desired,
 }
 _DECODERS = {kind: msgspec.json.Decoder(body) for kind, body in BODIES.items()}
 _ENCODER = msgspec.json.Encoder()

@@ -17,7 +17,7 @@ from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges import Edges
 from multiworld_serving.common.wire import WORLD_BACKEND, FrontendJoinRequest, JoinOffer, WireError
-from multiworld_serving.server.administration import OPERATION_ERRORS, RestartStep
+from multiworld_serving.server.administration import OPERATION_ERRORS, Desired, RestartStep
 from multiworld_serving.server.frontends.frames import Frame, FrameKind, FrameLink
 from multiworld_serving.server.frontends.messages import (
     Check,
@@ -132,9 +132,10 @@ class LeaderLink:
             return LeaderSnapshot(str(self.address), "unreachable", self.label)
         pipeline = state.snapshot
         condition = "draining" if pipeline.draining else "unloaded" if pipeline.unloaded else "not_ready"
+        ready = state.ready and not state.obstacle
         return LeaderSnapshot(
             str(self.address),
-            "ready" if state.ready else condition,  # type: ignore[arg-type]  # mypy widens the literals
+            "ready" if ready else condition,  # type: ignore[arg-type]  # mypy widens the literals
             self.label,
             state.host,
             state.pid,
@@ -142,6 +143,7 @@ class LeaderLink:
             pipeline.queue_depth,
             pipeline.requests_in_flight,
             pipeline.uptime_s,
+            state.obstacle,
         )
 
     # -- requests --------------------------------------------------------------------------------------------------------------
@@ -199,6 +201,11 @@ class LeaderLink:
             del self._steps[number]
             if not finished:
                 link.send(FrameKind.CANCEL, number)
+
+    def follow(self, desired: Desired) -> None:
+        """Tell the leader what another one serves."""
+        if self._link is not None:
+            self._link.send(FrameKind.FOLLOW, body=desired)
 
     def send_load(self, load: Load) -> None:
         """See `FrameKind.LOAD`."""

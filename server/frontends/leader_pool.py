@@ -1,6 +1,7 @@
 """The leaders of a frontend: which one gets a request, and what happens to it when that leader dies.
 
-Leaders have an order. The frontend sends requests to the first ready leader, so that one leader forms all batches.
+Leaders have an order. The frontend sends requests to the first ready leader, so that one leader forms all batches. It also sends operations
+there, and passes what that leader then serves on to the others, which follow. A leader that does not serve it gets no requests.
 
 A frontend keeps each request and its decoded input until it is answered, so it can send it to another leader:
 
@@ -22,6 +23,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
@@ -29,7 +31,7 @@ import msgspec
 from torch import Tensor
 
 from multiworld_serving.common.edges import EdgeError, Edges, HolderUnreachableError
-from multiworld_serving.server.administration import RestartStep
+from multiworld_serving.server.administration import Desired, RestartStep
 from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import (
     DeadlineError,
@@ -41,22 +43,21 @@ from multiworld_serving.server.errors import (
 )
 from multiworld_serving.server.frontends.frames import Frame
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
-from multiworld_serving.server.frontends.merge_snapshots import merged_snapshot, snapshot_without_leaders
 from multiworld_serving.server.frontends.messages import (
     Check,
-    LeaderState,
+    Done,
     Operation,
+    OperationName,
     Predict,
     PredictReply,
     parse_rows,
     rows_payload,
 )
 from multiworld_serving.server.frontends.request_tensors import KeptInput, RequestTensors
-from multiworld_serving.server.frontends.version_agreement import VersionAgreement
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.request_traces import current_span_ids
 from multiworld_serving.server.predictor import ModelVersion, Prediction, ServedModel
-from multiworld_serving.server.snapshots import PipelineSnapshot
+from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -110,9 +111,14 @@ class LeaderPool:
         self._admitted = 0
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
-        self._last: PipelineSnapshot | None = None
-        self._source: LeaderLink | None = None
-        self._agreement = VersionAgreement(self.links, self._notify_changed)
+        self._desired: Desired | None = None
+        """What the leaders are to serve."""
+        self._current: list[LeaderLink] = []
+        """The connected leaders that serve it. If there is none: those that cannot."""
+        self._acting: LeaderLink | None = None
+        """The first ready one of them, or else the first one."""
+        self._last = PipelineSnapshot("", "", False, False, 0.0, 0, 0, ())
+        self._version = ModelVersion(0, "")
         self._check_until_s = 0.0
         self._was_ready = False
         self._clock = clock
@@ -122,8 +128,8 @@ class LeaderPool:
 
     @property
     def version(self) -> ModelVersion:
-        """The version that serves new requests: that of the usable leaders, the latest if they differ."""
-        return self._agreement.version
+        """The version that serves new requests."""
+        return self._version
 
     async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
         """See `Predictor.predict`."""
@@ -134,12 +140,7 @@ class LeaderPool:
         request = Predict(request_id, 0.0, span, key, len(rows), row_bytes=row_bytes)
         with self._tensors.keeping(rows) as kept:
             prediction, resent = await self._predict(request, deadline_s, kept)
-        number = (
-            self._agreement.version.number
-            if prediction.version == self._agreement.version.name
-            else prediction.version_number
-        )
-        return replace(prediction, attempts=prediction.attempts + resent, version_number=number)
+        return replace(prediction, attempts=prediction.attempts + resent)
 
     async def _predict(self, request: Predict, deadline_s: float, kept_input: KeptInput) -> tuple[Prediction, int]:
         """Send a request until its answer has arrived. Returns it, and how often the request was sent again."""
@@ -200,51 +201,65 @@ class LeaderPool:
     @property
     def ready(self) -> bool:
         """See `Pipeline.ready`."""
-        return not self.stopping and any(link.state is not None and link.state.ready for link in self.links)
+        return not self.stopping and any(link.state is not None and link.state.ready for link in self._current)
 
     def snapshot(self) -> PipelineSnapshot:
-        """The pipeline as one leader sees it, with all leaders and frontends. It is the same leader as long as it is connected."""
-        best = self._source_state()
+        """The pipeline as the acting leader sees it, with all leaders. While no leader is connected, all workers are absent."""
         leaders = tuple(link.snapshot() for link in self.links)
-        if best is None:
-            return snapshot_without_leaders(self._last, leaders, self.open_requests.count)
-        states = [link.state for link in self.links if link.state is not None]
+        if self._acting is None or self._acting.state is None:
+            absent = tuple(
+                replace(stage, replicas=tuple(ReplicaSnapshot(each.slot, "absent") for each in stage.replicas))
+                for stage in self._last.stages
+            )
+            last = self._last
+            shown = PipelineSnapshot(last.model, last.version, False, last.draining, last.uptime_s, 0, 0, absent)
+            return replace(shown, version_number=last.version_number, leader=last.leader, leaders=leaders)
+        found = self._acting.state.snapshot
         self._last = replace(
-            merged_snapshot(best, states, leaders, ready=self.ready, stopping=self.stopping),
-            leader=None if self._source is None else self._source.label,
+            found,
+            ready=self.ready,
+            draining=self.stopping or found.draining,
+            leaders=leaders,
+            leader=self._acting.label,
         )
         return self._last
 
-    def _source_state(self) -> LeaderState | None:
-        """The state whose stages `snapshot` shows. It changes only if that leader is lost or drains."""
-        source = self._source
-        if source is None or source.state is None or source.state.snapshot.draining:
-            connected = [link for link in self.links if link.state is not None]
-            preferred = sorted(
-                connected, key=lambda link: (not link.usable, link.state is None or not link.state.ready)
-            )
-            self._source = next(iter(preferred), None)
-        return None if self._source is None else self._source.state
-
-    # -- administration: on all leaders ----------------------------------------------------------------------------------------
+    # -- administration: by the acting leader ----------------------------------------------------------------------------------
 
     async def load_version(self, weights: str | None) -> ModelVersion:
-        """See `VersionAgreement.load`."""
-        return await self._agreement.load(weights)
+        """Load a version. Raises one of `OPERATION_ERRORS`, or NotReadyError if no leader is connected or the leader is lost."""
+        done = [each async for each in self._operate("load-version", weights)][-1]
+        assert isinstance(done, Done)
+        assert done.version is not None, "the leader loaded it"
+        return done.version
 
     async def unload(self) -> None:
-        """See `VersionAgreement.unload`."""
-        await self._agreement.unload()
+        """Unload the model. Raises OperationInProgressError, or NotReadyError as for `load_version`."""
+        async for _ in self._operate("unload"):
+            pass
 
     async def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
-        """Restart every worker in turn. Workers serve all leaders, so the first connected leader does it; yields each step."""
-        link = self._agreement.connected()[0]
-        try:
-            async for step in link.operate(Operation("restart_workers")):
+        """Restart every worker in turn; yields each step."""
+        async with aclosing(self._operate("rolling-restart")) as steps:
+            async for step in steps:
                 if isinstance(step, RestartStep):
                     yield step
+
+    async def _operate(
+        self, operation: OperationName, weights: str | None = None
+    ) -> AsyncGenerator[RestartStep | Done, None]:
+        link = self._acting or next((link for link in self.links if link.state is not None), None)
+        if link is None:
+            raise NotReadyError("no leader is connected; wait until one is", retry_after_s=_RETRY_AFTER_S)
+        revision = 1 + (0 if self._desired is None else self._desired.revision)
+        try:
+            async with aclosing(link.operate(Operation(operation, weights, revision))) as steps:
+                async for step in steps:
+                    yield step
         except LeaderLostError as error:
-            raise self._agreement.lost_during("rolling-restart", link, error) from error
+            raise NotReadyError(
+                f"leader {link.name} was lost during {operation} ({error}); try again", retry_after_s=_RETRY_AFTER_S
+            ) from error
 
     # -- LinkEvents ------------------------------------------------------------------------------------------------------------
 
@@ -264,14 +279,35 @@ class LeaderPool:
         """See `LinkEvents`."""
         self._was_ready |= leader.was_ready
         self._find_ambiguous_names()
-        self._agreement.observe()
-        self._notify_changed()
-        self._metrics.leaders.set(sum(link.usable for link in self.links))
+        self._spread_desired()
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self._metrics.leaders.set(sum(link.usable for link in self._current))
         self._metrics.leaders_configured.set(len(self.links))
         snapshot = self.snapshot()
         self._metrics.service_state(snapshot.state)
         if any(link.state is not None for link in self.links):
             self._on_change(snapshot)
+
+    def _spread_desired(self) -> None:
+        """Learn what the leaders are to serve, tell those that do not know it, and find those that serve it."""
+        connected = [(link, link.state) for link in self.links if link.state is not None]
+        known = [state.desired for _, state in connected]
+        latest = max(known, key=lambda desired: desired.rank, default=None)
+        own = self._desired
+        # If they have one rank, a leader has started with other content. The first one counts as long as a leader knows it.
+        if latest is not None and (
+            own is None or latest.rank > own.rank or (latest.rank == own.rank and own not in known)
+        ):
+            self._desired = latest
+        for link, state in connected:
+            if state.desired != self._desired and self._desired is not None:
+                link.follow(self._desired)
+        self._current = [link for link, state in connected if state.served == self._desired]
+        self._current = self._current or [link for link, state in connected if state.obstacle]
+        self._acting = min(self._current, key=lambda link: link.state is None or not link.state.ready, default=None)
+        if self._acting is not None and self._acting.state is not None:
+            self._version = self._acting.state.version
 
     def _find_ambiguous_names(self) -> None:
         counts = Counter(link.name for link in self.links)
@@ -285,17 +321,13 @@ class LeaderPool:
         for link in self.links:
             link.ambiguous = link.name is not None and counts[link.name] > 1
 
-    def _notify_changed(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
     def scrape(self) -> bytes:
         """See `LinkEvents`."""
         return self._metrics.text()
 
     async def wait_idle(self) -> None:
         """Wait until no admitted request needs a leader that drains: there are none, or another leader is usable."""
-        while self._admitted and not any(link.usable for link in self.links):
+        while self._admitted and not any(link.usable for link in self._current):
             self._idle.clear()
             waits = {asyncio.create_task(self._idle.wait()), asyncio.create_task(self._changed.wait())}
             try:
@@ -377,8 +409,7 @@ class LeaderPool:
 
     def _choose(self, rejected: Mapping[LeaderLink, object], body: Check | Predict) -> LeaderLink | None:
         """The first ready leader. If no leader is ready, the first usable one."""
-        candidates = [link for link in self.links if link.usable and link not in rejected]
-        candidates = [link for link in candidates if not self._agreement.is_outdated(link)]
+        candidates = [link for link in self._current if link.usable and link not in rejected]
         if self._was_ready:  # a leader that has just started would reject it, because its workers have not joined yet
             candidates = [link for link in candidates if link.was_ready]
         if not candidates and isinstance(body, Predict) and not rejected:
@@ -404,7 +435,7 @@ class LeaderPool:
 
     def _unloaded(self) -> Exception | None:
         """The rejection of a leader whose model is unloaded, if no leader is usable."""
-        states = [link.state for link in self.links if link.state is not None]
+        states = [link.state for link in self._current if link.state is not None]
         if any(state.rejection is None for state in states):
             return None
         return next((s.rejection.error() for s in states if s.rejection and s.snapshot.unloaded), None)

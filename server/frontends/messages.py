@@ -14,12 +14,14 @@ from torch import Tensor
 from multiworld_serving.common.wire import EdgeStates
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError
+from multiworld_serving.server.administration import Desired
 from multiworld_serving.server.errors import InputUnreachableError, RequestRejected
 from multiworld_serving.server.predictor import KeptRows, ModelVersion, Prediction
 from multiworld_serving.server.snapshots import PipelineSnapshot
 
 _INTERNAL = "internal"
 _RELAY = "relay"
+OperationName = Literal["load-version", "unload", "rolling-restart"]
 MAX_KEY_CHARS = 1000
 _MAX_ROW = 1 << 31
 _MAX_ROWS = 1 << 16
@@ -126,9 +128,9 @@ class Rejection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An administrative operation; `weights` and `revision` as for `Leader.load_version`."""
+    """An administrative operation for the acting leader; `weights` and `revision` as for `Leader.load_version`."""
 
-    operation: Literal["load_version", "unload", "restart_workers"]
+    operation: OperationName
     weights: str | None = None
     revision: int = 0
 
@@ -137,7 +139,7 @@ class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The result of a request for which there is no other reply.
 
     Attributes:
-        version: of "load_version".
+        version: of "load-version".
         error, kind: what failed, and the name of the error in `OPERATION_ERRORS`.
     """
 
@@ -171,8 +173,7 @@ class LeaderState:
     """What a leader tells its frontends whenever it changes, and once a second.
 
     Attributes:
-        weights: with which the version was loaded; None = the configured weights.
-        revision: of the operation that loaded the version; 0 = the configured version.
+        desired, served, obstacle: see `Leader`.
         rejection: why it rejects all requests (draining, or unloaded); None if it does not.
         snapshot: its pipeline and its frontends.
     """
@@ -181,11 +182,12 @@ class LeaderState:
     host: str
     pid: int
     version: ModelVersion
-    weights: str | None
-    revision: int
+    desired: Desired
+    served: Desired
     ready: bool
     rejection: Rejection | None
     snapshot: PipelineSnapshot
+    obstacle: str = ""
 
 
 def rows_payload(rows: Tensor) -> memoryview:

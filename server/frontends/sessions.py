@@ -48,6 +48,10 @@ _JOIN_WORLD_S = 10.0
 _STATE_INTERVAL_S = 1.0
 _SCRAPE_S = 2.0
 """Longest wait for the metrics of another frontend."""
+_QUIESCE_S = 60.0
+"""Longest wait until a frontend has no request that needs a leader that is being unloaded."""
+_REPLY_S = 5.0
+"""Longest wait until a frontend has confirmed a state."""
 _RECENT_S = 1.0
 """How long a frontend's report of its number of requests in preparation is used."""
 
@@ -128,8 +132,9 @@ class FrontendSessions:
             host=socket.gethostname(),
             pid=os.getpid(),
             version=leader.version,
-            weights=leader.weights,
-            revision=leader.revision,
+            desired=leader.desired,
+            served=leader.served,
+            obstacle=leader.obstacle,
             ready=leader.ready,
             rejection=None if closed is None else Rejection.of(closed),
             snapshot=snapshot,
@@ -148,14 +153,14 @@ class FrontendSessions:
         return 0
 
     async def wait_idle(self) -> None:
-        """Wait until every frontend has sent all the requests that it meant for this leader."""
+        """Wait until every frontend has sent all the requests that it meant for this leader; at most `_QUIESCE_S`."""
         self.state_changed()
-        await asyncio.gather(*(session.ask(FrameKind.QUIESCE) for session in tuple(self._sessions)))
+        await asyncio.gather(*(each.ask(FrameKind.QUIESCE, timeout_s=_QUIESCE_S) for each in tuple(self._sessions)))
 
     async def sync_state(self) -> None:
-        """Wait until every frontend knows the current state."""
+        """Wait until every frontend knows the current state; at most `_REPLY_S`."""
         state = self.state()
-        await asyncio.gather(*(session.ask(FrameKind.STATE, state) for session in tuple(self._sessions)))
+        await asyncio.gather(*(each.ask(FrameKind.STATE, state, _REPLY_S) for each in tuple(self._sessions)))
 
     # -- sessions --------------------------------------------------------------------------------------------------------------
 
@@ -240,24 +245,24 @@ class FrontendSession:
         transport: Transport = "edges" if who.edge else "relay"
         return FrontendSnapshot(who.frontend, who.host, who.pid, self._connections, self._requests, transport)
 
-    async def ask(self, kind: FrameKind, body: Any = NOTHING) -> Frame | None:
-        """Send a request and wait for its reply; None if the link ends before."""
+    async def ask(self, kind: FrameKind, body: Any = NOTHING, timeout_s: float = _REPLY_S) -> Frame | None:
+        """Send a request and wait for its reply; None if the link ends, or the time is over, before."""
         number = next(self._numbers)
         pending: asyncio.Future[Frame | None] = asyncio.get_running_loop().create_future()
         self._pending[number] = pending
         self.link.send(kind, number, body)
         try:
-            return await pending
+            async with asyncio.timeout(timeout_s):
+                return await pending
+        except TimeoutError:
+            return None
         finally:
             self._pending.pop(number, None)
 
     async def scrape(self) -> str:
         """The frontend's metrics as text; empty if it does not reply in time."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SCRAPE_S):
-                reply = await self.ask(FrameKind.SCRAPE, Scrape())
-                return "" if reply is None else str(reply.payload, "utf-8")
-        return ""
+        reply = await self.ask(FrameKind.SCRAPE, Scrape(), _SCRAPE_S)
+        return "" if reply is None else str(reply.payload, "utf-8")
 
     def _on_frame(self, frame: Frame) -> None:
         body = frame.body  # raises ValueError if it is invalid
@@ -273,6 +278,8 @@ class FrontendSession:
                 self._start(frame.number, asyncio.create_task(self._operate(frame.number, body)))
             case FrameKind.SCRAPE:
                 self._start(frame.number, asyncio.create_task(self._scrape(frame.number, body)))
+            case FrameKind.FOLLOW:
+                self._sessions.leader.follow(body)
             case FrameKind.LOAD:
                 self._connections, self._requests, self.edges = body.connections, body.requests, body.edges
             case FrameKind.DONE | FrameKind.METRICS:
@@ -369,11 +376,11 @@ class FrontendSession:
         leader, result = self._sessions.leader, Done()
         try:
             match asked.operation:
-                case "load_version":
+                case "load-version":
                     result = Done(await leader.load_version(asked.weights, asked.revision))
                 case "unload":
                     await leader.unload(asked.revision)
-                case "restart_workers":
+                case "rolling-restart":
                     async with aclosing(leader.restart_workers()) as steps:
                         async for step in steps:
                             self.link.send(FrameKind.STEP, number, step)

@@ -104,7 +104,7 @@ class EventFeed:
         self._subscriptions: set[asyncio.Queue[bytes]] = set()
         """Messages that wait for each subscriber; an empty one is the end."""
         self._last: PipelineSnapshot | None = None
-        self._rerouted: dict[int, int] = {}
+        self._rerouted: dict[tuple[str | None, int], int] = {}
         self._statuses = requests.statuses()
         self._tick_s = time.monotonic()
         self._next_id = 1
@@ -182,8 +182,9 @@ class EventFeed:
         statuses, now_s = self._requests.statuses(), time.monotonic()
         point = _point(statuses - self._statuses, now_s - self._tick_s, self._requests.take_durations())
         for stage in snapshot.stages:
-            moved = stage.rerouted - self._rerouted.get(stage.index, 0)
-            self._rerouted[stage.index] = stage.rerouted
+            counter = snapshot.leader, stage.index
+            moved = stage.rerouted - self._rerouted.get(counter, 0)
+            self._rerouted[counter] = stage.rerouted
             if moved > 0:  # a leader that was restarted counts from 0
                 self._emit("rerouted", stage=stage.index, detail=f"{moved} {'batch' if moved == 1 else 'batches'}")
         self._statuses, self._tick_s = statuses, now_s

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 
 from multiworld import Cause
 from multiworld_serving.common.config import release_free_memory
-from multiworld_serving.server.administration import VersionFailedError
+from multiworld_serving.server.administration import Desired, VersionFailedError
 from multiworld_serving.server.daemon_threads import DaemonThreads
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
@@ -34,6 +35,8 @@ from multiworld_serving.server.versions.version_table import Loader, VersionPlan
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_MAX_LOST = 3
+"""A version fails if this many workers of a stage are lost while they load it, and none of the stage has loaded it."""
 _CLOSE_S = 5.0
 """Longest wait for a cancelled rollout when the leader stops."""
 
@@ -41,8 +44,8 @@ _CLOSE_S = 5.0
 class VersionSwitch(Protocol):
     """Switches requests to another version. Implemented by the leader."""
 
-    def switch_to(self, plan: VersionPlan) -> None:
-        """Send new requests to `plan`."""
+    def switch_to(self, plan: VersionPlan, desired: Desired) -> None:
+        """Send new requests to `plan`, which may serve already, because of `desired`."""
 
 
 class VersionRollout:
@@ -76,12 +79,16 @@ class VersionRollout:
         self._timeout_s = timeout_s
         self._exclusive = exclusive
         self._on_progress = on_progress
+        self._lost: Counter[int | None] = Counter()
+        """Workers of each stage that were lost while they loaded the version."""
         self._retired = asyncio.Event()
         self._cancelled = asyncio.Event()
         self._changes: set[asyncio.Task[ModelVersion]] = set()
 
-    async def run(self, weights: str | None) -> ModelVersion:
+    async def run(self, weights: str | None, desire: Callable[[VersionPlan], Desired]) -> ModelVersion:
         """Switch to the version with these weights, and wait until the previous version is not used any more.
+
+        `desire` makes what the switch is for, or raises VersionFailedError.
 
         Cancelling before the switch cancels the rollout: it ends when the current load (of the file, or of one worker) has finished, and
         nothing has changed. Until then other operations are rejected. Cancelling after the switch does not undo it.
@@ -89,10 +96,10 @@ class VersionRollout:
         Raises:
             OperationInProgressError: another operation is in progress.
             models.ModelError: see `Loader.load`.
-            VersionFailedError: a worker could not load it, failed the self-test, or was lost meanwhile.
+            VersionFailedError: a worker could not load it, or failed the self-test.
         """
         cancelled = asyncio.Event()
-        change = asyncio.create_task(self._change(weights, cancelled))
+        change = asyncio.create_task(self._change(weights, desire, cancelled))
         self._changes.add(change)
         change.add_done_callback(self._changes.discard)
         try:
@@ -109,14 +116,19 @@ class VersionRollout:
                 change.cancel()
             await asyncio.gather(*changes, return_exceptions=True)
 
-    async def _change(self, weights: str | None, cancelled: asyncio.Event) -> ModelVersion:
+    async def _change(
+        self, weights: str | None, desire: Callable[[VersionPlan], Desired], cancelled: asyncio.Event
+    ) -> ModelVersion:
         with self._exclusive.acquire("loading a version"), self._showing_progress():
             self._cancelled = cancelled
             plan = await self._plan(weights)
+            desired = desire(plan)
             if plan.number == self._versions.current.number:
+                self._switch.switch_to(plan, desired)
                 return plan.version
             began_s = time.monotonic()
             self.loading = plan.version.name
+            self._lost.clear()
             try:
                 await self._load_on_all_stages(plan)
             except BaseException as error:
@@ -126,7 +138,7 @@ class VersionRollout:
                 raise
             finally:
                 self.loading = None
-            self._switch.switch_to(plan)
+            self._switch.switch_to(plan, desired)
             self._report(replace(self._progress_of(plan), phase="ending"))
             await self._until_retired()
             logger.info("rollout of version %s complete after %.1f s", plan.version.name, time.monotonic() - began_s)
@@ -200,19 +212,28 @@ class VersionRollout:
         self._raise_if_cancelled()
 
     async def _load_on_ready_workers(self, plan: VersionPlan) -> None:
-        """Load the version on all ready workers, one after another."""
+        """Load the version on all ready workers, one after another. Workers that are lost load it when they have joined again."""
         number, refusal = plan.number, None
+        deadline_s = time.monotonic() + self._timeout_s
         while (link := next((link for link in self._links() if number not in link.loaded_plans), None)) is not None:
             self._raise_if_cancelled()
             self._report(replace(self._progress_of(plan), worker=link.worker, world=link.world_name))
             try:
                 await self._load(link, plan)
+                deadline_s = time.monotonic() + self._timeout_s
             except AssignmentRefusedError as error:
                 refusal = error
             except LinkEndedError as error:
                 if link.state == "draining" or link.cause == Cause.LEFT:
                     continue  # it leaves on purpose: the version is not the reason
-                raise VersionFailedError(f"a worker was lost while it loaded {plan.version.name}: {error}") from error
+                stage = link.slot.stage
+                self._lost[stage] += 1
+                harmless = stage is None or self._has_loaded(stage, number)
+                if time.monotonic() > deadline_s or (self._lost[stage] >= _MAX_LOST and not harmless):
+                    raise VersionFailedError(
+                        f"workers are lost while they load {plan.version.name}: {error}"
+                    ) from error
+                logger.warning("worker=%s was lost while it loaded version %s", link.worker, plan.version.name)
             finally:
                 self._report(self._progress_of(plan))
         if refusal is not None and not any(number in link.loaded_plans for link in self._links()):

@@ -40,10 +40,16 @@ class BundleLoader:
                 f"{manifest.name}@{manifest.version} has other {' and '.join(changed)} than the service: "
                 f"{_shown(expected, changed)}, but the bundle has {_shown(found, changed)}; serve it as a separate service"
             )
+        digest = bundle.digest
+        if versions.digest_of(manifest.version) not in (None, digest):
+            raise BundleError(
+                f"{manifest.name}@{manifest.version} has the digest {digest}, but the service knows version {manifest.version} with "
+                f"the digest {versions.digest_of(manifest.version)}; export it with another --version"
+            )
         if manifest.version == versions.current.version.name:
             return versions.current
         version = ModelVersion(versions.number_of(manifest.version), manifest.version)
-        return VersionPlan(version, make_bundle_plan(bundle, len(stages), stages[0].tuning, version.number))
+        return VersionPlan(version, make_bundle_plan(bundle, len(stages), stages[0].tuning, version.number), digest)
 
 
 def open_model(settings: LeaderSettings, tuning: Tuning) -> tuple[ServedModel, BundleLoader, VersionPlan]:
@@ -56,7 +62,9 @@ def open_model(settings: LeaderSettings, tuning: Tuning) -> tuple[ServedModel, B
     first = source.first()
     manifest = first.manifest
     logger.debug("partitioning %s@%s into %d stages", manifest.name, manifest.version, settings.stages)
-    plan = VersionPlan(ModelVersion(1, manifest.version), make_bundle_plan(first, settings.stages, tuning))
+    plan = VersionPlan(
+        ModelVersion(1, manifest.version), make_bundle_plan(first, settings.stages, tuning), first.digest
+    )
     return _served(first), BundleLoader(source, first), plan
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from multiworld_serving.server.predictor import ModelVersion
@@ -18,6 +18,8 @@ class VersionPlan:
 
     version: ModelVersion
     stages: tuple[StagePlan, ...]
+    digest: str = ""
+    """Hash of its graph and weights: what the version is. Its name is only a label."""
 
     @property
     def number(self) -> int:
@@ -53,19 +55,31 @@ class VersionTable:
     def __init__(self, first: VersionPlan) -> None:
         self.current = first
         self.retiring: VersionPlan | None = None
-        self._numbers = {first.version.name: first.version.number}
-        """Of the latest versions in service, by name; the current one is last."""
+        self._known = {first.version.name: replace(first, stages=())}
+        """Number and digest of the latest versions in service, by name; the current one is last."""
         self._last_number = first.version.number
+        self._agreed = first.version
 
     def number_of(self, name: str) -> int:
         """The number of a version for clients; allocates a new number for an unknown version.
 
         A new number is stored when the version goes into service.
         """
-        if name not in self._numbers:
-            self._last_number += 1
-            return self._last_number
-        return self._numbers[name]
+        if name in self._known:
+            return self._known[name].number
+        if name == self._agreed.name and all(self._agreed.number != plan.number for plan in self._known.values()):
+            return self._agreed.number
+        self._last_number += 1
+        return self._last_number
+
+    def agree(self, version: ModelVersion) -> None:
+        """Let this version get the number that it has at another leader, unless another version has it here."""
+        self._agreed = version
+        self._last_number = max(self._last_number, version.number)
+
+    def digest_of(self, name: str) -> str | None:
+        """The digest of a recent version; None if the name is new."""
+        return self._known[name].digest if name in self._known else None
 
     def plan(self, key: str) -> VersionPlan:
         """The plan in service with this key. Raises KeyError."""
@@ -78,7 +92,7 @@ class VersionTable:
         """Make `plan` the current version and the current version the retiring one. Returns the versions that lose their number."""
         assert self.retiring is None, "the previous version is still retiring"
         self.retiring, self.current = self.current, plan
-        self._numbers.pop(plan.version.name, None)
-        self._numbers[plan.version.name] = plan.version.number
-        oldest = list(self._numbers)[:-_NUMBERS_KEPT]
-        return [ModelVersion(number=self._numbers.pop(name), name=name) for name in oldest]
+        self._known.pop(plan.version.name, None)
+        self._known[plan.version.name] = replace(plan, stages=())
+        oldest = list(self._known)[:-_NUMBERS_KEPT]
+        return [self._known.pop(name).version for name in oldest]

@@ -14,8 +14,8 @@ export function showRollout(status) {
 
 function rolloutText() {
   if (!rollout) return "waiting for a leader";
-  if (rollout.phase === "reading") return `${rollout.leader} reads the weights`;
-  if (rollout.phase === "ending") return `${rollout.leader} waits for requests with the former version`;
+  if (rollout.phase === "reading") return "the leader reads the weights";
+  if (rollout.phase === "ending") return "waiting for requests with the former version";
   const passed = `${rollout.passed.length} of ${rollout.workers} workers have passed the self-test`;
   return `${rollout.worker ? `${rollout.worker} (${rollout.world}) loads its stage` : "a stage waits for a ready worker"}; ${passed}`;
 }

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from multiworld_serving.common.config.addresses import Address
-from multiworld_serving.server.administration import RestartStep
+from multiworld_serving.server.administration import Desired, RestartStep
 from multiworld_serving.server.errors import DrainingError, NotReadyError
 from multiworld_serving.server.frontends.frames import Frame, FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
@@ -31,6 +31,7 @@ from multiworld_serving.server.observability.frontend_metrics import FrontendMet
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, StageSnapshot
 
+FIRST = Desired(0, ModelVersion(1, "v1"), "digest of v1")
 MODEL = ServedModel.image_classifier("m", "v1", ("a", "b"), ImageSizes(18, 16))
 
 
@@ -39,7 +40,12 @@ def leader_state(name: str, **changes: Any) -> LeaderState:
     version = ModelVersion(1, "v1")
     stages = (StageSnapshot(0, ("stem",), (ReplicaSnapshot(0, "ready", "w", 1, "local-0"),)),)
     snapshot = PipelineSnapshot("m", "v1", True, False, 1.0, 2, 3, stages)
-    return replace(LeaderState(name, "here", 1, version, None, 0, True, None, snapshot), **changes)
+    return replace(LeaderState(name, "here", 1, version, FIRST, FIRST, True, None, snapshot), **changes)
+
+
+def desired(revision: int, name: str, digest: str = "") -> Desired:
+    """That version 1 to 9 with this name serves."""
+    return Desired(revision, ModelVersion(int(name[1:]), name), digest or f"digest of {name}", name)
 
 
 def prediction(version: str = "v1", number: int = 1) -> Prediction:
@@ -52,7 +58,7 @@ class FakeLeader(LeaderLink):
     Attributes:
         answers: of predictions and checks: an exception to raise, or an event to wait for before answering.
         got: the requests, in order.
-        loaded: weights and revision of each operation that loaded a version.
+        told: what the frontend has said that other leaders serve.
         refuses: what the operations raise, by weights.
         cancelled: how many requests were withdrawn.
         joins_again: whether it is connected again at once when its link has ended.
@@ -65,10 +71,9 @@ class FakeLeader(LeaderLink):
         self.pool = pool
         self.answers: list[BaseException | asyncio.Event] = []
         self.got: list[tuple[Check | Predict | Scrape, bytes]] = []
-        self.loaded: list[tuple[str | None, int]] = []
+        self.told: list[Desired] = []
         self.operations: list[str] = []
         self.refuses: dict[str | None, Exception] = {}
-        self.proceed: asyncio.Event | None = None
         self.cancelled = 0
         self.joins_again = False
 
@@ -77,6 +82,13 @@ class FakeLeader(LeaderLink):
         self.state = replace(self.state or leader_state(self.name or ""), **changes)
         self.was_ready |= self.state.ready
         self.pool.on_state(self)
+
+    def serves(self, found: Desired) -> None:
+        """It decides this, or follows."""
+        self.tells(version=found.version, desired=found, served=found)
+
+    def follow(self, desired: Desired) -> None:
+        self.told.append(desired)
 
     def tells_draining(self) -> None:
         assert self.state is not None
@@ -119,21 +131,13 @@ class FakeLeader(LeaderLink):
 
     async def operate(self, operation: Operation) -> AsyncGenerator[RestartStep | Done, None]:
         self.operations.append(operation.operation)
-        if self.proceed is not None:
-            await self.proceed.wait()
         await asyncio.sleep(0)
-        if operation.operation == "load_version":
-            weights, revision = operation.weights, operation.revision
-            self.loaded.append((weights, revision))
-            if weights in self.refuses:
-                raise self.refuses[weights]
-            # A recent version keeps its number when it is loaded again.
-            name = weights or "v1"
-            version = ModelVersion(int(name[1:]), name)
-            self.tells(version=version)  # at the switch, before the operation has ended
-            assert self.state is not None
-            self.tells(weights=weights, revision=max(self.state.revision, revision))
-            yield Done(version)
+        if operation.operation == "load-version":
+            if operation.weights in self.refuses:
+                raise self.refuses[operation.weights]
+            found = desired(operation.revision, operation.weights or "v1")
+            self.serves(found)
+            yield Done(found.version)
         elif operation.operation in self.refuses:
             raise self.refuses[operation.operation]
         else:
@@ -162,13 +166,9 @@ class Pool:
 
 @contextmanager
 def pool_of(leaders: int = 2, *, grace_s: float = 5.0, connected: bool = True) -> Iterator[Pool]:
-    """A pool of fake leaders. Its tasks are cancelled at the end."""
+    """A pool of fake leaders."""
     made = Pool(leaders, grace_s)
     if connected:
         for leader in made.leaders:
             leader.tells()
-    try:
-        yield made
-    finally:
-        for task in made.pool._agreement._updates.values():
-            task.cancel()
+    yield made

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from multiworld import BrokenWorldException, Cause, Operation, WorldManager
 from multiworld_serving.common.wire import WORLD_BACKEND, Channel, Message, MessageKind
 from multiworld_serving.models.bundle.manifest import TensorSpec
+from multiworld_serving.server.administration import Desired
 from multiworld_serving.server.errors import OverloadedError, RequestRejected
 from multiworld_serving.server.frontends import frames
 from multiworld_serving.server.frontends.frames import BODIES, MAX_BYTES, Frame, FrameKind, FrameLink, decode, encode
@@ -359,8 +360,8 @@ STATE = LeaderState(
     "here",
     12,
     ModelVersion(2, "v2"),
-    "random:2",
-    1,
+    Desired(3, ModelVersion(3, "v3"), "0123", "random:3"),
+    Desired(1, ModelVersion(2, "v2"), "4567", None, unloaded=True),
     True,
     Rejection.of(OverloadedError("full", retry_after_s=1)),
     PipelineSnapshot(

@@ -20,6 +20,7 @@ from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.wire import RELEASE, EdgeState, join
 from multiworld_serving.server.administration import (
+    Desired,
     RestartStep,
 )
 from multiworld_serving.server.drain import OpenRequests
@@ -55,7 +56,9 @@ class FakeLeader:
     def __init__(self) -> None:
         self.manager = WorldManager(secret=SECRET, verify_collectives=False)
         self.open_requests = OpenRequests()
-        self.version, self.weights, self.revision = ModelVersion(1, "v1"), None, 0
+        self.version = ModelVersion(1, "v1")
+        self.desired = self.served = Desired(0, self.version, "digest of v1")
+        self.obstacle = ""
         self.ready = True
         self.failure: Exception | None = None
         self.rejects_with: RequestRejected | None = None
@@ -98,13 +101,15 @@ class FakeLeader:
     async def load_version(self, weights: str | None, revision: int) -> ModelVersion:
         if self.failure is not None:
             raise self.failure
-        self.revision = revision
-        self.version, self.weights = ModelVersion(2, weights or "v1"), weights  # type: ignore[assignment]
+        self.version = ModelVersion(2, weights or "v1")
+        self.follow(Desired(revision, self.version, "digest of v2", weights))
         await self.open_requests.sync_state()
         return self.version
 
+    def follow(self, desired: Desired) -> None:
+        self.desired = self.served = desired
+
     async def unload(self, revision: int) -> None:
-        self.revision = revision
         await self.open_requests.wait_idle()
 
     async def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
@@ -421,9 +426,11 @@ async def test_operations_are_performed_by_the_leader() -> None:
         assert await pool.load_version("v2") == (2, "v2")
         assert pool.version == (2, "v2")
         assert other.version == (2, "v2"), "every frontend knows it when the operation ends"
-        await until(lambda: service.links["frontend-1"].state.revision == 1)  # type: ignore[union-attr]
+        await until(lambda: service.links["frontend-1"].state.served.revision == 1)  # type: ignore[union-attr]
         assert [step async for step in pool.restart_workers()] == STEPS
         await pool.unload()
+        service.links["frontend-1"].follow(latest := service.leader.served._replace(revision=7))
+        await until(lambda: service.leader.served == latest)
 
 
 async def test_operation_is_cancelled_when_nobody_waits_for_it() -> None:

@@ -11,7 +11,6 @@ from typing import get_args
 import pytest
 import torch
 
-from multiworld_serving.server.administration import OperationInProgressError, VersionFailedError
 from multiworld_serving.server.errors import (
     DeadlineError,
     DrainingError,
@@ -22,13 +21,12 @@ from multiworld_serving.server.errors import (
     PoisonError,
     RequestRejected,
 )
-from multiworld_serving.server.frontends import version_agreement
 from multiworld_serving.server.frontends.leader_link import LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.messages import Check, Predict
-from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
-from multiworld_serving.server.snapshots import FrontendSnapshot, ServiceState
-from tests.unit.server.fake_leaders import MODEL, leader_state, pool_of
+from multiworld_serving.server.predictor import ImageSizes, Prediction, ServedModel
+from multiworld_serving.server.snapshots import ServiceState
+from tests.unit.server.fake_leaders import FIRST, MODEL, desired, leader_state, pool_of
 from tests.waiting import until
 
 IMAGE = torch.arange(3 * 4 * 4, dtype=torch.uint8).view(3, 4, 4)
@@ -98,16 +96,6 @@ async def test_leader_that_has_just_started_gets_nothing_until_it_is_ready() -> 
         second.tells(ready=True)
         await waiting
         assert second.sent() == 1
-
-
-async def test_leader_of_an_earlier_version_gets_nothing() -> None:
-    with pool_of(2) as made:
-        first, second = made.leaders
-        second.tells(version=ModelVersion(2, "v2"), weights="v2", revision=1)
-        for _ in range(3):
-            assert (await predict(made.pool)).version == "v2"
-        assert (first.sent(), second.sent()) == (0, 3)
-        assert made.pool.version == (2, "v2")
 
 
 # -- a leader is lost ----------------------------------------------------------------------------------------------------------
@@ -304,24 +292,21 @@ async def test_requests_are_rejected_when_the_frontend_stops() -> None:
 # -- state ---------------------------------------------------------------------------------------------------------------------
 
 
-async def test_snapshot_joins_what_all_leaders_know() -> None:
+async def test_snapshot_is_that_of_the_acting_leader_with_a_line_for_each_leader() -> None:
     with pool_of(3) as made:
         first, second, third = made.leaders
         third.is_lost()
-        one, two = FrontendSnapshot("frontend-1", "here", 1), FrontendSnapshot("frontend-0", "here", 2)
         state = leader_state("leader-0")
-        first.tells(ready=False, snapshot=replace(state.snapshot, model="other", ready=False, frontends=(one, two)))
-        second.tells(snapshot=replace(state.snapshot, frontends=(two,)))
+        first.tells(ready=False)
+        second.tells(snapshot=replace(state.snapshot, queue_depth=7))
         found = made.pool.snapshot()
-        first.is_lost()
-        assert made.pool.snapshot().model == "m", "the view of another leader"
-    assert found.model == "other", "the view stays with one leader while it is connected"
+        for leader in made.leaders:
+            leader.is_lost()
+        assert [replica.state for replica in made.pool.snapshot().stages[0].replicas] == ["absent"]
     assert found.ready
-    assert (found.queue_depth, found.requests_in_flight) == (4, 6)
+    assert (found.queue_depth, found.leader) == (7, "leader-1")
     assert [each.state for each in found.leaders] == ["not_ready", "ready", "unreachable"]
     assert [each.address for each in found.leaders] == ["10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.1:8002"]
-    assert found.frontends == (two, one)
-    assert made.seen[-2].leaders == found.leaders
 
 
 async def test_metrics_count_the_leaders_that_can_be_used() -> None:
@@ -359,92 +344,101 @@ async def test_leader_of_another_model_is_not_accepted() -> None:
 # -- versions ------------------------------------------------------------------------------------------------------------------
 
 
-async def test_version_is_loaded_on_every_leader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version_agreement, "_UPDATE_DELAY_S", 0.01)
-    with pool_of(2) as made:
+async def test_first_ready_leader_loads_a_version_and_the_others_are_told() -> None:
+    with pool_of(3) as made:
+        first, second, third = made.leaders
+        first.tells(ready=False)
+        third.is_lost()
         assert await made.pool.load_version("v2") == (2, "v2")
+        assert second.operations == ["load-version"]
+        assert first.told[-1] == desired(1, "v2")
+        third.tells()
+        assert third.told[-1] == desired(1, "v2")
+        assert (await predict(made.pool)).version == "v2"
+        first.tells(ready=True)
+        assert (await predict(made.pool)).version == "v2", "it has not followed yet"
         assert made.pool.version == (2, "v2")
-        await until(lambda: not made.pool._agreement._updates)
-        assert [[weights for weights, _ in leader.loaded] for leader in made.leaders] == [["v2"], ["v2"]]
+        first.serves(first.told[-1])
+        await predict(made.pool)
+        assert (first.sent(), second.sent(), third.sent()) == (1, 2, 0)
 
 
-@pytest.mark.parametrize("error", [VersionFailedError("no"), OperationInProgressError("busy")])
-async def test_all_leaders_serve_the_former_version_when_one_cannot_load_the_new_one(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(version_agreement, "_BUSY_S", 0.05)
-    monkeypatch.setattr(version_agreement, "_BUSY_PAUSE_S", 0.01)
+async def test_requests_wait_for_a_leader_that_follows_when_the_acting_one_is_lost() -> None:
     with pool_of(2) as made:
         first, second = made.leaders
         await made.pool.load_version("v2")
-        second.refuses["v3"] = error
-        with pytest.raises(type(error)):
-            await made.pool.load_version("v3")
-        assert [weights for weights, _ in first.loaded] == ["v2", "v3", "v2"]
-        assert [leader.state.version.name for leader in made.leaders if leader.state] == ["v2", "v2"]
+        first.is_lost()
+        waiting = asyncio.create_task(predict(made.pool))
         await asyncio.sleep(0.02)
-        assert made.pool.version.name == "v2"
+        assert not second.got
+        first.tells(ready=False)
+        assert first.told[-1] == desired(1, "v2"), "it has started anew"
+        second.serves(second.told[-1])
+        assert (await waiting).version == "v2"
+
+
+async def test_leader_that_cannot_follow_serves_only_when_no_other_leader_does() -> None:
+    with pool_of(2) as made:
+        first, second = made.leaders
+        await made.pool.load_version("v2")
+        second.tells(desired=second.told[-1], obstacle="cannot serve version v2 of the other leaders: no file")
+        await predict(made.pool)
+        assert [leader.state for leader in made.pool.snapshot().leaders] == ["ready", "not_ready"]
+        assert made.pool.snapshot().reasons == (
+            "leader leader-1 cannot serve version v2 of the other leaders: no file",
+        )
+        first.is_lost()
+        assert (await predict(made.pool)).version == "v1"
+        assert (first.sent(), second.sent()) == (1, 1)
+
+
+async def test_leader_that_restarts_with_other_content_gets_nothing_while_another_has_the_first() -> None:
+    with pool_of(2) as made:
+        first, second = made.leaders
+        other = FIRST._replace(digest="of a file that was overwritten")
+        first.is_lost()
+        first.tells(desired=other, served=other)
+        assert first.told[-1] == FIRST
+        await predict(made.pool)
+        assert (first.sent(), second.sent()) == (0, 1)
+        first.tells(desired=FIRST, obstacle="what it reads has another digest")
+        second.is_lost()
+        second.tells(desired=other, served=other)
+        await predict(made.pool)
+        assert first.sent() == 1, "no leader has the first content any more"
+
+
+async def test_decisions_on_both_sides_of_a_cut_network_end_with_one() -> None:
+    with pool_of(2) as made:
+        first, second = made.leaders
+        first.is_lost()
+        second.serves(desired(1, "v3"))
+        first.serves(desired(1, "v2"))
+        assert first.told[-1] == desired(1, "v3")
+        assert made.pool.version == (3, "v3")
 
 
 async def test_operation_says_that_the_leader_was_lost() -> None:
     with pool_of(2) as made:
-        made.leaders[0].refuses = {"v2": lost(), "unload": lost(), "restart_workers": lost()}
+        made.leaders[0].refuses = {"v2": lost(), "unload": lost(), "rolling-restart": lost()}
         for operation in (made.pool.load_version("v2"), made.pool.unload(), anext(made.pool.restart_workers())):
             with pytest.raises(NotReadyError, match="leader-0 was lost during"):
                 await operation
-
-
-async def test_model_is_unloaded_on_every_leader_and_workers_are_restarted_by_one() -> None:
-    with pool_of(2) as made:
+    with pool_of(1, connected=False) as made, pytest.raises(NotReadyError, match="no leader is connected"):
         await made.pool.unload()
-        assert [step async for step in made.pool.restart_workers()] == []
-    assert [leader.operations for leader in made.leaders] == [["unload", "restart_workers"], ["unload"]]
 
 
-async def test_leader_that_starts_later_loads_the_latest_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version_agreement, "_UPDATE_DELAY_S", 0.01)
+async def test_requests_are_refused_when_the_acting_leader_has_unloaded_the_model() -> None:
     with pool_of(2) as made:
         first, second = made.leaders
-        await made.pool.load_version("v2")
-        second.is_lost()
-        second.loaded.clear()
-        second.tells()
-        assert second.state is not None
-        await until(lambda: second.loaded)
-        assert second.loaded[0][0] == "v2"
-        await until(lambda: not made.pool._agreement._updates)
-        assert first.state is not None
-        assert second.state.version == first.state.version
-        first.is_lost()
-        await predict(made.pool)
-        assert second.sent() == 1
-
-
-async def test_frontend_waits_without_a_busy_loop_when_another_one_has_the_version_loaded() -> None:
-    with pool_of(1) as made:
-        [leader] = made.leaders
-        await made.pool.load_version("v2")
-        leader.is_lost()
-        leader.loaded.clear()
-        leader.proceed = asyncio.Event()
-        loading = replace(leader_state("leader-0").snapshot, version_loading="v2")
-        notified = 0
-        notify = made.pool._notify_changed
-
-        def counting() -> None:
-            nonlocal notified
-            notified += 1
-            notify()
-
-        made.pool._notify_changed = counting  # type: ignore[method-assign]
-        leader.tells(snapshot=loading)
-        waiting = asyncio.create_task(predict(made.pool))
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert notified < 5
-        assert not leader.loaded
-        leader.tells(version=ModelVersion(2, "v2"), weights="v2", revision=1, snapshot=leader_state("x").snapshot)
-        assert (await waiting).version == "v2"
+        await made.pool.unload()
+        unloaded = FIRST._replace(revision=1, unloaded=True)
+        first.tells_unloaded()
+        first.tells(desired=unloaded, served=unloaded)
+        assert second.told[-1] == unloaded
+        with pytest.raises(NotReadyError, match="the model is unloaded"):
+            await predict(made.pool)
+        assert [leader.operations for leader in made.leaders] == [["unload"], []]
 
 
 # -- two leaders with one name -------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ class EdgeLeader(FakeLeader):
         super().__init__(pool, 0)
         self.frontend = frontend
         self.images: list[torch.Tensor | None] = []
+        pool.links.append(self)
         self.tells()
 
     async def request(
@@ -85,7 +86,6 @@ async def test_image_stays_at_the_frontend_and_the_answer_at_the_worker() -> Non
     async with edges("f") as frontend, edges("w") as worker:
         pool, _ = pool_with(frontend)
         leader = EdgeLeader(pool, frontend)
-        pool.links.append(leader)
         number = worker.store.put("leader", ANSWERS)
         assert number is not None
         leader.kept = (KeptRows(worker.holder, number, (1,), (0,), (2,)),)
@@ -103,7 +103,6 @@ async def test_request_is_sent_again_and_its_answer_relayed_when_it_cannot_be_fe
     async with edges("f") as frontend, edges("w") as worker:
         pool, metrics = pool_with(frontend)
         leader = EdgeLeader(pool, frontend)
-        pool.links.append(leader)
         holder = worker.holder if gone else "127.0.0.1:1/abc"
         leader.kept = (KeptRows(holder, 99, (0,), (0,), (2,)),)
         found = await predict(pool)
@@ -117,7 +116,6 @@ async def test_images_are_sent_until_the_link_is_formed_again_when_a_worker_cann
     async with edges("f") as frontend:
         pool, metrics = pool_with(frontend)
         leader = EdgeLeader(pool, frontend)
-        pool.links.append(leader)
         leader.unreachable = True
         await predict(pool)
         await predict(pool)
@@ -137,7 +135,6 @@ async def test_image_is_sent_when_the_memory_for_edges_is_used_up(
     async with edges("f") as frontend:
         pool, _ = pool_with(frontend)
         leader = EdgeLeader(pool, frontend)
-        pool.links.append(leader)
         await predict(pool)
         assert leader.images == [None]
 
@@ -146,7 +143,6 @@ async def test_rows_of_one_request_come_from_workers_and_from_the_leader_in_thei
     async with edges("f") as frontend, edges("a") as first, edges("b") as second:
         pool, _ = pool_with(frontend)
         leader = EdgeLeader(pool, frontend)
-        pool.links.append(leader)
         rows, numbers = torch.rand(4, 2), []
         for worker, own in ((first, [3, 0]), (second, [2])):
             numbers.append(worker.store.put("leader", torch.cat([torch.zeros(1, 2), rows[own]])))

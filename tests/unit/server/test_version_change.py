@@ -9,10 +9,11 @@ from typing import cast
 
 import pytest
 
-from multiworld_serving.server.administration import OperationInProgressError
+from multiworld_serving.server.administration import Desired, OperationInProgressError, VersionFailedError
 from multiworld_serving.server.pipeline.rollout import VersionRollout
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
+from multiworld_serving.server.replicas.link_types import LinkEndedError
 from multiworld_serving.server.replicas.placement import Placement, Slot
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.snapshots import RolloutProgress
@@ -36,10 +37,15 @@ class Worker:
     worker: str = "w"
     world_name: str = "s0.r0"
     generation: int = 1
+    lost: int = 0
+    """How often it is lost while it loads, and joins again at once."""
 
     async def load(self, plans: object) -> None:
         self.loading.set()
         await self.proceed.wait()
+        if self.lost:
+            self.lost -= 1
+            raise LinkEndedError("gone")
         self.loaded_plans.add(2)
 
     def unload(self, version: int) -> None:
@@ -63,6 +69,10 @@ def plan(number: int) -> VersionPlan:
     return VersionPlan(ModelVersion(number, f"v{number}"), (cast(StagePlan, None),))
 
 
+def desire(plan: VersionPlan) -> Desired:
+    return Desired(1, plan.version, plan.digest)
+
+
 class Service:
     """A rollout among two workers."""
 
@@ -78,7 +88,7 @@ class Service:
             self, self.placement, self.versions, cast(BundleLoader, self.loader), 60.0, self.exclusive
         )
 
-    def switch_to(self, plan: VersionPlan) -> None:
+    def switch_to(self, plan: VersionPlan, desired: Desired) -> None:
         self.versions.switch_to(plan)
 
     @property
@@ -104,7 +114,7 @@ async def cancelled(task: asyncio.Task[ModelVersion]) -> None:
 
 async def test_next_change_waits_for_the_file_of_a_cancelled_load() -> None:
     service = Service()
-    task = asyncio.create_task(service.change.run("v2"))
+    task = asyncio.create_task(service.change.run("v2", desire))
     await asyncio.to_thread(service.loader.begun.wait, 60)
     await cancelled(task)
     assert service.busy
@@ -117,7 +127,7 @@ async def test_next_change_waits_for_the_file_of_a_cancelled_load() -> None:
 async def test_workers_drop_the_version_when_a_load_is_cancelled_while_one_loads() -> None:
     service = Service()
     service.loader.proceed.set()
-    task = asyncio.create_task(service.change.run("v2"))
+    task = asyncio.create_task(service.change.run("v2", desire))
     first, second = service.workers
     async with asyncio.timeout(30):
         await first.loading.wait()
@@ -138,7 +148,7 @@ async def test_progress_names_the_worker_that_loads_and_those_that_have_passed()
     first, second = service.workers
     first.worker, second.worker = "a", "b"
     second.world_name = "s0.r1"
-    task = asyncio.create_task(service.change.run("v2"))
+    task = asyncio.create_task(service.change.run("v2", desire))
     async with asyncio.timeout(30):
         await asyncio.to_thread(service.loader.begun.wait, 30)
         assert service.change.progress == RolloutProgress("reading")
@@ -165,7 +175,7 @@ async def test_rollout_completes_when_its_caller_leaves_after_the_switch() -> No
     service.loader.proceed.set()
     for worker in service.workers:
         worker.proceed.set()
-    task = asyncio.create_task(service.change.run("v2"))
+    task = asyncio.create_task(service.change.run("v2", desire))
     async with asyncio.timeout(30):
         while service.versions.retiring is None:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.005)
@@ -195,7 +205,36 @@ def test_version_numbers_are_unique_and_known_ones_are_bounded() -> None:
         versions.retiring = None
         with pytest.raises(KeyError):
             versions.plan(former.key)
-    assert len(versions._numbers) == 8
+    assert len(versions._known) == 8
     assert [version.name for version in forgotten] == ["v1", *(f"n{at}" for at in range(12))]
     assert versions.number_of("n19") == 23, "it was in service recently"
     assert versions.number_of("n0") > 23
+
+
+def test_version_has_the_number_of_another_leader_unless_it_is_taken() -> None:
+    versions = VersionTable(plan(1))
+    versions.agree(ModelVersion(5, "v5"))
+    assert versions.number_of("v5") == 5
+    assert versions.number_of("other") == 6
+    versions.agree(ModelVersion(1, "twin"))
+    assert versions.number_of("twin") == 7
+
+
+async def test_load_continues_when_a_worker_is_lost_unless_the_version_may_be_the_reason() -> None:
+    for lost, completes in ((1, True), (3, False)):
+        service = Service()
+        service.loader.proceed.set()
+        first, second = service.workers
+        second.proceed.set()
+        first.lost = lost
+        first.proceed.set()
+        second.state = "ready" if completes else "broken"
+        task = asyncio.create_task(service.change.run("v2", desire))
+        async with asyncio.timeout(30):
+            if completes:
+                while service.versions.retiring is None:  # noqa: ASYNC110 - nothing tells of it
+                    await asyncio.sleep(0.005)
+                task.cancel()
+            else:
+                with pytest.raises(VersionFailedError, match="workers are lost while they load v2: gone"):
+                    await task
