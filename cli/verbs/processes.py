@@ -60,9 +60,10 @@ def serve(settings: ServeSettings) -> int:
     """
     if settings.launcher == "ray":
         return int(_ray_launcher().serve(settings))
+    from multiworld_serving.cli.main import run as run_command
     from multiworld_serving.deploy.processes.service import run
 
-    return run(settings)
+    return run(settings, run_command)
 
 
 def _ray_launcher() -> "ModuleType":

@@ -1,4 +1,4 @@
-"""Processes of `multiworld serve`: leaders, frontends and workers, forked from a fork server and restarted by supervisors.
+"""Processes of `multiworld serve`: leaders, frontends and workers, which the service forks and supervisors restart.
 
 Start reading at `service.py`, which says what it runs, and `supervisor.py`, which restarts processes.
 """

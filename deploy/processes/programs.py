@@ -6,6 +6,7 @@ Neither the command line nor the environment has a secret.
 """
 
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Mapping
@@ -21,12 +22,15 @@ from multiworld_serving.workers.settings import WorkerSettings
 
 PROGRAM = (sys.executable, "-P", "-m", "multiworld_serving.cli.main")
 """The command `multiworld`. -P keeps the working directory off `sys.path`, so that no module there is imported by mistake."""
-FORK_SERVER_PROGRAM = (sys.executable, "-P", "-m", "multiworld_serving.cli.fork_server")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
 SPINS = "20000"
 """OpenMP spin count of an idle thread: about 0.5 ms, longer than the pauses between the operations of a model. The default is
 several milliseconds, during which another worker could use the core."""
+_IMPORTS = (
+    "torch._dynamo",  # torch imports it when a graph is checked: two seconds in each process
+    *(f"multiworld_serving.{module}.main" for module in ("server.frontends", "server", "workers")),
+)
 _STOP_MARGIN_S = 5.0
 """Seconds from the end of the drain timeout to SIGKILL."""
 _BLOCKED_HEARTBEATS = 3
@@ -111,6 +115,21 @@ def environment_of(threads: int, notify: Mapping[str, str]) -> dict[str, str]:
     inherited = {name: text for name, text in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
     inherited.pop("WATCHDOG_PID", None)  # of systemd, for this process
     return {SPIN_VARIABLE: SPINS, **inherited, **dict.fromkeys(THREAD_VARIABLES, str(threads)), **notify}
+
+
+def import_programs(threads: int) -> bool:
+    """Import what leaders, frontends and workers need, before they are forked. Takes seconds.
+
+    Returns whether this process can fork them: not if an import has started a thread.
+    """
+    os.environ |= {SPIN_VARIABLE: os.environ.get(SPIN_VARIABLE, SPINS), **dict.fromkeys(THREAD_VARIABLES, str(threads))}
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # OpenBLAS starts its threads at the import; workers use those of torch
+    # An import may check for CUDA. The check must not initialise CUDA: a process that did cannot fork.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    for module in _IMPORTS:
+        importlib.import_module(module)
+    del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+    return len(os.listdir("/proc/self/task")) == 1
 
 
 def compute_threads(settings: ServeSettings) -> int:

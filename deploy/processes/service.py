@@ -1,12 +1,12 @@
 """`multiworld serve`: starts leaders, frontends and local workers, restarts those that end, and stops them in order.
 
-This process imports no torch and carries no request. It opens all listening sockets and passes them on, so a restarted process continues
-on the same port, and clients that connect meanwhile wait instead of being refused.
+This process carries no request. It imports what the others need and forks them, so that a restart takes milliseconds. It opens all
+listening sockets and passes them on, so a restarted process continues on the same port, and clients that connect meanwhile wait instead
+of being refused.
 """
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import signal
@@ -14,7 +14,8 @@ import socket
 import subprocess
 import symtable
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from multiworld_serving.common.config import UserError, raise_descriptor_limit
@@ -24,10 +25,9 @@ from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.deploy.processes.banner import banner
-from multiworld_serving.deploy.processes.fork_server import ForkServer
+from multiworld_serving.deploy.processes.child_process import ChildProcess
 from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.processes.programs import (
-    FORK_SERVER_PROGRAM,
     PROGRAM,
     WORKER_BLOCKED_S,
     Role,
@@ -36,6 +36,7 @@ from multiworld_serving.deploy.processes.programs import (
     compute_threads,
     environment_of,
     frontend_values,
+    import_programs,
     leader_values,
     memory_file,
     settings_file,
@@ -52,8 +53,6 @@ from multiworld_serving.server.versions.model_files import available_weights, ch
 
 logger = logging.getLogger(__name__)
 
-_FIRST_FD = 200
-"""Inherited descriptors have numbers from here on, which no child has in use."""
 _NAMES: dict[Role, str] = {"worker": "local", "leader": "leader", "frontend": "frontend"}
 """First part of the names of the processes, in the order in which they start."""
 _WORKER_STOP_S = 10.0
@@ -61,9 +60,11 @@ _WORKER_STOP_S = 10.0
 _COUNT_CUDA_DEVICES = "import torch; print(torch.cuda.device_count())"
 
 
-def run(settings: ServeSettings) -> int:
+def run(settings: ServeSettings, program: Callable[[Sequence[str]], object]) -> int:
     """Run the service until SIGTERM or Ctrl-C. Returns the exit status.
 
+    Args:
+        program: see `_Service`.
     Raises:
         UserError, models.ModelError: a port is in use, a file is missing, or the device does not exist. No process was started.
     """
@@ -73,7 +74,9 @@ def run(settings: ServeSettings) -> int:
     settings = settings.model_copy(update={"local_token": new_token()})
     settings.accepted_secrets  # noqa: B018 - raises if the token file is invalid
     with contextlib.ExitStack() as stack:
-        if status := asyncio.run(_Service(settings, stack).run()):
+        service = _Service(settings, stack, program)
+        service.import_programs()
+        if status := asyncio.run(service.run()):
             raise UserError("a process exited with status 2 (invalid settings); see its error above")
         return status
 
@@ -105,10 +108,15 @@ class _Service:
 
     Args:
         stack: closes the sockets and files.
+        program: runs a command line of `multiworld` and ends the process.
     """
 
-    def __init__(self, settings: ServeSettings, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self, settings: ServeSettings, stack: contextlib.ExitStack, program: Callable[[Sequence[str]], object]
+    ) -> None:
         self._settings = settings
+        self._program = program
+        self._can_fork = False
         self._stack = stack
         self._notify = stack.enter_context(NotifyListener())
         self._http = self._socket(settings.host, settings.http_port, "http_port")
@@ -128,18 +136,25 @@ class _Service:
         self._stop = asyncio.Event()
         self._groups: dict[Role, Supervisor] = {}
 
+    def import_programs(self) -> None:
+        """Import what the processes need. A signal meanwhile ends this process: nothing runs yet."""
+        self._log_addresses()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, lambda *_: os._exit(0))
+        self._can_fork = import_programs(compute_threads(self._settings))
+        if not self._can_fork:
+            logger.warning("an import has started a thread: processes start as new programs, which takes longer")
+
     async def run(self) -> int:
         """Run all processes until a signal, or until one of them ends because of invalid settings. Returns the exit status."""
         settings = self._settings
         on_stop_signal(self._begin_stop)
-        environment = environment_of(compute_threads(settings), self._notify.environment)
-        with self._notify.receiving(), ForkServer(FORK_SERVER_PROGRAM, environment) as fork_server:
+        with self._notify.receiving():
             # Leaving stops the last one first: frontends answer their requests, then leaders and workers stop.
-            self._groups = {role: self._supervisor(role, fork_server) for role in _NAMES}
+            self._groups = {role: self._supervisor(role) for role in _NAMES}
             groups = self._groups.values()
             self._write_restarts()
             self._reload_on_hangup()
-            self._log_addresses()
             logger.info("starting %s", " ".join(f"{role}s={group.count}" for role, group in self._groups.items()))
             async with contextlib.AsyncExitStack() as running:
                 for group in groups:
@@ -174,31 +189,32 @@ class _Service:
 
     # -- processes -------------------------------------------------------------------------------------------------------------
 
-    def _supervisor(self, role: Role, fork_server: ForkServer | None) -> Supervisor:
+    def _supervisor(self, role: Role) -> Supervisor:
         settings = self._settings
         workers = 0 if settings.external_workers else settings.num_workers
         counts = {"worker": workers, "leader": settings.leaders, "frontend": settings.frontends}
         is_worker = role == "worker"
-        threads = compute_threads(settings) if is_worker else 1
         return Supervisor(
-            lambda slot: [
-                *PROGRAM,
-                role,
-                "--name",
-                f"{_NAMES[role]}-{slot}",
-                "--settings-json",
-                self._file(role, slot),
-            ],
+            lambda slot: self._start(role, slot),
             counts[role],
             kind=role,
-            environment=environment_of(threads, self._notify.environment),
-            fork_server=fork_server,
             stop_timeout_s=_WORKER_STOP_S if is_worker else stop_timeout_s(settings),
-            fds=lambda slot: list(self._fds(role, slot).values()),
             notify=self._notify,
             blocked_timeout_s=WORKER_BLOCKED_S if is_worker else blocked_timeout_s(settings),
             on_restart=self._write_restarts,
         )
+
+    def _command(self, role: Role, slot: int) -> list[str]:
+        return [role, "--name", f"{_NAMES[role]}-{slot}", "--settings-json", self._file(role, slot)]
+
+    def _start(self, role: Role, slot: int) -> ChildProcess:
+        command = self._command(role, slot)
+        threads = compute_threads(self._settings) if role == "worker" else 1
+        environment, fds = environment_of(threads, self._notify.environment), list(self._fds(role, slot).values())
+        if self._can_fork:
+            title = " ".join(["multiworld", *command])
+            return ChildProcess.fork(title, partial(self._program, command), environment, fds)
+        return ChildProcess.spawn([*PROGRAM, *command], environment, fds)
 
     def _file(self, role: Role, slot: int) -> str:
         """Path of the settings of a process, written at its first start."""
@@ -267,10 +283,7 @@ class _Service:
     # -- addresses -------------------------------------------------------------------------------------------------------------
 
     def _socket(self, host: str, port: int, name: str, *, reserve: bool = False) -> socket.socket:
-        """A socket of a port (see `bind`) whose descriptor has a high number, because a forked child gets the same one."""
-        with bind(host, port, option(name), reserve=reserve) as found:
-            fd = fcntl.fcntl(found.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
-        return self._stack.enter_context(socket.socket(fileno=fd))
+        return self._stack.enter_context(bind(host, port, option(name), reserve=reserve))
 
     @property
     def _addresses(self) -> dict[str, str]:

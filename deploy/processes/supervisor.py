@@ -3,17 +3,15 @@
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from multiworld_serving.deploy.processes.child_process import ChildProcess, status_text
-from multiworld_serving.deploy.processes.fork_server import ForkServer
 from multiworld_serving.deploy.processes.notify import NotifyListener
 
 logger = logging.getLogger(__name__)
@@ -65,27 +63,21 @@ class Supervisor:
     Afterwards no process, task or descriptor is left. The same task must enter and leave the block, once.
 
     Attributes:
-        command: returns the argument vector of a slot; called at each start.
+        start: starts the process of a slot. Raises OSError.
         count: number of slots on entering, 0 to `count` - 1.
         kind: kind of process, for log lines.
-        environment: of the processes.
-        fork_server: forks processes faster than their program starts. Closed on leaving.
         stop_timeout_s: seconds from SIGTERM to SIGKILL.
-        fds: returns the descriptors that the process of a slot inherits, with the same numbers.
         notify: receives the signs of life of the processes.
         blocked_timeout_s: seconds without a sign of life after which a process is killed.
         on_restart: called after each restart.
         invalid_input: set when a process ended with status 2 at its first start: its settings are invalid, and it is not restarted.
     """
 
-    command: Callable[[int], Sequence[str]]
+    start: Callable[[int], ChildProcess]
     count: int
     kind: str = "worker"
-    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    fork_server: ForkServer | None = None
     backoff: Backoff = Backoff()
     stop_timeout_s: float = 10.0
-    fds: Callable[[int], Sequence[int]] = lambda _slot: ()
     notify: NotifyListener | None = None
     blocked_timeout_s: float = float("inf")
     on_restart: Callable[[], None] = lambda: None
@@ -137,8 +129,6 @@ class Supervisor:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._leaving = True
-        if self.fork_server is not None:
-            self.fork_server.close()
         for slot in self._slots.values():
             slot.stopping.set()
         # The exception of the block is not passed to the task group: the caller gets it unchanged, ours as a group.
@@ -153,7 +143,7 @@ class Supervisor:
         """Keep a process running in a slot until it must stop."""
         failures = starts = 0
         while not slot.stopping.is_set():
-            child = slot.child = await self._start(slot)
+            child = slot.child = self._start(slot)
             if child is None:
                 lived_s, status = 0.0, NOT_STARTED
             else:
@@ -185,16 +175,13 @@ class Supervisor:
                 async with asyncio.timeout(delay_s):
                     await slot.stopping.wait()
 
-    async def _start(self, slot: _Slot) -> ChildProcess | None:
-        command, fds = self.command(slot.index), self.fds(slot.index)
-        child = await self.fork_server.fork(command, fds) if self.fork_server else None
+    def _start(self, slot: _Slot) -> ChildProcess | None:
         try:
-            if child is None and not slot.stopping.is_set():
-                child = ChildProcess.spawn(command, self.environment, fds)
+            child = self.start(slot.index)
         except OSError as error:
             logger.error("%s slot=%d cannot be started: %s", self.kind, slot.index, error)  # noqa: TRY400 - the traceback adds nothing
-        if child is not None:
-            logger.info("%s slot=%d pid=%d started", self.kind, slot.index, child.pid)
+            return None
+        logger.info("%s slot=%d pid=%d started", self.kind, slot.index, child.pid)
         return child
 
     async def _end(self, slot: _Slot, child: ChildProcess) -> str:

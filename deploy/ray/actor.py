@@ -21,6 +21,7 @@ from multiworld_serving.common.config import UserError, configure_logging, raise
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.http.listener import bind
+from multiworld_serving.deploy.processes.child_process import ChildProcess
 from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.processes.programs import PROGRAM, Role, Values, environment_of, settings_file
 from multiworld_serving.deploy.processes.supervisor import Supervisor
@@ -98,13 +99,14 @@ class ProcessActor:
         }
         self._write_leaders()
         file = settings_file(self._stack, {**spec.values, **self._local_values()})
+        command = [*PROGRAM, spec.role, "--name", spec.name, "--settings-json", file]
+        environment = environment_of(int(spec.need.cores), self._notify.environment)
+        fds = [sock.fileno() for sock in self._sockets.values()]
         self._supervisor = Supervisor(
-            lambda _slot: [*PROGRAM, spec.role, "--name", spec.name, "--settings-json", file],
+            lambda _slot: ChildProcess.spawn(command, environment, fds),
             1,
             kind=spec.role,
-            environment=environment_of(int(spec.need.cores), self._notify.environment),
             stop_timeout_s=spec.stop_timeout_s,
-            fds=lambda _slot: [sock.fileno() for sock in self._sockets.values()],
             notify=self._notify,
             blocked_timeout_s=spec.blocked_timeout_s,
         )

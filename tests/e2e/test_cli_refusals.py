@@ -17,6 +17,7 @@ from multiworld_serving.testing.local_service import LocalService
 
 pytestmark = pytest.mark.timeout(300)
 
+RESNET = ["--model", "resnet18", "--weights", "random:0"]
 FREE_PORTS = ["--http-port", "0", "--join-port", "0", "--metrics-port", "0"]
 
 
@@ -30,9 +31,23 @@ def _logging_restored() -> Iterator[None]:
 
 
 def rejection(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The error line for these arguments. If a process finds the error, the last line refers to it."""
+    """The error line for these arguments."""
     assert main(arguments) == 2
-    first, *others = [line for line in capfd.readouterr().err.splitlines() if line.startswith("multiworld: error:")]
+    return error_line(capfd.readouterr().err)
+
+
+def rejection_of_program(*arguments: str, token: str = "t") -> str:
+    """The error line of a program: of one that starts processes, or that waits for a service."""
+    command = [sys.executable, "-m", "multiworld_serving.cli.main", *arguments]
+    environment = {**os.environ, "MULTIWORLD_TOKEN": token}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    return error_line(done.stderr)
+
+
+def error_line(text: str) -> str:
+    """The error. If a process finds it, another line refers to it."""
+    first, *others = [line for line in text.splitlines() if line.startswith("multiworld: error:")]
     assert all("see its error above" in line for line in others)
     assert len(others) <= 1
     return first
@@ -49,7 +64,7 @@ def test_serve_is_refused_when_the_weights_are_of_another_architecture(
 
 
 def test_serve_is_refused_when_there_are_more_stages_than_blocks(capfd: pytest.CaptureFixture[str]) -> None:
-    line = rejection(capfd, "serve", "--model", "resnet18", "--weights", "random:0", "--stages", "64", *FREE_PORTS)
+    line = rejection_of_program("serve", *RESNET, "--stages", "64", "--external-workers", *FREE_PORTS)
     assert "can be cut into at most" in line
 
 
@@ -61,7 +76,7 @@ def test_serve_is_refused_when_a_port_is_busy(capfd: pytest.CaptureFixture[str],
         port = str(taken.getsockname()[1])
         arguments = [*FREE_PORTS]
         arguments[arguments.index(option) + 1] = port
-        line = rejection(capfd, "serve", "--model", "resnet18", "--weights", "random:0", *arguments)
+        line = rejection(capfd, "serve", *RESNET, *arguments)
     assert port in line
     assert option in line
 
@@ -72,22 +87,12 @@ def test_missing_device_is_refused(
 ) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", "t")
     arguments = {
-        "serve": ["--model", "resnet18", "--weights", "random:0", *FREE_PORTS],
+        "serve": [*RESNET, *FREE_PORTS],
         "worker": ["--leader", "127.0.0.1:1"],
     }[verb]
     assert "cuda:99" in rejection(capfd, verb, "--device", "cuda:99", *arguments)
 
 
 def test_worker_exits_with_2_when_its_token_is_wrong(service: LocalService) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "multiworld_serving.cli.main", "worker", "--leader", service.join_address.split(",")[0]],
-        env={**os.environ, "MULTIWORLD_TOKEN": "wrong"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if line.startswith("multiworld: error:")]
-    assert len(lines) == 1
-    assert "token" in lines[0]
+    line = rejection_of_program("worker", "--leader", service.join_address.split(",")[0], token="wrong")
+    assert "token" in line

@@ -5,12 +5,13 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from multiworld_serving.deploy.processes.fork_server import ForkServer
+from multiworld_serving.deploy.processes.child_process import ChildProcess
 from multiworld_serving.deploy.processes.supervisor import Supervisor
 
 PRELUDE = """
@@ -40,31 +41,18 @@ signal.pause()
 """
 
 
-ROOT = str(Path(__file__).parents[2])
-IMPORT = f"""
-sys.path.insert(0, {ROOT!r})
-from multiworld_serving.deploy.processes import fork_server
-"""
-SERVE = """
-command = fork_server.serve_forks(int(rest[0]))
-if command is not None:
-    sys.argv = command[-3:]
-    exec(command[-3], {})
-"""
-
-
 class Reports:
     """The reports of the children in order: [slot, pid, word, …] each.
 
     Args:
-        forking: whether supervisors created here fork their children from a running fork server.
+        forking: whether supervisors created here fork their children from this process.
     """
 
     def __init__(self, fifo: Path, *, forking: bool) -> None:
-        os.mkfifo(fifo)
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(fifo)
         self.fifo = fifo
         self.forking = forking
-        self.servers = contextlib.ExitStack()
         self._queue: asyncio.Queue[list[str]] = asyncio.Queue()
         self._fd = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
 
@@ -75,7 +63,6 @@ class Reports:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.servers.close()
         asyncio.get_running_loop().remove_reader(self._fd)
         os.close(self._fd)
 
@@ -93,14 +80,22 @@ class Reports:
     def command(self, script: str, slot: int) -> list[str]:
         return [sys.executable, "-I", "-S", "-c", PRELUDE + script, str(slot), str(self.fifo)]
 
-    def fork_server(self, server: str = IMPORT + SERVE, environment: Mapping[str, str] = os.environ) -> ForkServer:
-        command = [sys.executable, "-P", "-c", PRELUDE + server, "9", str(self.fifo)]
-        return self.servers.enter_context(ForkServer(command, environment))
+    def start(self, script: str, slot: int, environment: Mapping[str, str], fds: Sequence[int] = ()) -> ChildProcess:
+        command = self.command(script, slot)
+        if not self.forking:
+            return ChildProcess.spawn(command, environment, fds)
+        return ChildProcess.fork("", partial(run_here, command), environment, fds)
 
-    def supervisor(self, script: str, count: int = 1, **options: Any) -> Supervisor:
-        if self.forking and "fork_server" not in options:
-            options["fork_server"] = self.fork_server(environment=options.get("environment", os.environ))
-        return Supervisor(lambda slot: self.command(script, slot), count, **options)
+    def supervisor(
+        self, script: str, count: int = 1, environment: Mapping[str, str] = os.environ, **options: Any
+    ) -> Supervisor:
+        return Supervisor(lambda slot: self.start(script, slot, environment), count, **options)
+
+
+def run_here(command: Sequence[str]) -> None:
+    """Run a command of `Reports.command` in this process."""
+    sys.argv = list(command[-3:])
+    exec(command[-3], {})
 
 
 def children() -> set[int]:

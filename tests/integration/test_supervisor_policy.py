@@ -1,8 +1,6 @@
 """The supervisor's decisions and the settings it passes to workers, without processes."""
 
 import contextlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +11,7 @@ from pydantic import SecretStr
 from multiworld_serving.deploy.processes import supervisor
 from multiworld_serving.deploy.processes.programs import environment_of
 from multiworld_serving.deploy.processes.service import _Service
-from multiworld_serving.deploy.processes.supervisor import Backoff, Supervisor, _Silence
+from multiworld_serving.deploy.processes.supervisor import Backoff, _Silence
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 
@@ -29,19 +27,6 @@ SETTINGS = ServeSettings(
     metrics_port=0,
 )
 NOTIFY = {"NOTIFY_SOCKET": "@of-the-service", "WATCHDOG_USEC": "2000000"}
-
-
-@contextlib.contextmanager
-def local_workers(settings: ServeSettings) -> Iterator[Supervisor]:
-    """The supervisor of the local workers of a service."""
-    with contextlib.ExitStack() as stack:
-        service = _Service(settings, stack)
-        yield service._supervisor("worker", None)
-
-
-def worker_settings(supervisor: Supervisor, slot: int) -> WorkerSettings:
-    """What a worker reads."""
-    return WorkerSettings.model_validate_json(Path(supervisor.command(slot)[-1]).read_text())
 
 
 def test_delay_doubles_up_to_its_limit_when_failures_continue() -> None:
@@ -67,12 +52,11 @@ def test_environment_has_no_settings_and_no_token(monkeypatch: pytest.MonkeyPatc
 
 
 def test_worker_is_named_first_and_the_token_is_not_in_its_command() -> None:
-    with local_workers(SETTINGS) as supervisor:
-        command = supervisor.command(4)
-        assert worker_settings(supervisor, 4).secret == b"of-the-service"
-    assert sorted(supervisor.restarts) == list(range(6))
-    assert command[0] == sys.executable
-    assert command[command.index("worker") :][1:3] == ["--name", "local-4"]
+    with contextlib.ExitStack() as stack:
+        command = _Service(SETTINGS, stack, print)._command("worker", 4)
+        settings = WorkerSettings.model_validate_json(Path(command[-1]).read_text())
+    assert settings.secret == b"of-the-service"
+    assert command[:3] == ["worker", "--name", "local-4"]
     assert not any("of-the" in part for part in command)
 
 

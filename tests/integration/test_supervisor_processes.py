@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import fcntl
-import json
 import os
 import signal
 import sys
@@ -16,19 +14,15 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from multiworld_serving.deploy.processes.child_process import ChildProcess
 from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.processes.service import _Service
 from multiworld_serving.deploy.processes.supervisor import Backoff, Supervisor
 from multiworld_serving.server.settings import ServeSettings
 from tests.integration.small_processes import (
     DEAF,
-    EXIT_WITH_PARENT,
     FOREVER,
-    IMPORT,
-    PRELUDE,
-    ROOT,
     SAY_GOODBYE,
-    SERVE,
     WITH_GRANDCHILD,
     Reports,
     end_of,
@@ -92,7 +86,7 @@ async def test_shutdown_does_not_wait_for_the_backoff(reports: Reports) -> None:
 async def test_workers_are_started_and_stopped_by_name_when_the_service_scales(reports: Reports) -> None:
     settings = ServeSettings(http_port=0, join_port=0, metrics_port=0, local_token=SecretStr("of-this-test"))
     with contextlib.ExitStack() as stack:
-        service = _Service(settings, stack)
+        service = _Service(settings, stack, print)
         async with reports.supervisor(SAY_GOODBYE, 1) as workers:
             service._groups = {"worker": workers}
             await service.scale_workers(3)
@@ -123,7 +117,7 @@ async def test_process_is_killed_when_it_does_not_stop_in_time(
 
 async def test_process_is_retried_when_it_cannot_be_started(reports: Reports, caplog: pytest.LogCaptureFixture) -> None:
     commands = iter([["/nowhere/to/be/found"], reports.command(FOREVER, 0)])
-    async with Supervisor(lambda _: next(commands), 1):
+    async with Supervisor(lambda _: ChildProcess.spawn(next(commands), os.environ), 1):
         await reports.next()
     assert "cannot be started" in caplog.text
 
@@ -143,20 +137,19 @@ async def test_process_has_its_own_session_and_its_descendants_are_killed_with_i
 async def test_process_reads_end_of_file_when_the_supervisor_is_killed(reports: Reports, tmp_path: Path) -> None:
     script = tmp_path / "supervisor.py"
     script.write_text(
-        "import asyncio, json, os, sys\n"
-        "from multiworld_serving.deploy.processes.fork_server import ForkServer\n"
+        "import asyncio, sys\n"
+        "from pathlib import Path\n"
         "from multiworld_serving.deploy.processes.supervisor import Supervisor\n"
-        "child, server = json.loads(sys.argv[1])\n"
+        "from tests.integration.small_processes import EXIT_WITH_PARENT, Reports\n"
         "async def main():\n"
-        "    with ForkServer(server, os.environ) as forks:\n"
-        "        async with Supervisor(lambda slot: [*child[:-2], str(slot), child[-1]], 2, fork_server=forks):\n"
-        "            await asyncio.Event().wait()\n"
+        "    reports = Reports(Path(sys.argv[1]), forking=sys.argv[2] == 'True')\n"
+        "    async with reports.supervisor(EXIT_WITH_PARENT, 2):\n"
+        "        await asyncio.Event().wait()\n"
         "asyncio.run(main())\n"
     )
-    server = [sys.executable, "-P", "-c", PRELUDE + IMPORT + SERVE if reports.forking else "", "9", str(reports.fifo)]
-    commands = json.dumps([reports.command(EXIT_WITH_PARENT, 0), server])
     supervisor = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), commands, env={**os.environ, "PYTHONPATH": ROOT}
+        *(sys.executable, str(script), str(reports.fifo), str(reports.forking)),
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     try:
         pids = {await reports.next_pid() for _ in range(2)}
@@ -217,16 +210,33 @@ async def test_process_has_its_environment_and_the_descriptors_of_its_slot_under
     with tempfile.TemporaryFile("w+") as file:
         file.write("of the supervisor")
         file.flush()
-        fd = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 200)
+        fd = file.fileno()
         script = (
             f"found = os.pread({fd}, 100, 0).decode().split()[-1] if slot == '1' else os.path.exists('/proc/self/fd/{fd}')\n"
             "report(f'{os.environ.get(\"COLOUR\")}-{found}')\nsignal.pause()"
         )
-        given: dict[str, Any] = {"environment": {"COLOUR": "blue"}, "fds": lambda slot: [fd] if slot else []}
-        try:
-            async with reports.supervisor(script, 2, **given) as supervisor:
-                found = {slot: word for slot, _, word in [await reports.next() for _ in range(2)]}
-                await until(lambda: len(supervisor.pids) == 2)
-        finally:
-            os.close(fd)
+
+        def start(slot: int) -> ChildProcess:
+            return reports.start(script, slot, {"COLOUR": "blue"}, [fd] if slot else [])
+
+        async with Supervisor(start, 2) as supervisor:
+            found = {slot: word for slot, _, word in [await reports.next() for _ in range(2)]}
+            await until(lambda: len(supervisor.pids) == 2)
     assert found == {"0": "blue-False", "1": "blue-supervisor"}
+
+
+@programs_and_forks
+async def test_signal_reaches_only_the_process_itself(reports: Reports, caplog: pytest.LogCaptureFixture) -> None:
+    """A forked process has none of the handlers of its parent, and does not write to the parent's event loop."""
+    received: list[None] = []
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, received.append, None)
+    try:
+        async with reports.supervisor(FOREVER, backoff=NEVER) as supervisor:
+            await reports.next()
+            supervisor.signal_all(signal.SIGTERM)
+            await reports.next()
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+    assert "ended status=SIGTERM" in caplog.text
+    assert not received

@@ -21,7 +21,6 @@ from multiworld_serving.cli.options import seconds
 from multiworld_serving.common.config import Settings, UserError
 from multiworld_serving.common.config.settings import public_fields
 from multiworld_serving.deploy.processes.service import _Service
-from multiworld_serving.deploy.processes.supervisor import Supervisor
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
@@ -145,7 +144,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 def test_serve_passes_its_settings_and_the_supervisor(program: Recorder) -> None:
     program.outcome = 7
     assert main(["serve", "--model", "resnet18", "--stages", "3", "--http-port", "0", "--access-log"]) == 7
-    [settings] = program.arguments
+    settings, _ = program.arguments
     assert (settings.model, settings.stages, settings.http_port, settings.access_log) == ("resnet18", 3, 0, True)
     assert settings.token is None, "only its own processes need a secret"
 
@@ -184,10 +183,10 @@ def test_worker_accepts_the_command_of_the_local_supervisor(program: Recorder, m
     }
     settings = ServeSettings(**given, local_token=SecretStr("of-this-service"), leaders=2)
     with contextlib.ExitStack() as stack:
-        service = _Service(settings, stack)
-        worker = received(program, service._supervisor("worker", None), WorkerSettings)
-        leader = received(program, service._supervisor("leader", None), LeaderSettings)
-        frontend = received(program, service._supervisor("frontend", None), FrontendSettings)
+        service = _Service(settings, stack, print)
+        worker = received(program, service._command("worker", 1), WorkerSettings)
+        leader = received(program, service._command("leader", 1), LeaderSettings)
+        frontend = received(program, service._command("frontend", 0), FrontendSettings)
         addresses = tuple(f"127.0.0.1:{sock.getsockname()[1]}" for sock in service._joins)
         assert tuple(map(str, worker.leaders)) == tuple(map(str, frontend.leaders)) == addresses
         assert leader.join_fd == service._joins[1].fileno()
@@ -200,10 +199,9 @@ def test_worker_accepts_the_command_of_the_local_supervisor(program: Recorder, m
     assert frontend.exit_with_parent
 
 
-def received(program: Recorder, group: Supervisor, cls: type[S]) -> S:
-    """The settings that a program of this group gets from its command."""
-    command = list(group.command(min(1, len(group.restarts) - 1)))
-    assert main(command[command.index("multiworld_serving.cli.main") + 1 :]) == 0
+def received(program: Recorder, command: list[str], cls: type[S]) -> S:
+    """The settings that a program gets from its command."""
+    assert main(command) == 0
     [settings] = program.arguments
     assert isinstance(settings, cls)
     return settings

@@ -67,7 +67,7 @@ def test_every_setting_of_every_program_is_handed_on(cls: type[Settings]) -> Non
 @contextlib.contextmanager
 def service(settings: ServeSettings) -> Iterator[_Service]:
     with contextlib.ExitStack() as stack:
-        made = _Service(settings.model_copy(update={"local_token": SecretStr("of-the-service")}), stack)
+        made = _Service(settings.model_copy(update={"local_token": SecretStr("of-the-service")}), stack, print)
         yield made
 
 
@@ -149,11 +149,10 @@ def test_grpc_port_differs_from_the_others() -> None:
 
 def test_service_keeps_the_grpc_port_for_its_frontends_and_refuses_that_of_another() -> None:
     with service(load(ServeSettings, {**PORTS, "grpc_port": "0", "frontends": "2"})) as made:
-        frontends = made._supervisor("frontend", None)
-        found = FrontendSettings.model_validate_json(Path(frontends.command(1)[-1]).read_text())
+        found = FrontendSettings.model_validate_json(Path(made._command("frontend", 1)[-1]).read_text())
         assert made._grpc is not None
         assert (found.grpc_port, found.grpc_fd) == (0, made._grpc.fileno())
-        assert found.grpc_fd in frontends.fds(1)
+        assert found.grpc_fd in made._fds("frontend", 1).values()
         host, port = made._grpc.getsockname()
         with socket.socket() as frontend:
             frontend.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
