@@ -33,7 +33,7 @@ OPERATION_ERRORS: dict[str, type[Exception]] = {
     "version_failed": VersionFailedError,
     "restart_failed": RestartFailedError,
 }
-"""Errors of administrative operations, by their name in a DONE frame."""
+"""Errors of administrative operations, by their name in a reply."""
 
 
 class Desired(NamedTuple):

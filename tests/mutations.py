@@ -162,15 +162,11 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
                 "                self._admitted -= 1\n",
             ),
         ),
-        "server/frontends/leader_link.py": (
+        "server/frontends/link.py": (
             # A withdrawn request is computed to its end.
             ("if future.cancelled() or not future.done():", "if future.cancelled() and not future.done():"),
-            # An operation does not notice the loss of its leader.
-            ("            steps.put_nowait(Frame(FrameKind.REJECTED, 0))\n", "            pass\n"),
-        ),
-        "server/frontends/sessions.py": (
-            # The leader waits for a frontend that is lost.
-            ("                _complete(pending, None)\n", "                pass\n"),
+            # Nobody notices the loss of the other end.
+            ("                take(lost)\n", "                pass\n"),
         ),
     },
 }

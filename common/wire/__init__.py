@@ -24,10 +24,9 @@ from multiworld_serving.common.wire.inputs import (
 )
 from multiworld_serving.common.wire.join import (
     EDGE_DTYPES,
-    FRONTEND_PROTOCOL,
     MAX_PARTS,
+    PROTOCOL,
     RELEASE,
-    WORKER_PROTOCOL,
     WORLD_BACKEND,
     EdgeJoinRequest,
     FrontendJoinRequest,
@@ -41,7 +40,6 @@ from multiworld_serving.common.wire.tracing import MAX_TRACE_BYTES, TraceContext
 __all__ = [
     "ALL_ROWS",
     "EDGE_DTYPES",
-    "FRONTEND_PROTOCOL",
     "HEADER_BYTES",
     "MAX_EDGE_STATES",
     "MAX_FETCH_ROWS",
@@ -49,8 +47,8 @@ __all__ = [
     "MAX_PARTS",
     "MAX_RELEASED",
     "MAX_TRACE_BYTES",
+    "PROTOCOL",
     "RELEASE",
-    "WORKER_PROTOCOL",
     "WORLD_BACKEND",
     "BatchInputs",
     "Channel",

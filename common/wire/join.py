@@ -19,10 +19,8 @@ WORLD_BACKEND = "tcp"
 
 RELEASE = version("multiworld-serving")
 """Sent in join requests, for messages to people. Different releases work together if their protocols are equal."""
-WORKER_PROTOCOL = 3
-"""Version of all messages between leaders and workers: increase it with every change of them."""
-FRONTEND_PROTOCOL = 4
-"""Version of all frames between leaders and frontends: increase it with every change of them."""
+PROTOCOL = 5
+"""Version of all messages between processes: increase it with every change of them."""
 
 MAX_HOLDER_CHARS = MAX_HOST_CHARS + MAX_NAME_CHARS
 _MAX_BATCH_ELEMENTS = 1 << 34
@@ -69,18 +67,18 @@ class _Sender(msgspec.Struct):
     release: str = "unknown"
 
 
-def _require_protocol(text: str | bytes, kind: str, own: int, advice: str) -> None:
-    """Raise WireError if the join request of a `kind` of process has another protocol than `own`. Other fields may differ then."""
+def _require_protocol(text: str | bytes, kind: str, advice: str) -> None:
+    """Raise WireError if the join request of a `kind` of process has another protocol. Other fields may differ then."""
     try:
         sender = msgspec.json.decode(text, type=_Sender)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return  # the whole decoder says why
-    if sender.protocol == own:
+    if sender.protocol == PROTOCOL:
         return
-    older = "leader" if sender.protocol > own else kind
+    older = "leader" if sender.protocol > PROTOCOL else kind
     raise WireError(
         f"{kind} {sender.worker or sender.frontend!r:.70} has release {shown(sender.release, 20)} with protocol {sender.protocol}, and "
-        f"this leader release {RELEASE} with protocol {own}: upgrade this {older} ({advice})"
+        f"this leader release {RELEASE} with protocol {PROTOCOL}: upgrade this {older} ({advice})"
     )
 
 
@@ -105,13 +103,13 @@ class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     obeys: NoName = ""
     edge: NoHolder = ""
     memory_mb: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
-    protocol: int = WORKER_PROTOCOL
+    protocol: int = PROTOCOL
     release: Name = RELEASE
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Decode. Raises WireError if it is invalid or of another protocol."""
-        _require_protocol(text, "worker", WORKER_PROTOCOL, "leaders and workers change together")
+        _require_protocol(text, "worker", "leaders and workers change together")
         return super().from_json(text)
 
 
@@ -128,14 +126,14 @@ class FrontendJoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     host: Host
     pid: Pid
     edge: NoHolder = ""
-    protocol: int = FRONTEND_PROTOCOL
+    protocol: int = PROTOCOL
     release: Name = RELEASE
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Decode. Raises WireError if it is invalid or of another protocol."""
         order = "upgrade one leader first, then the frontends, then the other leaders"
-        _require_protocol(text, "frontend", FRONTEND_PROTOCOL, order)
+        _require_protocol(text, "frontend", order)
         return super().from_json(text)
 
 

@@ -50,7 +50,7 @@ class MessageKind(IntEnum):
     )
     OBEYS = 23  # worker → leader: the name of the leader that the worker obeys instead of this one; empty: this one
     REFUSED = 24  # worker → leader: it obeys another leader, which has not assigned this stage (text)
-    FRAMES = 11  # between leader and frontend: one or several frames (see multiworld_serving.server.frontends.frames)
+    FRAMES = 11  # between leader and frontend: one or several messages (see multiworld_serving.server.frontends.link)
     FETCH_ROWS = 12  # consumer → producer, on an edge: send these rows (see multiworld_serving.common.wire.inputs)
     TAKE_ROWS = 13  # the same, and nobody else needs these rows
     ROWS = 14  # producer → consumer: the rows

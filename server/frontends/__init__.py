@@ -2,10 +2,10 @@
 
 frontend: main.py                 HTTP server and admin port; start reading here
           leader_pool.py          which leader gets a request, and what happens to it when that leader is lost
-          leader_link.py          joins one leader and exchanges frames with it
+          leader_link.py          joins one leader and exchanges messages with it
           scrape.py, merge_metrics.py    the metrics of all processes
-leader:   sessions.py             admits frontends and handles their frames
-both:     frames.py, messages.py  frames on the world of a frontend and a leader, and their content
+leader:   sessions.py             admits frontends and handles their messages
+both:     link.py, messages.py    messages on the world of a frontend and a leader, requests and replies, and their content
 
 May import server.api, server.auth, server.http and server.observability. Only sessions.py may also import server.leader and models, which
 the program of a frontend does not load.

@@ -1,10 +1,9 @@
-"""A frontend's link to one leader: join, exchange frames, and join again after every failure."""
+"""A frontend's link to one leader: join, exchange messages, and join again after every failure."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import random
@@ -12,22 +11,25 @@ import socket
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from multiworld import AskError, BrokenWorldException, Cause, WorldError, WorldManager, ask
+from multiworld import AskError, WorldError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges import Edges
 from multiworld_serving.common.wire import WORLD_BACKEND, FrontendJoinRequest, JoinOffer, WireError
-from multiworld_serving.server.administration import OPERATION_ERRORS, Desired, RestartStep
-from multiworld_serving.server.frontends.frames import Frame, FrameKind, FrameLink
+from multiworld_serving.server.frontends.link import Link, LinkLostError, Received
 from multiworld_serving.server.frontends.messages import (
     Check,
     Done,
+    Follow,
     LeaderState,
     Load,
     Metrics,
     Operation,
     Predict,
+    Quiesce,
     Scrape,
+    Step,
+    Welcome,
 )
 from multiworld_serving.server.predictor import ServedModel
 from multiworld_serving.server.settings import FrontendSettings
@@ -37,20 +39,6 @@ logger = logging.getLogger(__name__)
 
 _LEADER_RANK = 0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-_HEALTHY = frozenset({Cause.LEFT, Cause.ABORTED})
-_REQUESTS = {Check: FrameKind.CHECK, Predict: FrameKind.PREDICT, Scrape: FrameKind.SCRAPE}
-
-
-class LeaderLostError(Exception):
-    """The link ended before the reply.
-
-    Attributes:
-        failed: whether the leader failed; False if it left, or this process failed.
-    """
-
-    def __init__(self, detail: str, *, failed: bool) -> None:
-        super().__init__(detail)
-        self.failed = failed
 
 
 class LinkEvents(Protocol):
@@ -106,14 +94,10 @@ class LeaderLink:
         self._settings = settings
         self._manager = manager
         self._events = events
-        self._link: FrameLink | None = None
+        self._link: Link | None = None
         self._welcome = False
         self._unusable = ""
         """Why this leader cannot be used, as found when the link was formed."""
-        self._numbers = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[Frame]] = {}
-        self._steps: dict[int, asyncio.Queue[Frame]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def label(self) -> str | None:
@@ -146,71 +130,27 @@ class LeaderLink:
             state.obstacle,
         )
 
-    # -- requests --------------------------------------------------------------------------------------------------------------
+    # -- messages --------------------------------------------------------------------------------------------------------------
 
     async def request(
         self, body: Check | Predict | Scrape, payload: memoryview | bytes = b"", *, timeout_s: float
-    ) -> Frame:
-        """Send a request and wait for its reply. Cancelling withdraws it.
+    ) -> Received:
+        """See `Link.call`."""
+        return await self._connected().call(body, payload, timeout_s=timeout_s)
 
-        Raises:
-            RequestRejected: the leader rejects it.
-            LeaderLostError: the link ended before the reply.
-            TimeoutError: no reply within `timeout_s`.
-        """
-        link = self._link
-        if link is None:
-            raise LeaderLostError("not connected", failed=False)
-        number = next(self._numbers)
-        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-        self._pending[number] = future
-        try:
-            async with asyncio.timeout(timeout_s):
-                await link.wait_writable()
-                link.send(_REQUESTS[type(body)], number, body, payload)
-                return await future
-        finally:
-            del self._pending[number]
-            if future.cancelled() or not future.done():  # the reply is not needed any more
-                link.send(FrameKind.CANCEL, number)
+    def operate(self, operation: Operation) -> AsyncGenerator[Step | Done, None]:
+        """Run an administrative operation; see `Link.stream`. Raises one of `OPERATION_ERRORS`, or LinkLostError."""
+        return self._connected().stream(operation)
 
-    async def operate(self, operation: Operation) -> AsyncGenerator[RestartStep | Done, None]:
-        """Run an administrative operation; yields its steps, and its result at the end. Closing it cancels the operation.
-
-        Raises:
-            LeaderLostError: the link ended before the result.
-            InvalidWeightsError, OperationInProgressError, VersionFailedError, RestartFailedError: the operation failed.
-        """
-        link = self._link
-        if link is None:
-            raise LeaderLostError("not connected", failed=False)
-        number = next(self._numbers)
-        steps = self._steps[number] = asyncio.Queue()
-        link.send(FrameKind.OPERATION, number, operation)
-        finished = False
-        try:
-            while not finished:
-                frame = await steps.get()
-                finished = frame.kind is not FrameKind.STEP
-                if frame.kind is FrameKind.REJECTED:
-                    raise LeaderLostError("the link ended", failed=True)
-                if finished and frame.body.error is not None:
-                    raise OPERATION_ERRORS.get(frame.body.kind, RuntimeError)(frame.body.error)
-                yield frame.body
-        finally:
-            del self._steps[number]
-            if not finished:
-                link.send(FrameKind.CANCEL, number)
-
-    def follow(self, desired: Desired) -> None:
-        """Tell the leader what another one serves."""
+    def send(self, body: Follow | Load) -> None:
+        """Send a message without a reply; does nothing while the leader is not connected."""
         if self._link is not None:
-            self._link.send(FrameKind.FOLLOW, body=desired)
+            self._link.send(body)
 
-    def send_load(self, load: Load) -> None:
-        """See `FrameKind.LOAD`."""
-        if self._link is not None:
-            self._link.send(FrameKind.LOAD, body=load)
+    def _connected(self) -> Link:
+        if self._link is None:
+            raise LinkLostError("not connected", failed=False)
+        return self._link
 
     # -- the link --------------------------------------------------------------------------------------------------------------
 
@@ -254,22 +194,15 @@ class LeaderLink:
             timeout=min(15.0, self._settings.join_timeout_s),
         )
         self._welcome, self._unusable = False, ""
-        self._link = link = FrameLink(world, _LEADER_RANK, self._on_frame)
-        failed, detail = False, "this frontend stops"
+        self._link = Link(world, _LEADER_RANK, self._receive)
         try:
-            ending = await link.run()
-            detail = str(ending)
+            lost = await self._link.run()
             if self.state is None:
-                raise WireError(self._unusable or f"the link ended before the leader sent its state: {detail}")
-            failed = (
-                isinstance(ending, BrokenWorldException)
-                and ending.rank == _LEADER_RANK
-                and ending.cause not in _HEALTHY
-            )
-            log = logger.warning if failed else logger.info
-            log("leader=%s name=%s the link ended: %s", self.address, self.name, detail)
+                raise WireError(self._unusable or f"the link ended before the leader sent its state: {lost}")
+            log = logger.warning if lost.failed else logger.info
+            log("leader=%s name=%s the link ended: %s", self.address, self.name, lost)
         finally:
-            self._on_lost(detail, failed=failed)
+            self._on_lost()
             with contextlib.suppress(WorldError):
                 await self._manager.close_world(world.name)
                 self._manager.remove_world(world.name)
@@ -287,9 +220,9 @@ class LeaderLink:
         )
         return JoinOffer.from_json(answer)
 
-    def _on_frame(self, frame: Frame) -> None:
+    def _receive(self, received: Received) -> None:
         try:
-            self._handle(frame)
+            self._handle(received)
         except ValueError as error:
             if self.state is not None or self._link is None:
                 raise
@@ -297,58 +230,27 @@ class LeaderLink:
             self._unusable = self._unusable or f"{type(error).__name__}: {error!s:.300}"
             self._link.world.close()
 
-    def _handle(self, frame: Frame) -> None:
-        body = frame.body  # raises ValueError if it is invalid
-        match frame.kind:
-            case FrameKind.PREDICTION | FrameKind.ADMITTED | FrameKind.METRICS | FrameKind.REJECTED:
-                self._on_reply(frame)
-            case FrameKind.STATE if self._welcome:
-                self.state = body
-                self.name = self.state.leader
-                self.was_ready |= self.state.ready
+    def _handle(self, received: Received) -> None:
+        link, number = self._link, received.number
+        assert link is not None, "messages come over the link"
+        match received.body:
+            case LeaderState() as state if self._welcome:
+                self.state, self.name = state, state.leader
+                self.was_ready |= state.ready
                 self._events.on_state(self)
-                if frame.number:
-                    self._send(FrameKind.DONE, frame.number, Done())
-            case FrameKind.STEP | FrameKind.DONE:
-                if (steps := self._steps.get(frame.number)) is not None:
-                    steps.put_nowait(frame)
-            case FrameKind.SCRAPE:
-                self._send(FrameKind.METRICS, frame.number, Metrics(()), self._events.scrape())
-            case FrameKind.QUIESCE:
-                task = asyncio.create_task(self._quiesce(frame.number))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-            case FrameKind.WELCOME:
-                if (why := self._events.accepts(body, self)) is not None:
+                if number:
+                    link.reply(number, Done())
+            case Scrape():
+                link.reply(number, Metrics(()), self._events.scrape())
+            case Quiesce():
+                link.handle(number, asyncio.ensure_future(self._events.wait_idle()), lambda _: (Done(), b""))
+            case Welcome(model=model):
+                if (why := self._events.accepts(model, self)) is not None:
                     raise ValueError(why)
                 self._welcome = True
-            case _:
-                raise ValueError(f"unexpected {frame.kind.name} from a leader")
+            case body:
+                raise ValueError(f"unexpected {type(body).__name__} from a leader")
 
-    def _send(self, kind: FrameKind, number: int, body: Done | Metrics, payload: bytes = b"") -> None:
-        if self._link is not None:
-            self._link.send(kind, number, body, payload)
-
-    async def _quiesce(self, number: int) -> None:
-        await self._events.wait_idle()
-        self._send(FrameKind.DONE, number, Done())
-
-    def _on_reply(self, frame: Frame) -> None:
-        future = self._pending.get(frame.number)
-        if future is None or future.done():
-            return  # the request was cancelled
-        if frame.kind is FrameKind.REJECTED:
-            future.set_exception(frame.body.error())
-        else:
-            future.set_result(frame)
-
-    def _on_lost(self, detail: str, *, failed: bool) -> None:
+    def _on_lost(self) -> None:
         self._link, self.state, self.was_ready, self.relays = None, None, False, False
-        for future in self._pending.values():
-            if not future.done():
-                future.set_exception(LeaderLostError(detail, failed=failed))
-        for steps in self._steps.values():
-            steps.put_nowait(Frame(FrameKind.REJECTED, 0))
-        for task in self._tasks:
-            task.cancel()
         self._events.on_state(self)

@@ -41,15 +41,17 @@ from multiworld_serving.server.errors import (
     PoisonError,
     RequestRejected,
 )
-from multiworld_serving.server.frontends.frames import Frame
-from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
+from multiworld_serving.server.frontends.leader_link import LeaderLink
+from multiworld_serving.server.frontends.link import LinkLostError, Received
 from multiworld_serving.server.frontends.messages import (
     Check,
     Done,
+    Follow,
     Operation,
     OperationName,
     Predict,
     PredictReply,
+    Step,
     parse_rows,
     rows_payload,
 )
@@ -242,12 +244,10 @@ class LeaderPool:
         """Restart every worker in turn; yields each step."""
         async with aclosing(self._operate("rolling-restart")) as steps:
             async for step in steps:
-                if isinstance(step, RestartStep):
-                    yield step
+                if isinstance(step, Step):
+                    yield step.step
 
-    async def _operate(
-        self, operation: OperationName, weights: str | None = None
-    ) -> AsyncGenerator[RestartStep | Done, None]:
+    async def _operate(self, operation: OperationName, weights: str | None = None) -> AsyncGenerator[Step | Done, None]:
         link = self._acting or next((link for link in self.links if link.state is not None), None)
         if link is None:
             raise NotReadyError("no leader is connected; wait until one is", retry_after_s=_RETRY_AFTER_S)
@@ -256,7 +256,7 @@ class LeaderPool:
             async with aclosing(link.operate(Operation(operation, weights, revision))) as steps:
                 async for step in steps:
                     yield step
-        except LeaderLostError as error:
+        except LinkLostError as error:
             raise NotReadyError(
                 f"leader {link.name} was lost during {operation} ({error}); try again", retry_after_s=_RETRY_AFTER_S
             ) from error
@@ -302,7 +302,7 @@ class LeaderPool:
             self._desired = latest
         for link, state in connected:
             if state.desired != self._desired and self._desired is not None:
-                link.follow(self._desired)
+                link.send(Follow(self._desired))
         self._current = [link for link, state in connected if state.served == self._desired]
         self._current = self._current or [link for link, state in connected if state.obstacle]
         self._acting = min(self._current, key=lambda link: link.state is None or not link.state.ready, default=None)
@@ -340,7 +340,7 @@ class LeaderPool:
 
     async def _request(
         self, body: Check | Predict, deadline_s: float, kept_input: KeptInput | None = None
-    ) -> tuple[Frame, int]:
+    ) -> tuple[Received, int]:
         """Send a request to a leader, and to others as the table above says. Returns the reply and how often it was sent again."""
         rejected: dict[LeaderLink, RequestRejected] = {}
         failures = resent = 0
@@ -357,7 +357,7 @@ class LeaderPool:
                 continue
             try:
                 return await self._send(link, body, deadline_s, kept_input), resent
-            except LeaderLostError as lost:
+            except LinkLostError as lost:
                 failures += lost.failed and isinstance(body, Predict)
                 self._check_resubmission(failures, deadline_s, lost)
                 resent += 1
@@ -366,7 +366,7 @@ class LeaderPool:
                 self._check_until_s = self._clock() + _CHECK_S
                 if (
                     rejection.reason == "draining" and self._clock() < deadline_s
-                ):  # its STATE frame is on the way, or has arrived
+                ):  # its state is on the way, or has arrived
                     await self._wait_for_change(
                         min(self._clock() + _DEADLINE_GRACE_S, deadline_s), deadline_s, strict=False
                     )
@@ -381,7 +381,7 @@ class LeaderPool:
 
     async def _send(
         self, link: LeaderLink, body: Check | Predict, deadline_s: float, kept_input: KeptInput | None
-    ) -> Frame:
+    ) -> Received:
         """Send a request to this leader; again, with the input, if a worker cannot fetch it. Raises as `LeaderLink.request`."""
         while True:
             timeout_s = deadline_s - self._clock()

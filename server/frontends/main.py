@@ -269,5 +269,5 @@ class _Frontend:
             edges = () if self._edges is None else tuple(self._edges.states())
             load = Load(connections, self._pool.open_requests.count, edges)
             for link in self._pool.links:
-                link.send_load(load)
+                link.send(load)
             await asyncio.sleep(_LOAD_INTERVAL_S)

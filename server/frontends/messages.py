@@ -1,9 +1,8 @@
-"""What frames between frontends and leaders say: one type for the body of each kind of frame, and rows as payloads."""
+"""What frontends and leaders say to each other: one type for each kind of message, and rows as payloads."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -13,26 +12,33 @@ from torch import Tensor
 
 from multiworld_serving.common.wire import EdgeStates
 from multiworld_serving.models.bundle.rows import RowFormat
-from multiworld_serving.models.errors import BundleError
-from multiworld_serving.server.administration import Desired
+from multiworld_serving.models.errors import BundleError, ModelError
+from multiworld_serving.server.administration import OPERATION_ERRORS, Desired, RestartStep
 from multiworld_serving.server.errors import InputUnreachableError, RequestRejected
-from multiworld_serving.server.predictor import KeptRows, ModelVersion, Prediction
+from multiworld_serving.server.predictor import KeptRows, ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot
 
 _INTERNAL = "internal"
-_RELAY = "relay"
+_REASONS: dict[str, type[Exception]] = {"relay": InputUnreachableError, **OPERATION_ERRORS}
+"""Of replies that are no `RequestRejected`."""
 OperationName = Literal["load-version", "unload", "rolling-restart"]
 MAX_KEY_CHARS = 1000
 _MAX_ROW = 1 << 31
 _MAX_ROWS = 1 << 16
 
 
-class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of a frame whose kind says everything."""
+class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The body of a message. Its class is the tag `type`."""
 
 
-class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Would a request be rejected?
+class Welcome(Body, frozen=True):
+    """Leader to frontend, the first message: the model."""
+
+    model: ServedModel
+
+
+class Check(Body, frozen=True):
+    """Frontend to leader: would a request be rejected? Reply: Done or Rejection.
 
     Attributes:
         ahead: other requests that the frontend prepares.
@@ -42,8 +48,8 @@ class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeout_s: float
 
 
-class Predict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request.
+class Predict(Body, frozen=True):
+    """Frontend to leader: a request. Reply: PredictReply or Rejection.
 
     Attributes:
         timeout_s: seconds until its deadline.
@@ -67,7 +73,7 @@ class Predict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unreachable: str | None = None
 
 
-class PredictReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PredictReply(Body, frozen=True):
     """A `Prediction` without its output, whose rows are the payload, or stay at the workers that `kept` names."""
 
     model: str
@@ -102,75 +108,94 @@ class PredictReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"outputs of the samples {found!s:.100}; expected each of {count} at most once")
 
 
-class Rejection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Why a request got no answer."""
+class Rejection(Body, frozen=True):
+    """The reply that is an exception."""
 
     reason: str
     detail: str
     retry_after_s: float | None = None
 
     @classmethod
-    def of(cls, error: RequestRejected | InputUnreachableError | None) -> Rejection:
-        """None: an unexpected exception."""
-        if error is None:
-            return cls(_INTERNAL, "the leader failed on this request; see its log")
-        if isinstance(error, InputUnreachableError):
-            return cls(_RELAY, str(error))
-        return cls(error.reason, error.detail, error.retry_after_s)
+    def of(cls, error: Exception) -> Rejection:
+        if isinstance(error, RequestRejected):
+            return cls(error.reason, error.detail, error.retry_after_s)
+        if isinstance(error, ModelError):
+            return cls("invalid_weights", str(error))
+        reasons = (reason for reason, kind in _REASONS.items() if isinstance(error, kind))
+        if (reason := next(reasons, None)) is not None:
+            return cls(reason, str(error))
+        return cls(_INTERNAL, f"the leader failed ({type(error).__name__}); see its log")
+
+    @property
+    def is_internal(self) -> bool:
+        """Whether it is an unexpected exception."""
+        return self.reason == _INTERNAL
 
     def error(self) -> Exception:
-        """The exception of which this is."""
-        if self.reason == _INTERNAL:
+        """The exception."""
+        if self.is_internal:
             return RuntimeError(self.detail)
-        if self.reason == _RELAY:
-            return InputUnreachableError(self.detail)
+        if self.reason in _REASONS:
+            return _REASONS[self.reason](self.detail)
         return RequestRejected.for_reason(self.reason, self.detail, retry_after_s=self.retry_after_s)
 
 
-class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An administrative operation for the acting leader; `weights` and `revision` as for `Leader.load_version`."""
+class Operation(Body, frozen=True):
+    """Frontend to the acting leader; `weights` and `revision` as for `Leader.load_version`. Replies: Steps, then Done or Rejection."""
 
     operation: OperationName
     weights: str | None = None
     revision: int = 0
 
 
-class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The result of a request for which there is no other reply.
+class Step(Body, frozen=True):
+    """A step of a rolling restart."""
+
+    step: RestartStep
+
+
+class Done(Body, frozen=True):
+    """The reply that says only that it is done.
 
     Attributes:
         version: of "load-version".
-        error, kind: what failed, and the name of the error in `OPERATION_ERRORS`.
     """
 
     version: ModelVersion | None = None
-    error: str | None = None
-    kind: str = ""
 
 
-class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The receiver's metrics are needed, and those of the leader's other frontends if `others`."""
+class Quiesce(Body, frozen=True):
+    """Leader to frontend: reply Done when this frontend has no request that needs this leader."""
+
+
+class Follow(Body, frozen=True):
+    """Frontend to leader: what another leader serves."""
+
+    desired: Desired
+
+
+class Scrape(Body, frozen=True):
+    """In both directions: reply Metrics of the receiver, and those of the leader's other frontends if `others`."""
 
     others: bool = False
 
 
-class Metrics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Metrics(Body, frozen=True):
     """Metrics as text in the payload: name of the process and bytes of its text."""
 
     texts: tuple[tuple[str, int], ...]
 
 
-class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A frontend's connections, requests in flight, and the edges on which it fetches."""
+class Load(Body, frozen=True):
+    """Frontend to leader, once a second: its connections, requests in flight, and the edges on which it fetches."""
 
     connections: int
     requests: int
     edges: EdgeStates
 
 
-@dataclass(frozen=True)
-class LeaderState:
-    """What a leader tells its frontends whenever it changes, and once a second.
+class LeaderState(Body, frozen=True):
+    """Leader to frontend, whenever it changes, and once a second. With a number: reply Done.
 
     Attributes:
         desired, served, obstacle: see `Leader`.
@@ -188,6 +213,24 @@ class LeaderState:
     rejection: Rejection | None
     snapshot: PipelineSnapshot
     obstacle: str = ""
+
+
+AnyBody = (
+    Welcome
+    | LeaderState
+    | Check
+    | Predict
+    | PredictReply
+    | Rejection
+    | Operation
+    | Step
+    | Done
+    | Quiesce
+    | Follow
+    | Scrape
+    | Metrics
+    | Load
+)
 
 
 def rows_payload(rows: Tensor) -> memoryview:

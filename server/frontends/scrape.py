@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from multiworld_serving.server.errors import RequestRejected
-from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
+from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
+from multiworld_serving.server.frontends.link import LinkLostError
 from multiworld_serving.server.frontends.merge_metrics import merge_metrics
 from multiworld_serving.server.frontends.messages import Scrape
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
@@ -47,7 +48,7 @@ class ServiceMetrics:
 async def _scrape(link: LeaderLink, *, others: bool) -> list[tuple[str, str]]:
     try:
         reply = await link.request(Scrape(others), timeout_s=_TIMEOUT_S)
-    except (LeaderLostError, RequestRejected, TimeoutError):
+    except (LinkLostError, RequestRejected, TimeoutError):
         return []
     (_, own), *rest = _split(bytes(reply.payload), reply.body.texts)
     return [(link.label or str(link.address), own), *rest]

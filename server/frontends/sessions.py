@@ -1,4 +1,4 @@
-"""The leader's side of the frontends: admits them, and answers the frames of each in a session."""
+"""The leader's side of the frontends: admits them, and replies to the messages of each in a session."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from multiworld import JoinError, World, WorldError, WorldManager
 from multiworld_serving.common.wire import WORLD_BACKEND, EdgeState, FrontendJoinRequest, JoinOffer
-from multiworld_serving.models.errors import ModelError
-from multiworld_serving.server.administration import OPERATION_ERRORS
-from multiworld_serving.server.errors import InputUnreachableError, RequestRejected, StageError
-from multiworld_serving.server.frontends.frames import MAX_BYTES, NOTHING, Frame, FrameKind, FrameLink, encode
+from multiworld_serving.server.errors import StageError
+from multiworld_serving.server.frontends.link import MAX_BYTES, Kind, Link, LinkLostError, Received, Reply, encode
 from multiworld_serving.server.frontends.messages import (
     Check,
     Done,
+    Follow,
     LeaderState,
+    Load,
     Operation,
     Predict,
     PredictReply,
+    Quiesce,
     Rejection,
     Scrape,
+    Step,
+    Welcome,
     parse_rows,
     rows_payload,
 )
@@ -112,12 +113,12 @@ class FrontendSessions:
     def state_changed(self) -> None:
         """Send the current state to all frontends."""
         if self._sessions:
-            data = bytes(encode(FrameKind.STATE, 0, self.state()))
+            data = bytes(encode(Kind.MESSAGE, 0, self.state()))
             for session in self._sessions:
                 session.link.send_encoded(data)
 
     def state(self) -> LeaderState:
-        """See `FrameKind.STATE`."""
+        """See `LeaderState`."""
         leader = self.leader
         closed = leader.closed_error()
         frontends = tuple(session.snapshot() for session in self._sessions)
@@ -155,12 +156,12 @@ class FrontendSessions:
     async def wait_idle(self) -> None:
         """Wait until every frontend has sent all the requests that it meant for this leader; at most `_QUIESCE_S`."""
         self.state_changed()
-        await asyncio.gather(*(each.ask(FrameKind.QUIESCE, timeout_s=_QUIESCE_S) for each in tuple(self._sessions)))
+        await asyncio.gather(*(each.ask(Quiesce(), _QUIESCE_S) for each in tuple(self._sessions)))
 
     async def sync_state(self) -> None:
         """Wait until every frontend knows the current state; at most `_REPLY_S`."""
         state = self.state()
-        await asyncio.gather(*(each.ask(FrameKind.STATE, state, _REPLY_S) for each in tuple(self._sessions)))
+        await asyncio.gather(*(each.ask(state, _REPLY_S) for each in tuple(self._sessions)))
 
     # -- sessions --------------------------------------------------------------------------------------------------------------
 
@@ -216,28 +217,17 @@ class FrontendSession:
 
     def __init__(self, sessions: FrontendSessions, who: FrontendJoinRequest, world: World) -> None:
         self.who = who
-        self.link = FrameLink(world, _FRONTEND_RANK, self._on_frame)
+        self.link = Link(world, _FRONTEND_RANK, self._receive)
         self.ahead, self.ahead_s = 0, 0.0
         self.edges: tuple[EdgeState, ...] = ()
         self._connections, self._requests = 0, 0
         self._sessions = sessions
-        self._tasks: dict[int, asyncio.Future[Any]] = {}
-        """Predictions and operations in progress, by number."""
-        self._pending: dict[int, asyncio.Future[Frame | None]] = {}
-        self._numbers = itertools.count(1)
 
-    async def run(self) -> Exception:
+    async def run(self) -> LinkLostError:
         """Serve the frontend until its link ends; returns why it ended."""
-        self.link.send(FrameKind.WELCOME, body=self._sessions.model)
-        self.link.send(FrameKind.STATE, body=self._sessions.state())
-        try:
-            return await self.link.run()
-        finally:
-            self.link.end()
-            for task in tuple(self._tasks.values()):
-                task.cancel()
-            for pending in self._pending.values():
-                _complete(pending, None)
+        self.link.send(Welcome(self._sessions.model))
+        self.link.send(self._sessions.state())
+        return await self.link.run()
 
     def snapshot(self) -> FrontendSnapshot:
         """For the status."""
@@ -245,81 +235,58 @@ class FrontendSession:
         transport: Transport = "edges" if who.edge else "relay"
         return FrontendSnapshot(who.frontend, who.host, who.pid, self._connections, self._requests, transport)
 
-    async def ask(self, kind: FrameKind, body: Any = NOTHING, timeout_s: float = _REPLY_S) -> Frame | None:
-        """Send a request and wait for its reply; None if the link ends, or the time is over, before."""
-        number = next(self._numbers)
-        pending: asyncio.Future[Frame | None] = asyncio.get_running_loop().create_future()
-        self._pending[number] = pending
-        self.link.send(kind, number, body)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await pending
-        except TimeoutError:
-            return None
-        finally:
-            self._pending.pop(number, None)
+    async def ask(self, body: Quiesce | LeaderState | Scrape, timeout_s: float) -> Received | None:
+        """Send a message and wait for its reply; None if there is none in time."""
+        with contextlib.suppress(LinkLostError, TimeoutError):
+            return await self.link.call(body, timeout_s=timeout_s)
+        return None
 
     async def scrape(self) -> str:
         """The frontend's metrics as text; empty if it does not reply in time."""
-        reply = await self.ask(FrameKind.SCRAPE, Scrape(), _SCRAPE_S)
+        reply = await self.ask(Scrape(), _SCRAPE_S)
         return "" if reply is None else str(reply.payload, "utf-8")
 
-    def _on_frame(self, frame: Frame) -> None:
-        body = frame.body  # raises ValueError if it is invalid
-        match frame.kind:
-            case FrameKind.CHECK:
-                self._check(frame.number, body)
-            case FrameKind.PREDICT:
-                self._predict(frame)
-            case FrameKind.CANCEL:
-                if (task := self._tasks.get(frame.number)) is not None:
-                    task.cancel()
-            case FrameKind.OPERATION:
-                self._start(frame.number, asyncio.create_task(self._operate(frame.number, body)))
-            case FrameKind.SCRAPE:
-                self._start(frame.number, asyncio.create_task(self._scrape(frame.number, body)))
-            case FrameKind.FOLLOW:
-                self._sessions.leader.follow(body)
-            case FrameKind.LOAD:
-                self._connections, self._requests, self.edges = body.connections, body.requests, body.edges
-            case FrameKind.DONE | FrameKind.METRICS:
-                if (pending := self._pending.get(frame.number)) is not None:
-                    _complete(pending, frame)
-            case _:
-                raise ValueError(f"unexpected {frame.kind.name} from a frontend")
-
-    def _start(self, number: int, work: asyncio.Future[Any]) -> None:
-        if number in self._tasks:
-            work.cancel()
-            raise ValueError(f"the number {number} is in use")
-        self._tasks[number] = work
-        work.add_done_callback(lambda _: self._tasks.pop(number, None))
+    def _receive(self, received: Received) -> None:
+        number = received.number
+        match received.body:
+            case Predict() as request:
+                self._predict(number, request, received.payload)
+            case Check() as check:
+                self._check(number, check)
+            case Operation() as operation:
+                self.link.handle(number, asyncio.ensure_future(self._operate(number, operation)), _as_is)
+            case Scrape(others=others):
+                self.link.handle(number, asyncio.ensure_future(self._scrape(others=others)), _as_is)
+            case Load() as load:
+                self._connections, self._requests, self.edges = load.connections, load.requests, load.edges
+            case Follow(desired=desired):
+                self._sessions.leader.follow(desired)
+            case body:
+                raise ValueError(f"unexpected {type(body).__name__} from a frontend")
 
     def _check(self, number: int, check: Check) -> None:
         self.ahead, self.ahead_s = check.ahead, time.monotonic()
         deadline_s = time.monotonic() + check.timeout_s
         rejection = self._sessions.leader.rejection(deadline_s, self._sessions.ahead(self))
         if rejection is None:
-            self.link.send(FrameKind.ADMITTED, number)
+            self.link.reply(number, Done())
         else:
-            self.link.send(FrameKind.REJECTED, number, Rejection.of(rejection))
+            self.link.reply(number, Rejection.of(rejection))
 
-    def _predict(self, frame: Frame) -> None:
+    def _predict(self, number: int, request: Predict, payload: memoryview) -> None:
         """Start a prediction. Its outcome is sent by a callback: a task for each request would cost more than the rest of it."""
         try:
-            prediction = self._begin(frame)
+            prediction = self._begin(request, payload)
         except Exception as error:  # noqa: BLE001 - reported to the frontend
-            self._send_failure(frame.number, error)
+            self.link.reply_error(number, error)
             return
-        self._start(frame.number, prediction)
         requests = self._sessions.leader.open_requests
         requests.begin()
         prediction.add_done_callback(lambda _: requests.end())
-        prediction.add_done_callback(partial(self._on_prediction, frame.number))
+        self.link.handle(number, prediction, _reply_of)
 
-    def _begin(self, frame: Frame) -> asyncio.Future[Prediction]:
+    def _begin(self, request: Predict, payload: memoryview) -> asyncio.Future[Prediction]:
         """Hand a request to the leader."""
-        request: Predict = frame.body
         leader, who = self._sessions.leader, self.who
         deadline_s = time.monotonic() + request.timeout_s
         if request.unreachable is not None:
@@ -329,7 +296,7 @@ class FrontendSession:
         token = current_span.set(span)
         try:
             return leader.begin(
-                self._inputs(request, frame.payload),
+                self._inputs(request, payload),
                 deadline_s=deadline_s,
                 request_id=request.request_id,
                 fetcher=fetcher,
@@ -337,27 +304,6 @@ class FrontendSession:
             )
         finally:
             current_span.reset(token)
-
-    def _on_prediction(self, number: int, prediction: asyncio.Future[Prediction]) -> None:
-        if prediction.cancelled():
-            return
-        if (error := prediction.exception()) is not None:
-            self._send_failure(number, error)
-            return
-        found = prediction.result()
-        payload = rows_payload(found.output)
-        if len(payload) > MAX_BYTES:
-            error = StageError(f"the output has {len(payload)} bytes; at most {MAX_BYTES} can be sent to a frontend")
-            self._send_failure(number, error)
-            return
-        self.link.send(FrameKind.PREDICTION, number, PredictReply.of(found), payload)
-
-    def _send_failure(self, number: int, error: BaseException) -> None:
-        if isinstance(error, RequestRejected | InputUnreachableError):
-            self.link.send(FrameKind.REJECTED, number, Rejection.of(error))
-        else:
-            logger.error("request failed number=%d frontend=%s", number, self.who.frontend, exc_info=error)
-            self.link.send(FrameKind.REJECTED, number, Rejection.of(None))
 
     def _inputs(self, request: Predict, payload: memoryview) -> Sequence[InputRow]:
         """The rows of a request, or where they are. Raises ValueError if they are invalid."""
@@ -371,38 +317,34 @@ class FrontendSession:
             raise ValueError(f"a reference to rows of {row_bytes} bytes; expected at most {rows.max_row_bytes}")
         return [InputRef(self.who.edge, request.tensor, row, row_bytes) for row in range(request.rows)]
 
-    async def _operate(self, number: int, asked: Operation) -> None:
-        """Run an administrative operation and report its outcome."""
-        leader, result = self._sessions.leader, Done()
-        try:
-            match asked.operation:
-                case "load-version":
-                    result = Done(await leader.load_version(asked.weights, asked.revision))
-                case "unload":
-                    await leader.unload(asked.revision)
-                case "rolling-restart":
-                    async with aclosing(leader.restart_workers()) as steps:
-                        async for step in steps:
-                            self.link.send(FrameKind.STEP, number, step)
-        except ModelError as error:
-            result = Done(error=str(error), kind="invalid_weights")
-        except tuple(OPERATION_ERRORS.values()) as error:
-            kind = next(name for name, cls in OPERATION_ERRORS.items() if isinstance(error, cls))
-            result = Done(error=str(error), kind=kind)
-        except Exception as error:
-            logger.exception("an operation of frontend %s failed", self.who.frontend)
-            result = Done(error=f"{type(error).__name__}: {error}", kind="internal")
-        self.link.send(FrameKind.DONE, number, result)
+    async def _operate(self, number: int, asked: Operation) -> Reply:
+        """Run an administrative operation."""
+        leader, version = self._sessions.leader, None
+        match asked.operation:
+            case "load-version":
+                version = await leader.load_version(asked.weights, asked.revision)
+            case "unload":
+                await leader.unload(asked.revision)
+            case "rolling-restart":
+                async with aclosing(leader.restart_workers()) as steps:
+                    async for step in steps:
+                        self.link.reply(number, Step(step), kind=Kind.STEP)
+        return Done(version), b""
 
-    async def _scrape(self, number: int, asked: Scrape) -> None:
+    async def _scrape(self, *, others: bool) -> Reply:
         texts = [(self._sessions.name, (await self._sessions.metrics.scrape()).decode())]
-        if asked.others:
+        if others:
             texts += await self._sessions.scrape_others(self)
         sizes = tuple((name, len(text.encode())) for name, text in texts)
-        payload = "".join(text for _, text in texts).encode()
-        self.link.send(FrameKind.METRICS, number, MetricsBody(sizes), payload)
+        return MetricsBody(sizes), "".join(text for _, text in texts).encode()
 
 
-def _complete(pending: asyncio.Future[Frame | None], frame: Frame | None) -> None:
-    if not pending.done():  # the waiter may have been cancelled
-        pending.set_result(frame)
+def _as_is(reply: Reply) -> Reply:
+    return reply
+
+
+def _reply_of(found: Prediction) -> Reply:
+    payload = rows_payload(found.output)
+    if len(payload) > MAX_BYTES:
+        raise StageError(f"the output has {len(payload)} bytes; at most {MAX_BYTES} can be sent to a frontend")
+    return PredictReply.of(found), payload

@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from multiworld import AskError, ask
-from multiworld_serving.common.wire import RELEASE, WORKER_PROTOCOL
+from multiworld_serving.common.wire import PROTOCOL, RELEASE
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.settings import ServeSettings
@@ -22,7 +22,7 @@ GOOD = {
     **{
         "edge": "10.0.0.5:4000/0123abcd",
         "memory_mb": 16_000,
-        "protocol": WORKER_PROTOCOL,
+        "protocol": PROTOCOL,
         "release": RELEASE,
     },
 }
@@ -47,14 +47,14 @@ BAD = {
     "a number for a name": ({**GOOD, "worker": 1}, "JoinRequest: Expected `str`, got `int` - at `\\$.worker`"),
     "a field too many": ({**GOOD, "more": 1}, "unknown field `more`; do both sides run the same release"),
     "a field too few": (
-        {"worker": "w", "protocol": WORKER_PROTOCOL},
+        {"worker": "w", "protocol": PROTOCOL},
         "missing required field `device`; do both",
     ),
     "an earlier protocol": (
-        {**GOOD, "protocol": WORKER_PROTOCOL - 1, "release": "0.0.1"},
+        {**GOOD, "protocol": PROTOCOL - 1, "release": "0.0.1"},
         "worker 'w' has release 0.0.1 with protocol 2, .* upgrade this worker",
     ),
-    "a later protocol": ({**GOOD, "protocol": WORKER_PROTOCOL + 1}, "upgrade this leader"),
+    "a later protocol": ({**GOOD, "protocol": PROTOCOL + 1}, "upgrade this leader"),
     "no protocol": (
         {name: GOOD[name] for name in ("worker", "device", "host", "pid")},
         "protocol 0.* upgrade this worker",

@@ -8,23 +8,27 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
+import msgspec
 import torch
 
 from multiworld_serving.common.config.addresses import Address
-from multiworld_serving.server.administration import Desired, RestartStep
+from multiworld_serving.server.administration import Desired
 from multiworld_serving.server.errors import DrainingError, NotReadyError
-from multiworld_serving.server.frontends.frames import Frame, FrameKind
-from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
+from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
+from multiworld_serving.server.frontends.link import Kind, LinkLostError, Received
 from multiworld_serving.server.frontends.messages import (
     Check,
     Done,
+    Follow,
     LeaderState,
+    Load,
     Operation,
     Predict,
     PredictReply,
     Rejection,
     Scrape,
+    Step,
     rows_payload,
 )
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
@@ -40,7 +44,7 @@ def leader_state(name: str, **changes: Any) -> LeaderState:
     version = ModelVersion(1, "v1")
     stages = (StageSnapshot(0, ("stem",), (ReplicaSnapshot(0, "ready", "w", 1, "local-0"),)),)
     snapshot = PipelineSnapshot("m", "v1", True, False, 1.0, 2, 3, stages)
-    return replace(LeaderState(name, "here", 1, version, FIRST, FIRST, True, None, snapshot), **changes)
+    return msgspec.structs.replace(LeaderState(name, "here", 1, version, FIRST, FIRST, True, None, snapshot), **changes)
 
 
 def desired(revision: int, name: str, digest: str = "") -> Desired:
@@ -79,7 +83,7 @@ class FakeLeader(LeaderLink):
 
     def tells(self, **changes: Any) -> None:
         """A STATE frame arrives."""
-        self.state = replace(self.state or leader_state(self.name or ""), **changes)
+        self.state = msgspec.structs.replace(self.state or leader_state(self.name or ""), **changes)
         self.was_ready |= self.state.ready
         self.pool.on_state(self)
 
@@ -87,8 +91,9 @@ class FakeLeader(LeaderLink):
         """It decides this, or follows."""
         self.tells(version=found.version, desired=found, served=found)
 
-    def follow(self, desired: Desired) -> None:
-        self.told.append(desired)
+    def send(self, body: Follow | Load) -> None:
+        assert isinstance(body, Follow)
+        self.told.append(body.desired)
 
     def tells_draining(self) -> None:
         assert self.state is not None
@@ -101,17 +106,17 @@ class FakeLeader(LeaderLink):
         self.tells(ready=False, rejection=rejection, snapshot=replace(self.state.snapshot, unloaded=True, ready=False))
 
     def is_lost(self) -> None:
-        self._on_lost("lost", failed=True)
+        self._on_lost()
 
     async def request(
         self, body: Check | Predict | Scrape, payload: memoryview | bytes = b"", *, timeout_s: float
-    ) -> Frame:
+    ) -> Received:
         self.got.append((body, bytes(payload)))
         answer = self.answers.pop(0) if self.answers else None
         try:
             await asyncio.sleep(0)
-            if isinstance(answer, LeaderLostError):
-                self._on_lost(str(answer), failed=answer.failed)
+            if isinstance(answer, LinkLostError):
+                self._on_lost()
                 if self.joins_again:
                     self.tells()
             if isinstance(answer, BaseException):
@@ -123,13 +128,13 @@ class FakeLeader(LeaderLink):
             self.cancelled += 1
             raise
         if isinstance(body, Check):
-            return Frame(FrameKind.ADMITTED, 1)
+            return Received(Kind.REPLY, 1, Done())
         assert self.state is not None
         found = prediction(self.state.version.name, self.state.version.number)
         probabilities = memoryview(bytearray(rows_payload(found.output)))
-        return Frame(FrameKind.PREDICTION, 1, PredictReply.of(found), probabilities)
+        return Received(Kind.REPLY, 1, PredictReply.of(found), probabilities)
 
-    async def operate(self, operation: Operation) -> AsyncGenerator[RestartStep | Done, None]:
+    async def operate(self, operation: Operation) -> AsyncGenerator[Step | Done, None]:
         self.operations.append(operation.operation)
         await asyncio.sleep(0)
         if operation.operation == "load-version":

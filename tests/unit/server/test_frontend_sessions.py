@@ -25,10 +25,10 @@ from multiworld_serving.server.administration import (
 )
 from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import DrainingError, OverloadedError, RequestRejected, StageError
-from multiworld_serving.server.frontends.frames import FrameKind
-from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
+from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.frontends.messages import Load, Predict
+from multiworld_serving.server.frontends.link import Kind, LinkLostError, encode
+from multiworld_serving.server.frontends.messages import Follow, Load, Predict
 from multiworld_serving.server.frontends.scrape import ServiceMetrics
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
@@ -202,7 +202,7 @@ async def test_leader_knows_the_load_of_its_frontends() -> None:
     async with running() as service:
         first, _ = await service.frontend("b"), await service.frontend("a")
         edge = EdgeState("10.0.0.9:4000/a1", "tcp", 5, 0.5)
-        service.links["b"].send_load(Load(7, 3, (edge,)))
+        service.links["b"].send(Load(7, 3, (edge,)))
         await until(lambda: any(each.connections == 7 for each in service.sessions.state().snapshot.frontends))
         service.sessions.state_changed()
         await until(lambda: any(each.connections == 7 for each in first.snapshot().frontends))
@@ -239,7 +239,7 @@ async def test_frontend_of_another_protocol_says_what_to_upgrade_and_joins_after
 ) -> None:
     async with running() as service:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(join, "FRONTEND_PROTOCOL", 99)  # of the leader
+            patched.setattr(join, "PROTOCOL", 99)  # of the leader
             joining = asyncio.create_task(service.frontend())
             await until(lambda: "cannot be joined" in caplog.text)
         await joining  # after the upgrade
@@ -268,7 +268,7 @@ async def test_frontend_with_the_same_name_replaces_the_former() -> None:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(link, "_ask", asyncio.Event().wait)
             await service.frontend()
-            with pytest.raises(LeaderLostError, match="same name"):
+            with pytest.raises(LinkLostError, match="same name"):
                 await waiting
             await until(lambda: session not in service.sessions._sessions)
             await until(lambda: service.leader.cancelled == 1)
@@ -345,7 +345,7 @@ async def test_leader_withdraws_a_request_when_the_client_has_gone() -> None:
         waiting.cancel()
         await until(lambda: service.leader.cancelled == 1)
         [session] = service.sessions._sessions
-        await until(lambda: not session._tasks)
+        await until(lambda: not session.link._handling)
         service.leader.proceed = None
         await predict(pool)
 
@@ -363,25 +363,26 @@ async def test_leader_withdraws_all_requests_when_the_frontend_is_lost() -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "body"),
+    "body",
     [
-        (FrameKind.CHECK, {}),
-        (FrameKind.CHECK, {"ahead": "many", "timeout_s": 1}),
-        (FrameKind.LOAD, {"connections": 1}),
-        (FrameKind.STATE, {}),
-        (FrameKind.OPERATION, {"operation": "dance"}),
-        (FrameKind.ADMITTED, {}),
+        {"type": "Check"},
+        {"type": "Check", "ahead": "many", "timeout_s": 1},
+        {"type": "Load", "connections": 1},
+        {"type": "LeaderState"},
+        {"type": "Operation", "operation": "dance"},
+        {"type": "Done"},
+        {},
     ],
 )
 async def test_frontend_is_disconnected_when_its_frame_is_invalid(
-    kind: FrameKind, body: dict[str, Any], caplog: pytest.LogCaptureFixture
+    body: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running() as service:
         pool = await service.frontend()
         [session] = service.sessions._sessions
         link = service.links["frontend-0"]._link
         assert link is not None
-        link.send(kind, 1, body)
+        link.send_encoded(encode(Kind.MESSAGE, 1, body))
         await until(lambda: session not in service.sessions._sessions)
         await until(lambda: pool.ready)  # it has joined again
         await predict(pool)
@@ -429,7 +430,7 @@ async def test_operations_are_performed_by_the_leader() -> None:
         await until(lambda: service.links["frontend-1"].state.served.revision == 1)  # type: ignore[union-attr]
         assert [step async for step in pool.restart_workers()] == STEPS
         await pool.unload()
-        service.links["frontend-1"].follow(latest := service.leader.served._replace(revision=7))
+        service.links["frontend-1"].send(Follow(latest := service.leader.served._replace(revision=7)))
         await until(lambda: service.leader.served == latest)
 
 
@@ -440,9 +441,9 @@ async def test_operation_is_cancelled_when_nobody_waits_for_it() -> None:
         steps = pool.restart_workers()
         assert await anext(steps) == STEPS[0]
         [session] = service.sessions._sessions
-        assert session._tasks
+        assert session.link._handling
         await steps.aclose()
-        await until(lambda: not session._tasks)
+        await until(lambda: not session.link._handling)
 
 
 async def test_operation_ends_when_the_leader_is_lost() -> None:
@@ -480,7 +481,7 @@ async def test_metrics_are_served_without_those_of_a_process_that_does_not_reply
     monkeypatch.setattr("multiworld_serving.server.frontends.sessions._SCRAPE_S", 0.05)
     async with running() as service:
         pool, other = await service.frontend("a"), await service.frontend("b")
-        service.links["b"]._link._on_frame = lambda frame: None  # type: ignore[union-attr]
+        service.links["b"]._link._receive = lambda received: None  # type: ignore[union-attr]
         assert other.ready
         text = (await ServiceMetrics("a", FrontendMetrics(), pool, tmp_path / "missing").scrape()).decode()
         assert 'process="leader-0"' in text

@@ -21,8 +21,8 @@ from multiworld_serving.server.errors import (
     PoisonError,
     RequestRejected,
 )
-from multiworld_serving.server.frontends.leader_link import LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
+from multiworld_serving.server.frontends.link import LinkLostError
 from multiworld_serving.server.frontends.messages import Check, Predict
 from multiworld_serving.server.predictor import ImageSizes, Prediction, ServedModel
 from multiworld_serving.server.snapshots import ServiceState
@@ -44,8 +44,8 @@ async def check(pool: LeaderPool, *, timeout_s: float = 30.0) -> None:
         await pool.check(deadline_s=time.monotonic() + timeout_s, ahead=3)
 
 
-def lost(*, failed: bool = True) -> LeaderLostError:
-    return LeaderLostError("it is gone", failed=failed)
+def lost(*, failed: bool = True) -> LinkLostError:
+    return LinkLostError("it is gone", failed=failed)
 
 
 # -- choice --------------------------------------------------------------------------------------------------------------------

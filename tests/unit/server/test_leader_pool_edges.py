@@ -11,8 +11,8 @@ import torch
 from multiworld_serving.common.edges import Edges
 from multiworld_serving.common.wire import ALL_ROWS, RowRef
 from multiworld_serving.server.errors import InputUnreachableError
-from multiworld_serving.server.frontends.frames import Frame, FrameKind
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
+from multiworld_serving.server.frontends.link import Kind, Received
 from multiworld_serving.server.frontends.messages import Check, Predict, PredictReply, Rejection, Scrape, rows_payload
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ImageSizes, KeptRows, Prediction, ServedModel
@@ -46,7 +46,7 @@ class EdgeLeader(FakeLeader):
 
     async def request(
         self, body: Check | Predict | Scrape, payload: memoryview | bytes = b"", *, timeout_s: float
-    ) -> Frame:
+    ) -> Received:
         reply = await super().request(body, payload, timeout_s=timeout_s)
         assert isinstance(body, Predict)
         number = body.tensor
@@ -57,7 +57,7 @@ class EdgeLeader(FakeLeader):
         if not self.kept or not body.fetches:
             return reply
         answer = msgspec.structs.replace(PredictReply.of(prediction()), kept=self.kept)
-        return Frame(FrameKind.PREDICTION, 1, answer, rows_payload(self.rest))
+        return Received(Kind.REPLY, 1, answer, rows_payload(self.rest))
 
     @property
     def last(self) -> Predict:
@@ -122,7 +122,7 @@ async def test_images_are_sent_until_the_link_is_formed_again_when_a_worker_cann
         assert [payload == IMAGE.numpy().tobytes() for _, payload in leader.got] == [False, True, True]
         assert resubmitted(metrics, "relay") == 1
         leader.unreachable = False
-        leader._on_lost("of this test", failed=True)
+        leader._on_lost()
         leader.tells()
         await predict(pool)
         assert leader.images[-1] is not None

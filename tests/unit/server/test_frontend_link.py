@@ -1,11 +1,10 @@
-"""Frames between frontends and leaders: round trips, invalid frames, and links whose other end is slow, silent or gone."""
+"""Messages between frontends and leaders: round trips, invalid messages, and links whose other end is slow, silent or gone."""
 
 import asyncio
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,20 +13,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld import BrokenWorldException, Cause, Operation, WorldManager
+import multiworld
+from multiworld import WorldManager
 from multiworld_serving.common.wire import WORLD_BACKEND, Channel, Message, MessageKind
 from multiworld_serving.models.bundle.manifest import TensorSpec
-from multiworld_serving.server.administration import Desired
+from multiworld_serving.server.administration import Desired, RestartFailedError, RestartStep
 from multiworld_serving.server.errors import OverloadedError, RequestRejected
-from multiworld_serving.server.frontends import frames
-from multiworld_serving.server.frontends.frames import BODIES, MAX_BYTES, Frame, FrameKind, FrameLink, decode, encode
+from multiworld_serving.server.frontends import link
+from multiworld_serving.server.frontends.link import MAX_BYTES, Kind, Link, LinkLostError, Received, decode, encode
 from multiworld_serving.server.frontends.messages import (
     Check,
+    Done,
     LeaderState,
     Load,
+    Operation,
     Predict,
     PredictReply,
     Rejection,
+    Step,
+    Welcome,
     parse_rows,
     rows_payload,
 )
@@ -49,7 +53,7 @@ HEAD = struct.Struct("!BQII7x")
 PIECE = bytes(2**20)
 
 sent_frames = st.builds(
-    lambda number, body, payload: (FrameKind.PREDICT, number, body, payload),
+    lambda number, body, payload: (Kind.MESSAGE, number, body, payload),
     st.integers(0, 2**64 - 1),
     st.builds(
         Predict,
@@ -63,10 +67,10 @@ sent_frames = st.builds(
     ),
     st.binary(max_size=200),
 )
-Sent = tuple[FrameKind, int, Predict, bytes]
+Sent = tuple[Kind, int, Predict, bytes]
 
 
-def received(data: bytes | bytearray) -> list[tuple[FrameKind, int, Any, bytes]]:
+def received(data: bytes | bytearray) -> list[tuple[Kind, int, Any, bytes]]:
     return [(each.kind, each.number, each.body, bytes(each.payload)) for each in decode(memoryview(bytearray(data)))]
 
 
@@ -92,7 +96,7 @@ def test_arbitrary_bytes_are_frames_or_an_error_that_ends_the_link(data: bytes) 
 def test_payload_is_aligned_and_writable_and_of_its_own() -> None:
     message = bytearray()
     for size in range(1, 20):
-        message += encode(FrameKind.PREDICT, size, Predict("b" * size, 1.0), bytes([size]) * size)
+        message += encode(Kind.MESSAGE, size, Predict("b" * size, 1.0), bytes([size]) * size)
     for frame in decode(memoryview(message)):
         assert (
             torch.frombuffer(frame.payload, dtype=torch.uint8).data_ptr() % 8
@@ -103,15 +107,16 @@ def test_payload_is_aligned_and_writable_and_of_its_own() -> None:
 
 
 INVALID = {
-    "no such kind": HEAD.pack(99, 0, 0, 0),
-    "ends in its header": HEAD.pack(FrameKind.LOAD, 0, 0, 0)[:-1],
-    "longer than its message": HEAD.pack(FrameKind.LOAD, 0, 0, 1),
-    "far too long": HEAD.pack(FrameKind.LOAD, 0, 2**32 - 1, 2**32 - 1),
-    "no JSON": HEAD.pack(FrameKind.LOAD, 0, 2, 0) + b"{]",
-    "no UTF-8": HEAD.pack(FrameKind.LOAD, 0, 4, 0) + b'"\xff"}',
-    "no object": HEAD.pack(FrameKind.LOAD, 0, 2, 0) + b"[]",
-    "nested": HEAD.pack(FrameKind.LOAD, 0, 30_000, 0) + b"[" * 30_000,
-    "a valid one before": bytes(encode(FrameKind.LOAD, 0, Load(0, 0, ()))) + HEAD.pack(99, 0, 0, 0),
+    "no such kind": HEAD.pack(99, 0, 16, 0) + b'{"type":"Done"}  '[:16],
+    "no such type": HEAD.pack(Kind.MESSAGE, 0, 16, 0) + b'{"type":"Nope"} ',
+    "ends in its header": HEAD.pack(Kind.MESSAGE, 0, 0, 0)[:-1],
+    "longer than its message": HEAD.pack(Kind.MESSAGE, 0, 0, 1),
+    "far too long": HEAD.pack(Kind.MESSAGE, 0, 2**32 - 1, 2**32 - 1),
+    "no JSON": HEAD.pack(Kind.MESSAGE, 0, 2, 0) + b"{]",
+    "no UTF-8": HEAD.pack(Kind.MESSAGE, 0, 4, 0) + b'"\xff"}',
+    "no object": HEAD.pack(Kind.MESSAGE, 0, 2, 0) + b"[]",
+    "nested": HEAD.pack(Kind.MESSAGE, 0, 30_000, 0) + b"[" * 30_000,
+    "a valid one before": bytes(encode(Kind.MESSAGE, 0, Load(0, 0, ()))) + HEAD.pack(99, 0, 0, 0),
 }
 
 
@@ -127,28 +132,28 @@ def test_invalid_frame_is_an_error(name: str) -> None:
 class Ends:
     """Both ends of a link between two managers, and what arrived at each."""
 
-    def __init__(self, links: tuple[FrameLink, FrameLink], came: tuple[list[Frame], list[Frame]]) -> None:
+    def __init__(self, links: tuple[Link, Link], came: tuple[list[Received], list[Received]]) -> None:
         self.leader, self.frontend = links
         self.at_leader, self.at_frontend = came
-        self.runs: list[asyncio.Task[BrokenWorldException | Any]] = []
+        self.runs: list[asyncio.Task[LinkLostError]] = []
 
-    def run_leader(self) -> "asyncio.Task[Any]":
+    def run_leader(self) -> "asyncio.Task[LinkLostError]":
         self.runs.append(asyncio.create_task(self.leader.run()))
         return self.runs[-1]
 
-    def run_frontend(self) -> "asyncio.Task[Any]":
+    def run_frontend(self) -> "asyncio.Task[LinkLostError]":
         self.runs.append(asyncio.create_task(self.frontend.run()))
         return self.runs[-1]
 
 
 @asynccontextmanager
-async def linked(on_frame: Callable[[Frame], None] | None = None) -> AsyncIterator[Ends]:
+async def linked(receive: Callable[[Received], None] | None = None) -> AsyncIterator[Ends]:
     """A link over TCP. Neither end receives until it is told to run.
 
     Args:
-        on_frame: what the leader does with a frame, instead of keeping it.
+        receive: what the leader does with a message, instead of keeping it.
     """
-    came: tuple[list[Frame], list[Frame]] = ([], [])
+    came: tuple[list[Received], list[Received]] = ([], [])
     async with (
         asyncio.timeout(60),
         WorldManager(secret="s", verify_collectives=False) as first,
@@ -162,15 +167,8 @@ async def linked(on_frame: Callable[[Frame], None] | None = None) -> AsyncIterat
             )
         )
 
-        def keep(frame: Frame, came: list[Frame]) -> None:
-            assert isinstance(frame.body, BODIES[frame.kind])  # a link reads the body of each frame
-            came.append(frame)
-
         ends = Ends(
-            (
-                FrameLink(worlds[0], 1, on_frame or partial(keep, came=came[0])),
-                FrameLink(worlds[1], 0, partial(keep, came=came[1])),
-            ),
+            (Link(worlds[0], 1, receive or came[0].append), Link(worlds[1], 0, came[1].append)),
             came,
         )
         try:
@@ -186,8 +184,8 @@ async def test_frames_arrive_in_order_at_both_ends() -> None:
         ends.run_leader()
         ends.run_frontend()
         for number in range(200):
-            ends.frontend.send(FrameKind.PREDICT, number, Predict(str(number), 1.0), bytes(number))
-            ends.leader.send(FrameKind.ADMITTED, number)
+            ends.frontend.reply(number, Predict(str(number), 1.0), bytes(number), Kind.MESSAGE)
+            ends.leader.reply(number, Done(), kind=Kind.MESSAGE)
         await until(lambda: len(ends.at_leader) == len(ends.at_frontend) == 200)
     assert [(each.number, each.body.request_id, len(each.payload)) for each in ends.at_leader] == [
         (n, str(n), n) for n in range(200)
@@ -199,7 +197,7 @@ async def test_frames_of_a_busy_link_share_messages(monkeypatch: pytest.MonkeyPa
     messages = 0
     start = Channel.start
 
-    def counting(self: Channel, message: Message) -> Operation:
+    def counting(self: Channel, message: Message) -> multiworld.Operation:
         nonlocal messages
         messages += 1
         return start(self, message)
@@ -207,8 +205,8 @@ async def test_frames_of_a_busy_link_share_messages(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Channel, "start", counting)
     async with linked() as ends:
         ends.run_leader()
-        for number in range(100):
-            ends.frontend.send(FrameKind.CHECK, number, Check(0, 1.0))
+        for _ in range(100):
+            ends.frontend.send(Check(0, 1.0))
         await until(lambda: len(ends.at_leader) == 100)
     assert 0 < messages <= 3
 
@@ -219,7 +217,7 @@ async def test_senders_wait_when_the_other_end_reads_nothing() -> None:
     async def send_one() -> None:
         nonlocal sent
         await ends.frontend.wait_writable()
-        ends.frontend.send(FrameKind.PREDICT, 1, Predict("r", 1.0), PIECE)
+        ends.frontend.reply(1, Predict("r", 1.0), PIECE, Kind.MESSAGE)
         sent += 1
 
     async with linked() as ends:
@@ -228,7 +226,7 @@ async def test_senders_wait_when_the_other_end_reads_nothing() -> None:
             await asyncio.sleep(0.005)
         assert 0 < sent <= 16
         for _ in range(20):
-            ends.frontend.send(FrameKind.LOAD, 0, Load(0, 0, ()))  # small frames do not wait
+            ends.frontend.send(Load(0, 0, ()))  # small frames do not wait
         ends.run_leader()
         await senders
         await until(lambda: len(ends.at_leader) == 60)
@@ -236,14 +234,12 @@ async def test_senders_wait_when_the_other_end_reads_nothing() -> None:
 
 
 async def test_link_fails_when_the_backlog_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "_MAX_BACKLOG_BYTES", 2**24)
+    monkeypatch.setattr(link, "_MAX_BACKLOG_BYTES", 2**24)
     async with linked() as ends:
         running = ends.run_frontend()
         for _ in range(40):
-            ends.frontend.send(FrameKind.PREDICT, 1, Predict("r", 1.0), PIECE)
-        ending = await running
-        assert isinstance(ending, BrokenWorldException)
-        assert "did not read" in str(ending)
+            ends.frontend.reply(1, Predict("r", 1.0), PIECE, Kind.MESSAGE)
+        assert "did not read" in str(await running)
 
 
 @pytest.mark.parametrize("name", INVALID)
@@ -253,23 +249,66 @@ async def test_link_ends_when_a_frame_is_invalid(name: str) -> None:
         at_frontend = ends.run_frontend()
         payload = torch.frombuffer(bytearray(INVALID[name]), dtype=torch.uint8)
         await Channel(ends.frontend.world, 0, lambda _: None).send(Message(MessageKind.FRAMES, payload=payload))
-        ending = await running
-        assert isinstance(ending, BrokenWorldException)
-        assert (ending.cause, ending.rank) == (Cause.ERROR, 1)
-        assert "invalid frame" in str(ending)
-        assert isinstance(await at_frontend, BrokenWorldException)
+        lost = await running
+        assert lost.failed
+        assert "invalid message" in str(lost)
+        await at_frontend
 
 
 async def test_link_ends_when_what_a_frame_says_is_invalid() -> None:
-    def refuse(frame: Frame) -> None:
+    def refuse(received: Received) -> None:
         raise ValueError("of it")
 
     async with linked(refuse) as ends:
         running = ends.run_leader()
-        ends.frontend.send(FrameKind.CHECK, 1, Check(0, 1.0))
-        ending = await running
-        assert isinstance(ending, BrokenWorldException)
-        assert "of it" in str(ending)
+        ends.frontend.send(Check(0, 1.0))
+        assert "of it" in str(await running)
+
+
+async def test_call_gets_its_reply_or_an_exception_and_a_stream_its_steps() -> None:
+    works: list[asyncio.Future[Any]] = []
+
+    def receive(received: Received) -> None:
+        match received.body:
+            case Check(ahead=0):
+                ends.leader.reply(received.number, Done())
+            case Check():
+                works.append(asyncio.get_running_loop().create_future())
+                ends.leader.handle(received.number, works[-1], lambda result: (result, b"p"))
+            case Operation():
+                ends.leader.reply(received.number, Step(RestartStep("w", "s0.r0", "restarting", 1, 1)), kind=Kind.STEP)
+                ends.leader.reply_error(received.number, RestartFailedError("stuck"))
+
+    async with linked(receive) as ends:
+        ends.run_leader()
+        running = ends.run_frontend()
+        assert isinstance((await ends.frontend.call(Check(0, 1.0), timeout_s=30)).body, Done)
+        waiting = [asyncio.create_task(ends.frontend.call(Check(1, 1.0), timeout_s=30)) for _ in range(5)]
+        await until(lambda: len(works) == 5)
+        waiting[0].cancel()
+        await until(works[0].cancelled)
+        works[1].set_exception(OverloadedError("full"))
+        with pytest.raises(OverloadedError, match="full"):
+            await waiting[1]
+        works[2].set_exception(ZeroDivisionError("secret"))
+        with pytest.raises(RuntimeError, match=r"the leader failed \(ZeroDivisionError\); see its log"):
+            await waiting[2]
+        works[3].set_result(Done())
+        assert bytes((await waiting[3]).payload) == b"p"
+        with pytest.raises(TimeoutError):
+            await ends.frontend.call(Check(1, 1.0), timeout_s=0.01)
+        steps = ends.frontend.stream(Operation("rolling-restart"))
+        assert isinstance(await anext(steps), Step)
+        with pytest.raises(RestartFailedError, match="stuck"):
+            await anext(steps)
+        ends.leader.fail("of this test")
+        with pytest.raises(LinkLostError, match="of this test"):
+            await waiting[4]
+        await running
+        await until(works[4].cancelled)
+        assert not ends.frontend._replies
+        with pytest.raises(LinkLostError, match="not connected"):
+            await ends.frontend.call(Check(0, 1.0), timeout_s=30)
 
 
 async def test_largest_image_fits_into_a_frame() -> None:
@@ -277,7 +316,7 @@ async def test_largest_image_fits_into_a_frame() -> None:
         ends.run_leader()
         payload = bytes(3 * 4096 * 4096)
         assert len(payload) < MAX_BYTES
-        ends.frontend.send(FrameKind.PREDICT, 1, Predict("r", 1.0), payload)
+        ends.frontend.reply(1, Predict("r", 1.0), payload, Kind.MESSAGE)
         await until(lambda: ends.at_leader)
     assert len(ends.at_leader[0].payload) == len(payload)
 
@@ -285,9 +324,9 @@ async def test_largest_image_fits_into_a_frame() -> None:
 # -- what frames say -----------------------------------------------------------------------------------------------------------
 
 
-def round_trip(kind: FrameKind, body: Any) -> Any:
-    [frame] = decode(memoryview(encode(kind, 1, body)))
-    return frame.body
+def round_trip(body: Any) -> Any:
+    [received] = decode(memoryview(encode(Kind.MESSAGE, 1, body)))
+    return received.body
 
 
 def test_predictions_images_and_models_round_trip() -> None:
@@ -296,7 +335,7 @@ def test_predictions_images_and_models_round_trip() -> None:
         output, "m", "v", 0.1, 0.2, 0.3, 2, ("s0.r1", "s1.r0"), 4, 3, (KeptRows("h:1/a", 5, (1, 2), (1, 0), (1000,)),)
     )
     model = ServedModel.image_classifier("m", "v", ("ü",) * 1000, ImageSizes(18, 8))
-    found = round_trip(FrameKind.PREDICTION, PredictReply.of(answer))
+    found = round_trip(PredictReply.of(answer))
     found.check_kept(model.output_rows, 2)
     assert found.prediction(output) == replace(answer, kept=())
     for rows, count, why in ((TEXT_MODEL.output_rows, 2, r"shape \(1000,\)"), (model.output_rows, 1, "at most once")):
@@ -307,7 +346,7 @@ def test_predictions_images_and_models_round_trip() -> None:
     with pytest.raises(ValueError, match="383 bytes"):
         parse_rows(memoryview(bytearray(383)), 2, model.input_rows)
     for described in (model, TEXT_MODEL):
-        assert round_trip(FrameKind.WELCOME, described) == described
+        assert round_trip(Welcome(described)).model == described
 
 
 def test_rows_of_several_tensors_round_trip() -> None:
@@ -331,19 +370,19 @@ def test_rows_of_several_tensors_round_trip() -> None:
 )
 def test_impossible_model_of_a_leader_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"row|crop_size|output"):
-        round_trip(FrameKind.WELCOME, {**msgspec.to_builtins(TEXT_MODEL), **wrong})
+        round_trip({"type": "Welcome", "model": {**msgspec.to_builtins(TEXT_MODEL), **wrong}})
 
 
 def test_every_rejection_round_trips() -> None:
     rejection = OverloadedError("full", retry_after_s=2.5)
-    again = round_trip(FrameKind.REJECTED, Rejection.of(rejection)).error()
+    again = round_trip(Rejection.of(rejection)).error()
     assert isinstance(again, OverloadedError)
     assert (again.detail, again.retry_after_s) == ("full", 2.5)
     for reason in STATUS_OF_REASON.keys() - {"internal"}:
-        found = round_trip(FrameKind.REJECTED, Rejection.of(RequestRejected.for_reason(reason, "why"))).error()
+        found = round_trip(Rejection.of(RequestRejected.for_reason(reason, "why"))).error()
         assert isinstance(found, RequestRejected)
         assert found.reason == reason
-    assert type(Rejection.of(None).error()) is RuntimeError, "a defect of ours is no rejection"
+    assert type(Rejection.of(ValueError("secret")).error()) is RuntimeError, "a defect of ours is no rejection"
 
 
 TEXT_MODEL = ServedModel(
@@ -378,4 +417,4 @@ STATE = LeaderState(
 
 
 def test_state_of_a_leader_round_trips() -> None:
-    assert round_trip(FrameKind.STATE, STATE) == STATE
+    assert round_trip(STATE) == STATE
