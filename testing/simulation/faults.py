@@ -18,7 +18,6 @@ from multiworld_serving.server.scheduling.scheduler import (
 from multiworld_serving.testing.simulation.data_plane import FRONTENDS
 from multiworld_serving.testing.simulation.scenarios import Fault
 from multiworld_serving.testing.simulation.workers import HEARTBEAT_TIMEOUT_S, Worker
-from multiworld_serving.testing.simulation.workload import FaultInjected
 
 if TYPE_CHECKING:
     from multiworld_serving.testing.simulation.simulator import Simulator
@@ -27,16 +26,14 @@ _MAX_EDGE_CUT_S = 2.0
 _SINGLE = ("kill", "freeze", "stop", "slow", "flap", "raising", "cut_to", "cut_from", "cut", "leave", "vanish", "move")
 
 
-def inject_fault(simulator: Simulator, injection: FaultInjected) -> bool:
-    """Inject a fault. Returns False if it had no effect: there is no such worker, or its loss could lose requests."""
-    worker, random = simulator.workers.get(injection.worker), Random(injection.salt)
-    return worker is not None and _inject(simulator, worker, injection.fault, random)
+def inject_fault(simulator: Simulator, fault: Fault, name: str, random: Random) -> bool:
+    """Inject a fault at the worker with this name. Returns False if it had no effect, or if it could lose requests.
 
-
-def _inject(simulator: Simulator, worker: Worker, fault: Fault, random: Random) -> bool:
+    Args:
+        random: of the parameters of the fault: duration, slowdown, invalid event.
+    """
+    worker = simulator.workers[name]
     match fault:
-        case "pair":
-            return _inject_pair(simulator, worker)
         case "double":
             others = [each for each in simulator.workers.values() if each is not worker]
             pair = (worker, *random.sample(others, min(1, len(others))))
@@ -93,17 +90,6 @@ def _cut_edges(simulator: Simulator, worker: Worker, random: Random, *, all_edge
     lasts_s = random.uniform(0.0, _MAX_EDGE_CUT_S)
     for end in ends if all_edges else [random.choice(ends)]:
         simulator.data_plane.cut(worker.name, end, lasts_s)
-
-
-def _inject_pair(simulator: Simulator, worker: Worker) -> bool:
-    """Kill one worker in each of two stages; every stage keeps a replica."""
-    others = [each for each in simulator.workers.values() if each.stage != worker.stage]
-    other = next((each for each in others if _redundant(simulator, each)), None)
-    if other is None or not _redundant(simulator, worker) or not (worker.serving and other.serving):
-        return False
-    worker.kill()
-    other.kill()
-    return True
 
 
 def _fail_stage(simulator: Simulator, worker: Worker) -> bool:

@@ -33,7 +33,6 @@ Fault: TypeAlias = Literal[
     "vanish",  # leaves without finishing its batches
     "join",
     "move",  # leaves and rejoins another stage
-    "pair",  # two workers of different stages are killed at once
     "double",  # two workers of any stages fail at once, each with a fault of its own
     "blackout",  # all replicas of a stage are killed at once
     "upgrade",  # leaves and rejoins with the next version
@@ -133,8 +132,6 @@ _PATIENT: dict[str, Any] = {"load": "closed", "timeout_s": (20.0, 30.0)}
 _VERY_PATIENT: dict[str, Any] = {"load": "closed", "timeout_s": (60.0, 90.0), "replicas": 4, "recovery_s": 0.1}
 
 SCENARIOS = (
-    Scenario(name="calm", config=_TWO_STAGES),
-    Scenario(name="overload", config=_TWO_STAGES, rate=2000.0, allowed_refusals=frozenset({"overloaded"})),
     Scenario(
         name="keys-without-adaptive-batching",
         config=SchedulerConfig(num_stages=2, batch_timeout_s=0.01, adaptive_batching=False, queue_limit=64),
@@ -152,8 +149,9 @@ SCENARIOS = (
         cancelled=0.1,
         allowed_refusals=_OVERLOAD,
     ),
-    Scenario(name="kills-in-turn", config=_TWO_STAGES, **_PATIENT, recovery_s=0.3, faults={"kill": 2.0}),
-    Scenario(name="leaving-in-turn", config=_THREE_STAGES, **_PATIENT, recovery_s=0.2, faults={"leave": 3.0}),
+    Scenario(
+        name="losses-in-turn", config=_THREE_STAGES, **_PATIENT, recovery_s=0.2, faults={"kill": 2.0, "leave": 3.0}
+    ),
     Scenario(name="poison-without-other-faults", config=_TWO_STAGES, **_VERY_PATIENT, poison=0.003),
     Scenario(
         name="failing-requests",
@@ -177,7 +175,6 @@ SCENARIOS = (
         cancelled=0.05,
         allowed_refusals=_ALL_REFUSALS,
     ),
-    Scenario(name="two-stages-hit-at-once", config=_THREE_STAGES, **_PATIENT, recovery_s=0.3, faults={"pair": 2.0}),
     Scenario(
         name="stage-lost-for-less-than-the-grace",
         config=_TWO_STAGES,
@@ -195,14 +192,6 @@ SCENARIOS = (
         allowed_refusals=_LOSSES,
     ),
     Scenario(
-        name="doubles",
-        config=_TWO_STAGES,
-        load="closed",
-        recovery_s=0.5,
-        faults={"double": 1.0},
-        allowed_refusals=_ALL_REFUSALS,
-    ),
-    Scenario(
         name="heavy-tails",
         keys=6,
         config=_THREE_STAGES,
@@ -210,13 +199,6 @@ SCENARIOS = (
         tail="heavy",
         timeout_s=(20.0, 30.0),
         allowed_refusals=_OVERLOAD,
-    ),
-    Scenario(
-        name="hanging-requests",
-        config=_TWO_STAGES,
-        **_VERY_PATIENT,
-        hanging=0.002,
-        allowed_refusals=frozenset({"overloaded", "no_replica", "poison"}),
     ),
     Scenario(
         name="rolling-versions",
@@ -260,18 +242,6 @@ SCENARIOS = (
     ),
     Scenario(
         name="everything",
-        config=_TWO_STAGES,
-        load="bursts",
-        faults=_EVERYTHING,
-        cancelled=0.03,
-        poison=0.001,
-        hanging=0.0005,
-        failing=0.002,
-        flaky=0.002,
-        allowed_refusals=_ALL_REFUSALS,
-    ),
-    Scenario(
-        name="everything-and-versions-and-moves",
         keys=6,
         config=_THREE_STAGES,
         replicas=2,

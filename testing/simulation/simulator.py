@@ -27,28 +27,16 @@ from multiworld_serving.server.scheduling.scheduler import (
 )
 from multiworld_serving.testing.simulation.data_plane import DataPlane
 from multiworld_serving.testing.simulation.event_queue import EventQueue
-from multiworld_serving.testing.simulation.faults import inject_fault
 from multiworld_serving.testing.simulation.invariants.checker import Checker
 from multiworld_serving.testing.simulation.scenarios import NETWORK_S, ComputeOutcome, Scenario
 from multiworld_serving.testing.simulation.workers import Worker
-from multiworld_serving.testing.simulation.workload import (
-    Arrival,
-    FaultInjected,
-    Injection,
-    RandomWorkload,
-    Recording,
-    Replay,
-    Start,
-)
+from multiworld_serving.testing.simulation.workload import Arrival, Workload
 
 _SETTLE_TIMEOUT_S = 300.0
 
 
 class Simulator:
     """Simulates the scheduler driver, the workers and the clients of one scenario.
-
-    `run` draws injections from the seed; `play` takes them from a recording. Compute times and message delays are drawn
-    from the seed in both cases, so playing a complete recording with its original seed gives the same run.
 
     Args:
         scheduler: factory of the scheduler; tests pass schedulers with deliberate bugs.
@@ -83,33 +71,17 @@ class Simulator:
         """Number of faults that had an effect."""
         self.ending = False
         """True once arrivals and faults have stopped."""
-        self.injected: list[Injection] = []
         self._arrivals: dict[int, Arrival] = {}
         self._random = self.random_stream("shell")
-        self._workload: RandomWorkload | Replay
+        self._workload = Workload(self)
         self._wakeup_s: float | None = None
 
     def run(self, max_events: int) -> None:
         """Run a random workload for `max_events` events, then drain and check that nothing is left."""
-        self._workload = RandomWorkload(self)
         self._workload.begin()
         while self.events < max_events and self.event_queue.step():
             pass
         self._settle()
-
-    def play(self, recording: Recording) -> None:
-        """Replay a recording, then drain and check that nothing is left."""
-        self._workload = Replay(self, recording)
-        self._workload.begin()
-        while self.event_queue.next_s <= recording.ended_s:
-            self.event_queue.step()
-        self.event_queue.now_s = recording.ended_s
-        self._settle()
-
-    @property
-    def recording(self) -> Recording:
-        """All injections so far."""
-        return Recording(tuple(self.injected), self.event_queue.now_s if not self.ending else self._ended_s)
 
     def random_stream(self, name: str) -> Random:
         """An independent stream of random numbers: draws from one stream do not affect the others. The name is part of its seed."""
@@ -118,19 +90,6 @@ class Simulator:
     def message_delay_s(self, random: Random) -> float:
         """A random delay of one message or timer."""
         return random.expovariate(1 / NETWORK_S)
-
-    def inject(self, injection: Injection) -> None:
-        """Record an injection and apply it at the current time; ignored once the run is ending."""
-        if self.ending:
-            return
-        self.injected.append(injection)
-        match injection:
-            case Arrival():
-                self._arrive(injection)
-            case Start():
-                self._start(injection)
-            case FaultInjected():
-                self.faults_injected += inject_fault(self, injection)
 
     def deliver(self, event: Event) -> None:
         """Pass an event to the scheduler, check the invariants, and perform the actions."""
@@ -168,7 +127,7 @@ class Simulator:
         """The frontend sends a request again, with the remaining deadline."""
         arrival, now_s = self._arrivals.pop(request), self.event_queue.now_s
         timeout_s = arrival.at_s + arrival.timeout_s - now_s
-        self._arrive(replace(arrival, at_s=now_s, request=new_id, timeout_s=timeout_s, cancel_after_s=None))
+        self.arrive(replace(arrival, at_s=now_s, request=new_id, timeout_s=timeout_s, cancel_after_s=None))
 
     def compute_outcome_of(self, send: SendBatch) -> ComputeOutcome:
         """The outcome of computing this batch: that of its first request that is not healthy."""
@@ -196,7 +155,8 @@ class Simulator:
             case ReleaseReplica():
                 self.workers_by_link[action.replica].closed(action.replica)
 
-    def _arrive(self, arrival: Arrival) -> None:
+    def arrive(self, arrival: Arrival) -> None:
+        """A request arrives."""
         request = arrival.request
         self.open[request] = None
         if self.scenario.edges:
@@ -213,11 +173,11 @@ class Simulator:
         self.outcomes[request] = outcome
         self._workload.request_closed()
 
-    def _start(self, start: Start) -> None:
-        if start.worker not in self.workers:
-            worker = self.workers[start.worker] = Worker(self, start.worker, start.stage)
-            worker.version = max(each.version for each in self.workers.values())
-            worker.start()
+    def start(self, name: str, stage: int) -> None:
+        """Start a worker."""
+        worker = self.workers[name] = Worker(self, name, stage)
+        worker.version = max(each.version for each in self.workers.values())
+        worker.start()
 
     # Time.
 
@@ -235,17 +195,17 @@ class Simulator:
 
     def _settle(self) -> None:
         """Stop arrivals and faults, let all workers recover; assert that every request is closed and every output released."""
-        self._ended_s = self.event_queue.now_s
+        ended_s = self.event_queue.now_s
         self.ending = True
         while self.scheduler.open_requests or not self.data_plane.idle:
             what = "requests are open" if self.scheduler.open_requests else "outputs are retained"
             assert self.event_queue.step(), f"{what} and no further event is scheduled"
-            assert self.event_queue.now_s < self._ended_s + _SETTLE_TIMEOUT_S, (
+            assert self.event_queue.now_s < ended_s + _SETTLE_TIMEOUT_S, (
                 f"{what} {_SETTLE_TIMEOUT_S:g} s after the load ended"
             )
         assert not self.open, "a request was neither answered nor refused"
         self.deliver(Drain())
         late = max(self.outcomes, default=0) + 1
-        self._arrive(Arrival(self.event_queue.now_s, late, 1.0))
+        self.arrive(Arrival(self.event_queue.now_s, late, 1.0))
         assert self.outcomes[late] == "draining", "a request was accepted while draining"
         self._checker.check_finished()

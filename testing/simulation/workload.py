@@ -1,11 +1,13 @@
-"""The external inputs of a run, and their sources: `RandomWorkload` draws them from the seed, `Replay` repeats a recording."""
+"""The external inputs of a run, drawn from its seed: requests, new workers and faults."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from random import Random
+from typing import TYPE_CHECKING
 
+from multiworld_serving.testing.simulation.faults import inject_fault
 from multiworld_serving.testing.simulation.scenarios import ComputeOutcome, Fault
 
 if TYPE_CHECKING:
@@ -30,39 +32,8 @@ class Arrival:
     key: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A new worker joins."""
-
-    at_s: float
-    worker: str
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class FaultInjected:
-    """A fault at `worker`. It has no effect where the scenario does not allow the resulting refusals."""
-
-    at_s: float
-    fault: Fault
-    worker: str
-    salt: int = 0
-    """Seed of the random parameters of the fault: duration, slowdown, invalid event."""
-
-
-Injection: TypeAlias = Arrival | Start | FaultInjected
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """The injections of a run in order of time, and the time at which the load ended or the run failed."""
-
-    injections: tuple[Injection, ...]
-    ended_s: float
-
-
-class RandomWorkload:
-    """Generates the injections of a scenario from the seed of the simulator."""
+class Workload:
+    """Generates the arrivals, workers and faults of a scenario from the seed of the simulator."""
 
     def __init__(self, simulator: Simulator) -> None:
         self._simulator = simulator
@@ -110,7 +81,7 @@ class RandomWorkload:
             return
         self._requests += 1
         cancelled = self._random.random() < self._scenario.cancelled
-        self._simulator.inject(
+        self._simulator.arrive(
             Arrival(
                 self._event_queue.now_s,
                 self._requests,
@@ -142,7 +113,8 @@ class RandomWorkload:
     # Workers.
 
     def _start(self, worker: str, stage: int) -> None:
-        self._simulator.inject(Start(self._event_queue.now_s, worker, stage))
+        if not self._simulator.ending:
+            self._simulator.start(worker, stage)
 
     def _start_another(self) -> None:
         scenario = self._scenario
@@ -165,21 +137,6 @@ class RandomWorkload:
                 self._arrive(timeout_s=self._random.uniform(0.0005, 0.05))
         elif self._simulator.workers:
             worker = self._random.choice(tuple(self._simulator.workers))
-            self._simulator.inject(FaultInjected(self._event_queue.now_s, fault, worker, self._random.getrandbits(32)))
+            parameters = Random(self._random.getrandbits(32))
+            self._simulator.faults_injected += inject_fault(self._simulator, fault, worker, parameters)
         self._plan(fault, rate)
-
-
-class Replay:
-    """Injects what a recording contains, at the recorded times."""
-
-    def __init__(self, simulator: Simulator, recording: Recording) -> None:
-        self._simulator = simulator
-        self._recording = recording
-
-    def begin(self) -> None:
-        """Schedule all injections."""
-        for injection in self._recording.injections:
-            self._simulator.event_queue.at(injection.at_s, partial(self._simulator.inject, injection))
-
-    def request_closed(self) -> None:
-        """Do nothing: the recording contains the requests of closed-loop clients."""

@@ -10,7 +10,7 @@ import os
 import pytest
 
 SEEDS = (1, 2, 3)
-EVENTS = 16_000
+EVENTS = 24_000
 """Per run: more than a million over all scenarios and seeds together."""
 
 

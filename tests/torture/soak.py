@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 PROGRAMS: dict[str, Callable[[float], Sequence[str]]] = {
     "the scheduler": lambda lasts_s: (
         "multiworld_serving.testing.simulation",
-        "soak",
         "--hours",
         f"{lasts_s / 3600:.6f}",
     ),
