@@ -26,7 +26,7 @@ multiworld chaos
 
 multiworld chaos --faults kill,freeze --rounds 20 --json chaos.json
 
-multiworld chaos --duration 30m --every 5s --model my.bundle
+multiworld chaos --duration 30m --model my.bundle
 
 multiworld serve 2> serve.log & multiworld chaos --url http://127.0.0.1:8000
 
@@ -102,10 +102,9 @@ class FaultOptions:
     duration_s: Annotated[
         float | None, duration("Duration of the campaign, such as 30m, instead of --rounds.", "--duration")
     ] = None
-    every_s: Annotated[
-        float, duration("Minimum time between the starts of two faults. Faults never overlap.", "--every")
-    ] = "0s"  # type: ignore[assignment]
-    settle_s: Annotated[float, duration("Pause between recovery and the next fault.", "--settle")] = "2s"  # type: ignore[assignment]
+    settle_s: Annotated[
+        float, duration("Pause between recovery and the next fault. Faults never overlap.", "--settle")
+    ] = "2s"  # type: ignore[assignment]
     seed: Annotated[int, value("N", "Seed of the order of faults, of their targets and of the requests.")] = 0
 
 
@@ -147,7 +146,6 @@ def chaos(
         rate_hz=load.rate,
         rounds=faults.rounds,
         duration_s=faults.duration_s,
-        every_s=faults.every_s,
         settle_s=faults.settle_s,
         seed=faults.seed,
         heartbeat_timeout_s=service.heartbeat_timeout_s,

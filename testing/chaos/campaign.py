@@ -12,7 +12,7 @@ import httpx
 
 from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
 from multiworld_serving.testing.chaos.faults.fault import NEEDS, Fault, Scope
-from multiworld_serving.testing.chaos.observer import NotRecoveredError, Observer, Outage, Replica, Snapshot
+from multiworld_serving.testing.chaos.observer import NotRecoveredError, Observer, Replica, Snapshot
 from multiworld_serving.testing.chaos.schedule import choose_targets, missing_targets_reason, order
 from multiworld_serving.testing.chaos.system.containers import (
     ComposeProject,
@@ -25,7 +25,6 @@ from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.requests import ReferenceRequest, count_indistinguishable, served_requests
 
 _DUPLICATES = "multiworld_duplicate_answers_total"
-NO_TIME = "the campaign ended before their turn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,6 @@ class Plan:
         clients: number of clients of the closed loop; ignored with `rate_hz`.
         rate_hz: requests per second of an open loop; None for a closed loop.
         rounds: injections of each fault; None continues until `duration_s` has passed.
-        every_s: minimum time between the starts of two faults.
         settle_s: pause between recovery and the next fault.
         grace_s: how long the service keeps requests for a stage without replicas.
     """
@@ -48,7 +46,6 @@ class Plan:
     rate_hz: float | None = None
     rounds: int | None = 1
     duration_s: float | None = None
-    every_s: float = 0.0
     settle_s: float = 2.0
     seed: int = 0
     heartbeat_timeout_s: float = 1.0
@@ -90,7 +87,6 @@ class CampaignResult:
     ended_s: float = 0.0
     injections: list[Injection] = field(default_factory=list)
     load: Load = field(default_factory=Load)
-    outages: list[Outage] = field(default_factory=list)
     duplicates: int = 0
     resources: dict[str, tuple[Resources, Resources]] = field(default_factory=dict)
     """Resources of each process that lived from the first fault to the end, before and after."""
@@ -141,16 +137,10 @@ def run(system: SystemUnderTest, plan: Plan, *, log: Callable[[str], None] = lam
                 found.aborted = "interrupted"
             found.resources = {name: (before[name], now) for name, now in _resources(system).items() if name in before}
         found.ended_s = time.time()
-        if plan.duration_s is not None and found.injections:
-            made = {injection.fault for injection in found.injections}
-            if missed := {fault.name: NO_TIME for fault in faults if fault.name not in made}:
-                found.skipped |= missed
-                found.warnings.append(left_out(missed))
         found.duplicates = sum(injection.duplicates for injection in found.injections)
         with suppress(httpx.HTTPError):  # Ctrl-C in a terminal also stops a service that this process started
             late = round(_increase(duplicates, observer.metric(_DUPLICATES)))
             found.duplicates = max(found.duplicates, late)
-        found.outages = observer.outages()
     return found
 
 
@@ -236,7 +226,7 @@ def _inject_all(
         log(f"{injection.at_s - found.started_s:7.1f} s  {_describe(injection)}{failed}")
         if not injection.recovered:
             raise NotRecoveredError(f"the service has not recovered from {injection.fault}")
-        time.sleep(max(plan.settle_s, injection.at_s + plan.every_s - time.time()))
+        time.sleep(plan.settle_s)
 
 
 def _is_finished(plan: Plan, made: int, kinds: int, elapsed_s: float) -> bool:

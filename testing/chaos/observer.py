@@ -1,9 +1,9 @@
-"""Polls GET /status: which replicas are ready, which broke and when, and how long a stage had none."""
+"""Polls GET /status: which replicas are ready, and which broke and when."""
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -13,8 +13,6 @@ from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
 from multiworld_serving.testing.local_service import metric_sum
 
 _POLL_S = 0.05
-_CLOCK_S = 2.0
-"""Tolerance of the computed start time of the leader: frontends know its uptime once a second, and responses are delayed."""
 
 ReplicaKey = tuple[int, int]
 """Stage and slot of a replica."""
@@ -74,8 +72,6 @@ class Snapshot:
 
     at_s: float
     replicas: dict[ReplicaKey, Replica]
-    leader_since_s: float = 0.0
-    """Start time of the leader, on the clock of this process."""
     leaders: tuple[Leader, ...] = ()
     frontends: frozenset[int] = frozenset()
     """Process ids of the frontends."""
@@ -96,16 +92,8 @@ class Snapshot:
         return self.leaders_ready and all(replica.ready for replica in self.replicas.values())
 
     def differs_from(self, before: "Snapshot") -> bool:
-        """Whether a replica, leader or frontend has changed, or the leader was restarted since `before`."""
-        if (self.replicas, self.leaders, self.frontends) != (before.replicas, before.leaders, before.frontends):
-            return True
-        return self.leader_since_s - before.leader_since_s > _CLOCK_S
-
-    @property
-    def stages_without_replica(self) -> frozenset[int]:
-        """Stages without a ready replica."""
-        stages = {stage for stage, _ in self.replicas}
-        return frozenset(stages - {replica.stage for replica in self.replicas.values() if replica.ready})
+        """Whether a replica, leader or frontend has changed since `before`."""
+        return (self.replicas, self.leaders, self.frontends) != (before.replicas, before.leaders, before.frontends)
 
 
 def parse_status(status: dict[str, Any], at_s: float) -> Snapshot:
@@ -128,16 +116,7 @@ def parse_status(status: dict[str, Any], at_s: float) -> Snapshot:
                 leader=source,
             )
     frontends = frozenset(each["pid"] for each in status.get("frontends", ()))
-    return Snapshot(at_s, found, at_s - status["uptime_s"], leaders, frontends)
-
-
-@dataclass(frozen=True, slots=True)
-class Outage:
-    """An interval in which a stage had no ready replica, according to the leader."""
-
-    stage: int
-    since_s: float
-    until_s: float
+    return Snapshot(at_s, found, leaders, frontends)
 
 
 class Observer:
@@ -180,11 +159,6 @@ class Observer:
             states += "".join(f", leader {each.address} {each.state}" for each in self.snapshots[-1].leaders)
         raise NotRecoveredError(f"not {what} within {timeout_s:g} s: {states}")
 
-    def outages(self) -> list[Outage]:
-        """Return all outages until now."""
-        with self._changed:
-            return outages([*self.snapshots, Snapshot(time.time(), self.snapshots[-1].replicas)])
-
     def metric(self, name: str) -> float:
         """Return the sum of a metric over all its series; 0 if there are none."""
         return metric_sum(self._metrics.get("/metrics").text, name)
@@ -200,17 +174,3 @@ class Observer:
 
     def _poll(self) -> Snapshot:
         return parse_status(self._client.get("/status").json(), time.time())
-
-
-def outages(snapshots: Iterable[Snapshot]) -> list[Outage]:
-    """Compute outages from consecutive snapshots. The last snapshot ends open outages."""
-    since: dict[int, float] = {}
-    found: list[Outage] = []
-    at_s = 0.0
-    for each in snapshots:
-        at_s = each.at_s
-        for stage in [stage for stage in since if stage not in each.stages_without_replica]:
-            found.append(Outage(stage, since.pop(stage), at_s))
-        for stage in each.stages_without_replica:
-            since.setdefault(stage, at_s)
-    return [*found, *(Outage(stage, since_s, at_s) for stage, since_s in since.items())]

@@ -5,13 +5,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from multiworld_serving.testing.chaos.campaign import CampaignResult
-from multiworld_serving.testing.chaos.observer import Outage
+from multiworld_serving.testing.chaos.campaign import CampaignResult, Injection
+from multiworld_serving.testing.chaos.faults import BY_NAME
 from multiworld_serving.testing.load.clients import Sample
 from multiworld_serving.testing.load.statistics import Spread
-
-_POLL_S = 0.5
-"""Tolerance: an outage is observed slightly shorter than it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +59,19 @@ def summarize(result: CampaignResult) -> Report:
 
 
 def _is_excused(sample: Sample, result: CampaignResult) -> bool:
-    if excused(sample, result.outages, result.plan.grace_s):
-        return True
-    return any(
-        interrupted(sample, injection.excused, injection.at_s, injection.ended_s) for injection in result.injections
-    )
+    return any(_excuses(injection, result.plan.grace_s, sample) for injection in result.injections)
+
+
+def _excuses(injection: Injection, grace_s: float, sample: Sample) -> bool:
+    """Whether the fault excuses that the request failed. It excuses a 503 if a stage had no replica for longer than the recovery grace."""
+    is_outage = BY_NAME[injection.fault].scope in ("stage", "all") and injection.ended_s - injection.at_s >= grace_s
+    statuses = {*injection.excused, *([503] if is_outage else [])}
+    return interrupted(sample, statuses, injection.at_s, injection.ended_s)
 
 
 def interrupted(sample: Sample, statuses: Collection[int], since_s: float, until_s: float) -> bool:
     """Whether the request got one of these statuses while a process was down in this interval. Other failures are not excused."""
     return sample.status in statuses and sample.done_s >= since_s and sample.sent_s <= until_s
-
-
-def excused(sample: Sample, outages: Sequence[Outage], grace_s: float) -> bool:
-    """Whether the request was refused while a stage had no replica for longer than the recovery grace."""
-    return sample.status == 503 and any(
-        outage.until_s - outage.since_s + _POLL_S >= grace_s
-        and outage.since_s <= sample.done_s
-        and sample.sent_s <= outage.until_s
-        for outage in outages
-    )
 
 
 def to_json(result: CampaignResult, report: Report) -> dict[str, Any]:
@@ -98,7 +88,6 @@ def to_json(result: CampaignResult, report: Report) -> dict[str, Any]:
         "faults": [asdict(row) for row in report.rows],
         "injections": [asdict(injection) for injection in result.injections],
         "failures": [asdict(sample) for sample in result.load.failed[:1000]],
-        "outages": [asdict(outage) for outage in result.outages],
         "resources": {name: [asdict(each) for each in pair] for name, pair in result.resources.items()},
         "skipped": result.skipped,
         "warnings": result.warnings,
@@ -133,7 +122,7 @@ def _count_following(samples: Sequence[Sample], result: CampaignResult, kind: st
 
 def _verdict(result: CampaignResult, failed: Sequence[Sample]) -> list[str]:
     wanted = {fault.name for fault in result.plan.faults} - result.skipped.keys()
-    missing = sorted(wanted - {injection.fault for injection in result.injections})
+    missing = sorted(wanted - {injection.fault for injection in result.injections} if result.plan.rounds else ())
     checks = [
         (result.aborted, f"ended early: {result.aborted}"),
         (not result.load.samples, "no request was sent"),

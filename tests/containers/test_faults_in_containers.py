@@ -1,4 +1,4 @@
-"""Containers are killed, paused, disconnected, throttled, restarted and scaled under load through the published port: no request fails
+"""Containers are killed, paused, disconnected, restarted and scaled under load through the published port: no request fails
 while a replica is left, everything recovers automatically, and Prometheus counts it.
 """
 
@@ -22,7 +22,7 @@ LEADER_UP = 'sum(up{job="multiworld-leader"})'
 FRONTEND_UP = 'sum(up{job="multiworld-frontend"})'
 SEEN_S = 60.0
 BEFORE_S = 6
-OF_ONE_WORKER = ("container-kill", "kill", "oom", "container-pause", "cut", "cut-from", "cut-to")
+OF_ONE_WORKER = ("container-kill", "kill", "container-pause", "cut", "cut-from", "cut-to")
 
 
 def test_service_answers_after_docker_compose_up(deployment: Deployment) -> None:
@@ -60,12 +60,6 @@ def test_worker_serves_again_when_restarted_with_another_address(deployment: Dep
     after = deployment.worker_addresses()
     assert (len(before - after), len(after - before)) == (1, 1)
     seen(deployment, made, f"{WORKERS_UP} == 4")
-
-
-def test_no_request_is_lost_when_a_workers_bandwidth_is_limited(deployment: Deployment) -> None:
-    made = deployment.hurt("narrow").injection  # reported as an item if no request had to wait
-    up = 0 if made.causes else 1
-    seen(deployment, made, f"min_over_time(multiworld_world_up{{{slot(made)}}}[W]) == {up}")
 
 
 def test_requests_wait_and_succeed_when_a_whole_stage_is_killed(deployment: Deployment) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from multiworld_serving.testing.chaos.faults.context import FaultContext
 
@@ -63,19 +63,12 @@ REGISTRY: list[Fault] = []
 
 
 def fault(
-    name: str,
-    description: str,
-    scope: Scope = "one",
-    *,
-    causes: frozenset[str] | None = NO_CAUSES,
-    unavailable_reason: Callable[[], str] = _always,
-    of: Literal["process", "container"] = "process",
-    excused: frozenset[int] = frozenset(),
+    name: str, description: str, scope: Scope = "one", *, causes: frozenset[str] | None = NO_CAUSES, **more: Any
 ) -> Callable[[F], F]:
-    """Decorator that declares a fault. Several decorators declare several faults that inject the same in other scopes."""
+    """Decorator that declares a fault, with the attributes of `Fault`. Several decorators declare several faults that inject the same."""
 
     def declare(inject: F) -> F:
-        REGISTRY.append(Fault(name, description, scope, inject, causes, unavailable_reason, of, excused))
+        REGISTRY.append(Fault(name, description, scope, inject, causes, **more))
         return inject
 
     return declare

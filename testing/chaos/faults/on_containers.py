@@ -1,6 +1,5 @@
 """Faults on containers, including those of the leaders."""
 
-import contextlib
 from collections.abc import Iterator
 from functools import partial
 
@@ -14,16 +13,11 @@ from multiworld_serving.testing.chaos.faults.fault import (
     PARTITION_CAUSES,
     fault,
 )
-from multiworld_serving.testing.chaos.system import network
-from multiworld_serving.testing.chaos.system.containers import Container, ContainerError, docker_unavailable_reason
+from multiworld_serving.testing.chaos.system.containers import Container, docker_unavailable_reason
 
-NARROW_BITS_PER_S = 8_000_000
-NARROW_S = 6.0
 PAUSE_S = 4.0
 """How long a leader is paused or disconnected: longer than the heartbeat timeout."""
 MORE_WORKERS = 2
-_STARVE = "import sys; open(f'/proc/{sys.argv[1]}/oom_score_adj', 'w').write('1000'); b'x' * int(sys.argv[2])"
-"""Makes a process the first candidate of the OOM killer, then allocates all memory of the container."""
 _HELD = f"until the leader detects it and {HOLD_S:g} s more"
 _container_fault = partial(fault, of="container", unavailable_reason=docker_unavailable_reason)
 
@@ -34,20 +28,6 @@ def _kill(context: FaultContext) -> None:
     context.begin()
     with container.killed():
         context.wait_broken()
-
-
-# The kernel first tries to reclaim memory, which may block the process for longer than the heartbeat timeout.
-@_container_fault("oom", "allocates more memory than the limit of its container", causes=EXIT_CAUSES | HANG_CAUSES)
-def _out_of_memory(context: FaultContext) -> None:
-    container = context.container(context.targets[0])
-    if not container.memory_bytes:
-        raise ContainerError(f"container {container.name} has no memory limit")
-    inner_pid = str(context.targets[0].worker).rpartition("-")[2]
-    context.begin()
-    with contextlib.suppress(ContainerError):  # the command ends with the container
-        container.run("python", "-c", _STARVE, inner_pid, str(container.memory_bytes))
-    if not context.project.ran_out_of_memory(container, context.at_s):
-        context.unexpected.append("the OOM killer did not kill a process")
 
 
 @_container_fault("container-pause", f"docker pause {_HELD}, and docker unpause", causes=HANG_CAUSES)
@@ -70,19 +50,6 @@ def _unplug(context: FaultContext) -> None:
     with container.unplugged():
         context.wait_broken()
         context.hold(HOLD_S)
-
-
-@_container_fault(
-    "narrow",
-    f"network limited to {NARROW_BITS_PER_S / 1e6:g} Mbit/s each way for {NARROW_S:g} s",
-    causes=None,
-    unavailable_reason=network.bandwidth_limit_unavailable_reason,
-)
-def _narrow(context: FaultContext) -> None:
-    with context.processes() as processes, network.limit_bandwidth(processes[0].pid, NARROW_BITS_PER_S) as held_back:
-        context.hold(NARROW_S)
-        if not held_back():
-            context.unexpected.append("the bandwidth limit delayed no packet")
 
 
 @_container_fault("restart-workers", "docker compose restart of all workers", "all", causes=LEFT_CAUSES)

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -42,7 +41,6 @@ class Container:
         program: first argument of `multiworld`, such as "leader" or "worker"; empty if there is none.
         hostname: prefix of the names of its workers, HOSTNAME-PID.
         pid: of its first process, on the host; 0 while it does not run.
-        memory_bytes: memory limit; 0 for none.
         networks: its aliases by network.
         addresses: its IP address by network.
         http: HOST:PORT at which its HTTP API is published; empty if it is not.
@@ -55,14 +53,9 @@ class Container:
     program: str
     hostname: str
     pid: int
-    memory_bytes: int
     networks: dict[str, tuple[str, ...]]
     addresses: dict[str, str]
     http: str
-
-    def run(self, *command: str) -> None:
-        """Run a command in the container with `docker exec`. Raises ContainerError if it fails."""
-        docker("exec", self.id, *command)
 
     @contextlib.contextmanager
     def killed(self) -> Iterator[None]:
@@ -201,17 +194,6 @@ class ComposeProject:
         options = ("--project-name", self.name, "--project-directory", folder, *given)
         docker("compose", *options, *arguments, environment=self._environment)
 
-    def ran_out_of_memory(self, container: Container, since_s: float) -> bool:
-        """Whether the OOM killer has killed a process in the container since `since_s`."""
-        filters = ("--filter", f"container={container.id}", "--filter", "event=oom")
-        # Docker reports events with a delay.
-        deadline_s = time.monotonic() + 5.0
-        while time.monotonic() < deadline_s:
-            if docker("events", "--since", f"{since_s:.3f}", "--until", f"{time.time():.3f}", *filters).strip():
-                return True
-            time.sleep(0.2)
-        return False
-
 
 def docker(*arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = _COMMAND_S) -> str:
     """Run one docker command and return its standard output. Raises ContainerError if it fails or times out."""
@@ -251,7 +233,6 @@ def _container(found: dict[str, Any]) -> Container:
         program=next(iter(config.get("Cmd") or ()), ""),
         hostname=config["Hostname"],
         pid=found["State"]["Pid"],
-        memory_bytes=found["HostConfig"]["Memory"],
         networks={name: _aliases(network, found["Id"]) for name, network in networks.items()},
         addresses={name: network["IPAddress"] for name, network in networks.items()},
         http=_published(found["NetworkSettings"]["Ports"] or found["HostConfig"]["PortBindings"] or {}),

@@ -1,17 +1,15 @@
-"""Network faults: resets connections (`ss`), drops packets (`iptables`) and limits bandwidth (`tc`).
+"""Network faults: resets connections (`ss`) and drops packets (`iptables`).
 
 Each tool is first tried on a connection of this process. Faults on a process in a container are applied in its network namespace,
 so that no other container is affected.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from multiworld_serving.testing.chaos.system.processes import Connection
@@ -23,8 +21,6 @@ CHAIN = "MULTIWORLD_CHAOS"
 _HOOKS = ("INPUT", "OUTPUT")
 _TOOL_S = 10.0
 _TRIAL_S = 0.5
-_TOKEN_BUCKET = ("burst", "8kb", "latency", "50ms")
-"""Burst size and maximum queueing delay before packets are dropped, like a switch with small buffers."""
 
 
 def destroy_connections(connections: Iterable[Connection], pid: int | None = None) -> None:
@@ -64,30 +60,6 @@ def drop_packets(
         yield
     finally:
         _remove_chain(pid)
-
-
-@contextlib.contextmanager
-def limit_bandwidth(pid: int, bits_per_s: int) -> Iterator[Callable[[], int]]:
-    """Limit the bandwidth of the network interfaces of a container in each direction while the block runs.
-
-    Args:
-        pid: a process in the container.
-
-    Yields a function that returns how many packets were delayed so far.
-    """
-    shape = ("root", "tbf", "rate", f"{bits_per_s}bit", *_TOKEN_BUCKET)
-    found = json.loads(_run("ip", "-json", "link", "show", "type", "veth", pid=pid).stdout)
-    if not found or not _within(pid):
-        raise OSError(f"process {pid} has no network namespace of its own")
-    # Only outgoing traffic can be limited. Incoming traffic is outgoing at the host end of the veth pair.
-    ends: list[tuple[str, int | None]] = [(link["ifname"], pid) for link in found]
-    ends += [(socket.if_indextoname(link["link_index"]), None) for link in found]
-    with ExitStack() as stack:
-        for device, of in ends:
-            _run("tc", "qdisc", "add", "dev", device, *shape, pid=of)
-            # Fails without effect if the interface has been removed.
-            stack.callback(_run, "tc", "qdisc", "del", "dev", device, "root", check=False, pid=of)
-        yield lambda: sum(_held_back(device, of) for device, of in ends)
 
 
 def drop_rules(connections: Iterable[Connection], direction: Direction) -> list[list[str]]:
@@ -137,22 +109,6 @@ def packet_loss_unavailable_reason() -> str:
             return "iptables accepts the rules but packets are not dropped" if _arrives(client, server) else ""
     except (OSError, subprocess.SubprocessError) as error:
         return f"iptables does not work on this machine: {error}"
-
-
-def bandwidth_limit_unavailable_reason() -> str:
-    """Return why bandwidth cannot be limited on this machine; empty if it can."""
-    if why := _missing_reason("limiting bandwidth", "tc", "ip", "nsenter", "unshare"):
-        return why
-    try:
-        _run("unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "8mbit", *_TOKEN_BUCKET)
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"tc does not work on this machine: {error}"
-    return ""
-
-
-def _held_back(device: str, pid: int | None) -> int:
-    queues = json.loads(_run("tc", "-json", "-statistics", "qdisc", "show", "dev", device, "root", pid=pid).stdout)
-    return sum(int(queue.get("overlimits", 0)) for queue in queues)
 
 
 def _rule(source: tuple[str, str], target: tuple[str, str]) -> list[str]:
