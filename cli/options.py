@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from rich.markup import escape
 
-from multiworld_serving.common.config import Settings, UserError, configure_logging, load
+from multiworld_serving.common.config import Settings, UserError, configure_logging, exit_with_parent, load
 from multiworld_serving.common.config.settings import bounds, panel, public_fields, value_type
 from multiworld_serving.common.config.sources import option, variable
 from multiworld_serving.server.leader_settings import LeaderSettings
@@ -140,6 +140,7 @@ def settings_command(cls: type[S], process: Callable[[S], str]) -> Callable[[Cal
             *, config: Path | None, settings_json: Path | None, print_settings: bool, help_all: bool, **options: object
         ) -> int:
             if settings_json is not None:
+                exit_with_parent()  # also if this process is blocked: otherwise the next service could not use its ports
                 settings = cls.model_validate_json(settings_json.read_bytes())
             else:
                 given = {name: ",".join(each) if isinstance(each, list) else each for name, each in options.items()}

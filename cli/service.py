@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-Url = Annotated[str, value("URL", "URL of the HTTP API of the service.", "--url", envvar="MULTIWORLD_URL")]
+Url = Annotated[
+    str,
+    value(
+        "URL",
+        "URL of the HTTP API of the service; admin verbs find the admin port there.",
+        "--url",
+        envvar="MULTIWORLD_URL",
+    ),
+]
 Urls = Annotated[
     list[str],
     value(
@@ -27,18 +35,6 @@ Urls = Annotated[
         envvar="MULTIWORLD_URL",
     ),
 ]
-OperationsUrl = Annotated[
-    str,
-    value(
-        "URL",
-        "URL of the admin port of the service (the port of /metrics), or of its HTTP API, which tells where the admin port is; "
-        "the first, if there are several with commas.",
-        "--operations-url",
-        "--url",
-        envvar=["MULTIWORLD_OPERATIONS_URL", "MULTIWORLD_URL"],
-    ),
-]
-DEFAULT_OPERATIONS_URL = "http://127.0.0.1:8002"
 TimeoutS = Annotated[float, value("SECONDS", "Timeout of one request, in seconds.", min=0.001)]
 
 

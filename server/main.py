@@ -19,7 +19,6 @@ from multiworld import AskError
 from multiworld_serving.common.config import (
     SettingsError,
     UserError,
-    exit_with_parent,
     raise_descriptor_limit,
     release_free_memory,
 )
@@ -52,8 +51,6 @@ def run(settings: LeaderSettings) -> int:
     Raises:
         UserError, models.ModelError: a port is in use, the weights are missing, there are more stages than blocks, …
     """
-    if settings.exit_with_parent:
-        exit_with_parent()  # also if this process is blocked: otherwise the next service could not use the port
     raise_descriptor_limit()
     with contextlib.ExitStack() as stack:
         tracing = start_tracing(

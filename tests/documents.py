@@ -126,8 +126,7 @@ class PageRunner:
     def _environment(self) -> dict[str, str]:
         urls = {}
         if self.service is not None:
-            operations = self.service.metrics_url.removesuffix("/metrics")
-            urls = {"MULTIWORLD_URL": self.service.url, "MULTIWORLD_OPERATIONS_URL": operations}
+            urls = {"MULTIWORLD_URL": self.service.url}
         path = f"{self.folder / '.bin'}{os.pathsep}{os.environ['PATH']}"
         known = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         return {**os.environ, **urls, "PATH": path, "PYTHONPATH": known}

@@ -6,14 +6,13 @@ import gc
 import logging
 import os
 import signal
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import uvloop
 
 from multiworld import WorldManager
-from multiworld_serving.common.config import UserError, exit_with_parent, raise_descriptor_limit
+from multiworld_serving.common.config import UserError, raise_descriptor_limit
 from multiworld_serving.common.config.addresses import local_host
 from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.common.edges import EdgeMetrics, Edges
@@ -39,15 +38,13 @@ _LAST_FETCHES_S = 1.0
 
 
 def run(settings: WorkerSettings) -> int:
-    """Serve until stopped. Returns the exit status: 0 after SIGTERM, SIGINT, a leader's restart request or the parent's exit;
+    """Serve until stopped. Returns the exit status: 0 after SIGTERM, SIGINT, or a leader's restart request;
     70 (EXIT_STUCK) when the model hangs or the host is out of memory; 71 (EXIT_DEVICE_FAILED) when the GPU has failed. A process whose
     event loop is blocked ends with 70, too.
 
     Raises:
         UserError: the device or the address to bind does not exist, or the leader rejects the token.
     """
-    if settings.exit_with_parent:
-        exit_with_parent()
     raise_descriptor_limit()
     device = check_device(settings.device)
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
@@ -67,8 +64,6 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
     exit_timer.handle_loop_errors(loop)
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
-    if settings.exit_with_parent:
-        _watch_parent(lambda: loop.call_soon_threadsafe(stop.set))
     status, refusals = 0, list[UserError]()
     try:
         async with contextlib.AsyncExitStack() as stack, notify_systemd(on_thread=True), asyncio.TaskGroup() as tasks:
@@ -145,16 +140,3 @@ async def _start_metrics_port(
         return any(connection.serving for connection in connections)
 
     await stack.enter_async_context(metrics_port(settings.metrics_host, settings.metrics_port, metrics, ready))
-
-
-def _watch_parent(on_end: Callable[[], object]) -> None:
-    """Call `on_end`, on another thread, at end of file on standard input: the parent process holds the other end."""
-
-    def wait() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(0, 4096):  # not sys.stdin, whose lock would block the interpreter's exit
-                pass
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            on_end()
-
-    threading.Thread(target=wait, name="parent-watch", daemon=True).start()

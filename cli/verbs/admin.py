@@ -8,10 +8,10 @@ import typer
 
 from multiworld_serving.cli.options import AsJson, value
 from multiworld_serving.cli.service import (
-    DEFAULT_OPERATIONS_URL,
+    DEFAULT_URL,
     Access,
-    OperationsUrl,
     ServiceError,
+    Url,
     answer_errors,
     http_errors,
     open_client,
@@ -26,7 +26,7 @@ RESTART_EPILOG = """
 
 multiworld rolling-restart
 
-multiworld rolling-restart --operations-url https://10.0.0.1:8002 --api-key-file admin.key
+multiworld rolling-restart --url https://10.0.0.1:8002 --api-key-file admin.key
 
 [bold]Exit status[/bold]: 0 all workers were restarted, 1 at least one was not, 2 invalid usage.
 """
@@ -58,7 +58,7 @@ _ADMIN_PORT = "the admin port of a multiworld service"
 
 def rolling_restart(
     *,
-    url: OperationsUrl = DEFAULT_OPERATIONS_URL,
+    url: Url = DEFAULT_URL,
     as_json: AsJson = False,
     timeout_s: OperationTimeoutS = 3600.0,
     access: Access,
@@ -101,7 +101,7 @@ def _step(step: dict[str, Any]) -> str:
 def load_version(
     *,
     weights: Weights = None,
-    url: OperationsUrl = DEFAULT_OPERATIONS_URL,
+    url: Url = DEFAULT_URL,
     as_json: AsJson = False,
     timeout_s: OperationTimeoutS = 3600.0,
     access: Access,
@@ -120,9 +120,7 @@ def load_version(
     return 0
 
 
-def unload(
-    *, url: OperationsUrl = DEFAULT_OPERATIONS_URL, timeout_s: OperationTimeoutS = 3600.0, access: Access
-) -> int:
+def unload(*, url: Url = DEFAULT_URL, timeout_s: OperationTimeoutS = 3600.0, access: Access) -> int:
     """Take the model out of service: new requests get status 503, requests in flight are answered.
 
     The workers keep running. `load-version` puts the model back into service.

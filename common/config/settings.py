@@ -80,8 +80,6 @@ class Settings(BaseSettings):
     """Minimum level to log."""
     log_format: Literal["text", "json"] = setting("text", "Logging")
     """Text, or one JSON object per line."""
-    exit_with_parent: bool = setting(False, INTERNAL)
-    """Exit when the parent process ends, which holds the other end of standard input."""
 
     @classmethod
     def settings_customise_sources(

@@ -1,8 +1,8 @@
 """One child process.
 
-The standard input of a child is a pipe that this process holds open: when this process ends, even by SIGKILL, the child reads
-end-of-file and exits (`--exit-with-parent`). Each child has its own session, so that Ctrl-C in a terminal signals only the
-supervisor, which stops its children in order.
+The kernel ends a child with this process, even after SIGKILL (`exit_with_parent`). The standard input of a child is a pipe that this
+process holds open, so that a child that starts too late for that notices it too. Each child has its own session, so that Ctrl-C in a
+terminal signals only the supervisor, which stops its children in order.
 """
 
 import asyncio

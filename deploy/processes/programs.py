@@ -50,7 +50,6 @@ def leader_values(settings: ServeSettings, index: int) -> Values:
         **_shared(settings, LeaderSettings),
         "name": f"leader-{index}",
         "report_capacity": settings.autoscale is not None,
-        "exit_with_parent": True,
         "metrics_port": None,
         "metrics_host": None,
     }
@@ -58,7 +57,7 @@ def leader_values(settings: ServeSettings, index: int) -> Values:
 
 def frontend_values(settings: ServeSettings, index: int) -> Values:
     """The settings of a frontend, without its sockets and leaders."""
-    return {**_shared(settings, FrontendSettings), "name": f"frontend-{index}", "exit_with_parent": True}
+    return {**_shared(settings, FrontendSettings), "name": f"frontend-{index}"}
 
 
 def worker_values(settings: ServeSettings) -> Values:
@@ -66,12 +65,11 @@ def worker_values(settings: ServeSettings) -> Values:
     assert settings.local_token is not None, "the token must be set before workers start"
     shared = {name for name in WorkerSettings.model_fields if name in ServeSettings.model_fields}
     # These are settings of other processes, or of the supervisor.
-    others = {"advertise_host", "device", "exit_with_parent", "metrics_host", "metrics_port", "token", "token_file"}
+    others = {"advertise_host", "device", "metrics_host", "metrics_port", "token", "token_file"}
     return {
         **{name: getattr(settings, name) for name in shared - others},
         "token": settings.local_token,
         "edge_token": SecretStr(settings.secrets[0].decode()) if settings.secrets else None,
-        "exit_with_parent": True,
     }
 
 

@@ -15,7 +15,7 @@ import torch
 import uvloop
 
 from multiworld import WorldManager
-from multiworld_serving.common.config import UserError, exit_with_parent, raise_descriptor_limit
+from multiworld_serving.common.config import UserError, raise_descriptor_limit
 from multiworld_serving.common.config.addresses import Address, local_host
 from multiworld_serving.common.config.process import notify_systemd, on_stop_signal
 from multiworld_serving.common.config.sources import option
@@ -62,8 +62,6 @@ def run(settings: FrontendSettings) -> int:
     Raises:
         UserError: a port is in use, a credential file or the handler is invalid, or the only leader rejects the token.
     """
-    if settings.exit_with_parent:
-        exit_with_parent()  # also if this process is blocked: otherwise the next service could not use the port
     raise_descriptor_limit()
     torch.set_num_threads(1)  # a frontend decodes images and computes nothing
     with contextlib.ExitStack() as stack:

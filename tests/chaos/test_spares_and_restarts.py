@@ -54,7 +54,7 @@ def test_rolling_restart_fails_no_request(service: LocalService, capsys: pytest.
     before = {line["pid"] for line in service.lines if "started" in line.message and line["slot"] is not None}
     operations = service.metrics_url.removesuffix("/metrics")
     with run_load(service) as load:
-        assert main(["rolling-restart", "--operations-url", operations]) == 0
+        assert main(["rolling-restart", "--url", operations]) == 0
     said = capsys.readouterr().out
     assert "3 workers restarted" in said
     assert_nothing_lost(service, load)

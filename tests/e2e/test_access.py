@@ -168,7 +168,7 @@ def test_cli_verbs_connect_with_key_and_authority(guarded: Guarded, capsys: pyte
         == 0
     )
     capsys.readouterr()
-    restart = ["rolling-restart", "--operations-url", guarded.operators_url, "--ca-file", str(guarded.authority.file)]
+    restart = ["rolling-restart", "--url", guarded.operators_url, "--ca-file", str(guarded.authority.file)]
     restart += ["--client-cert-file", f"{folder}/client.pem"]
     assert main([*restart, "--api-key-file", f"{folder}/alice.key"]) == 1
     assert "HTTP 403" in capsys.readouterr().err

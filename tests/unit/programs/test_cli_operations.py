@@ -67,13 +67,10 @@ def service(*steps: dict[str, Any], hangs: bool = False) -> Iterator[tuple[str, 
         yield http_url, admin_url
 
 
-@pytest.mark.parametrize("option", ["--operations-url", "--url"])
 @pytest.mark.parametrize("port", [0, 1], ids=["http", "admin"])
-def test_restart_finds_the_admin_port_from_either_url(
-    capsys: pytest.CaptureFixture[str], option: str, port: int
-) -> None:
+def test_restart_finds_the_admin_port_from_either_url(capsys: pytest.CaptureFixture[str], port: int) -> None:
     with service(RESTARTING, RESTARTED, {"state": "done", "restarted": 1}) as urls:
-        assert main(["rolling-restart", option, urls[port] + ",http://127.0.0.1:1"]) == 0
+        assert main(["rolling-restart", "--url", urls[port] + ",http://127.0.0.1:1"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "1/2 w0 (s0.r0): restarting",
         "w0: stopped after 0.5 s, serving after 2.5 s",
@@ -83,7 +80,7 @@ def test_restart_finds_the_admin_port_from_either_url(
 
 def test_restart_that_fails_exits_with_1_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     with service(RESTARTING, {"state": "failed", "restarted": 0, "error": "w0 did not rejoin"}) as (_, admin_url):
-        assert main(["rolling-restart", "--operations-url", admin_url]) == 1
+        assert main(["rolling-restart", "--url", admin_url]) == 1
     assert capsys.readouterr().err == "multiworld: error: w0 did not rejoin\n"
 
 
@@ -95,22 +92,22 @@ def test_status_finds_the_http_port_from_the_admin_port(capsys: pytest.CaptureFi
 
 def test_load_prints_the_new_version(capsys: pytest.CaptureFixture[str]) -> None:
     with service() as (_, admin_url):
-        assert main(["load-version", "random:1", "--operations-url", admin_url]) == 0
+        assert main(["load-version", "random:1", "--url", admin_url]) == 0
     assert capsys.readouterr().out == "resnet18 answers with random:1, version 2\n"
 
 
 def test_load_that_takes_too_long_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     with service(hangs=True) as (_, admin_url):
-        assert main(["load-version", "--operations-url", admin_url, "--timeout-s", "1"]) == 1
+        assert main(["load-version", "--url", admin_url, "--timeout-s", "1"]) == 1
     assert "did not answer within 1 s; increase --timeout-s" in capsys.readouterr().err
 
 
 def test_only_an_admin_key_is_sent_and_never_the_join_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", "the-join-token")
     with service({"state": "done", "restarted": 0}) as (_, admin_url):
-        assert main(["rolling-restart", "--operations-url", admin_url]) == 0
+        assert main(["rolling-restart", "--url", admin_url]) == 0
         monkeypatch.setenv("MULTIWORLD_API_KEY", "the-admin-key")
-        assert main(["rolling-restart", "--operations-url", admin_url]) == 0
+        assert main(["rolling-restart", "--url", admin_url]) == 0
     assert Port.credentials == [None, "Bearer the-admin-key"]
 
 

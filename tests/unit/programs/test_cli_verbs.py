@@ -21,6 +21,7 @@ from multiworld_serving.cli.options import seconds
 from multiworld_serving.common.config import Settings, UserError
 from multiworld_serving.common.config.settings import public_fields
 from multiworld_serving.deploy.processes.service import _Service
+from multiworld_serving.models.errors import ModelError
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
@@ -129,6 +130,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         vars(module)["run"] = recorder.run
         monkeypatch.setitem(sys.modules, f"multiworld_serving.{name}", module)
     monkeypatch.setattr("multiworld_serving.cli.options.configure_logging", lambda *_, **__: None)
+    monkeypatch.setattr("multiworld_serving.cli.options.exit_with_parent", lambda: None)
     monkeypatch.delenv("MULTIWORLD_TOKEN", raising=False)
     return recorder
 
@@ -194,9 +196,6 @@ def test_worker_accepts_the_command_of_the_local_supervisor(program: Recorder, m
     assert (leader.name, frontend.name) == ("leader-1", "frontend-0")
     assert {each.secret for each in (worker, leader, frontend)} == {b"of-this-service"}
     assert {each.heartbeat_timeout_s for each in (worker, leader, frontend)} == {2.5}
-    assert worker.exit_with_parent
-    assert leader.exit_with_parent
-    assert frontend.exit_with_parent
 
 
 def received(program: Recorder, command: list[str], cls: type[S]) -> S:
@@ -243,15 +242,7 @@ def test_user_error_prints_one_line_and_exits_with_2(program: Recorder, capsys: 
     assert one_line(capsys).endswith("port 8000 is in use: choose another with --http-port\n")
 
 
-def test_model_error_prints_one_line_and_exits_with_2(
-    program: Recorder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class ModelError(ValueError):
-        pass
-
-    models = ModuleType("multiworld_serving.models")
-    vars(models)["ModelError"] = ModelError
-    monkeypatch.setitem(sys.modules, "multiworld_serving.models", models)
+def test_model_error_prints_one_line_and_exits_with_2(program: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     program.outcome = ModelError("no such weights")
     assert main(["serve"]) == 2
     assert "no such weights" in one_line(capsys)

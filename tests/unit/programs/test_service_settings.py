@@ -85,7 +85,7 @@ def test_program_has_the_settings_of_the_service(cls: type[Settings]) -> None:
     changes = {"leader": "127.0.0.1:1"} if cls is FrontendSettings else {}
     with service(given) as made:
         found = passed_on(made, cls, **changes)
-    own = {"local_token", "name", "exit_with_parent", *changes}
+    own = {"local_token", "name", *changes}
     if cls is LeaderSettings:
         own |= {"metrics_host", "metrics_port"}
     for name in cls.model_fields.keys() & ServeSettings.model_fields.keys() - own:
