@@ -8,14 +8,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 
 from multiworld import WorldManager
 from multiworld_serving.common.observers import suppress_errors
-from multiworld_serving.common.wire import EdgeState, Message
+from multiworld_serving.common.wire import Message
 from multiworld_serving.server.administration import Desired, OperationInProgressError, RestartStep, VersionFailedError
 from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.drain import OpenRequests
@@ -46,7 +46,7 @@ from multiworld_serving.server.replicas.replica_ids import (
 from multiworld_serving.server.replicas.rolling_restart import RollingRestart
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.events import Drain, ReplicaDraining, ReplicaId
-from multiworld_serving.server.snapshots import EdgeSnapshot, PipelineSnapshot
+from multiworld_serving.server.snapshots import PipelineSnapshot
 from multiworld_serving.server.versions.version_table import Loader, VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
@@ -164,11 +164,6 @@ class Leader:
     def edge_routing(self) -> EdgeRouting:
         """Knows which processes cannot reach each other."""
         return self._driver.edges
-
-    def edges(self, frontends: Iterable[tuple[str, str, Sequence[EdgeState]]]) -> tuple[EdgeSnapshot, ...]:
-        """The edges of all workers and of these frontends; see `EdgeRouting.snapshot`."""
-        workers = ((link.worker, link.request.edge, link.edges) for link in self._registry.placement.links())
-        return self._driver.edges.snapshot((*workers, *frontends))
 
     @property
     def version(self) -> ModelVersion:

@@ -17,8 +17,6 @@ ServiceState = Literal["ready", "degraded", "not_ready", "unloaded", "draining"]
 
 Transport = Literal["relay", "edges"]
 """relay: through a leader; edges: directly between processes, and through a leader where an edge cannot be opened."""
-PairTransport = Literal["shared_memory", "tcp", "relay"]
-"""relay: the consumer could not reach the producer."""
 
 
 @dataclass(frozen=True)
@@ -109,21 +107,6 @@ class FrontendSnapshot:
 
 
 @dataclass(frozen=True)
-class EdgeSnapshot:
-    """One process fetches tensors of another."""
-
-    consumer: str
-    """Name of a frontend or worker."""
-    producer: str
-    """The same; HOST:PORT if the leader does not know its name."""
-    transport: PairTransport
-    received_bytes: int = 0
-    """Bytes of tensors since the edge was opened."""
-    fetch_s: float = 0.0
-    """Mean time of recent transfers, in seconds."""
-
-
-@dataclass(frozen=True)
 class RolloutProgress:
     """How far one leader is with loading another version."""
 
@@ -166,8 +149,6 @@ class PipelineSnapshot:
     """The acting leader."""
     leaders: tuple[LeaderSnapshot, ...] = ()
     frontends: tuple[FrontendSnapshot, ...] = ()
-    edges: tuple[EdgeSnapshot, ...] = ()
-    """At most 16 of each consumer."""
     state: ServiceState = field(init=False, default="not_ready")
     """Follows from the other fields."""
     reasons: tuple[str, ...] = field(init=False, default=())

@@ -20,14 +20,12 @@ from multiworld_serving.common.wire import (
     MAX_TRACE_BYTES,
     BatchInputs,
     Channel,
-    EdgeState,
     Header,
     Message,
     MessageKind,
     RowShape,
     TraceContext,
     WireError,
-    edge_states_json,
     trace_contexts,
 )
 from multiworld_serving.models.errors import ModelError
@@ -168,11 +166,10 @@ class Session:
                 self._handle(message)
 
     async def _report(self) -> None:
-        """Tell the leader which leader this worker obeys, on which edges it fetches, and that its batches have not begun.
+        """Tell the leader which leader this worker obeys, and that its batches have not begun.
 
         A leader that knows the latter does not take this worker for hung.
         """
-        reported: tuple[EdgeState, ...] = ()
         obeyed: str | None = None
         with contextlib.suppress(BrokenWorldException, WorldClosedError):
             while True:
@@ -182,10 +179,6 @@ class Session:
                 if obeyed != self._place.obeyed:
                     obeyed = self._place.obeyed
                     await self._channel.send(Message.from_text(MessageKind.OBEYS, obeyed))
-                states = () if self._edges is None else self._edges.states()
-                if states != reported:
-                    reported = states
-                    await self._channel.send(Message.from_text(MessageKind.EDGES, edge_states_json(states)))
 
     def _check(self, header: Header) -> None:
         """Reject a header that the leader may not send now; see `Channel`. Raises WireError."""

@@ -1,20 +1,19 @@
 """Data edges: tensors go directly from the process that has them to the process that needs them.
 
 A producer keeps tensors in a `TensorStore` and answers fetches on its own port (`EdgeServer`). A consumer opens an edge, a world of two,
-when it first needs a tensor of a producer (`EdgePool`). An edge fails alone. `Edges` owns all three for one process; start reading there.
+when it first needs a tensor of a producer (`Edge`). An edge fails alone. `Edges` owns all of them for one process; start reading there.
 Imports only `common.wire`, `common.config`, `common.metrics` and the library.
 """
 
+from multiworld_serving.common.edges.edge import EdgeError, HolderUnreachableError, TensorGoneError
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.edges.metrics import EdgeMetrics
-from multiworld_serving.common.edges.pool import EdgeError, EdgePool, HolderUnreachableError, TensorGoneError
 from multiworld_serving.common.edges.server import EdgeServer
 from multiworld_serving.common.edges.store import TensorStore
 
 __all__ = [
     "EdgeError",
     "EdgeMetrics",
-    "EdgePool",
     "EdgeServer",
     "Edges",
     "HolderUnreachableError",

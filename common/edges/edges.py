@@ -7,23 +7,27 @@ import contextlib
 import ipaddress
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from multiworld import WorldManager
+from multiworld import Transport, WorldManager
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address, parse_address
 from multiworld_serving.common.config.edges import EdgePortSettings
+from multiworld_serving.common.edges.edge import Edge, EdgeBrokenError, HolderUnreachableError, TensorGoneError
 from multiworld_serving.common.edges.metrics import EdgeMetrics
-from multiworld_serving.common.edges.pool import EdgePool, TensorGoneError
 from multiworld_serving.common.edges.server import EdgeServer
 from multiworld_serving.common.edges.store import TensorStore
-from multiworld_serving.common.wire import EdgeState, RowRef
+from multiworld_serving.common.wire import RowRef
 
 _POLL_S = 0.02
+_TOTAL_S = 6.0
+"""Longest time for a fetch. Shorter than the leader's `hang_timeout_s`, so that a consumer is not blamed for a slow producer."""
 _MAX_KEPT_BYTES = 1 << 30
 """Of tensors that a process keeps for others to fetch. Above it, tensors go through a leader."""
 
@@ -31,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Edges:
-    """Owns the store, the server and the pool of one process. Use as `async with`: it listens on entry.
+    """Owns the store, the server, and the edges on which this process fetches. Use as `async with`: it listens on entry.
 
     Args:
         name: of this process.
@@ -68,7 +72,18 @@ class Edges:
             register_shared_memory=register,
         )
         self._server = EdgeServer(self.store, self._manager, self._incarnation, metrics)
-        self._pool = EdgePool(name, self._manager, secret, metrics, bind_host)
+        self._open = partial(
+            Edge,
+            consumer=name,
+            manager=self._manager,
+            secret=secret,
+            metrics=metrics,
+            bind_host=bind_host,
+            on_ended=self._forget,
+        )
+        self._metrics = metrics
+        self._edges: dict[str, Edge] = {}
+        """By producer."""
 
     async def __aenter__(self) -> Edges:
         """Listen. Raises UserError if the port is not available."""
@@ -91,7 +106,10 @@ class Edges:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._pool.close()
+        tasks = [edge.task for edge in self._edges.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._server.close()
         await self._manager.aclose()
 
@@ -99,10 +117,6 @@ class Edges:
         """Uninitialized memory for a tensor to keep. Consumers on this host can read it in place if it is in shared memory, which it is
         unless it is small or no shared memory is left. May be called on any thread."""
         return self._manager.allocate(shape, dtype)
-
-    def states(self) -> tuple[EdgeState, ...]:
-        """See `EdgePool.states`."""
-        return self._pool.states()
 
     async def wait_fetched(self, timeout_s: float) -> None:
         """Wait until no tensor is kept any more, at most `timeout_s`."""
@@ -114,12 +128,56 @@ class Edges:
     async def fetch(
         self, holder: str, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool = False
     ) -> Tensor:
-        """See `EdgePool.fetch`. Tensors of this process are read from its own store."""
-        if holder != self.holder:
-            return await self._pool.fetch(holder, refs, dtype, shape, take=take)
+        """Fetch rows of tensors of one producer, concatenated. Tensors of this process are read from its own store.
+
+        Args:
+            holder: the producer, as it announced itself: HOST:PORT/INCARNATION.
+            refs: at most 1024.
+            shape: of the result: [rows, *sample shape].
+            take: these rows are needed by nobody else; the producer may free them.
+        If the edge breaks, the fetch is repeated once over a new one.
+        Raises:
+            HolderUnreachableError, TensorGoneError: other producers are not affected.
+        Cancelling does not end the edge. A large result may lie in shared memory of the producer, which uses this memory again when all
+        tensors over it are dropped. It may be written: this changes only the memory of this process.
+        """
+        if holder == self.holder:
+            return self._fetch_own(refs, dtype, shape, take=take)
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(_TOTAL_S):
+                try:
+                    tensor, transport = await self._fetch(holder, refs, dtype, shape, take=take)
+                except EdgeBrokenError:
+                    tensor, transport = await self._fetch(holder, refs, dtype, shape, take=take)
+        except TensorGoneError:
+            self._metrics.failed("gone")
+            raise
+        except (HolderUnreachableError, TimeoutError) as error:
+            self._metrics.failed("unreachable")
+            unreachable = HolderUnreachableError(str(error) or f"{holder} did not send it within {_TOTAL_S:g} s")
+            unreachable.holder = holder
+            raise unreachable from error
+        self._metrics.fetched(time.monotonic() - began_s, transport)
+        return tensor
+
+    async def _fetch(
+        self, holder: str, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool
+    ) -> tuple[Tensor, Transport]:
+        edge = self._edges.get(holder)
+        if edge is None:
+            edge = self._edges[holder] = self._open(holder)
+        return await edge.fetch(refs, dtype, shape, take=take), edge.transport
+
+    def _fetch_own(self, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool) -> Tensor:
         found = self.store.rows(refs)
         if found is None or found.dtype != dtype or tuple(found.shape) != shape:
             raise TensorGoneError("this process does not have it any more")
         if take:
             self.store.take(refs)
         return found
+
+    def _forget(self, edge: Edge) -> None:
+        """The next fetch opens a new edge."""
+        if self._edges.get(edge.holder) is edge:
+            del self._edges[edge.holder]

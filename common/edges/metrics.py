@@ -10,7 +10,6 @@ from prometheus_client import Counter, Gauge, Histogram
 from multiworld import Transport
 from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.common.observers import observer
-from multiworld_serving.common.wire import EdgeTransport
 
 FetchOutcome = Literal["fetched", "gone", "unreachable"]
 """gone: the producer does not have the tensor any more; unreachable: no edge could be opened, or it broke."""
@@ -106,6 +105,6 @@ class EdgeMetrics:
         self._exceeded.inc()
 
 
-def transport_label(transport: Transport) -> EdgeTransport:
-    """The value of the label `transport`, and of the status."""
+def transport_label(transport: Transport) -> str:
+    """The value of the label `transport`."""
     return "shared_memory" if transport is Transport.SHARED_MEMORY else "tcp"

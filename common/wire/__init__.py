@@ -2,14 +2,6 @@
 `inputs`)."""
 
 from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.edge_states import (
-    MAX_EDGE_STATES,
-    EdgeState,
-    EdgeStates,
-    EdgeTransport,
-    edge_states_json,
-    parse_edge_states,
-)
 from multiworld_serving.common.wire.inputs import (
     ALL_ROWS,
     MAX_FETCH_ROWS,
@@ -41,7 +33,6 @@ __all__ = [
     "ALL_ROWS",
     "EDGE_DTYPES",
     "HEADER_BYTES",
-    "MAX_EDGE_STATES",
     "MAX_FETCH_ROWS",
     "MAX_INPUTS_HEAD_BYTES",
     "MAX_PARTS",
@@ -53,9 +44,6 @@ __all__ = [
     "BatchInputs",
     "Channel",
     "EdgeJoinRequest",
-    "EdgeState",
-    "EdgeStates",
-    "EdgeTransport",
     "FrontendJoinRequest",
     "Header",
     "JoinOffer",
@@ -69,8 +57,6 @@ __all__ = [
     "StageAssignment",
     "TraceContext",
     "WireError",
-    "edge_states_json",
-    "parse_edge_states",
     "row_refs",
     "row_refs_tensor",
     "trace_contexts",

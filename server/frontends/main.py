@@ -264,8 +264,7 @@ class _Frontend:
         while True:
             connections = 0 if self._http_server is None else self._http_server.connections
             self._metrics.connections.set(connections)
-            edges = () if self._edges is None else tuple(self._edges.states())
-            load = Load(connections, self._pool.open_requests.count, edges)
+            load = Load(connections, self._pool.open_requests.count)
             for link in self._pool.links:
                 link.send(load)
             await asyncio.sleep(_LOAD_INTERVAL_S)

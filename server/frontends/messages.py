@@ -10,7 +10,6 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from multiworld_serving.common.wire import EdgeStates
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError, ModelError
 from multiworld_serving.server.administration import OPERATION_ERRORS, Desired, RestartStep
@@ -187,11 +186,10 @@ class Metrics(Body, frozen=True):
 
 
 class Load(Body, frozen=True):
-    """Frontend to leader, once a second: its connections, requests in flight, and the edges on which it fetches."""
+    """Frontend to leader, once a second: its connections and requests in flight."""
 
     connections: int
     requests: int
-    edges: EdgeStates
 
 
 class LeaderState(Body, frozen=True):

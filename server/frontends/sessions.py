@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from multiworld import JoinError, World, WorldError, WorldManager
-from multiworld_serving.common.wire import WORLD_BACKEND, EdgeState, FrontendJoinRequest, JoinOffer
+from multiworld_serving.common.wire import WORLD_BACKEND, FrontendJoinRequest, JoinOffer
 from multiworld_serving.server.errors import StageError
 from multiworld_serving.server.frontends.link import MAX_BYTES, Kind, Link, LinkLostError, Received, Reply, encode
 from multiworld_serving.server.frontends.messages import (
@@ -126,7 +126,6 @@ class FrontendSessions:
             leader.snapshot(),
             leader=self.name,
             frontends=tuple(sorted(frontends, key=lambda each: each.name)),
-            edges=leader.edges((each.who.frontend, each.who.edge, each.edges) for each in self._sessions),
         )
         return LeaderState(
             leader=self.name,
@@ -212,14 +211,12 @@ class FrontendSession:
     Attributes:
         who: its join request.
         ahead: its number of requests in preparation, as reported at `ahead_s`.
-        edges: on which it fetches, as it reported.
     """
 
     def __init__(self, sessions: FrontendSessions, who: FrontendJoinRequest, world: World) -> None:
         self.who = who
         self.link = Link(world, _FRONTEND_RANK, self._receive)
         self.ahead, self.ahead_s = 0, 0.0
-        self.edges: tuple[EdgeState, ...] = ()
         self._connections, self._requests = 0, 0
         self._sessions = sessions
 
@@ -258,7 +255,7 @@ class FrontendSession:
             case Scrape(others=others):
                 self.link.handle(number, asyncio.ensure_future(self._scrape(others=others)), _as_is)
             case Load() as load:
-                self._connections, self._requests, self.edges = load.connections, load.requests, load.edges
+                self._connections, self._requests = load.connections, load.requests
             case Follow(desired=desired):
                 self._sessions.leader.follow(desired)
             case body:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import islice
 
 from torch import Tensor
 
-from multiworld_serving.common.wire import EdgeState, TraceContext
+from multiworld_serving.common.wire import TraceContext
 from multiworld_serving.server.pipeline.batch_tensors import StoredInput, relayed_inputs
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.actions import SendBatch
-from multiworld_serving.server.snapshots import EdgeSnapshot
 
 _UNCLAIMED_S = 10.0
 """How long a worker keeps the output of the last stage for frontends that do not fetch it."""
 _MAX_HOLDERS = 10_000
-_MAX_SHOWN = 64
-"""Relayed pairs in the status."""
 
 
 class EdgeRouting:
@@ -79,30 +75,6 @@ class EdgeRouting:
         inputs = relayed_inputs(stored) if isinstance(stored, Tensor) else stored.inputs()
         expires_s = _UNCLAIMED_S if self._is_last(action) else 0.0
         link.send(action.batch, replace(inputs, keep=keep, expires_s=expires_s), version, traced)
-
-    def snapshot(self, processes: Iterable[tuple[str, str, Sequence[EdgeState]]]) -> tuple[EdgeSnapshot, ...]:
-        """The edges between these processes, and the pairs whose tensors are relayed.
-
-        Args:
-            processes: of each the name, the address of its edges and the edges that it reported.
-        """
-        known = tuple(processes)
-        names = {address: name for name, address, _ in known}
-
-        def name(holder: str) -> str:
-            return names.get(holder, holder.rpartition("/")[0])
-
-        open_edges = (
-            EdgeSnapshot(consumer, name(state.holder), state.transport, state.received_bytes, state.fetch_s)
-            for consumer, _, states in known
-            for state in states
-        )
-        relayed = (
-            EdgeSnapshot(consumer, name(holder), "relay")
-            for holder, consumers in self._relayed.items()
-            for consumer in consumers
-        )
-        return (*open_edges, *islice(relayed, _MAX_SHOWN))
 
     def _keeps(self, action: SendBatch, link: WorkerLink, fetchers: Iterable[str | None]) -> bool:
         """Whether the worker should keep the output, because everyone who needs it can fetch it."""

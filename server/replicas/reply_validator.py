@@ -88,7 +88,7 @@ class ReplyValidator:
                 header.require_text()
             case MessageKind.FAILED if header.batch and header.batch not in self._in_flight:
                 raise WireError(f"FAILED of batch {header.batch}, which is not in flight here")
-            case MessageKind.READY | MessageKind.FAILED | MessageKind.REFUSED | MessageKind.EDGES | MessageKind.OBEYS:
+            case MessageKind.READY | MessageKind.FAILED | MessageKind.REFUSED | MessageKind.OBEYS:
                 header.require_text()
             case MessageKind.FETCH_WEIGHTS | MessageKind.BUSY | MessageKind.LEAVING:
                 header.require_no_payload()

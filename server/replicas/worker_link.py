@@ -14,14 +14,12 @@ from multiworld_serving.common.wire import (
     WORLD_BACKEND,
     BatchInputs,
     Channel,
-    EdgeState,
     JoinRequest,
     Message,
     MessageKind,
     RowShape,
     TraceContext,
     WireError,
-    parse_edge_states,
     trace_message,
 )
 from multiworld_serving.server.replicas.link_types import AssignmentRefusedError, LinkEndedError, SelfTestError, SlotId
@@ -80,7 +78,6 @@ class WorkerLink:
         silent_s: seconds since the worker was last heard from, when the link broke.
         since_s: when `state` changed last, as `time.monotonic()`.
         ready_at_s: when it first was "ready", as `time.monotonic()`.
-        edges: on which the worker fetches, as it reported.
         obeys: name of the leader that the worker obeys instead of this one, as it reported; empty if it obeys this one.
         loaded_plans: numbers of the plans (`VersionPlan.number`) that the worker has loaded and that passed the self-test.
         active_plans: numbers of the plans for which the scheduler may send it batches. Set by the leader.
@@ -110,7 +107,6 @@ class WorkerLink:
         self.silent_s: float | None = None
         self.ready_at_s: float | None = None
         self.batches_done = 0
-        self.edges: tuple[EdgeState, ...] = ()
         self.obeys = request.obeys
         self.loaded_plans: set[int] = set()
         self.active_plans: set[int] = set()
@@ -359,11 +355,8 @@ class WorkerLink:
 
     async def _receive(self) -> Message:
         assert self._channel is not None
-        while (message := await self._channel.receive()).kind in (MessageKind.EDGES, MessageKind.OBEYS):
-            if message.kind is MessageKind.EDGES:
-                self.edges = parse_edge_states(message.text())
-            else:
-                self.obeys = message.reason()
+        while (message := await self._channel.receive()).kind is MessageKind.OBEYS:
+            self.obeys = message.reason()
         self._validator.received(message)
         return message
 

@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from torch import Tensor
 
 from multiworld import WorldManager
-from multiworld_serving.common.edges import Edges, HolderUnreachableError, TensorGoneError, pool
+from multiworld_serving.common.edges import Edges, HolderUnreachableError, TensorGoneError, edge
 from multiworld_serving.common.wire import (
     ALL_ROWS,
     WORLD_BACKEND,
@@ -106,7 +106,7 @@ async def test_cancelled_fetch_leaves_the_edge_to_the_others() -> None:
         await asyncio.sleep(0)
         cancelled.cancel()
         assert torch.equal(await other, ROWS)
-        assert len(consumer._pool._edges) == 1
+        assert len(consumer._edges) == 1
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ async def test_cancelled_fetch_leaves_the_edge_to_the_others() -> None:
 async def test_only_the_edge_breaks_when_the_producer_lies_or_does_not_answer(
     answer: Message | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "_FETCH_S", 30.0 if answer else 0.2)
+    monkeypatch.setattr(edge, "_FETCH_S", 30.0 if answer else 0.2)
     async with edges("c") as consumer, edges("p") as honest, WorldManager(secret=SECRET) as liar:
         port = liar.listen("127.0.0.1", 0)
         generations = iter(range(1, 10))
@@ -168,7 +168,8 @@ async def test_only_the_edge_breaks_when_the_producer_lies_or_does_not_answer(
 async def test_only_the_edge_breaks_when_the_consumer_lies(question: Message) -> None:
     async with edges("p") as producer, edges("c") as consumer:
         number = kept(producer)
-        world = await consumer._pool.open(producer.holder)
+        opened = consumer._edges[producer.holder] = consumer._open(producer.holder)
+        world = await opened.open()
         await Channel(world, 0, lambda _: None).send(question)
         await until(lambda: world.state.ended)
         assert torch.equal(await fetch(consumer, producer.holder, number), ROWS)

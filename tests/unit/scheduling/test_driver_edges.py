@@ -15,7 +15,6 @@ from torch import Tensor
 from multiworld_serving.common.wire import (
     ALL_ROWS,
     BatchInputs,
-    EdgeState,
     JoinRequest,
     LostInput,
     Message,
@@ -28,12 +27,10 @@ from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.batch_tensors import InputRef, InputRow
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
-from multiworld_serving.server.pipeline.edge_routing import EdgeRouting
 from multiworld_serving.server.predictor import KeptRows, Prediction
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.scheduling.events import ReplicaReady
 from multiworld_serving.server.settings import ServeSettings
-from multiworld_serving.server.snapshots import EdgeSnapshot
 from tests.cut_bundles import plan_without_stages
 from tests.unit.scheduling.fixed_batching import fixed_batching
 
@@ -221,19 +218,6 @@ async def test_output_is_released_when_it_comes_too_late() -> None:
     output = bench.kept(first, batch)
     assert first.released == [output]
     bench.driver.close()
-
-
-def test_status_names_the_processes_of_edges_and_shows_who_is_relayed() -> None:
-    routing = EdgeRouting(2)
-    routing.relay("10.0.0.1:4000/a1", "b")
-    routing.relay("10.0.0.9:4000/f3", "f")
-    one, gone = (EdgeState(holder, "tcp", 5, 0.5) for holder in ("10.0.0.2:4000/b2", "10.0.0.1:4000/former"))
-    assert routing.snapshot([("a", "10.0.0.1:4000/a1", [one]), ("b", "10.0.0.2:4000/b2", []), ("f", "", [gone])]) == (
-        EdgeSnapshot("a", "b", "tcp", 5, 0.5),
-        EdgeSnapshot("f", "10.0.0.1:4000", "tcp", 5, 0.5),
-        EdgeSnapshot("b", "a", "relay"),
-        EdgeSnapshot("f", "10.0.0.9:4000", "relay"),
-    )
 
 
 @pytest.mark.parametrize("rejoins", [0, 1])

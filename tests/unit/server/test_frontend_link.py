@@ -38,7 +38,6 @@ from multiworld_serving.server.frontends.messages import (
 from multiworld_serving.server.http.errors import STATUS_OF_REASON
 from multiworld_serving.server.predictor import ImageSizes, KeptRows, ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.snapshots import (
-    EdgeSnapshot,
     FailureSnapshot,
     FrontendSnapshot,
     LeaderSnapshot,
@@ -116,7 +115,7 @@ INVALID = {
     "no UTF-8": HEAD.pack(Kind.MESSAGE, 0, 4, 0) + b'"\xff"}',
     "no object": HEAD.pack(Kind.MESSAGE, 0, 2, 0) + b"[]",
     "nested": HEAD.pack(Kind.MESSAGE, 0, 30_000, 0) + b"[" * 30_000,
-    "a valid one before": bytes(encode(Kind.MESSAGE, 0, Load(0, 0, ()))) + HEAD.pack(99, 0, 0, 0),
+    "a valid one before": bytes(encode(Kind.MESSAGE, 0, Load(0, 0))) + HEAD.pack(99, 0, 0, 0),
 }
 
 
@@ -226,7 +225,7 @@ async def test_senders_wait_when_the_other_end_reads_nothing() -> None:
             await asyncio.sleep(0.005)
         assert 0 < sent <= 16
         for _ in range(20):
-            ends.frontend.send(Load(0, 0, ()))  # small frames do not wait
+            ends.frontend.send(Load(0, 0))  # small frames do not wait
         ends.run_leader()
         await senders
         await until(lambda: len(ends.at_leader) == 60)
@@ -409,7 +408,6 @@ STATE = LeaderState(
         spares=(REPLICA,),
         leaders=(LeaderSnapshot("10.0.0.1:8001", "ready"),),
         frontends=(FrontendSnapshot("frontend-0", "here", 13, 2, 1),),
-        edges=(EdgeSnapshot("frontend-0", "local-0", "shared_memory", 5, 0.5),),
         version_loading="v2",
         rollout=RolloutProgress("loading", "local-1", "s0.r1", ("local-0",), 2),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -18,7 +18,7 @@ from torch import Tensor
 from multiworld import AskError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
-from multiworld_serving.common.wire import RELEASE, EdgeState, join
+from multiworld_serving.common.wire import RELEASE, join
 from multiworld_serving.server.administration import (
     Desired,
     RestartStep,
@@ -35,10 +35,9 @@ from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.main import _answerer
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.pipeline.edge_routing import EdgeRouting
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.settings import FrontendSettings
-from multiworld_serving.server.snapshots import EdgeSnapshot, PipelineSnapshot
+from multiworld_serving.server.snapshots import PipelineSnapshot
 from tests.waiting import until
 
 SECRET = "a-secret-of-this-test"
@@ -91,9 +90,6 @@ class FakeLeader:
 
     def closed_error(self) -> RequestRejected | None:
         return self.closed_by
-
-    def edges(self, frontends: Iterable[tuple[str, str, Sequence[EdgeState]]]) -> tuple[EdgeSnapshot, ...]:
-        return EdgeRouting(1).snapshot(frontends)
 
     def snapshot(self) -> PipelineSnapshot:
         return PipelineSnapshot("m", "v1", self.ready, self.closed_by is not None, 1.0, 0, len(self.got), ())
@@ -201,14 +197,12 @@ async def test_frontend_knows_the_model_and_the_state_when_it_has_joined() -> No
 async def test_leader_knows_the_load_of_its_frontends() -> None:
     async with running() as service:
         first, _ = await service.frontend("b"), await service.frontend("a")
-        edge = EdgeState("10.0.0.9:4000/a1", "tcp", 5, 0.5)
-        service.links["b"].send(Load(7, 3, (edge,)))
+        service.links["b"].send(Load(7, 3))
         await until(lambda: any(each.connections == 7 for each in service.sessions.state().snapshot.frontends))
         service.sessions.state_changed()
         await until(lambda: any(each.connections == 7 for each in first.snapshot().frontends))
         found = first.snapshot().frontends
         assert [(each.name, each.connections, each.requests_in_flight) for each in found] == [("a", 0, 0), ("b", 7, 3)]
-        assert first.snapshot().edges == (EdgeSnapshot("b", "10.0.0.9:4000", "tcp", 5, 0.5),)
         assert service.metrics.registry.get_sample_value("multiworld_frontends") == 2
         await service.stop_frontend(0)
         await until(lambda: service.metrics.registry.get_sample_value("multiworld_frontends") == 1)
