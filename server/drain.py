@@ -9,11 +9,6 @@ from typing import Protocol
 class RemoteOpenRequests(Protocol):
     """Open requests in other processes."""
 
-    @property
-    def count(self) -> int:
-        """How many, as far as this process knows."""
-        ...
-
     async def wait_idle(self) -> None:
         """Wait until there are none."""
         ...
@@ -27,18 +22,14 @@ class OpenRequests:
     """Counts open requests: those that have begun and are not answered. For one event loop.
 
     Attributes:
-        remote: further requests to count and to wait for.
+        count: of this process.
+        remote: further requests to wait for.
     """
 
     def __init__(self) -> None:
         self.remote: RemoteOpenRequests | None = None
-        self._local = 0
+        self.count = 0
         self._changed = asyncio.Event()
-
-    @property
-    def count(self) -> int:
-        """Open requests, remote ones included."""
-        return self._local + (self.remote.count if self.remote else 0)
 
     @contextlib.contextmanager
     def track(self) -> Iterator[None]:
@@ -51,11 +42,11 @@ class OpenRequests:
 
     def begin(self) -> None:
         """Count one request, until `end`."""
-        self._local += 1
+        self.count += 1
 
     def end(self) -> None:
         """A request has ended."""
-        self._local -= 1
+        self.count -= 1
         self._changed.set()
 
     async def sync_state(self) -> None:
@@ -67,6 +58,6 @@ class OpenRequests:
         """Wait until no request is open. Remote requests first, because they cause local ones."""
         if self.remote is not None:
             await self.remote.wait_idle()
-        while self._local:
+        while self.count:
             self._changed.clear()
             await self._changed.wait()

@@ -18,7 +18,6 @@ from multiworld import AskError, Transport, World, WorldError, WorldManager, ask
 from multiworld_serving.common.config.addresses import parse_address
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.wire import (
-    MAX_FETCH_ROWS,
     WORLD_BACKEND,
     Channel,
     EdgeJoinRequest,
@@ -74,15 +73,9 @@ class _Fetch:
     take: bool
     future: asyncio.Future[Tensor]
 
-    def joins(self, other: _Fetch) -> bool:
-        """Whether both can be one message."""
-        return (self.dtype, self.shape[1:], self.take) == (other.dtype, other.shape[1:], other.take)
-
 
 class Edge:
     """The edge to one producer. Its task opens the world, performs the fetches in order, and ends when the edge breaks.
-
-    Fetches that wait share a message if their rows have the same form.
 
     Args:
         holder: the producer, as it announced itself: HOST:PORT/INCARNATION.
@@ -111,7 +104,6 @@ class Edge:
         self._bind_host = bind_host
         self._on_ended = on_ended
         self._queue: deque[_Fetch] = deque()
-        self._current: list[_Fetch] = []
         self._added = asyncio.Event()
         self._numbers = itertools.count(1)
         self._expected: tuple[int, torch.dtype, tuple[int, ...]] = (0, torch.uint8, ())
@@ -145,7 +137,7 @@ class Edge:
             reason = HolderUnreachableError(f"the edge to {self.holder} failed: {type(error).__name__}")
         finally:
             self._on_ended(self)
-            for fetch in (*self._current, *self._queue):
+            for fetch in self._queue:
                 if not fetch.future.done():
                     fetch.future.set_exception(type(reason)(str(reason)))
             if world is not None:
@@ -178,58 +170,32 @@ class Edge:
             raise HolderUnreachableError(f"no edge to {self.holder}: {str(error) or type(error).__name__}") from error
 
     async def _serve(self, channel: Channel) -> NoReturn:
-        """Perform fetches until the edge breaks. Raises WorldError, TimeoutError."""
+        """Perform fetches in their order until the edge breaks. Raises WorldError, TimeoutError."""
         while True:
             while self._queue:
-                self._current = self._next_fetches()
-                if self._current:
-                    await self._perform(channel, self._current)
-                self._current = []
+                fetch = self._queue[0]
+                if not fetch.future.done():
+                    await self._perform(channel, fetch)
+                self._queue.popleft()
+                del fetch  # its future refers to the tensor
             self._added.clear()
             await self._added.wait()
 
-    def _next_fetches(self) -> list[_Fetch]:
-        """Take the first fetch of the queue, and those after it that can be in the same message."""
-        taken: list[_Fetch] = []
-        rows = 0
-        while self._queue:
-            fetch = self._queue[0]
-            if not fetch.future.done():
-                rows += len(fetch.refs)
-                if taken and (rows > MAX_FETCH_ROWS or not fetch.joins(taken[0])):
-                    break
-                taken.append(fetch)
-            self._queue.popleft()
-        return taken
-
-    async def _perform(self, channel: Channel, fetches: list[_Fetch]) -> None:
-        tensor = await self._exchange(channel, fetches)
-        if tensor is None and len(fetches) > 1:  # find out which one is gone
-            for fetch in fetches:
-                await self._perform(channel, [fetch])
-        elif tensor is None:
-            if not fetches[0].future.done():
-                fetches[0].future.set_exception(TensorGoneError(f"{self.holder} does not have it any more"))
-        else:
-            parts = (tensor,) if len(fetches) == 1 else torch.split(tensor, [fetch.shape[0] for fetch in fetches])
-            for fetch, part in zip(fetches, parts, strict=True):
-                if not fetch.future.done():
-                    fetch.future.set_result(part)
-
-    async def _exchange(self, channel: Channel, fetches: list[_Fetch]) -> Tensor | None:
-        """Fetch everything in one message; None if something of it is gone."""
-        first = fetches[0]
+    async def _perform(self, channel: Channel, fetch: _Fetch) -> None:
         number = next(self._numbers)
-        shape = (sum(fetch.shape[0] for fetch in fetches), *first.shape[1:])
-        self._expected = (number, first.dtype, shape)
-        kind = MessageKind.TAKE_ROWS if first.take else MessageKind.FETCH_ROWS
-        refs = [ref for fetch in fetches for ref in fetch.refs]
+        self._expected = (number, fetch.dtype, fetch.shape)
+        kind = MessageKind.TAKE_ROWS if fetch.take else MessageKind.FETCH_ROWS
         async with asyncio.timeout(_FETCH_S):
-            await channel.send(Message(kind, number, row_refs_tensor(refs)))
+            await channel.send(Message(kind, number, row_refs_tensor(fetch.refs)))
             tensor = (await channel.receive_view()).payload
         if tensor is not None:
             self._metrics.transferred("received", self.transport, tensor.nbytes)
-        return tensor
+        if fetch.future.done():
+            return  # its caller was cancelled
+        if tensor is not None:
+            fetch.future.set_result(tensor)
+        else:
+            fetch.future.set_exception(TensorGoneError(f"{self.holder} does not have it any more"))
 
     def _check(self, header: Header) -> None:
         """Reject an answer that was not asked for, before memory is allocated for it. Raises WireError."""

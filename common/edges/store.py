@@ -49,7 +49,6 @@ class TensorStore:
         self._budget_bytes = budget_bytes
         self._metrics = metrics
         self._entries: dict[int, _Entry] = {}
-        self._owned: dict[object, set[int]] = {}
         self._next = 1
         metrics.store(budget_bytes, lambda: self.used_bytes)
 
@@ -72,8 +71,7 @@ class TensorStore:
             return None
         number, self._next = self._next, self._next + 1
         self._entries[number] = _Entry(tensor, owner)
-        self._owned.setdefault(owner, set()).add(number)
-        self._count(tensor.nbytes)
+        self.used_bytes += tensor.nbytes
         if expires_s is not None:
             self.expire(number, expires_s)
         return number
@@ -116,13 +114,9 @@ class TensorStore:
             if entry is None or (owner is not None and entry.owner is not owner):
                 continue
             del self._entries[number]
-            owned = self._owned[entry.owner]
-            owned.discard(number)
-            if not owned:
-                del self._owned[entry.owner]
             if entry.timer is not None:
                 entry.timer.cancel()
-            self._count(-entry.tensor.nbytes)
+            self.used_bytes -= entry.tensor.nbytes
 
     def expire(self, number: int, after_s: float) -> None:
         """Free a tensor after this time."""
@@ -135,8 +129,9 @@ class TensorStore:
 
     def drop_owner(self, owner: object, *, expiring: bool = True) -> None:
         """Free the tensors of an owner; without `expiring` only those that do not expire by themselves."""
-        owned = tuple(self._owned.get(owner, ()))
-        self.release(number for number in owned if expiring or self._entries[number].timer is None)
-
-    def _count(self, nbytes: int) -> None:
-        self.used_bytes += nbytes
+        numbers = [
+            number
+            for number, entry in self._entries.items()
+            if entry.owner is owner and (expiring or entry.timer is None)
+        ]
+        self.release(numbers)

@@ -7,6 +7,7 @@ message.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
@@ -41,9 +42,9 @@ class RowRef(NamedTuple):
     row: int
 
 
-def row_refs_tensor(refs: list[RowRef]) -> Tensor:
+def row_refs_tensor(refs: Sequence[RowRef]) -> Tensor:
     """References as the payload of FETCH_ROWS: int64 [N, 2]."""
-    return torch.tensor(refs, dtype=torch.int64).view(len(refs), 2)
+    return torch.tensor(list(refs), dtype=torch.int64).view(len(refs), 2)
 
 
 def row_refs(payload: Tensor) -> list[RowRef]:

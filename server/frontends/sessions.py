@@ -147,11 +147,6 @@ class FrontendSessions:
 
     # -- RemoteOpenRequests --------------------------------------------------------------------------------------------------------
 
-    @property
-    def count(self) -> int:
-        """Requests in flight at the frontends, as reported; those that this leader computes are counted there too."""
-        return 0
-
     async def wait_idle(self) -> None:
         """Wait until every frontend has sent all the requests that it meant for this leader; at most `_QUIESCE_S`."""
         self.state_changed()

@@ -300,7 +300,7 @@ async def test_prediction_is_that_of_the_leader() -> None:
         assert (found[0].model, found[0].version, found[0].path, found[0].attempts) == ("m", "v1", ("w",), 1)
         assert {request_id for _, request_id in service.leader.got} == {"mine"}
         assert all(28 < left_s <= 30 for left_s, _ in service.leader.got)
-        assert service.leader.open_requests._local == 0
+        assert service.leader.open_requests.count == 0
 
 
 async def test_rejections_are_those_of_the_leader() -> None:
