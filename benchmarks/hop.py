@@ -17,7 +17,8 @@ import torch
 
 from benchmarks.ranks import run, started
 from multiworld import World, WorldManager
-from multiworld_serving.common.wire import Channel, Header, Message, MessageKind
+from multiworld_serving.common.wire.channel import Channel
+from multiworld_serving.common.wire.message import Header, Message, MessageKind
 
 
 def _anything(_: Header) -> None:

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from multiworld import WorldManager
 from multiworld_serving.common.observers import suppress_errors
-from multiworld_serving.common.wire import Message
+from multiworld_serving.common.wire.message import Message
 from multiworld_serving.server.administration import Desired, OperationInProgressError, RestartStep, VersionFailedError
 from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.drain import OpenRequests

@@ -27,7 +27,8 @@ from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
-from multiworld_serving.common.wire import FrontendJoinRequest, WireError
+from multiworld_serving.common.wire.join import FrontendJoinRequest
+from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.capacity_report import CAPACITY_FIELD
 from multiworld_serving.server.frontends.sessions import FrontendSessions

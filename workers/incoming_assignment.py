@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 
-from multiworld_serving.common.wire import Message, MessageKind, StageAssignment, WireError
+from multiworld_serving.common.wire.join import StageAssignment
+from multiworld_serving.common.wire.message import Message, MessageKind, WireError
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.errors import StageError
 from multiworld_serving.models.optimize.tuning import Tuning

@@ -7,8 +7,9 @@ import asyncio
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.edges import EdgeError, Edges, TensorGoneError
-from multiworld_serving.common.wire import BatchInputs, LostInput, Source
+from multiworld_serving.common.edges.edge import EdgeError, TensorGoneError
+from multiworld_serving.common.edges.edges import Edges
+from multiworld_serving.common.wire.inputs import BatchInputs, LostInput, Source
 
 
 class InputLostError(Exception):

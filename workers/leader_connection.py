@@ -13,8 +13,9 @@ from typing import NoReturn
 from multiworld import AskError, Cause, JoinError, World, WorldError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
-from multiworld_serving.common.edges import Edges
-from multiworld_serving.common.wire import WORLD_BACKEND, JoinOffer, JoinRequest, WireError
+from multiworld_serving.common.edges.edges import Edges
+from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinOffer, JoinRequest
+from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.workers.compute.device import free_memory_mb
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.exit_timer import EXIT_DEVICE_FAILED, EXIT_STUCK, GRACEFUL_EXIT_S, arm_exit_timer

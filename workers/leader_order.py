@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 
-from multiworld_serving.common.wire import MAX_PARTS
+from multiworld_serving.common.wire.join import MAX_PARTS
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 
 EARLIER_LEADERS_S = 1.0

@@ -15,7 +15,8 @@ from multiworld import WorldManager
 from multiworld_serving.common.config import UserError, raise_descriptor_limit
 from multiworld_serving.common.config.addresses import local_host
 from multiworld_serving.common.config.process import notify_systemd
-from multiworld_serving.common.edges import EdgeMetrics, Edges
+from multiworld_serving.common.edges.edges import Edges
+from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing

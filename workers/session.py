@@ -13,21 +13,11 @@ import torch
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from multiworld.texts import shown
 from multiworld_serving.common.config import release_free_memory
-from multiworld_serving.common.edges import Edges
-from multiworld_serving.common.wire import (
-    MAX_INPUTS_HEAD_BYTES,
-    MAX_RELEASED,
-    MAX_TRACE_BYTES,
-    BatchInputs,
-    Channel,
-    Header,
-    Message,
-    MessageKind,
-    RowShape,
-    TraceContext,
-    WireError,
-    trace_contexts,
-)
+from multiworld_serving.common.edges.edges import Edges
+from multiworld_serving.common.wire.channel import Channel
+from multiworld_serving.common.wire.inputs import MAX_INPUTS_HEAD_BYTES, MAX_RELEASED, BatchInputs
+from multiworld_serving.common.wire.message import Header, Message, MessageKind, RowShape, WireError
+from multiworld_serving.common.wire.tracing import MAX_TRACE_BYTES, TraceContext, trace_contexts
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.stage_store import LoadedStage

@@ -4,19 +4,3 @@ A producer keeps tensors in a `TensorStore` and answers fetches on its own port 
 when it first needs a tensor of a producer (`Edge`). An edge fails alone. `Edges` owns all of them for one process; start reading there.
 Imports only `common.wire`, `common.config`, `common.metrics` and the library.
 """
-
-from multiworld_serving.common.edges.edge import EdgeError, HolderUnreachableError, TensorGoneError
-from multiworld_serving.common.edges.edges import Edges
-from multiworld_serving.common.edges.metrics import EdgeMetrics
-from multiworld_serving.common.edges.server import EdgeServer
-from multiworld_serving.common.edges.store import TensorStore
-
-__all__ = [
-    "EdgeError",
-    "EdgeMetrics",
-    "EdgeServer",
-    "Edges",
-    "HolderUnreachableError",
-    "TensorGoneError",
-    "TensorStore",
-]

@@ -17,18 +17,10 @@ from torch import Tensor
 from multiworld import AskError, Transport, World, WorldError, WorldManager, ask
 from multiworld_serving.common.config.addresses import parse_address
 from multiworld_serving.common.edges.metrics import EdgeMetrics
-from multiworld_serving.common.wire import (
-    WORLD_BACKEND,
-    Channel,
-    EdgeJoinRequest,
-    Header,
-    JoinOffer,
-    Message,
-    MessageKind,
-    RowRef,
-    WireError,
-    row_refs_tensor,
-)
+from multiworld_serving.common.wire.channel import Channel
+from multiworld_serving.common.wire.inputs import RowRef, row_refs_tensor
+from multiworld_serving.common.wire.join import WORLD_BACKEND, EdgeJoinRequest, JoinOffer
+from multiworld_serving.common.wire.message import Header, Message, MessageKind, WireError
 
 logger = logging.getLogger(__name__)
 

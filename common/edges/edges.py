@@ -23,7 +23,7 @@ from multiworld_serving.common.edges.edge import Edge, EdgeBrokenError, HolderUn
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.edges.server import EdgeServer
 from multiworld_serving.common.edges.store import TensorStore
-from multiworld_serving.common.wire import RowRef
+from multiworld_serving.common.wire.inputs import RowRef
 
 _POLL_S = 0.02
 _TOTAL_S = 6.0

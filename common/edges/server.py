@@ -14,18 +14,10 @@ import torch
 from multiworld import AskError, Transport, World, WorldError, WorldManager
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.edges.store import TensorStore
-from multiworld_serving.common.wire import (
-    MAX_FETCH_ROWS,
-    WORLD_BACKEND,
-    Channel,
-    EdgeJoinRequest,
-    Header,
-    JoinOffer,
-    Message,
-    MessageKind,
-    WireError,
-    row_refs,
-)
+from multiworld_serving.common.wire.channel import Channel
+from multiworld_serving.common.wire.inputs import MAX_FETCH_ROWS, row_refs
+from multiworld_serving.common.wire.join import WORLD_BACKEND, EdgeJoinRequest, JoinOffer
+from multiworld_serving.common.wire.message import Header, Message, MessageKind, WireError
 
 logger = logging.getLogger(__name__)
 

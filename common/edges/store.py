@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from multiworld_serving.common.edges.metrics import EdgeMetrics
-from multiworld_serving.common.wire import ALL_ROWS, RowRef
+from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef
 
 Allocate: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
 """Returns an uninitialized contiguous tensor of this shape and dtype."""

@@ -14,8 +14,9 @@ from typing import Protocol
 from multiworld import AskError, WorldError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
-from multiworld_serving.common.edges import Edges
-from multiworld_serving.common.wire import WORLD_BACKEND, FrontendJoinRequest, JoinOffer, WireError
+from multiworld_serving.common.edges.edges import Edges
+from multiworld_serving.common.wire.join import WORLD_BACKEND, FrontendJoinRequest, JoinOffer
+from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.server.frontends.link import Link, LinkLostError, Received
 from multiworld_serving.server.frontends.messages import (
     Check,

@@ -30,7 +30,8 @@ from dataclasses import dataclass, replace
 import msgspec
 from torch import Tensor
 
-from multiworld_serving.common.edges import EdgeError, Edges, HolderUnreachableError
+from multiworld_serving.common.edges.edge import EdgeError, HolderUnreachableError
+from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.server.administration import Desired, RestartStep
 from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import (

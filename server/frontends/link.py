@@ -20,7 +20,8 @@ import torch
 
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from multiworld.texts import shown
-from multiworld_serving.common.wire import Channel, Header, Message, MessageKind, WireError
+from multiworld_serving.common.wire.channel import Channel
+from multiworld_serving.common.wire.message import Header, Message, MessageKind, WireError
 from multiworld_serving.server.frontends.messages import AnyBody, Rejection
 from multiworld_serving.server.predictor import MAX_ROW_BYTES
 

@@ -19,7 +19,8 @@ from multiworld_serving.common.config import UserError, raise_descriptor_limit
 from multiworld_serving.common.config.addresses import Address, local_host
 from multiworld_serving.common.config.process import notify_systemd, on_stop_signal
 from multiworld_serving.common.config.sources import option
-from multiworld_serving.common.edges import EdgeMetrics, Edges
+from multiworld_serving.common.edges.edges import Edges
+from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving
 from multiworld_serving.common.metrics import build_labels

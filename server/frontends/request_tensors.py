@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.edges import Edges
-from multiworld_serving.common.wire import RowRef
+from multiworld_serving.common.edges.edges import Edges
+from multiworld_serving.common.wire.inputs import RowRef
 from multiworld_serving.server.predictor import KeptRows
 
 _KEEP_S = 5.0

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from multiworld import JoinError, World, WorldError, WorldManager
-from multiworld_serving.common.wire import WORLD_BACKEND, FrontendJoinRequest, JoinOffer
+from multiworld_serving.common.wire.join import WORLD_BACKEND, FrontendJoinRequest, JoinOffer
 from multiworld_serving.server.errors import StageError
 from multiworld_serving.server.frontends.link import MAX_BYTES, Kind, Link, LinkLostError, Received, Reply, encode
 from multiworld_serving.server.frontends.messages import (

@@ -9,7 +9,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.wire import ALL_ROWS, BatchInputs, LostInput, RowRef, RowShape, Source
+from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, LostInput, RowRef, Source
+from multiworld_serving.common.wire.message import RowShape
 from multiworld_serving.server.predictor import KeptRows
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from multiworld_serving.common.observers import observer
 from multiworld_serving.common.tracing import Tracing
-from multiworld_serving.common.wire import TraceContext
+from multiworld_serving.common.wire.tracing import TraceContext
 from multiworld_serving.server.observability.request_traces import current_span
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.actions import SendBatch

@@ -13,7 +13,8 @@ from functools import partial
 from torch import Tensor
 
 from multiworld import Cause
-from multiworld_serving.common.wire import LostInput, Message, MessageKind
+from multiworld_serving.common.wire.inputs import LostInput
+from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.server.errors import (
     DrainingError,
     InputUnreachableError,

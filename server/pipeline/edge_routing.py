@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from multiworld_serving.common.wire import TraceContext
+from multiworld_serving.common.wire.tracing import TraceContext
 from multiworld_serving.server.pipeline.batch_tensors import StoredInput, relayed_inputs
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.actions import SendBatch

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from multiworld import AskError, Cause, WorldManager
-from multiworld_serving.common.wire import JoinOffer, JoinRequest, WireError
+from multiworld_serving.common.wire.join import JoinOffer, JoinRequest
+from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.replicas.breaker import Breaker

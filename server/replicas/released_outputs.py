@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from multiworld_serving.common.wire import Message, MessageKind
+from multiworld_serving.common.wire.message import Message, MessageKind
 
 _MAX_WAITING = 64
 _MAX_WAIT_S = 0.1

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from multiworld_serving.common.wire import Header, Message, MessageKind, RowShape, WireError
+from multiworld_serving.common.wire.message import Header, Message, MessageKind, RowShape, WireError
 from multiworld_serving.server.versions.stage_plan import StagePlan
 
 

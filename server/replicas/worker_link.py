@@ -10,18 +10,11 @@ from typing import Protocol
 from torch import Tensor
 
 from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
-from multiworld_serving.common.wire import (
-    WORLD_BACKEND,
-    BatchInputs,
-    Channel,
-    JoinRequest,
-    Message,
-    MessageKind,
-    RowShape,
-    TraceContext,
-    WireError,
-    trace_message,
-)
+from multiworld_serving.common.wire.channel import Channel
+from multiworld_serving.common.wire.inputs import BatchInputs
+from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinRequest
+from multiworld_serving.common.wire.message import Message, MessageKind, RowShape, WireError
+from multiworld_serving.common.wire.tracing import TraceContext, trace_message
 from multiworld_serving.server.replicas.link_types import AssignmentRefusedError, LinkEndedError, SelfTestError, SlotId
 from multiworld_serving.server.replicas.released_outputs import ReleasedOutputs
 from multiworld_serving.server.replicas.reply_validator import ReplyValidator

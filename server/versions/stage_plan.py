@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.wire import EDGE_DTYPES, RowShape, StageAssignment
+from multiworld_serving.common.wire.join import EDGE_DTYPES, StageAssignment
+from multiworld_serving.common.wire.message import RowShape
 from multiworld_serving.models.bundle.cutting import cut_graph
 from multiworld_serving.models.bundle.files import Bundle
 from multiworld_serving.models.bundle.graph import Graph

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from multiworld import World
 from multiworld.ops.messages import send_message
-from multiworld_serving.common.wire import Message, MessageKind
 from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.message import _CODES, _LAYOUT, _MAGIC
+from multiworld_serving.common.wire.message import _CODES, _LAYOUT, _MAGIC, Message, MessageKind
 
 YEARS_NS = 10**17
 FIRST_BATCH = 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from multiworld_serving.common.wire import Message, MessageKind
+from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.models.bundle.stage import load_bundle_stage
 from multiworld_serving.models.errors import CompileError, StageError
 from multiworld_serving.models.optimize.compiled import CompiledStage, batch_sizes

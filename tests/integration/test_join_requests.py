@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from multiworld import AskError, ask
-from multiworld_serving.common.wire import PROTOCOL, RELEASE
+from multiworld_serving.common.wire.join import PROTOCOL, RELEASE
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.settings import ServeSettings

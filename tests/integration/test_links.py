@@ -12,16 +12,10 @@ import pytest
 import torch
 
 from multiworld import BrokenWorldException, Cause, WorldManager
-from multiworld_serving.common.wire import (
-    WORLD_BACKEND,
-    Channel,
-    JoinOffer,
-    JoinRequest,
-    LostInput,
-    Message,
-    MessageKind,
-    StageAssignment,
-)
+from multiworld_serving.common.wire.channel import Channel
+from multiworld_serving.common.wire.inputs import LostInput
+from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinOffer, JoinRequest, StageAssignment
+from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError, SlotId

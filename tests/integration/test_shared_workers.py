@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from multiworld import Cause, WorldManager
-from multiworld_serving.common.wire import WORLD_BACKEND, JoinRequest, Message
+from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinRequest
+from multiworld_serving.common.wire.message import Message
 from multiworld_serving.server.replicas.link_types import AssignmentRefusedError, SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan

@@ -11,18 +11,10 @@ import pytest
 import torch
 
 from multiworld import Cause, WorldManager
-from multiworld_serving.common.edges import Edges
-from multiworld_serving.common.wire import (
-    ALL_ROWS,
-    EDGE_DTYPES,
-    WORLD_BACKEND,
-    BatchInputs,
-    JoinRequest,
-    Message,
-    MessageKind,
-    RowRef,
-    Source,
-)
+from multiworld_serving.common.edges.edges import Edges
+from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, Source
+from multiworld_serving.common.wire.join import EDGE_DTYPES, WORLD_BACKEND, JoinRequest
+from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink

@@ -8,7 +8,7 @@ from typing import Any
 
 from multiworld_serving.common.observers import observer
 from multiworld_serving.common.tracing import Tracing
-from multiworld_serving.common.wire import TraceContext
+from multiworld_serving.common.wire.tracing import TraceContext
 
 
 @observer

@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from multiworld_serving.common.edges import EdgeMetrics, Edges
+from multiworld_serving.common.edges.edges import Edges
+from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.workers.settings import WorkerSettings
 

@@ -7,18 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from multiworld_serving.common.wire import (
+from multiworld_serving.common.wire.inputs import (
     ALL_ROWS,
     BatchInputs,
     LostInput,
-    Message,
-    MessageKind,
     RowRef,
     Source,
-    WireError,
     row_refs,
     row_refs_tensor,
 )
+from multiworld_serving.common.wire.message import Message, MessageKind, WireError
 
 FORM = (torch.uint8, (3, 2, 2), 8)
 HOLDER = "10.0.0.1:4000/abc"

@@ -11,17 +11,13 @@ from pydantic import SecretStr
 from torch import Tensor
 
 from multiworld import WorldManager
-from multiworld_serving.common.edges import Edges, HolderUnreachableError, TensorGoneError, edge
-from multiworld_serving.common.wire import (
-    ALL_ROWS,
-    WORLD_BACKEND,
-    Channel,
-    JoinOffer,
-    Message,
-    MessageKind,
-    RowRef,
-    row_refs_tensor,
-)
+from multiworld_serving.common.edges import edge
+from multiworld_serving.common.edges.edge import HolderUnreachableError, TensorGoneError
+from multiworld_serving.common.edges.edges import Edges
+from multiworld_serving.common.wire.channel import Channel
+from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, row_refs_tensor
+from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinOffer
+from multiworld_serving.common.wire.message import Message, MessageKind
 from tests.unit.edges.edge_parts import SECRET, edges, until
 
 ROWS = torch.arange(60, dtype=torch.float32).view(4, 15)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from multiworld_serving.common.edges import EdgeMetrics, TensorStore
+from multiworld_serving.common.edges.metrics import EdgeMetrics
+from multiworld_serving.common.edges.store import TensorStore
 from multiworld_serving.common.metrics import ProgramMetrics
-from multiworld_serving.common.wire import ALL_ROWS, RowRef
+from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef
 from tests.unit.edges.edge_parts import until
 
 ROWS = torch.arange(12, dtype=torch.float32).view(4, 3)

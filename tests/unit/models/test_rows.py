@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from multiworld_serving.common.wire import Message, MessageKind
+from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.nodes import DTYPES
 from multiworld_serving.models.bundle.rows import RowFormat

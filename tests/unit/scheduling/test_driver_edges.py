@@ -12,16 +12,9 @@ import torch
 from pydantic import SecretStr
 from torch import Tensor
 
-from multiworld_serving.common.wire import (
-    ALL_ROWS,
-    BatchInputs,
-    JoinRequest,
-    LostInput,
-    Message,
-    MessageKind,
-    RowRef,
-    RowShape,
-)
+from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, LostInput, RowRef
+from multiworld_serving.common.wire.join import JoinRequest
+from multiworld_serving.common.wire.message import Message, MessageKind, RowShape
 from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.batch_tensors import InputRef, InputRow

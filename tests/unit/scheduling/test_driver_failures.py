@@ -11,7 +11,8 @@ from pydantic import SecretStr
 from torch import Tensor
 
 from multiworld_serving.common.observers import suppress_errors
-from multiworld_serving.common.wire import JoinRequest, Message, MessageKind
+from multiworld_serving.common.wire.join import JoinRequest
+from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.server.errors import StageError
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.driver import SchedulerDriver

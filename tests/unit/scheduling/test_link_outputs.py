@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from multiworld_serving.common.wire import Header, Message, MessageKind, WireError
+from multiworld_serving.common.wire.message import Header, Message, MessageKind, WireError
 from multiworld_serving.server.replicas import released_outputs
 from multiworld_serving.server.replicas.released_outputs import ReleasedOutputs
 from multiworld_serving.server.replicas.reply_validator import ReplyValidator

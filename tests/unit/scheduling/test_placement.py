@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from multiworld import Cause
-from multiworld_serving.common.wire import JoinRequest
+from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.replicas.placement import Placement

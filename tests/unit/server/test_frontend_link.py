@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 import multiworld
 from multiworld import WorldManager
-from multiworld_serving.common.wire import WORLD_BACKEND, Channel, Message, MessageKind
+from multiworld_serving.common.wire.channel import Channel
+from multiworld_serving.common.wire.join import WORLD_BACKEND
+from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.server.administration import Desired, RestartFailedError, RestartStep
 from multiworld_serving.server.errors import OverloadedError, RequestRejected

@@ -18,7 +18,8 @@ from torch import Tensor
 from multiworld import AskError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
-from multiworld_serving.common.wire import RELEASE, join
+from multiworld_serving.common.wire import join
+from multiworld_serving.common.wire.join import RELEASE
 from multiworld_serving.server.administration import (
     Desired,
     RestartStep,

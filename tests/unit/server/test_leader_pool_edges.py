@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from multiworld_serving.common.edges import Edges
-from multiworld_serving.common.wire import ALL_ROWS, RowRef
+from multiworld_serving.common.edges.edges import Edges
+from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef
 from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.link import Kind, Received

@@ -9,16 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.transport.wire import encode_signature
-from multiworld_serving.common.wire import (
-    HEADER_BYTES,
-    JoinOffer,
-    JoinRequest,
-    Message,
-    MessageKind,
-    StageAssignment,
-    WireError,
-)
-from multiworld_serving.common.wire.message import Header
+from multiworld_serving.common.wire.join import JoinOffer, JoinRequest, StageAssignment
+from multiworld_serving.common.wire.message import HEADER_BYTES, Header, Message, MessageKind, WireError
 from tests.chaos.lies import raw_header
 
 dtypes = st.sampled_from([torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64])
