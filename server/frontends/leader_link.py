@@ -9,7 +9,7 @@ import os
 import random
 import socket
 from collections.abc import AsyncGenerator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from multiworld import AskError, WorldError, WorldManager, ask
 from multiworld_serving.common.config import UserError
@@ -32,30 +32,16 @@ from multiworld_serving.server.frontends.messages import (
     Step,
     Welcome,
 )
-from multiworld_serving.server.predictor import ServedModel
 from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.server.snapshots import LeaderSnapshot
+
+if TYPE_CHECKING:  # it imports this module
+    from multiworld_serving.server.frontends.leader_pool import LeaderPool
 
 logger = logging.getLogger(__name__)
 
 _LEADER_RANK = 0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-
-
-class LinkEvents(Protocol):
-    """Receives what happens on the links. Implemented by the pool."""
-
-    def accepts(self, model: ServedModel, leader: LeaderLink) -> str | None:
-        """Why this leader cannot be used, because it serves another model; None if it can."""
-
-    def on_state(self, leader: LeaderLink) -> None:
-        """The leader's state has changed, or the leader was lost."""
-
-    def scrape(self) -> bytes:
-        """This frontend's metrics as text."""
-
-    async def wait_idle(self) -> None:
-        """Wait until no request is in flight."""
 
 
 class LeaderLink:
@@ -64,6 +50,7 @@ class LeaderLink:
     Args:
         manager: used by this link only, because two leaders may use the same world name.
         address: where the leader listens; `settings` may know another one before each attempt to join.
+        pool: is told what happens on the link.
         edges: of this process; None: all tensors go through the leaders.
         number: position of the leader in `settings.leaders`.
 
@@ -80,7 +67,7 @@ class LeaderLink:
         address: Address,
         settings: FrontendSettings,
         manager: WorldManager,
-        events: LinkEvents,
+        pool: LeaderPool,
         edges: Edges | None = None,
         number: int = 0,
     ) -> None:
@@ -94,7 +81,7 @@ class LeaderLink:
         self._edges = edges
         self._settings = settings
         self._manager = manager
-        self._events = events
+        self._pool = pool
         self._link: Link | None = None
         self._welcome = False
         self._unusable = ""
@@ -238,15 +225,15 @@ class LeaderLink:
             case LeaderState() as state if self._welcome:
                 self.state, self.name = state, state.leader
                 self.was_ready |= state.ready
-                self._events.on_state(self)
+                self._pool.on_state(self)
                 if number:
                     link.reply(number, Done())
             case Scrape():
-                link.reply(number, Metrics(()), self._events.scrape())
+                link.reply(number, Metrics(()), self._pool.scrape())
             case Quiesce():
-                link.handle(number, asyncio.ensure_future(self._events.wait_idle()), lambda _: (Done(), b""))
+                link.handle(number, asyncio.ensure_future(self._pool.wait_idle()), lambda _: (Done(), b""))
             case Welcome(model=model):
-                if (why := self._events.accepts(model, self)) is not None:
+                if (why := self._pool.accepts(model, self)) is not None:
                     raise ValueError(why)
                 self._welcome = True
             case body:
@@ -254,4 +241,4 @@ class LeaderLink:
 
     def _on_lost(self) -> None:
         self._link, self.state, self.was_ready, self.relays = None, None, False, False
-        self._events.on_state(self)
+        self._pool.on_state(self)

@@ -86,7 +86,7 @@ _open_request: ContextVar[_OpenRequest | None] = ContextVar("open_request", defa
 
 
 class LeaderPool:
-    """Implements `multiworld_serving.server.predictor.Pipeline` and `LinkEvents`.
+    """Implements `multiworld_serving.server.predictor.Pipeline`.
 
     Args:
         grace_s: how long a request waits while no leader is usable.
@@ -262,10 +262,10 @@ class LeaderPool:
                 f"leader {link.name} was lost during {operation} ({error}); try again", retry_after_s=_RETRY_AFTER_S
             ) from error
 
-    # -- LinkEvents ------------------------------------------------------------------------------------------------------------
+    # -- links -----------------------------------------------------------------------------------------------------------------
 
     def accepts(self, model: ServedModel, leader: LeaderLink) -> str | None:
-        """See `LinkEvents`."""
+        """Why this leader cannot be used, because it serves another model; None if it can."""
         if not self.model.done():
             self.model.set_result(model)
         served = self.model.result()
@@ -277,7 +277,7 @@ class LeaderPool:
         return None
 
     def on_state(self, leader: LeaderLink) -> None:
-        """See `LinkEvents`."""
+        """The leader's state has changed, or the leader was lost."""
         self._was_ready |= leader.was_ready
         self._find_ambiguous_names()
         self._spread_desired()
@@ -323,7 +323,7 @@ class LeaderPool:
             link.ambiguous = link.name is not None and counts[link.name] > 1
 
     def scrape(self) -> bytes:
-        """See `LinkEvents`."""
+        """This frontend's metrics as text."""
         return self._metrics.text()
 
     async def wait_idle(self) -> None:
