@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import SecretStr
@@ -88,6 +88,16 @@ Files = Annotated[
         "--file",
     ),
 ]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadOptions:
+    """Options for the load."""
+
+    panel: ClassVar[str] = "Load"
+    clients: Clients = 8
+    rate: Rate = None
+    files: Files = None
 
 
 def expand_groups(verb: Callable[..., int]) -> Callable[..., int]:

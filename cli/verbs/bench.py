@@ -3,9 +3,9 @@
 import json
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
-from multiworld_serving.cli.options import AsJson, Clients, Files, Rate, duration, value
+from multiworld_serving.cli.options import AsJson, LoadOptions, duration, value
 from multiworld_serving.cli.service import (
     DEFAULT_URL,
     Access,
@@ -42,17 +42,13 @@ _CLIENT_BOUND = 0.8
 
 
 @dataclass(frozen=True)
-class LoadOptions:
-    """Options for the load."""
+class MeasuredLoad(LoadOptions):
+    """Options for the load and its measurement."""
 
-    panel: ClassVar[str] = "Load"
-    clients: Clients = 8
-    rate: Rate = None
     duration_s: Annotated[float, duration("Duration of the measurement, such as 30s or 5m.", "--duration")] = "30s"  # type: ignore[assignment]
     warm_up_s: Annotated[float, duration("Duration of the load before the measurement; not counted.", "--warm-up")] = (
         "3s"  # type: ignore[assignment]
     )
-    files: Files = None
     rows: Annotated[
         int | None,
         value("N", "Send tensors with this many rows, with the Open Inference Protocol, instead of images.", min=1),
@@ -64,7 +60,7 @@ class LoadOptions:
         return f"{self.rate:g} requests/s" if self.rate else f"{self.clients} clients"
 
 
-def bench(*, url: Url = DEFAULT_URL, options: LoadOptions, as_json: AsJson = False, access: Access) -> int:
+def bench(*, url: Url = DEFAULT_URL, options: MeasuredLoad, as_json: AsJson = False, access: Access) -> int:
     """Send requests to a running service and show throughput and latency.
 
     Without --file, requests are generated for the model that the service serves: images if it classifies images, else tensors. A closed

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from multiworld_serving.cli.options import Clients, Files, Rate, assignments, duration, flag, value
+from multiworld_serving.cli.options import LoadOptions, assignments, duration, flag, value
 from multiworld_serving.cli.service import Access, ServiceError
 from multiworld_serving.common.config import UserError
 
@@ -76,16 +76,6 @@ class ServiceOptions:
             return nullcontext(ComposeProject(self.compose, credentials=credentials))
         assert self.url is not None
         return nullcontext(RunningService(self.url, credentials=credentials))
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """Options for the load."""
-
-    panel: ClassVar[str] = "Load"
-    clients: Clients = 8
-    rate: Rate = None
-    files: Files = None
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,10 @@ Fault: TypeAlias = Literal[
 ]
 
 
+CLIENTS = 24
+"""Number of clients of a closed load."""
+WORK_S = 0.01
+"""Typical compute time of one row in one stage."""
 ROW_SHARE = 0.25
 """Cost of each further row of a batch, as a fraction of the first."""
 NETWORK_S = 0.0005
@@ -61,11 +65,7 @@ class Scenario:
     load: Load = "poisson"
     rate: float = 150.0
     """Arrival rate of an open load (poisson, bursts)."""
-    clients: int = 24
-    """Number of clients of a closed load."""
     timeout_s: tuple[float, float] = (2.0, 20.0)
-    work_s: float = 0.01
-    """Typical compute time of one row in one stage."""
     tail: Tail = "usual"
     recovery_s: float = 1.0
     """Mean time from the death of a worker until it serves again."""

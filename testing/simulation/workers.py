@@ -17,7 +17,7 @@ from multiworld_serving.server.scheduling.scheduler import (
     ReplicaReady,
     SendBatch,
 )
-from multiworld_serving.testing.simulation.scenarios import NETWORK_S, ROW_SHARE
+from multiworld_serving.testing.simulation.scenarios import NETWORK_S, ROW_SHARE, WORK_S
 
 if TYPE_CHECKING:
     from multiworld_serving.testing.simulation.simulator import Simulator
@@ -199,7 +199,7 @@ class Worker:
         self._event_queue.after(self._work_s(len(send.requests)), partial(self._finish, send))
 
     def _work_s(self, rows: int) -> float:
-        work_s = self._scenario.work_s * (1.0 + ROW_SHARE * (rows - 1)) * self._slowdown
+        work_s = WORK_S * (1.0 + ROW_SHARE * (rows - 1)) * self._slowdown
         if self._scenario.tail == "usual":
             rare = 8.0 if self._random.random() < 0.005 else 1.0
             work_s *= self._random.lognormvariate(0.0, 0.3) * rare

@@ -8,7 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from multiworld_serving.testing.simulation.faults import inject_fault
-from multiworld_serving.testing.simulation.scenarios import ComputeOutcome, Fault
+from multiworld_serving.testing.simulation.scenarios import CLIENTS, ComputeOutcome, Fault
 
 if TYPE_CHECKING:
     from multiworld_serving.testing.simulation.simulator import Simulator
@@ -64,7 +64,7 @@ class Workload:
 
     def _start_load(self) -> None:
         if self._scenario.load == "closed":
-            for _ in range(self._scenario.clients):
+            for _ in range(CLIENTS):
                 self._event_queue.after(self._random.uniform(0.0, 0.1), self._arrive)
         else:
             self._next_arrival()
