@@ -5,10 +5,9 @@ The frontend resizes and crops to uint8. Normalisation is part of the first stag
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 
 from multiworld_serving.models.errors import PreprocessingError
@@ -17,32 +16,7 @@ MAX_IMAGE_SIZE = 4096
 """Largest side in pixels of a model's input. It bounds the memory of a batch."""
 
 
-def check_image_size(size: int, field: str = "image_size") -> int:
-    """Return `size` if it is a valid side in pixels. Raises PreprocessingError."""
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_IMAGE_SIZE:
-        raise PreprocessingError(f"{field} is {size!r}; expected a whole number from 1 to {MAX_IMAGE_SIZE} pixels")
-    return size
-
-
-def check_channels(values: Sequence[float], field: str, *, positive: bool = False) -> tuple[float, float, float]:
-    """`values` as three floats, one per channel.
-
-    Raises:
-        PreprocessingError: not three finite numbers, or not above 0 if `positive`.
-    """
-    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != 3:
-        raise PreprocessingError(f"{field} is {values!r}; expected three numbers, one per channel (R, G, B)")
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise PreprocessingError(f"{field} contains {value!r}; expected three finite numbers")
-        if positive and value <= 0:
-            raise PreprocessingError(f"{field} contains {value!r}; expected three numbers above 0")
-    red, green, blue = (float(value) for value in values)
-    return red, green, blue
-
-
-@dataclass(frozen=True)
-class Preprocessing:
+class Preprocessing(Struct, frozen=True, forbid_unknown_fields=True):
     """Preprocessing from a decoded image to the model's input, as in torchvision's `ImageClassification`.
 
     Resize the shorter side to `resize_size`, crop the centre `crop_size` square (both in pixels), scale to 0..1,
@@ -58,43 +32,15 @@ class Preprocessing:
     std: tuple[float, float, float]
 
     def __post_init__(self) -> None:
-        check_image_size(self.resize_size, "resize_size")
-        check_image_size(self.crop_size, "crop_size")
-        if self.resize_size < self.crop_size:
+        if not 1 <= self.crop_size <= self.resize_size <= MAX_IMAGE_SIZE:
             raise PreprocessingError(
-                f"resize_size {self.resize_size} is smaller than the crop of {self.crop_size} pixels; "
-                "expected at least the crop (image_size)"
+                f"images are resized to {self.resize_size} and cropped to {self.crop_size} pixels; "
+                f"expected a crop from 1 pixel to the resized side, and this side at most {MAX_IMAGE_SIZE}"
             )
-        object.__setattr__(self, "mean", check_channels(self.mean, "mean"))
-        object.__setattr__(self, "std", check_channels(self.std, "std", positive=True))
-
-    @classmethod
-    def from_weights(cls, weights: Any) -> "Preprocessing":
-        """Preprocessing in the metadata of torchvision's published weights (a member of a `WeightsEnum`)."""
-        preset = weights.transforms()
-        return cls(preset.resize_size[0], preset.crop_size[0], tuple(preset.mean), tuple(preset.std))
-
-    def with_overrides(
-        self,
-        *,
-        image_size: int | None = None,
-        resize_size: int | None = None,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-    ) -> "Preprocessing":
-        """A copy with the given values. `image_size` sets the crop, and the resize too unless `resize_size` is given.
-
-        Raises:
-            PreprocessingError: a value is out of range.
-        """
-        crop = self.crop_size if image_size is None else check_image_size(image_size)
-        default_resize = self.resize_size if image_size is None else crop
-        return Preprocessing(
-            resize_size=default_resize if resize_size is None else resize_size,
-            crop_size=crop,
-            mean=self.mean if mean is None else check_channels(mean, "mean"),
-            std=self.std if std is None else check_channels(std, "std", positive=True),
-        )
+        if not all(map(math.isfinite, (*self.mean, *self.std))) or min(self.std) <= 0:
+            raise PreprocessingError(
+                f"mean {self.mean} or std {self.std} is invalid; expected finite numbers, std above 0"
+            )
 
 
 class Normalize(nn.Module):

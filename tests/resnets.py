@@ -1,6 +1,7 @@
 """ResNets as leaders cut and send them, and as workers load them."""
 
 import dataclasses
+import os
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.export.torchvision_models import LoadedModel, export_loaded, load_model
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
-from multiworld_serving.models.weights.received import received_tensors
+from multiworld_serving.models.weights.tensor_file import TensorFile
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.server.versions.stage_weights import StageWeights
 from tests.cut_bundles import bundle_plan
@@ -49,17 +50,18 @@ def resnet_plan(
     return plan_of(resnet(weights, image_size), num_stages, tuning, number)
 
 
-def sent_weights(plan: StagePlan) -> bytearray:
+def sent_weights(plan: StagePlan) -> TensorFile:
     """The file that the leader sends."""
-    return bytearray(b"".join(chunk.numpy().tobytes() for chunk in plan.weights.chunks()))
+    return TensorFile.in_memory(b"".join(chunk.numpy().tobytes() for chunk in plan.weights.chunks()))
 
 
 def with_other_weights(plan: StagePlan) -> StagePlan:
     """The last stage with another bias of the last layer."""
     file = sent_weights(plan)
-    bias = received_tensors(file)[0]["model.fc.bias"]  # shares memory with the file
-    bias += torch.linspace(-5, 5, len(bias))
-    return dataclasses.replace(plan, weights=StageWeights(bytes(file), []))
+    with file.tensors() as opened:
+        bias = opened.get_tensor("model.fc.bias")
+    file.write((bias + torch.linspace(-5, 5, len(bias))).numpy().tobytes(), file.entries["model.fc.bias"].offset)
+    return dataclasses.replace(plan, weights=StageWeights(os.pread(file.fileno(), file.size, 0), []))
 
 
 def sent_stage(plan: StagePlan) -> BundleStage:

@@ -10,6 +10,7 @@ from multiworld_serving.common.wire.message import Message, MessageKind, WireErr
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.errors import StageError
 from multiworld_serving.models.optimize.tuning import Tuning
+from multiworld_serving.models.weights.tensor_file import TensorFile
 
 
 class IncomingAssignment:
@@ -28,8 +29,7 @@ class IncomingAssignment:
         self.spec = BundleStageSpec.from_json(self.assignment.spec)
         self.sample_shape = self.assignment.sample_shape
         self.is_fetching = False
-        self._weights = bytearray()
-        """All bytes that were announced, once the first have arrived."""
+        self._weights = TensorFile.in_memory()
         self._arrived = 0
         self._complete = asyncio.Event()
 
@@ -49,23 +49,22 @@ class IncomingAssignment:
         size = 0 if message.payload is None else message.payload.nbytes
         if message.payload is None or size > self.missing_bytes:
             raise WireError(f"WEIGHTS: {self._arrived + size} bytes; expected {announced}")
-        if not self._weights:
-            self._weights = bytearray(announced)
-        memoryview(self._weights)[self._arrived : self._arrived + size] = message.payload.numpy().data
+        self._weights.write(message.payload.numpy().data, self._arrived)
         self._arrived += size
         if not self.missing_bytes:
             self._complete.set()
         return self._complete.is_set()
 
-    async def take_weights(self) -> bytearray:
+    async def take_weights(self) -> TensorFile:
         """Wait until all weights have arrived, return and release them."""
         await self._complete.wait()
-        weights, self._weights = self._weights, bytearray()
+        weights, self._weights = self._weights, TensorFile.in_memory()
         return weights
 
-    def check_weights(self, weights: bytearray) -> None:
+    def check_weights(self, weights: TensorFile) -> None:
         """Raise StageError for other weights than announced. Blocks for up to a second."""
-        found, announced = hashlib.sha256(weights).hexdigest(), self.assignment.weights_sha256
+        with open(f"/proc/self/fd/{weights.fileno()}", "rb") as file:
+            found, announced = hashlib.file_digest(file, "sha256").hexdigest(), self.assignment.weights_sha256
         if found != announced:
             raise StageError(f"the weights have the SHA-256 hash {found}, but {announced} was announced")
 

@@ -11,6 +11,7 @@ from multiworld_serving.common.config import check_memory, release_free_memory
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.errors import CompileError
 from multiworld_serving.models.optimize.tuning import Tuning
+from multiworld_serving.models.weights.tensor_file import TensorFile
 from multiworld_serving.workers.compute.engine import Engine, EngineQueue
 from multiworld_serving.workers.compute.stage_store import LoadedStage
 from multiworld_serving.workers.incoming_assignment import IncomingAssignment
@@ -67,7 +68,7 @@ class StageLoader:
         self,
         stage: LoadedStage,
         spec: BundleStageSpec,
-        weights: bytearray,
+        weights: TensorFile,
         sample_shape: tuple[int, ...],
         max_batch_size: int,
         tuning: Tuning,

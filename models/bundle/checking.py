@@ -16,11 +16,6 @@ from multiworld_serving.models.errors import BundleError
 
 MAX_TENSOR_BYTES = 8 << 30
 """Largest tensor that a graph may compute."""
-_MAX_SIZE = 1 << 40
-_MAX_BITS = 512
-"""Longest integer that arithmetic on sizes may produce, so that repeated squaring ends."""
-_MAX_EXPONENT = 8
-_UNARY = ("neg",)
 _BATCH_NORM = {
     "aten._native_batch_norm_legit_no_training.default": range(1, 5),
     "aten._native_batch_norm_legit.no_stats": range(1, 3),
@@ -35,59 +30,22 @@ def check_graph(graph: Graph, lengths: Sequence[Mapping[str, int]]) -> None:
         lengths: lengths of the variable dimensions for which the shapes are checked; normally the least and the largest.
     Raises:
         BundleError: an operator has arguments that it does not take, a tensor would have another shape or dtype than its node says or
-            more than `MAX_TENSOR_BYTES`, or integers may become very large.
+            more than `MAX_TENSOR_BYTES`.
     """
-    bits: dict[str, int] = {}
     for node in graph.nodes:
-        match node.kind:
-            case "size":
-                bits[node.name] = _MAX_SIZE.bit_length()
-            case "integer":
-                bits[node.name] = _check_integer(graph, node, bits)
-            case "item":
-                if graph.by_name[node.operands[0]].kind != "calls":
-                    raise BundleError(f"invalid graph: {node.name!r} is an item of something else than several tensors")
-            case "call" | "calls":
-                _check_call(graph, node)
+        if node.kind in ("call", "calls"):
+            _check_call(graph, node)
+        if node.kind == "item" and graph.by_name[node.operands[0]].kind != "calls":
+            raise BundleError(f"invalid graph: {node.name!r} is an item of something else than several tensors")
     weights = {node.target: torch.empty(_fixed(node), dtype=node.dtype, device="meta") for node in graph.weights}
     module = graph.build(weights, torch.device("meta"))
     for each in lengths:
         _check_shapes(graph, module, each)
 
 
-def _check_integer(graph: Graph, node: Node, bits: Mapping[str, int]) -> int:
-    """Returns the most bits that the result can have."""
-    if node.target == "length":
-        match node.args:
-            case (Value(name), int()) if graph.by_name[name].is_tensor:
-                return _MAX_SIZE.bit_length()
-        raise BundleError(f"invalid graph: {node.name!r} is not the length of a dimension of a tensor")
-    expected = 1 if node.target in _UNARY else 2
-    valid = [isinstance(arg, int) or (isinstance(arg, Value) and arg.name in bits) for arg in node.args]
-    if len(valid) != expected or not all(valid):
-        raise BundleError(f"invalid graph: the arguments of {node.name!r} are not {expected} integers")
-    sizes = [bits[arg.name] if isinstance(arg, Value) else int(arg).bit_length() for arg in node.args]
-    most = max(sizes) + 1
-    if node.target == "mul":
-        most = sum(sizes)
-    elif node.target == "pow":
-        exponent = node.args[1]
-        if not isinstance(exponent, int) or not 0 <= exponent <= _MAX_EXPONENT:
-            raise BundleError(f"invalid graph: the exponent of {node.name!r} is not a number from 0 to {_MAX_EXPONENT}")
-        most = sizes[0] * exponent + 1
-    if most > _MAX_BITS:
-        raise BundleError(
-            f"invalid graph: the integer {node.name!r} may have {most} bits; at most {_MAX_BITS} are allowed"
-        )
-    return most
-
-
 def _check_call(graph: Graph, node: Node) -> None:
-    schema = find_operator(node.target)._schema
-    names = [argument.name for argument in schema.arguments]
-    positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]
-    given = [*positional[: len(node.args)], *node.kwargs]
-    if len(node.args) > len(positional) or len(set(given)) < len(given) or not set(given) <= set(names):
+    names = {argument.name for argument in find_operator(node.target)._schema.arguments}
+    if not names.issuperset(node.kwargs):  # torch itself checks the rest when the shapes are computed
         raise BundleError(f"invalid graph: the arguments of {node.name!r} are not those of {node.target}")
     channels = _BATCH_NORM.get(node.target)
     if channels is None:

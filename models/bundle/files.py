@@ -6,19 +6,18 @@ Reading evaluates nothing, bounds everything, and checks every digest before a t
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import struct
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -29,16 +28,13 @@ from multiworld_serving.models.bundle.graph import MAX_GRAPH_BYTES, Graph
 from multiworld_serving.models.bundle.manifest import MAX_MANIFEST_BYTES, Manifest
 from multiworld_serving.models.bundle.nodes import BATCH, Node
 from multiworld_serving.models.errors import BundleError
-from multiworld_serving.models.open_file import OpenFile
-from multiworld_serving.models.weights.received import DTYPES as SAFETENSORS_DTYPES
+from multiworld_serving.models.weights.tensor_file import DTYPES as SAFETENSORS_DTYPES
+from multiworld_serving.models.weights.tensor_file import TensorFile
 
 MANIFEST, GRAPH, WEIGHTS, SELF_TEST = "manifest.json", "graph.json", "weights.safetensors", "self_test.safetensors"
 _MAX_SELF_TEST_BYTES = 1 << 30
 _MAX_HEADER_BYTES = 100 << 20
-_HEADER_LENGTH = struct.Struct("<Q")
 _CHUNK_BYTES = 8 << 20
-_MAX_RATIO, _MAX_WEIGHTS_RATIO = 100, 8
-"""Largest compression ratios of a file in a .zip; weights hardly compress."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Bundle:
     manifest: Manifest
     graph: Graph
     self_test: Mapping[str, Tensor]
-    weights_file: WeightsFile
+    weights_file: TensorFile
 
     def weights(self, keys: Iterable[str]) -> dict[str, Tensor]:
         """Weights by key. They share memory with the file, which is mapped while they exist: do not modify them."""
@@ -81,80 +77,6 @@ class Bundle:
     def stages(self) -> tuple[Graph, ...]:
         """The stages of the bundle's own cuts."""
         return self.graph.cut(self.manifest.cuts)
-
-
-class WeightsFile:
-    """An open safetensors file. Reading parts of it needs no memory for the whole, also when the path is gone.
-
-    Raises:
-        OSError, SafetensorError: it cannot be opened, or is not such a file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = OpenFile(os.open(path, os.O_RDONLY))
-        with self.tensors():
-            pass  # checks the header
-        (length,) = _HEADER_LENGTH.unpack(os.pread(self.fileno(), _HEADER_LENGTH.size, 0))
-        header = json.loads(os.pread(self.fileno(), length, _HEADER_LENGTH.size))
-        start = _HEADER_LENGTH.size + length
-        self._entries = {
-            key: WeightsEntry(entry["dtype"], tuple(entry["shape"]), start + begin, end - begin)
-            for key, entry in header.items()
-            if key != "__metadata__"
-            for begin, end in (entry["data_offsets"],)
-        }
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> WeightsFile:
-        """Tensors that are in memory, in a temporary file that has no name."""
-        with tempfile.TemporaryDirectory(prefix="multiworld-weights-") as folder:
-            path = Path(folder) / WEIGHTS
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
-            return cls(path)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._entries
-
-    def fileno(self) -> int:
-        """The descriptor, open as long as this object exists."""
-        return self._file.fileno()
-
-    def entry(self, key: str) -> WeightsEntry:
-        """Where a weight is. Raises KeyError."""
-        return self._entries[key]
-
-    def parts(self, key: str) -> Iterator[Tensor]:
-        """A weight in flat parts of up to `_CHUNK_BYTES`, each valid until the next. Nothing is mapped, so memory stays small.
-
-        Raises:
-            KeyError: there is no such weight.
-            OSError: it cannot be read.
-        """
-        entry = self._entries[key]
-        buffer = memoryview(bytearray(min(_CHUNK_BYTES, entry.size)))
-        for at in range(0, entry.size, _CHUNK_BYTES):
-            part = buffer[: entry.size - at]
-            if os.preadv(self.fileno(), [part], entry.offset + at) != len(part):
-                raise OSError("a file with weights has become shorter; copy the bundle again")
-            yield torch.frombuffer(part, dtype=SAFETENSORS_DTYPES[entry.dtype])
-
-    def tensors(self) -> Any:
-        """A context manager whose `get_tensor` maps a weight by key."""
-        return safe_open(f"/proc/self/fd/{self.fileno()}", framework="pt")
-
-
-class WeightsEntry(NamedTuple):
-    """Where a weight is in a file.
-
-    Attributes:
-        dtype: as safetensors names it.
-        offset, size: in bytes.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    size: int
 
 
 def read_bundle(path: Path) -> Bundle:
@@ -191,7 +113,8 @@ def _read_folder(folder: Path) -> Bundle:
         with (folder / name).open("rb") as file:
             _check_digest(manifest, name, hashlib.file_digest(file, "sha256").hexdigest())
     try:
-        weights = WeightsFile(folder / WEIGHTS)
+        weights = TensorFile(os.open(folder / WEIGHTS, os.O_RDONLY))
+        weights.entries  # noqa: B018 - checks the header
         with safe_open(folder / SELF_TEST, framework="pt") as tests:
             self_test = {name: tests.get_tensor(name).clone() for name in tests.keys()}  # noqa: SIM118 - not a mapping
     except SafetensorError as error:
@@ -226,9 +149,9 @@ def _weights_bytes(graph: Graph) -> int:
 def _check_weights(bundle: Bundle) -> None:
     """Raise BundleError unless every weight of the graph is there, as described, and not NaN."""
     for node in bundle.graph.weights:
-        if node.target not in bundle.weights_file:
+        entry = bundle.weights_file.entries.get(node.target)
+        if entry is None:
             raise BundleError(f"the weights of the bundle lack {node.target!r}")
-        entry = bundle.weights_file.entry(node.target)
         dtype = SAFETENSORS_DTYPES.get(entry.dtype)
         if dtype is None or dtype != node.dtype or entry.shape != node.shape:
             raise BundleError(f"the weight {node.target!r} is {entry.dtype} {entry.shape}, not as the graph says")
@@ -279,8 +202,7 @@ def _unpack(path: Path, folder: Path) -> None:
             entry = entries[name]
             if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.flag_bits & 1:
                 raise BundleError(f"{name} in {path} is encrypted or packed in another way than by deflate")
-            ratio = _MAX_WEIGHTS_RATIO if name == WEIGHTS else _MAX_RATIO
-            if entry.file_size > limit or entry.file_size > ratio * max(entry.compress_size, 1 << 16):
+            if entry.file_size > limit:
                 raise BundleError(f"{name} in {path} has {entry.file_size} bytes, which is more than it may have")
             with archive.open(entry) as source, (folder / name).open("wb") as target:
                 left = entry.file_size
@@ -314,8 +236,8 @@ def write_bundle(
         for name in (GRAPH, WEIGHTS, SELF_TEST):
             with (folder / name).open("rb") as file:
                 digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
-        manifest = Manifest(**(vars(manifest) | {"sha256": digests}))
-        (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+        manifest = Manifest.from_json(msgspec.structs.replace(manifest, sha256=digests).to_json())
+        (folder / MANIFEST).write_bytes(manifest.to_json())
         for made in folder.iterdir():
             made.chmod(0o644)
         if path.suffix.lower() == ".zip":

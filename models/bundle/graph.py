@@ -20,6 +20,7 @@ JSON values; `{"value": name}` refers to an earlier node, and `{"dtype": …}`, 
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -240,8 +241,7 @@ class Graph:
                 case "integer":
                     made = graph.call_function(INTEGER_OPERATORS[node.target], _fx_arguments(node.args, values, device))
                 case "item":
-                    picked = INTEGER_OPERATORS["getitem"]
-                    made = graph.call_function(picked, (values[node.args[0].name], int(node.target)))
+                    made = graph.call_function(operator.getitem, (values[node.args[0].name], int(node.target)))
                 case _:
                     kwargs = {name: _fx_arguments(value, values, device) for name, value in node.kwargs.items()}
                     made = graph.call_function(

@@ -164,7 +164,7 @@ def node_from(row: Any) -> Node:  # noqa: PLR0911 - one for each kind
         case ["item", str(name), dtype, shape, str(value), int(index)] if 0 <= index < MAX_ITEMS:
             picked = (Value(_name(value)),)
             return Node("item", _name(name), str(int(index)), picked, dtype=_dtype(dtype), shape=_shape(shape))
-        case ["integer", str(name), str(target), [*args]] if target in INTEGER_OPERATORS and target != "getitem":
+        case ["integer", str(name), str(target), [*args]] if target in INTEGER_OPERATORS:
             return Node("integer", _name(name), target, _decoded(args, 0))
     raise BundleError(f"invalid graph: row {str(row)[:80]!r} is not a known kind of node with its fields")
 

@@ -11,11 +11,32 @@ from multiworld_serving.models.errors import BundleError
 
 _NAME = re.compile(r"aten\.[a-z0-9_]+\.[A-Za-z0-9_]+")
 
+_MAX_INTEGER = 1 << 63
+_MAX_EXPONENT = 8
+
+
+def _bounded(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Arithmetic that never takes more than two numbers of 64 bits: repeated squaring ends with an error."""
+
+    # No functools.wraps: torch.fx writes functions of the module `operator` as Python operators, without these checks.
+    def computed(*numbers: Any) -> Any:
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise TypeError("arithmetic on sizes takes numbers")
+        if operation is operator.pow and not 0 <= numbers[1] <= _MAX_EXPONENT:
+            raise OverflowError(f"the exponent is {numbers[1]}; expected 0 to {_MAX_EXPONENT}")
+        result = operation(*numbers)
+        if abs(result) >= _MAX_INTEGER:
+            raise OverflowError("an integer has more than 64 bits")
+        return result
+
+    return computed
+
+
 INTEGER_OPERATORS: dict[str, Callable[..., Any]] = {
-    name: getattr(operator, name)
+    name: _bounded(getattr(operator, name))
     for name in (
         *("add", "sub", "mul", "floordiv", "mod", "neg", "pow", "truediv"),
-        *("eq", "ne", "le", "lt", "ge", "gt", "getitem"),
+        *("eq", "ne", "le", "lt", "ge", "gt"),
     )
 }
 """Arithmetic on sizes."""

@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
 
+import msgspec
 import torch
+from msgspec import Struct
+from safetensors import SafetensorError
 from torch import Tensor, fx, nn
 
 from multiworld_serving.models.bundle.checking import check_graph
-from multiworld_serving.models.bundle.files import WeightsEntry
 from multiworld_serving.models.bundle.graph import MAX_GRAPH_BYTES, Graph
 from multiworld_serving.models.bundle.manifest import (
+    Digest,
+    Dimensions,
     Manifest,
-    TensorSpec,
-    check_name,
-    dimensions_from,
+    Name,
+    Tensors,
+    bundle_errors,
+    check_tensors,
     lengths_to_check,
     spec_of,
-    tensors_from,
 )
 from multiworld_serving.models.bundle.nodes import DTYPES
 from multiworld_serving.models.bundle.rows import RowFormat
-from multiworld_serving.models.errors import BundleError, StageError
-from multiworld_serving.models.weights.received import received_tensors, safetensors_head
+from multiworld_serving.models.errors import BundleError, StageError, WeightsError
+from multiworld_serving.models.weights.tensor_file import TensorEntry, TensorFile, file_head
 
 MAX_STAGES = 1024
 _GRAPH = "graph"
 
 
-@dataclass(frozen=True)
-class BundleStageSpec:
+class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """A stage of a bundle, without graph and weights.
 
     Attributes:
@@ -47,22 +47,20 @@ class BundleStageSpec:
         StageError: a field is invalid.
     """
 
-    model: str
-    version: str
+    model: Name
+    version: Name
     index: int
     num_stages: int
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    dimensions: Mapping[str, tuple[int, int]]
+    inputs: Tensors
+    outputs: Tensors
+    dimensions: Dimensions
     probabilities: bool
-    graph_sha256: str
+    graph_sha256: Digest
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_stages <= MAX_STAGES or not 0 <= self.index < self.num_stages:
             raise StageError(f"stage {self.index} of {self.num_stages}; expected a stage of 1 to {MAX_STAGES}")
         try:
-            check_name("name", self.model)
-            check_name("version", self.version)
             lengths_to_check(self.dimensions)
             self.input_rows  # noqa: B018 - checks
             self.output_rows  # noqa: B018 - checks
@@ -105,11 +103,10 @@ class BundleStageSpec:
     @property
     def part(self) -> str:
         """16 hexadecimal digits that identify this part of the model, whichever version of the weights it has."""
-        fields = asdict(self) | {"version": "any"}
-        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
+        return hashlib.sha256(msgspec.structs.replace(self, version="any").to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> BundleStageSpec:
@@ -119,34 +116,10 @@ class BundleStageSpec:
             StageError: it is not JSON, or a field is missing, unknown or invalid.
         """
         try:
-            fields: Any = json.loads(text)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise StageError(f"stage description is not JSON ({error})") from error
-        known = cls.__dataclass_fields__.keys()
-        if not isinstance(fields, dict) or fields.keys() != known:
-            raise StageError(
-                f"stage description is {str(fields)[:200]}; expected the fields {', '.join(known)} "
-                "(do leader and worker run the same release?)"
-            )
-        texts = [fields[name] for name in ("model", "version", "graph_sha256")]
-        numbers = [fields[name] for name in ("index", "num_stages")]
-        if (
-            not all(isinstance(text, str) for text in texts)
-            or not all(type(number) is int for number in numbers)
-            or type(fields["probabilities"]) is not bool
-        ):
-            raise StageError("stage description has a field of another type")
-        try:
-            return cls(
-                **fields
-                | {
-                    "inputs": tensors_from(fields["inputs"]),
-                    "outputs": tensors_from(fields["outputs"]),
-                    "dimensions": dimensions_from(fields["dimensions"]),
-                }
-            )
-        except (BundleError, TypeError) as error:
-            raise StageError(f"invalid stage description: {error}") from error
+            with bundle_errors("stage description is invalid"):
+                return msgspec.json.decode(text, type=cls)
+        except BundleError as error:
+            raise StageError(f"{error} (do leader and worker run the same release?)") from error
 
     def unpack_input(self, rows: Tensor) -> tuple[Tensor, ...]:
         """The tensors of the input. Raises BundleError."""
@@ -214,27 +187,29 @@ def stage_specs(manifest: Manifest, stages: Sequence[Graph]) -> list[BundleStage
     ]
 
 
-def weights_head(graph: str, entries: Mapping[str, WeightsEntry]) -> bytes:
+def weights_head(graph: str, entries: Mapping[str, TensorEntry]) -> bytes:
     """The beginning of the safetensors file of a stage, with its graph as metadata. The weights follow in the order of `entries`.
 
     Args:
         graph: its JSON.
     """
-    return safetensors_head(
-        {key: (entry.dtype, entry.shape, entry.size) for key, entry in entries.items()}, {_GRAPH: graph}
-    )
+    return file_head(entries, {_GRAPH: graph})
 
 
-def load_bundle_stage(spec: BundleStageSpec, weights: bytearray) -> BundleStage:
+def load_bundle_stage(spec: BundleStageSpec, weights: TensorFile) -> BundleStage:
     """Build a stage on the CPU from what a leader has sent. Nothing of the graph is run before all of it is checked.
 
     Args:
-        weights: the file; the stage shares memory with it.
+        weights: the file; the stage maps its memory.
     Raises:
         BundleError, WeightsError: the file is not a stage, or it does not match `spec`.
     """
-    tensors, metadata = received_tensors(weights)
-    graph = _checked_graph(spec, metadata.get(_GRAPH, ""))
+    try:
+        with weights.tensors() as file:
+            graph = _checked_graph(spec, (file.metadata() or {}).get(_GRAPH, ""))
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"the received weights cannot be read: {' '.join(str(error).split())[:300]}") from error
     return BundleStage(spec, graph.build(tensors, torch.device("cpu")))
 
 
@@ -245,12 +220,5 @@ def _checked_graph(spec: BundleStageSpec, text: str) -> Graph:
         raise BundleError(f"the graph of stage {spec.index} has the SHA-256 hash {found}; expected {spec.graph_sha256}")
     graph = Graph.from_json(text)
     check_graph(graph, lengths_to_check(spec.dimensions))
-    for what, told, nodes in (
-        ("inputs", spec.inputs, graph.inputs),
-        ("outputs", spec.outputs, [graph.by_name[name] for name in graph.outputs]),
-    ):
-        expected = [(each.dtype, each.shape) for each in told]
-        actual = [(each.dtype, each.shape) for each in map(spec_of, nodes)]
-        if expected != actual or (what == "inputs" and [each.name for each in told] != [node.name for node in nodes]):
-            raise BundleError(f"the {what} of stage {spec.index} differ from its graph's: {expected!s:.150}")
+    check_tensors(graph, spec.inputs, spec.outputs)
     return graph

@@ -112,7 +112,8 @@ def load_model(name: str, weights: str = "random:0", *, image_size: int | None =
     module = module.eval().requires_grad_(False)
     image = published_preprocessing(published)
     if image is not None:
-        image = image.with_overrides(image_size=image_size)
+        if image_size is not None:
+            image = Preprocessing(image_size, image_size, image.mean, image.std)
         if labels is not None and published_labels(published):
             labels = placeholder_labels(num_classes(module, {}, image))
     return LoadedModel(name, version, module, image, published_labels(published) if labels is None else labels)

@@ -1,4 +1,4 @@
-"""Folds batch normalisation and input scaling into weights, and uses channels-last layout."""
+"""Folds batch normalisation into weights, and uses channels-last layout."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.optimize.fusing import Workload, add_in_place, fuse
@@ -22,14 +23,7 @@ from multiworld_serving.models.optimize.graphs import (
 from multiworld_serving.models.optimize.precision import lower
 
 _CONV, _LINEAR = aten.conv2d.default, aten.linear.default
-_TO_FLOAT = (aten.to.dtype, aten._to_copy.default)
 _BATCH_NORM = aten._native_batch_norm_legit_no_training.default
-_ARITHMETIC: dict[Any, str] = {
-    aten.mul.Tensor: "mul",
-    aten.div.Tensor: "div",
-    aten.sub.Tensor: "sub",
-    aten.add.Tensor: "add",
-}
 _SHAPE_ROWS = 2
 """Batch size for computing shapes. With 1, a weight that is the same for all rows would have the shape of an activation."""
 
@@ -61,8 +55,6 @@ class FoldedStage(nn.Module):
             propagate(module, stage.spec.unpack_input(example))
             fold_batch_norm(module)
             _use_channels_last(module)
-            if dtype != torch.float16:  # weights divided by 255 would be subnormal
-                _fold_scaling(module)
             if dtype != torch.float32:
                 lower(module, dtype)
             _lay_out_weights(module)
@@ -87,123 +79,29 @@ class FoldedStage(nn.Module):
 def fold_batch_norm(module: fx.GraphModule) -> None:
     """Fold every batch normalisation that follows a convolution or linear layer into its weights."""
     for norm in list(module.graph.nodes):
-        if norm.target not in (_BATCH_NORM, aten.batch_norm.default):
+        picked = only_user(norm) if norm.target == _BATCH_NORM else None
+        if picked is None or picked.target is not operator.getitem or picked.args[1] != 0:
             continue
-        source, *others = norm.args
-        legit = norm.target == _BATCH_NORM
-        picked = only_user(norm) if legit else norm
-        layer = _layer(module, source)
-        statistics = [constant(module, each) for each in others[:4]]
-        if layer is None or picked is None or None in (statistics[2], statistics[3]):
+        layer, eps = norm.args[0], norm.args[6]
+        gamma, beta, mean, variance = (constant(module, each) for each in norm.args[1:5])
+        if mean is None or variance is None or not _is_foldable(module, layer):
             continue
-        if not legit and others[4]:  # training
-            continue
-        if legit and (picked.target is not operator.getitem or picked.args[1] != 0):
-            continue
-        gamma, beta, mean, variance = statistics
-        assert mean is not None
-        assert variance is not None
-        scale = torch.rsqrt(variance.double() + others[5 if legit else 6])
-        if gamma is not None:
-            scale = gamma * scale
-        offset = (0.0 if beta is None else beta.double()) - mean * scale
-        _scale_output(module, layer, scale, offset)
+        weight, bias = (constant(module, each) for each in (*layer.args[1:3], None)[:2])
+        assert weight is not None
+        folded = fuse_conv_bn_weights(weight, bias, mean, variance, eps, gamma, beta)  # fits linear layers, too
+        layer.args = (layer.args[0], *(add_constant(module, layer, each.detach()) for each in folded), *layer.args[3:])
         picked.replace_all_uses_with(layer)
         module.graph.erase_node(picked)
-        if legit:
-            module.graph.erase_node(norm)
+        module.graph.erase_node(norm)
 
 
-def _layer(module: fx.GraphModule, node: Any) -> fx.Node | None:
-    """The node if it is a convolution or linear layer with fixed weights, used once."""
-    if not isinstance(node, fx.Node) or node.target not in (_CONV, _LINEAR) or only_user(node) is None:
-        return None
-    bias = node.args[2] if len(node.args) > 2 else None
-    if constant(module, node.args[1]) is None or (bias is not None and constant(module, bias) is None):
-        return None
+def _is_foldable(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether the node is a convolution or linear layer with fixed weights, used once."""
+    if node.target not in (_CONV, _LINEAR) or only_user(node) is None or node.kwargs:
+        return False
     value = value_of(node)
-    is_per_channel = value is not None and (node.target == _CONV or value.dim() == 2)
-    return node if is_per_channel and not node.kwargs else None
-
-
-def _scale_output(module: fx.GraphModule, layer: fx.Node, scale: Tensor, offset: Tensor) -> None:
-    """Make a layer compute `scale` times its output, per channel, plus `offset`. Both are float64."""
-    weight = constant(module, layer.args[1])
-    assert weight is not None
-    bias = constant(module, layer.args[2]) if len(layer.args) > 2 else None
-    if bias is not None:
-        offset = offset + bias.double() * scale
-    scaled = weight * scale.to(weight.dtype).view(-1, *[1] * (weight.dim() - 1))
-    made = [add_constant(module, layer, each) for each in (scaled, offset.to(weight.dtype))]
-    layer.args = (layer.args[0], *made, *layer.args[3:])
-
-
-def _fold_scaling(module: fx.GraphModule) -> None:
-    """Fold multiplications and divisions of a convolution's input by constants into its weights.
-
-    For images, what remains is to subtract the mean of each channel, which turns uint8 into float32 in one pass. The mean cannot be
-    folded: the convolution pads with zeros, which represent the mean colour, not black, so results at the borders would differ.
-    """
-    for conv in module.graph.nodes:
-        if conv.target != _CONV or (len(conv.args) > 6 and conv.args[6] != 1):
-            continue
-        weight, node = constant(module, conv.args[1]), conv.args[0]
-        if weight is None or weight.dtype != torch.float32:
-            continue
-        channels = weight.shape[1]
-        scale = torch.ones(channels, dtype=torch.float64, device=weight.device)
-        mean = torch.zeros_like(scale)
-        while (step := _affine(module, node, scale)) is not None:  # so far: scale * (node - mean)
-            node = node.args[0]
-            match step:
-                case "mul", by:
-                    scale, mean = scale * by, mean / by
-                case "div", by:
-                    scale, mean = scale / by, mean * by
-                case "sub", by:
-                    mean = mean + by
-                case _, by:
-                    mean = mean - by
-        if node is conv.args[0]:
-            continue
-        if bool(mean.any()):
-            node = _subtract(module, conv, node, mean)
-        scaled = add_constant(module, conv, weight * scale.to(weight.dtype).view(1, -1, 1, 1))
-        conv.args = (node, scaled, *conv.args[2:])
-
-
-def _subtract(module: fx.GraphModule, before: fx.Node, node: fx.Node, mean: Tensor) -> fx.Node:
-    """Subtract a number per channel from float32 images, or from uint8 ones if these are converted only for this."""
-    shape = value_of(node)
-    if node.target in _TO_FLOAT and only_user(node) is not None:
-        source = value_of(node.args[0])
-        if source is not None and source.dtype == torch.uint8:
-            node = node.args[0]  # type: ignore[assignment]
-    subtracted = add_constant(module, before, mean.to(torch.float32).view(-1, 1, 1))
-    with module.graph.inserting_before(before):
-        made = module.graph.call_function(aten.sub.Tensor, (node, subtracted))
-    made.meta["val"] = shape
-    return made
-
-
-def _affine(module: fx.GraphModule, node: fx.Node, like: Tensor) -> tuple[str, Tensor] | None:
-    """The arithmetic of a node with a constant per channel, as float64 [channels].
-
-    None if the node is something else, or its result is used elsewhere, too.
-    """
-    kind, value = _ARITHMETIC.get(node.target), value_of(node)
-    if kind is None or value is None or node.kwargs or only_user(node) is None or value.dtype != torch.float32:
-        return None
-    given, by = value_of(node.args[0]), node.args[1]
-    number = by if isinstance(by, int | float) else constant(module, by)
-    if number is None or given is None or given.shape != value.shape:
-        return None
-    numbers = torch.as_tensor(number, dtype=torch.float64, device=like.device)
-    is_per_channel = numbers.dim() in (3, 4) and numbers.shape[-3] == numbers.numel() == like.numel()
-    if not is_per_channel and numbers.numel() != 1:
-        return None
-    numbers = numbers.reshape(-1).expand(like.numel())
-    return (kind, numbers) if kind in ("add", "sub") or bool(numbers.all()) else None
+    fixed = all(each is None or constant(module, each) is not None for each in node.args[1:3])
+    return fixed and value is not None and (node.target == _CONV or value.dim() == 2)
 
 
 def _use_channels_last(module: fx.GraphModule) -> None:

@@ -213,62 +213,15 @@ class FusedLinear(nn.Module):
         return output
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A convolution or linear layer with fixed weights, and what follows it.
-
-    Attributes:
-        node: of the convolution or linear layer.
-        weight, bias: its weights.
-        activation: in oneDNN's terms.
-        given: a tensor like its input, without data, for `rows` samples.
-    """
-
-    node: fx.Node
-    weight: Tensor
-    bias: Tensor | None
-    activation: Activation
-    given: Tensor
-    workload: Workload
-    rows: int
-
-    @property
-    def is_conv(self) -> bool:
-        return self.node.target == _CONV
-
-    @property
-    def window(self) -> tuple[Any, ...]:
-        """Padding, stride, dilation and groups of a convolution."""
-        found: tuple[Any, ...] = self.node.args[3:]
-        stride, padding, dilation, groups = found + _DEFAULT_WINDOW[len(found) :]
-        return padding, stride, dilation, groups
-
-    @property
-    def vectors(self) -> int:
-        """Number of vectors that a linear layer takes for one sample."""
-        return max(self.given.numel() // self.weight.shape[1] // self.rows, 1)
-
-
-def fused_layer(layer: Layer) -> nn.Module:
-    """A module that computes the layer, and takes its input and the tensor to add, if any."""
-    arguments = (layer.weight, layer.bias)
-    if layer.is_conv:
-        return FusedConv(*arguments, layer.window, layer.activation, layer.workload, layer.given.shape, layer.rows)
-    return FusedLinear(*arguments, layer.activation, layer.workload, layer.vectors)
-
-
-def fuse(
-    module: fx.GraphModule, workload: Workload, rows: int, make: Callable[[Layer], nn.Module] = fused_layer
-) -> None:
-    """Replace convolutions and linear layers with fixed weights, and what follows them, by modules.
+def fuse(module: fx.GraphModule, workload: Workload, rows: int) -> None:
+    """Replace convolutions and linear layers with fixed weights, and what follows them, by modules. Call `add_in_place` next.
 
     Args:
         module: folded, channels-last, with values of `rows` samples (see `propagate`).
-        make: makes a module from a layer. Call `add_in_place` next.
     """
     for node in list(module.graph.nodes):
         if node.target in (_CONV, _LINEAR) and (weight := constant(module, node.args[1])) is not None:
-            _fuse_layer(module, node, weight, workload, rows, make)
+            _fuse_layer(module, node, weight, workload, rows)
 
 
 def add_in_place(module: fx.GraphModule) -> None:
@@ -276,19 +229,12 @@ def add_in_place(module: fx.GraphModule) -> None:
     order = {node: position for position, node in enumerate(module.graph.nodes)}
     for node in module.graph.nodes:
         if node.op == "call_module" and len(node.args) == 2:
-            made: Any = module.get_submodule(str(node.target))
-            if hasattr(made, "in_place"):
+            made = module.get_submodule(str(node.target))
+            if isinstance(made, FusedConv):
                 made.in_place = _may_overwrite(node, node.args[1], order)
 
 
-def _fuse_layer(
-    module: fx.GraphModule,
-    layer: fx.Node,
-    weight: Tensor,
-    workload: Workload,
-    rows: int,
-    make: Callable[[Layer], nn.Module],
-) -> None:
+def _fuse_layer(module: fx.GraphModule, layer: fx.Node, weight: Tensor, workload: Workload, rows: int) -> None:
     bias_node = layer.args[2] if len(layer.args) > 2 else None
     bias, given = constant(module, bias_node), value_of(layer.args[0])
     is_conv = layer.target == _CONV
@@ -302,8 +248,17 @@ def _fuse_layer(
     if following is not None and (activation := _activation(following, after_add=other is not None)) is not None:
         chain.append(following)
     bias = None if bias is None else bias.clone()  # see `_own_memory`
+    applied = activation or _NO_ACTIVATION
+    made: nn.Module
+    if is_conv:
+        found: tuple[Any, ...] = layer.args[3:]
+        stride, padding, dilation, groups = found + _DEFAULT_WINDOW[len(found) :]
+        window = padding, stride, dilation, groups
+        made = FusedConv(weight, bias, window, applied, workload, given.shape, rows)
+    else:
+        made = FusedLinear(weight, bias, applied, workload, max(given.numel() // weight.shape[1] // rows, 1))
     name = f"fused_{layer.name}"
-    module.add_module(name, make(Layer(layer, weight, bias, activation or _NO_ACTIVATION, given, workload, rows)))
+    module.add_module(name, made)
     with module.graph.inserting_before(chain[-1]):
         call = module.graph.call_module(name, (layer.args[0],) if other is None else (layer.args[0], other))
     call.meta = dict(chain[-1].meta)

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from multiworld_serving.common.config import check_memory
 from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.errors import BundleError, WeightsError
@@ -86,7 +88,7 @@ def _like(first: Bundle, bundle: Bundle) -> Bundle:
     """The bundle with the labels and the resizing of the first one, if it has as many classes and images of its size."""
     manifest, image = bundle.manifest, first.manifest.image
     if len(manifest.labels) == len(first.manifest.labels):
-        manifest = replace(manifest, labels=first.manifest.labels)
+        manifest = structs.replace(manifest, labels=first.manifest.labels)
     if image is not None and manifest.image is not None and manifest.image.crop_size == image.crop_size:
-        manifest = replace(manifest, image=replace(manifest.image, resize_size=image.resize_size))
+        manifest = structs.replace(manifest, image=structs.replace(manifest.image, resize_size=image.resize_size))
     return replace(bundle, manifest=manifest)

@@ -142,12 +142,15 @@ def make_bundle_plan(
     for spec, stage, output in zip(specs, graphs, outputs, strict=True):
         row_shape = spec.input_rows.row_shape or (spec.input_rows.max_row_bytes,)
         rows = spec.input_rows.pack(tensors)
-        entries = {node.target: bundle.weights_file.entry(node.target) for node in stage.weights}
-        weights = StageWeights(
+        weights = sorted(
+            stage.weights, key=lambda node: -(node.dtype or torch.uint8).itemsize
+        )  # each is aligned to its elements
+        entries = {node.target: bundle.weights_file.entries[node.target] for node in weights}
+        sent = StageWeights(
             weights_head(stage.to_json(), entries),
             [FileRange(bundle.weights_file, entry.offset, entry.size) for entry in entries.values()],
         )
-        plans.append(StagePlan(spec, weights, row_shape, rows, spec.output_rows.pack(output), number, tuning))
+        plans.append(StagePlan(spec, sent, row_shape, rows, spec.output_rows.pack(output), number, tuning))
         tensors = output
     return _logged(plans)
 

@@ -30,7 +30,7 @@ LARGEST = 3
 
 
 def compiled(plan: StagePlan, precision: str) -> CompiledStage:
-    stage = load_bundle_stage(plan.spec, bytearray(sent_weights(plan)))
+    stage = load_bundle_stage(plan.spec, sent_weights(plan))
     return CompiledStage(stage, plan.input_shape, LARGEST, Tuning(precision, "compile"), CPU)
 
 
@@ -68,7 +68,7 @@ def test_compiled_stage_equals_the_reference_for_every_batch_size_and_number_of_
     made = compiled(plan, precision)
     for size in made.sizes:
         made.compile_for(size)
-    stage = load_bundle_stage(plan.spec, bytearray(sent_weights(plan)))
+    stage = load_bundle_stage(plan.spec, sent_weights(plan))
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):
@@ -139,7 +139,7 @@ async def test_stage_is_not_compiled_without_enough_memory(
 
 async def test_stage_that_is_no_longer_served_is_not_compiled_further(tmp_path: Path) -> None:
     (plan,) = bundle_plan(classifier_bundle(tmp_path / "bundle"), 1, Tuning(optimize="compile"))
-    engine, weights = Engine(CPU), bytearray(sent_weights(plan))
+    engine, weights = Engine(CPU), sent_weights(plan)
     arguments = plan.spec, weights, plan.input_shape, LARGEST, Tuning(optimize="compile")
     asked = iter((True, False))
     assert await engine.new_queue().compile(*arguments, lambda: next(asked)) is None

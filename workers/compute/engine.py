@@ -20,6 +20,7 @@ from multiworld_serving.models.optimize.compiled import CompiledStage, batch_siz
 from multiworld_serving.models.optimize.fusing import torch_threads
 from multiworld_serving.models.optimize.optimizing import OptimizedStage, optimize
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
+from multiworld_serving.models.weights.tensor_file import TensorFile
 from multiworld_serving.workers.compute.cores import BatchThreads, SharedCores, Threads
 from multiworld_serving.workers.compute.stage_store import LoadedStage, StageStore
 from multiworld_serving.workers.compute.transfers import Allocate, transfers_for
@@ -223,7 +224,7 @@ class EngineQueue:
     async def load(
         self,
         spec: BundleStageSpec,
-        weights: bytearray,
+        weights: TensorFile,
         sample_shape: tuple[int, ...],
         max_batch_size: int,
         tuning: Tuning = NO_TUNING,
@@ -247,7 +248,7 @@ class EngineQueue:
     async def compile(
         self,
         spec: BundleStageSpec,
-        weights: bytearray,
+        weights: TensorFile,
         sample_shape: tuple[int, ...],
         max_batch_size: int,
         tuning: Tuning,
@@ -268,7 +269,7 @@ class EngineQueue:
 
         def build() -> CompiledStage:
             sizes = len(batch_sizes(max_batch_size))  # each has the weights in its own layout
-            check_memory(_COMPILER_BYTES + (_COPIES_OF_WEIGHTS + sizes) * len(weights))
+            check_memory(_COMPILER_BYTES + (_COPIES_OF_WEIGHTS + sizes) * weights.size)
             stage = load_bundle_stage(spec, weights)
             return CompiledStage(stage, sample_shape, max_batch_size, tuning, self._engine.device)
 

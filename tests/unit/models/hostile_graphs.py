@@ -133,7 +133,6 @@ SHAPES = {
     ],
 }
 INTEGERS = {
-    "power of a size": integer("pow", [10, {"value": "n0"}]),
     "enormous power": integer("pow", [10, 1 << 61]),
     "repeated squaring": integer("mul", [], times=100),
     "large exponent": integer("pow", [{"value": "n0"}, 100]),

@@ -180,7 +180,7 @@ def test_bundle_is_read_when_it_is_valid(folder: Path, tmp_path: Path, compressi
 
 
 MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "another format": lambda m: m.update(format=2),
+    "another format": lambda m: m.update(format=3),
     "no format": lambda m: m.pop("format"),
     "unknown field": lambda m: m.update(code="import os"),
     "missing field": lambda m: m.pop("inputs"),

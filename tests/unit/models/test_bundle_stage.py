@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.stage import BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.errors import BundleError, ModelError, StageError
-from multiworld_serving.models.weights.received import safetensors_head
+from multiworld_serving.models.weights.tensor_file import TensorFile, file_head
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from tests.bundles import Text, classifier_bundle, text_bundle
 from tests.cut_bundles import bundle_plan
@@ -43,8 +44,8 @@ def test_bundle_of_the_preview_release_is_served() -> None:
         torch.testing.assert_close(found, expected)
 
 
-def sent(plan: StagePlan) -> bytearray:
-    return bytearray(b"".join(chunk.numpy().tobytes() for chunk in plan.weights.chunks()))
+def sent(plan: StagePlan) -> bytes:
+    return b"".join(chunk.numpy().tobytes() for chunk in plan.weights.chunks())
 
 
 def received(plan: StagePlan) -> torch.nn.Module:
@@ -53,7 +54,7 @@ def received(plan: StagePlan) -> torch.nn.Module:
     file = sent(plan)
     assert hashlib.sha256(file).hexdigest() == assignment.weights_sha256
     assert len(file) == assignment.weights_bytes
-    return load_bundle_stage(BundleStageSpec.from_json(assignment.spec), file)
+    return load_bundle_stage(BundleStageSpec.from_json(assignment.spec), TensorFile.in_memory(file))
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
@@ -108,7 +109,7 @@ def test_bundle_that_was_calibrated_by_an_earlier_release_is_read(tmp_path: Path
     (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 2, "int8": accuracy}))
     found = read_bundle(folder)
     assert found.graph == expected.graph
-    assert found.manifest == dataclasses.replace(expected.manifest, sha256=found.manifest.sha256)
+    assert found.manifest == msgspec.structs.replace(expected.manifest, sha256=found.manifest.sha256)
 
 
 SPECS: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -137,7 +138,7 @@ def test_worker_refuses_a_hostile_description_with_one_line(classifier: Bundle, 
     fields = json.loads(plan.spec.to_json())
     SPECS[case](fields)
     with pytest.raises(ModelError) as error:
-        load_bundle_stage(BundleStageSpec.from_json(json.dumps(fields)), sent(plan))
+        load_bundle_stage(BundleStageSpec.from_json(json.dumps(fields)), TensorFile.in_memory(sent(plan)))
     assert "\n" not in str(error.value)
 
 
@@ -165,18 +166,18 @@ def test_worker_refuses_a_hostile_graph_before_it_computes_anything(case: str) -
         graph_sha256=hashlib.sha256(graph.encode()).hexdigest(),
     )
     with pytest.raises(ModelError) as error:
-        load_bundle_stage(spec, bytearray(safetensors_head({}, {"graph": graph})))
+        load_bundle_stage(spec, TensorFile.in_memory(file_head({}, {"graph": graph})))
     assert "\n" not in str(error.value)
 
 
-def _changed(plan: StagePlan, change: Callable[[dict[str, Any]], object]) -> bytearray:
+def _changed(plan: StagePlan, change: Callable[[dict[str, Any]], object]) -> bytes:
     """The file of the weights with another header."""
     file = sent(plan)
     length = int.from_bytes(file[:8], "little")
     header = json.loads(file[8 : 8 + length])
     change(header)
     text = json.dumps(header).encode()
-    return bytearray(len(text).to_bytes(8, "little") + text + file[8 + length :])
+    return len(text).to_bytes(8, "little") + text + file[8 + length :]
 
 
 HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -197,14 +198,14 @@ HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_worker_refuses_a_hostile_file_with_one_line(classifier: Bundle, case: str) -> None:
     plan = bundle_plan(classifier, 1)[0]
     with pytest.raises(ModelError) as error:
-        load_bundle_stage(plan.spec, _changed(plan, HEADERS[case]))
+        load_bundle_stage(plan.spec, TensorFile.in_memory(_changed(plan, HEADERS[case])))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("file", [b"", b"\0" * 8, b"\xff" * 8, b"\x05\0\0\0\0\0\0\0nojsn", b"\x02\0\0\0\0\0\0\0[]"])
 def test_worker_refuses_a_file_that_is_none(classifier: Bundle, file: bytes) -> None:
     with pytest.raises(ModelError):
-        load_bundle_stage(bundle_plan(classifier, 1)[0].spec, bytearray(file))
+        load_bundle_stage(bundle_plan(classifier, 1)[0].spec, TensorFile.in_memory(file))
 
 
 def test_rows_of_another_format_are_refused(classifier: Bundle) -> None:
