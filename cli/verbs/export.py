@@ -1,15 +1,13 @@
 """`multiworld export`: write a PyTorch model as a bundle."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from multiworld_serving.cli.options import AsJson, value
-from multiworld_serving.cli.stage_table import stage_facts, stage_table
+from multiworld_serving.cli.options import value
 from multiworld_serving.common.config import UserError
 
 if TYPE_CHECKING:
@@ -49,6 +47,15 @@ Name = Annotated[
 ]
 Version = Annotated[str, value("VERSION", "Version of the model.")]
 MaxBatchSize = Annotated[int, value("N", "Largest batch.", min=2, max=1024)]
+Weights = Annotated[
+    str | None,
+    value(
+        "NAME",
+        "A file with a state dict (.pth, .pt, .safetensors). For a model of torchvision also a published name such as DEFAULT, or "
+        "random:SEED. With this option it has labels.",
+        show_default="random:0 for a model of torchvision",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -75,25 +82,6 @@ class Inputs:
             "SPEC",
             "Variable dimension: INPUT:DIM=LEAST..MOST; INPUT:DIM,INPUT:DIM=… for equal lengths. May be repeated.",
         ),
-    ] = None
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Where the weights come from."""
-
-    panel: ClassVar[str] = "Weights"
-
-    weights: Annotated[
-        str | None,
-        value(
-            "NAME",
-            "Weights of a torchvision model, with their labels: a published name such as DEFAULT, a file with a state dict, random:SEED, "
-            "or auto (DEFAULT if available, else random:0 with a warning). Default: random:0, without labels.",
-        ),
-    ] = None
-    checkpoint: Annotated[
-        Path | None, value("FILE", "State dict (.pth, .pt, .safetensors) that is loaded into the model.")
     ] = None
 
 
@@ -132,13 +120,12 @@ def export(
     source: Source,
     output: Output,
     inputs: Inputs,
-    weights: Weights,
     images: Images,
+    weights: Weights = None,
     stages: Stages = "auto",
     name: Name = None,
     version: Version = "1",
     max_batch_size: MaxBatchSize = 64,
-    as_json: AsJson = False,
 ) -> int:
     """Write a PyTorch model as a bundle: a graph of known operators and its weights, cut into stages, without code.
 
@@ -154,21 +141,18 @@ def export(
     count = _number_of_stages(stages)
     dynamic = tuple(map(parse_dynamic, inputs.dynamic or ()))
     steps.print("loading the model")
-    checkpoint = None if weights.checkpoint is None else str(weights.checkpoint)
     published: Preprocessing | None = None
     labels: tuple[str, ...] = ()
     if ":" not in source:
-        loaded = load_model(source, checkpoint or weights.weights or "random:0")
+        loaded = load_model(source, weights or "random:0")
         module, published, labels = loaded.module, loaded.preprocessing, loaded.labels
-    elif weights.weights is not None:
-        raise UserError("--weights is for models of torchvision; load them in the function, or give --checkpoint FILE")
     else:
-        module = load_module(source, checkpoint)
+        module = load_module(source, weights)
     image = _preprocessing(images, published, given=bool(inputs.example or inputs.input))
     example = _example(module, inputs, image, "images" if published is None else INPUT)
     if images.labels is not None:
         labels = read_labels(str(images.labels), num_classes(module, example, image))
-    elif image is None or weights.weights is None:
+    elif image is None or weights is None:
         labels = ()
     options = ExportOptions(
         name=name or _name_of(output),
@@ -181,11 +165,7 @@ def export(
         labels=labels,
         output=PROBABILITIES if published is not None and labels else None,
     )
-    report = export_model(module, list(example.values()), output, options, steps.print)
-    if as_json:
-        print(json.dumps(_facts(report, output)))
-    else:
-        _show(report, output)
+    _show(export_model(module, list(example.values()), output, options, steps.print), output)
     return 0
 
 
@@ -205,27 +185,20 @@ def _number_of_stages(text: str) -> int | None:
 def _example(module: "nn.Module", inputs: Inputs, image: "Preprocessing | None", name: str) -> "dict[str, Tensor]":
     from multiworld_serving.models.export.sources import InputSpec, call_function, examples_from
 
-    if inputs.example and inputs.input:
-        raise UserError("--example and --input exclude each other: give one of them")
-    if image is not None:
-        if inputs.example:
-            raise UserError(
-                "--example with image preprocessing: leave --image-size, --mean, --std and --resize out, or give no example"
-            )
-        specs = [InputSpec.parse(text) for text in inputs.input or [f"{name}:float32[batch,3,224,224]"]]
-        if len(specs) != 1:
-            raise UserError(f"a model with image preprocessing has one input; got {len(specs)}")
-        return {specs[0].name: specs[0].example()}
+    if inputs.example and (inputs.input or image is not None):
+        raise UserError("--example, --input and the options of images exclude each other: give one of them")
     if inputs.example:
         return examples_from(call_function(inputs.example), module)
-    if inputs.input:
-        specs = [InputSpec.parse(text) for text in inputs.input]
-        if len({spec.name for spec in specs}) < len(specs):
-            raise UserError("--input: two inputs have one name; expected a name for each")
-        return {spec.name: spec.example() for spec in specs}
-    raise UserError(
-        "the inputs of the model are not known: give --input NAME:DTYPE[batch,N,…] for each, --example FUNCTION, or --image-size PIXELS"
-    )
+    texts = inputs.input or ([] if image is None else [f"{name}:float32[batch,3,224,224]"])
+    examples = {spec.name: spec.example() for spec in map(InputSpec.parse, texts)}
+    if not texts:
+        raise UserError(
+            "the inputs of the model are not known: give --input NAME:DTYPE[batch,N,…] for each, --example FUNCTION, or "
+            "--image-size PIXELS"
+        )
+    if len(examples) < len(texts) or (image is not None and len(texts) > 1):
+        raise UserError("--input: expected a name for each input, and one input if it is an image")
+    return examples
 
 
 def _preprocessing(images: Images, published: "Preprocessing | None", *, given: bool) -> "Preprocessing | None":
@@ -253,29 +226,23 @@ def _channels(text: str, option: str) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _facts(report: "ExportReport", path: Path) -> dict[str, Any]:
-    return {
-        "path": str(path),
-        "name": report.manifest.name,
-        "version": report.manifest.version,
-        "nodes": report.nodes,
-        "operators": report.operators,
-        "stages": stage_facts(report.cut, report.weights_bytes),
-        "balance": report.cut.balance,
-        "checked_batch_sizes": list(report.checked),
-        "deviation": report.deviation,
-    }
-
-
 def _show(report: "ExportReport", path: Path) -> None:
-    from multiworld_serving.cli.console import console
+    from multiworld_serving.cli.console import console, table
 
-    out = console()
+    out, cut = console(), report.cut
+    columns = ("stage", "ms", "share", "weights MB", "output KiB")
+    rows = table(*columns, numbers=columns)
+    for number, stage_s in enumerate(cut.stage_s):
+        sent = f"{cut.boundary_bytes[number] / 1024:.0f}" if number < len(cut.boundary_bytes) else ""
+        share = stage_s / (sum(cut.stage_s) or 1.0)
+        rows.add_row(
+            str(number), f"{stage_s * 1e3:.2f}", f"{share:.0%}", f"{report.weights_bytes[number] / 1e6:.1f}", sent
+        )
     out.print(f"{report.manifest.name} {report.manifest.version}, times and bytes per row", style="bold")
-    out.print(stage_table(report.cut, report.weights_bytes))
+    out.print(rows)
     batches = ", ".join(map(str, report.checked))
     out.print(
-        f"{report.nodes} nodes of {report.operators} operators, balance {report.cut.balance:.2f}; "
+        f"{report.nodes} nodes of {report.operators} operators, balance {cut.balance:.2f}; "
         f"largest difference from the model at batch {batches}: {report.deviation:.2g}"
     )
-    out.print(f"{path} is complete; serve it: multiworld serve --model {path} --stages {len(report.cut.stage_s)}")
+    out.print(f"{path} is complete; serve it: multiworld serve --model {path} --stages {len(cut.stage_s)}")

@@ -22,6 +22,6 @@ class Classifier(nn.Module):
 
 
 def make() -> Classifier:
-    """Random weights: load yours here, or give `multiworld export --checkpoint weights.pth`."""
+    """Random weights: load yours here, or give `multiworld export --weights weights.pth`."""
     torch.manual_seed(0)
     return Classifier()

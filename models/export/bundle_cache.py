@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -25,8 +26,9 @@ from multiworld_serving.models.weights import SUFFIXES, parse_seed
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 1800.0
+_HOST = "https://download.pytorch.org"
 _PROBE_TIMEOUT_S = 3.0
-"""How long "auto" waits for the download host, including DNS."""
+"""How long "auto" waits for it, including DNS."""
 _MIN_BATCH_SIZE = 64
 """Bundles compute batches of at least this size, so that most services share one in the cache."""
 _KEY_LETTERS = 12
@@ -79,84 +81,54 @@ def exported(name: str, weights: str, max_batch_size: int = _MIN_BATCH_SIZE, *, 
     Raises:
         ModelError: it cannot be exported; the message says why.
     """
-    model = CachedModel(name, weights, max(max_batch_size, _MIN_BATCH_SIZE), image_size)
     if weights == "auto":
-        model = replace(model, weights=trained_weights(name, max_batch_size, image_size=image_size))
-    path = model.path()
-    _export(model, path)
-    return path
+        weights = trained_weights(name, max_batch_size, image_size=image_size)
+    return _export(CachedModel(name, weights, max(max_batch_size, _MIN_BATCH_SIZE), image_size))
 
 
 def trained_weights(name: str, max_batch_size: int, *, image_size: int | None = None) -> str:
     """DEFAULT if the model can be exported with these weights, else random:0 with a warning.
 
-    If their host did not answer before, this takes at most `_PROBE_TIMEOUT_S`.
+    If their host does not answer, this takes at most `_PROBE_TIMEOUT_S`, and an export only if the cache has neither bundle.
     """
     model = CachedModel(name, "DEFAULT", max(max_batch_size, _MIN_BATCH_SIZE), image_size)
-    path = model.path()
-    reason = None if path.exists() else _known_unavailable(path)
-    if reason is None:
+    reason = None if model.path().exists() else _why_unreachable()
+    if reason is None or not replace(model, weights=UNTRAINED).path().exists():
         try:
-            _export(model, path, "probe")
+            _export(model, *(["offline"] if reason else []))
         except WeightsError as error:
-            reason = str(error)
+            reason = reason or str(error)
         else:
             return model.weights
-    warn_untrained(name, reason)
-    return UNTRAINED
-
-
-def warn_untrained(name: str, reason: str) -> None:
-    """Log that "auto" uses random weights for this model, and why."""
     logger.warning(
         "NO TRAINED WEIGHTS: %s has %s, so its predictions are meaningless (%s). Pass --weights FILE for real ones.",
         *(name, UNTRAINED, reason),
     )
+    return UNTRAINED
 
 
-def why_unavailable(path: Path | None, url: str, file: Path) -> str | None:
-    """None if published weights are in torch.hub's cache, or if their host answers within `_PROBE_TIMEOUT_S`; otherwise what happened.
-
-    If it does not answer and `path`, the bundle in the cache, is given, the next start asks the host again, and begins no export.
-    """
-    if file.exists() or (reason := _probe(url)) is None:
-        return None
-    if path is not None:
-        _record(path).write_text(json.dumps([url, str(file)]))
-    return reason
-
-
-def _known_unavailable(path: Path) -> str | None:
-    """See `why_unavailable`. None if nothing is known."""
-    if not _record(path).exists():
-        return None
-    url, file = json.loads(_record(path).read_text())
-    return None if Path(file).exists() else _probe(url)
-
-
-def _record(path: Path) -> Path:
-    return path.with_name(f"{path.name}.unavailable")
-
-
-def _probe(url: str) -> str | None:
+def _why_unreachable() -> str | None:
+    """Why no published weights can be downloaded now. None if they can."""
     results: list[str | None] = []
 
     def probe() -> None:
-        request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "torch.hub"})  # noqa: S310 https
-        # OSError covers refused, unreachable, DNS failures, timeouts and HTTP errors; ValueError a malformed proxy URL.
+        request = urllib.request.Request(_HOST, method="HEAD", headers={"User-Agent": "torch.hub"})
+        # OSError covers refused, unreachable, DNS failures and timeouts; ValueError a malformed proxy URL.
         try:
             with urllib.request.urlopen(request, timeout=_PROBE_TIMEOUT_S):  # noqa: S310
                 results.append(None)
+        except urllib.error.HTTPError:
+            results.append(None)
         except TimeoutError:
             pass  # like no result yet
         except (OSError, ValueError) as error:
-            results.append(f"{url} cannot be downloaded: {getattr(error, 'reason', None) or error}")
+            results.append(f"{_HOST} cannot be reached: {getattr(error, 'reason', None) or error}")
 
     # A thread, because DNS lookups have no timeout; daemon, so that it does not block the exit.
     thread = threading.Thread(target=probe, name="weights-probe", daemon=True)
     thread.start()
     thread.join(_PROBE_TIMEOUT_S)
-    return results[0] if results else f"{url} does not answer within {_PROBE_TIMEOUT_S:g} s"
+    return results[0] if results else f"{_HOST} does not answer within {_PROBE_TIMEOUT_S:g} s"
 
 
 def _folder() -> Path:
@@ -172,9 +144,10 @@ def _sha256(path: str) -> str:
         raise WeightsError(f"cannot read weights from {path}: {error.strerror or error}; check the path") from error
 
 
-def _export(model: CachedModel, path: Path, *options: str) -> None:
+def _export(model: CachedModel, *options: str) -> Path:
+    path = model.path()
     if path.exists():
-        return
+        return path
     logger.info(
         "exporting %s with weights %s: this takes up to a minute, and later starts take it from %s",
         *(model.name, model.weights, path.parent),
@@ -189,6 +162,7 @@ def _export(model: CachedModel, path: Path, *options: str) -> None:
                 _export_in_child(model, path, *options)
     except OSError as error:
         raise ExportError(f"{model.name} cannot be exported to {path}: {error.strerror or error}") from error
+    return path
 
 
 def _export_in_child(model: CachedModel, path: Path, *options: str) -> None:

@@ -24,13 +24,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from multiworld_serving.models.errors import ExportError, ModelError, WeightsError
-from multiworld_serving.models.export.bundle_cache import (
-    UNTRAINED,
-    WEIGHTS_STATUS,
-    CachedModel,
-    warn_untrained,
-    why_unavailable,
-)
+from multiworld_serving.models.export.bundle_cache import WEIGHTS_STATUS, CachedModel
 from multiworld_serving.models.export.exporter import ExportOptions, ExportReport, export_model
 from multiworld_serving.models.export.sources import num_classes
 from multiworld_serving.models.preprocessing import ImageModel, Preprocessing
@@ -41,7 +35,6 @@ from multiworld_serving.models.weights.labels import placeholder_labels
 _STALL_TIMEOUT_S = 30.0
 """A download without progress for this long is aborted."""
 _FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-_HASH_IN_URL = re.compile(r"-([0-9a-f]{8,})\.pth$")  # torch.hub's convention
 _FC_STD = 0.5
 INPUT, PROBABILITIES = "input", "probabilities"
 """Names of the input of images, and of the output of classifiers."""
@@ -82,20 +75,12 @@ def load_model(name: str, weights: str = "random:0", *, image_size: int | None =
     """Load a model. Blocks: reads files and may download.
 
     Args:
-        weights: a published name such as DEFAULT; a file with a state dict, which also determines the number of classes; "random:SEED"; or
-            "auto": DEFAULT if these are cached or their host answers, otherwise random:0 with a warning.
+        weights: a published name such as DEFAULT; a file with a state dict, which also determines the number of classes; or "random:SEED".
         image_size: side in pixels that images are resized and cropped to. None: as published with the weights.
     Raises:
         ModelError: unknown model or weights, unreadable or wrong file, failed download.
     """
     check_name(name)
-    if weights == "auto":
-        try:
-            check_available(name)
-            return load_model(name, "DEFAULT", image_size=image_size)
-        except WeightsError as error:
-            warn_untrained(name, str(error))
-            return load_model(name, UNTRAINED, image_size=image_size)
     published = published_weights(name)
     labels: tuple[str, ...] | None = None
     if weights == "random" or weights.startswith("random:"):
@@ -104,8 +89,7 @@ def load_model(name: str, weights: str = "random:0", *, image_size: int | None =
     elif Path(weights).suffix.lower() in SUFFIXES:
         checkpoint = read_checkpoint(weights)
         version, module = checkpoint.version, _module_with(name, checkpoint.tensors, weights)
-        known = _weights_with_content(name, checkpoint.sha256)
-        published, labels = known or published, None if known else ()
+        labels = ()
     else:
         published = published_weights(name, weights)
         version, module = published.name, _fetched(name, published)
@@ -243,36 +227,14 @@ def published_weights(name: str, weights: str | None = None) -> Any:
     except KeyError as error:
         known = ", ".join(member.name for member in members)
         raise WeightsError(
-            f"{name} has no weights {weights!r}; expected one of DEFAULT, {known}, auto, random:SEED, or a file ({', '.join(SUFFIXES)})"
+            f"{name} has no weights {weights!r}; expected one of DEFAULT, {known}, random:SEED, or a file ({', '.join(SUFFIXES)})"
         ) from error
-
-
-def _weights_with_content(name: str, sha256: str) -> Any | None:
-    """The published weights whose file has this hash, whatever its name, or None."""
-    for weights in torchvision.models.get_model_weights(name):
-        match = _HASH_IN_URL.search(weights.url)
-        if match is not None and sha256.startswith(match[1]):
-            return weights
-    return None
 
 
 def _cached_file(published: Any) -> Path:
     """The path of these weights in torch.hub's cache, whether or not it exists."""
     name: str = published.url.rsplit("/", 1)[-1]
     return Path(torch.hub.get_dir()) / "checkpoints" / name
-
-
-def check_available(name: str, bundle: Path | None = None) -> None:
-    """Raise WeightsError if the DEFAULT weights are neither cached nor does their host answer.
-
-    Args:
-        bundle: in the cache, see `bundle_cache.why_unavailable`.
-    """
-    if published_weights(name) is None:
-        raise WeightsError(f"torchvision publishes no weights for {name}")
-    default = published_weights(name, "DEFAULT")
-    if (reason := why_unavailable(bundle, default.url, _cached_file(default))) is not None:
-        raise WeightsError(reason)
 
 
 def _fetched(name: str, published: Any) -> nn.Module:
@@ -292,8 +254,8 @@ def _fetched(name: str, published: Any) -> nn.Module:
                 f"the cached weights {file} of {published} cannot be read ({reason}); delete that file and try again"
             ) from error
         raise WeightsError(
-            f"cannot download {published} from {published.url} ({reason}); check the network, or download it elsewhere and pass "
-            f"the file (--weights FILE) or put it at {file}; --weights random:0 serves an untrained model"
+            f"cannot download {published} from {published.url} ({reason}); check the network, or download it elsewhere and put "
+            f"it at {file}; --weights FILE takes your own, --weights random:0 serves an untrained model"
         ) from error
     return model
 
@@ -319,17 +281,15 @@ def main(model: str, path: str, *options: str) -> None:
 
     Args:
         model: JSON of a `CachedModel`.
-        options: "probe": do not wait longer than `bundle_cache` says for the host of published weights.
+        options: "offline": download nothing.
     Raises:
         ModelError: it cannot be exported.
     """
     asked = CachedModel(**json.loads(model))
-    torch.set_num_threads(
-        1
-    )  # faster where other processes compute, and the service keeps its cores while it loads a version
+    torch.set_num_threads(1)  # the service keeps its cores while it loads a version
     check_name(asked.name)
-    if "probe" in options:
-        check_available(asked.name, Path(path))
+    if "offline" in options and not _cached_file(published_weights(asked.name, "DEFAULT")).exists():
+        raise WeightsError(f"{asked.name} has no weights in the cache of torch.hub")
     _step("loading the model")
     loaded = load_model(asked.name, asked.weights, image_size=asked.image_size)
     export_loaded(loaded, Path(path), max_batch_size=asked.max_batch_size, progress=_step)

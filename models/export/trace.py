@@ -150,19 +150,24 @@ class _Writer:
                         "give an example of another length, or do not make it variable"
                     )
                 self._symbols[length.node.expr] = dynamic.__name__
-        renamed = dict(zip(inputs, self._names, strict=True))
+        self._renamed = {node.name: name for node, name in zip(inputs, self._names, strict=True)}
+        taken = {node.name for node in self._module.graph.nodes} - self._renamed.keys()
+        if clash := taken.intersection(self._names):
+            raise ExportError(f"the model has a value named {sorted(clash)[0]!r}; choose another name for this input")
         outputs: tuple[str, ...] = ()
         for node in self._module.graph.nodes:
             match node.op:
                 case "placeholder":
-                    self._nodes.append(Node("input", node.name, **self._tensor(node.meta["val"])))
+                    self._nodes.append(Node("input", self._renamed[node.name], **self._tensor(node.meta["val"])))
                 case "get_attr":
                     self._weight(node)
                 case "call_function":
                     self._call(node)
                 case "output":
                     outputs = tuple(
-                        value.name for value in _pytree.tree_leaves(node.args[0]) if isinstance(value, fx.Node)
+                        self._argument(value).name
+                        for value in _pytree.tree_leaves(node.args[0])
+                        if isinstance(value, fx.Node)
                     )
                 case other:
                     raise ExportError(f"the model cannot be exported: it contains a {other} ({node.target})")
@@ -175,10 +180,9 @@ class _Writer:
             )
             raise ExportError(f"the model uses operators that a bundle does not allow: {found}{state}")
         try:
-            graph = Graph(tuple(self._nodes), outputs)
+            return Graph(tuple(self._nodes), outputs), self._weights
         except BundleError as error:
             raise ExportError(f"the model cannot be exported: {error}") from error
-        return _rename_inputs(graph, {node.name: name for node, name in renamed.items()}), self._weights
 
     def _tensor(self, value: Tensor) -> dict[str, Any]:
         return {"dtype": value.dtype, "shape": tuple(map(self._dim, value.shape))}
@@ -233,33 +237,12 @@ class _Writer:
 
     def _argument(self, argument: Any) -> Any:
         if isinstance(argument, fx.Node):
-            return Value(argument.name)
+            return Value(self._renamed.get(argument.name, argument.name))
         if isinstance(argument, torch.device):
             return Device()
         if isinstance(argument, tuple | list):
             return tuple(map(self._argument, argument))
         return argument
-
-
-def _rename_inputs(graph: Graph, names: Mapping[str, str]) -> Graph:
-    """Give the inputs the names that the user chose."""
-    taken = {node.name for node in graph.nodes} - names.keys()
-    if clash := taken & set(names.values()):
-        raise ExportError(f"the model has a value named {sorted(clash)[0]!r}; choose another name for this input")
-
-    def renamed(argument: Any) -> Any:
-        if isinstance(argument, Value):
-            return Value(names.get(argument.name, argument.name))
-        return tuple(map(renamed, argument)) if isinstance(argument, tuple) else argument
-
-    nodes = [
-        Node(
-            *(node.kind, names.get(node.name, node.name), node.target, renamed(node.args)),
-            *({key: renamed(value) for key, value in node.kwargs.items()}, node.dtype, node.shape),
-        )
-        for node in graph.nodes
-    ]
-    return Graph(tuple(nodes), tuple(names.get(name, name) for name in graph.outputs))
 
 
 def _line_of(node: fx.Node) -> str:

@@ -26,7 +26,6 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _PREFIXES = ("module.", "_orig_mod.", "model.")  # of DistributedDataParallel, torch.compile, Lightning
 _NOT_IN_VERSIONS = re.compile(r"[^A-Za-z0-9_.:+-]")
 _STEM_CHARACTERS = 80
-_HEAD = re.compile(r"fc\.(\d+)\.(weight|bias)")
 _COUNTER = "num_batches_tracked"  # BatchNorm's; unused in eval mode, and missing in old checkpoints
 _HOW_TO_SAVE = "save the weights alone with torch.save(model.state_dict(), path) or safetensors.torch.save_file"
 
@@ -39,15 +38,13 @@ class Checkpoint:
     version: str
     """File name without its suffix, with other characters than those of versions as "_", and the first 12 hex digits of the SHA-256 of
     the file's content."""
-    sha256: str
 
 
 def read_checkpoint(path: str) -> Checkpoint:
     """Read `.pth`, `.pt`, `.ckpt` (`weights_only=True`) or `.safetensors`.
 
     Accepts a plain state dict, or one wrapped as {"state_dict": ...}, {"model_state_dict": ...} or {"model": ...}. Removes a prefix that
-    all names share because the model was wrapped in training ("module."). A last layer in a sequence with a dropout (`fc.1.weight`) becomes
-    `fc.weight`, because a dropout does nothing when serving.
+    all names share because the model was wrapped in training ("module.").
 
     Raises:
         WeightsError: the file is missing, unreadable, truncated, contains code, or contains no tensors by name.
@@ -57,7 +54,7 @@ def read_checkpoint(path: str) -> Checkpoint:
     parse = _parse_safetensors if file.suffix.lower() == ".safetensors" else _parse_torch
     sha256 = hashlib.sha256(content).hexdigest()
     stem = _NOT_IN_VERSIONS.sub("_", file.stem).lstrip("_.:+-")[:_STEM_CHARACTERS] or "weights"
-    return Checkpoint(clean_state_dict(parse(content, path), path), version=f"{stem}-{sha256[:12]}", sha256=sha256)
+    return Checkpoint(clean_state_dict(parse(content, path), path), version=f"{stem}-{sha256[:12]}")
 
 
 def clean_state_dict(data: Any, origin: str) -> dict[str, Tensor]:
@@ -79,7 +76,7 @@ def clean_state_dict(data: Any, origin: str) -> dict[str, Tensor]:
                 f"{origin} contains {_describe(value)} under {name!r}; "
                 f"expected a state dict (name to tensor): {_HOW_TO_SAVE}"
             )
-    return _with_plain_head(_without_prefixes(dict(data)))
+    return _without_prefixes(dict(data))
 
 
 def load_state(module: nn.Module, tensors: Mapping[str, Tensor], origin: str, owner: str) -> None:
@@ -111,15 +108,6 @@ def _without_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             if all(name.startswith(prefix) for name in tensors):
                 tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return tensors
-
-
-def _with_plain_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the only linear layer of a sequence `fc` to `fc`. Two of them are another architecture, which stays as it is."""
-    found = [match for name in tensors if (match := _HEAD.fullmatch(name))]
-    if len({match[1] for match in found}) != 1 or any(name in tensors for name in ("fc.weight", "fc.bias")):
-        return tensors
-    names = {match[0]: f"fc.{match[2]}" for match in found}
-    return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def _read_bytes(file: Path) -> bytes:

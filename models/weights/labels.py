@@ -50,11 +50,9 @@ def _read_text(path: Path) -> str:
 
 def _from_lines(text: str, path: str) -> tuple[str, ...]:
     lines = [line.strip() for line in text.rstrip().split("\n")]
-    if lines == [""]:
-        raise LabelsError(f"{path} is empty; {_EXPECTED}")
     for number, line in enumerate(lines, start=1):
         if not line:
-            raise LabelsError(f"{path} has an empty line {number} among its labels; {_EXPECTED}")
+            raise LabelsError(f"{path} is empty, or has an empty line {number} among its labels; {_EXPECTED}")
     return tuple(lines)
 
 
@@ -64,23 +62,15 @@ def _from_json(text: str, path: str) -> tuple[str, ...]:
     except (ValueError, RecursionError) as error:
         raise LabelsError(f"{path} is not valid JSON ({error}); {_EXPECTED}") from error
     if isinstance(data, dict):
-        data = _in_index_order(data, path)
+        if strange := sorted(data.keys() - {str(index) for index in range(len(data))}):
+            raise LabelsError(
+                f"{path} has the key {strange[0]!r}; expected the indices 0 to {len(data) - 1}, each once"
+            )
+        data = [data[str(index)] for index in range(len(data))]
     if not isinstance(data, list) or not data:
         raise LabelsError(f"{path} contains neither a list nor an object of labels; {_EXPECTED}")
-    return tuple(_label(entry, path) for entry in data)
-
-
-def _in_index_order(data: dict[str, Any], path: str) -> list[Any]:
-    expected = {str(i) for i in range(len(data))}
-    if set(data) != expected:
-        strange = sorted(set(data) - expected)[0]
-        raise LabelsError(f"{path} has the key {strange!r}; expected the indices 0 to {len(data) - 1}, each once")
-    return [data[str(i)] for i in range(len(data))]
-
-
-def _label(entry: Any, path: str) -> str:
-    if isinstance(entry, list) and entry:
-        entry = entry[-1]  # the usual ImageNet index: {"0": ["n01440764", "tench"], ...}
-    if not isinstance(entry, str) or not entry.strip():
-        raise LabelsError(f"{path} has the label {entry!r}; expected text")
-    return entry.strip()
+    # The usual ImageNet index: {"0": ["n01440764", "tench"], ...}
+    labels = [entry[-1] if isinstance(entry, list) and entry else entry for entry in data]
+    if wrong := [label for label in labels if not isinstance(label, str) or not label.strip()]:
+        raise LabelsError(f"{path} has the label {wrong[0]!r}; expected text")
+    return tuple(label.strip() for label in labels)

