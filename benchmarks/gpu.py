@@ -29,7 +29,7 @@ from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.load.requests import record_reference_answers
 from multiworld_serving.testing.local_service import LocalService
-from multiworld_serving.workers.compute.transfers import transfers_for
+from multiworld_serving.workers.compute.transfers import GpuTransfers
 
 _TOTAL_S = 540.0
 _TESTS = ("tests/integration/test_gpu_stages.py", "tests/integration/test_nccl.py")
@@ -83,7 +83,7 @@ def measure_copies(device: torch.device) -> Step:
     """GB/s to the device and back, as the workers copy: through pinned memory, on a stream of their own."""
     step = Step("copies", "Transfers.to_device, Transfers.to_host")
     started_s = time.monotonic()
-    transfers = transfers_for(device)
+    transfers = GpuTransfers(device)
     for mib in _COPY_MIB:
         batch = torch.ones(mib << 18)
         there = transfers.to_device(batch)()

@@ -208,8 +208,8 @@ class Session:
                     return
                 self._incoming = incoming
                 self._inputs[incoming.assignment.version, spec.index] = _Expected(
-                    spec.input_dtype if spec.is_first else incoming.assignment.travels_as(spec.input_dtype),
-                    *(RowShape(shape, spec.input_varies), 1, most),
+                    spec.input_rows.dtype if spec.is_first else incoming.assignment.travels_as(spec.input_rows.dtype),
+                    *(RowShape(shape, spec.input_rows.varies), 1, most),
                     torch.float32 if spec.is_last else incoming.assignment.travels_as(torch.float32),
                 )
                 self._place.assigned(incoming.assignment.version, spec, incoming.assignment.digest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -22,7 +23,8 @@ MAX_BATCH_SIZE = 1024
 _MAX_LENGTH = 1 << 31
 _MAX_ERROR_CHARACTERS = 300
 
-Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_.:+-]{0,99}\Z")]
+NAME = re.compile(r"\A[A-Za-z0-9][A-Za-z0-9_.:+-]{0,99}\Z")
+Name = Annotated[str, Meta(pattern=NAME.pattern)]
 """Name or version of a model."""
 Line = Annotated[str, Meta(pattern=r"\A[^\x00-\x1f\x7f]*\Z", max_length=1024)]
 """Text without control characters."""

@@ -78,16 +78,6 @@ class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True
         return RowFormat(self.outputs, self.dimensions)
 
     @property
-    def input_dtype(self) -> torch.dtype:
-        """Of the rows of the input."""
-        return self.input_rows.dtype
-
-    @property
-    def input_varies(self) -> bool:
-        """Whether rows of the input have different lengths."""
-        return self.input_rows.varies
-
-    @property
     def is_first(self) -> bool:
         return self.index == 0
 
@@ -121,22 +111,6 @@ class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True
         except BundleError as error:
             raise StageError(f"{error} (do leader and worker run the same release?)") from error
 
-    def unpack_input(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of the input. Raises BundleError."""
-        return self.input_rows.unpack(rows)
-
-    def pack_input(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The inverse of `unpack_input`. Raises BundleError."""
-        return self.input_rows.pack(tensors)
-
-    def pack_output(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The inverse of `unpack_output`. Raises BundleError."""
-        return self.output_rows.pack(tensors)
-
-    def unpack_output(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of the output. Raises BundleError."""
-        return self.output_rows.unpack(rows)
-
     def example(self, count: int, sample_shape: tuple[int, ...]) -> Tensor:
         """Rows of zeros, with variable dimensions of their largest lengths. They have `sample_shape` or fewer bytes."""
         tensors = []
@@ -159,8 +133,8 @@ class BundleStage(nn.Module):
         self.eval().requires_grad_(False)
 
     def forward(self, rows: Tensor) -> Tensor:
-        outputs = self.module(*self.spec.unpack_input(rows))
-        return self.spec.pack_output([each.contiguous() for each in outputs])
+        outputs = self.module(*self.spec.input_rows.unpack(rows))
+        return self.spec.output_rows.pack([each.contiguous() for each in outputs])
 
 
 def stage_specs(manifest: Manifest, stages: Sequence[Graph]) -> list[BundleStageSpec]:

@@ -14,14 +14,19 @@ from multiworld_serving.models.bundle.checking import check_graph
 from multiworld_serving.models.bundle.cutting import Cut, cut_graph, estimate_costs
 from multiworld_serving.models.bundle.files import write_bundle
 from multiworld_serving.models.bundle.graph import Graph
-from multiworld_serving.models.bundle.manifest import MAX_BATCH_SIZE, Manifest, TensorSpec, spec_of
+from multiworld_serving.models.bundle.manifest import MAX_BATCH_SIZE, NAME, Manifest, TensorSpec, spec_of
 from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.errors import ExportError
+from multiworld_serving.models.export.independence import check_independent_rows
 from multiworld_serving.models.export.trace import Dynamic, capture
 from multiworld_serving.models.preprocessing import ImageModel, Preprocessing
 
 _TOLERANCE = 1e-5
 """Largest difference from the module, relative to the largest absolute value of the output. Usually it is 0."""
+_SHARES = (0.0, 1.0, 0.3, 0.7)
+"""Where variable dimensions are checked, from their least to their largest length."""
+_ROWS_CHANGED = (2, 3)
+"""Batch sizes at which one row is changed."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,9 @@ def export_model(
         raise ExportError(f"the largest batch is {options.max_batch_size}; expected 2 to {MAX_BATCH_SIZE} rows")
     if len(options.inputs) != len(example) or not example:
         raise ExportError(f"the model has {len(example)} example inputs but {len(options.inputs)} names for them")
+    for what, text in (("name", options.name), ("version", options.version)):
+        if not NAME.fullmatch(text):
+            raise ExportError(f"{what} is {text!r:.60}; expected letters, digits and . _ : + -, at most 100")
     module = model.eval()
     if options.image is not None or options.labels:
         module = ImageModel(model, options.image, probabilities=bool(options.labels))
@@ -106,11 +114,6 @@ def export_model(
     costs_s = estimate_costs(graph, {BATCH: 1} | lengths)
     cut = cut_graph(graph, costs_s, options.num_stages, lengths)
     stages = graph.cut(cut.positions)
-    checked = options.checked or tuple(sorted({1, 2, options.max_batch_size}))
-    deviation = 0.0
-    for count in checked:
-        progress(f"comparing with the model at batch {count}")
-        deviation = max(deviation, _compare(module, stages, weights, [_rows(tensor, count) for tensor in example]))
     manifest = Manifest(
         name=options.name,
         version=options.version,
@@ -127,8 +130,25 @@ def export_model(
     )
     manifest.check_graph(graph)
     check_graph(graph, manifest.lengths)
+    computed = [stage.build(weights, torch.device("cpu")) for stage in stages]
+    checked = options.checked or tuple(sorted({1, 2, options.max_batch_size}))
+    deviation = 0.0
+    for count in checked:
+        progress(f"comparing with the model at batch {count}")
+        deviation = max(
+            deviation, _compare(module, computed, [_rows(tensor, count) for tensor in example], f"batch {count}")
+        )
+    for share in _SHARES if options.dynamic else ():
+        there = {each: each.least + round(share * (each.most - each.least)) for each in options.dynamic}
+        where = ", ".join(f"{each.name} {length}" for each, length in there.items())
+        progress(f"comparing with the model at {where}")
+        deviation = max(deviation, _compare(module, computed, _resized(two, options.inputs, there), where))
+    for count in sorted({min(each, options.max_batch_size) for each in options.checked or _ROWS_CHANGED} - {1}):
+        progress(f"changing rows of batch {count}")
+        rows = [_rows(tensor, count) for tensor in example]
+        check_independent_rows(graph, weights, lambda *inputs: _run(computed, inputs)[-1], rows)
     progress("writing the bundle")
-    self_test = _self_test(graph, stages, weights, [_rows(tensor, 1) for tensor in example])
+    self_test = _self_test(graph, computed, [_rows(tensor, 1) for tensor in example])
     manifest = write_bundle(path, manifest, graph, weights, self_test)
     operators = len({node.target for node in graph.nodes if node.kind in ("call", "calls")})
     sizes = tuple(sum({each.target: each.row_bytes() for each in stage.weights}.values()) for stage in stages)
@@ -147,13 +167,23 @@ def _rows(tensor: Tensor, count: int) -> Tensor:
     return tensor.repeat(repeats, *[1] * (tensor.dim() - 1))[:count].contiguous()
 
 
-def _compare(
-    module: nn.Module, stages: Sequence[Graph], weights: Mapping[str, Tensor], example: Sequence[Tensor]
-) -> float:
+def _resized(example: Sequence[Tensor], names: Sequence[str], lengths: Mapping[Dynamic, int]) -> list[Tensor]:
+    """The example with these lengths of its variable dimensions, repeated or cut."""
+    resized = dict(zip(names, example, strict=True))
+    for dynamic, length in lengths.items():
+        for name, dim in dynamic.places:
+            resized[name] = _rows(resized[name].transpose(0, dim), length).transpose(0, dim).contiguous()
+    return list(resized.values())
+
+
+def _compare(module: nn.Module, stages: Sequence[nn.Module], example: Sequence[Tensor], where: str) -> float:
     """The largest relative difference between the stages and the module. Raises ExportError if it is too large."""
-    with torch.no_grad():
-        expected = _tensors(module(*example))
-        values = _run(stages, weights, example)[-1]
+    try:
+        with torch.no_grad():
+            expected = _tensors(module(*example))
+        values = _run(stages, example)[-1]
+    except Exception as error:  # whatever the code of the model raises
+        raise ExportError(f"the model fails at {where}: {' '.join(str(error).split())[:300]}") from error
     if not all(each.isfinite().all() for each in expected):
         raise ExportError("the model computes infinity or NaN for the example; use other weights")
     worst = 0.0
@@ -162,7 +192,7 @@ def _compare(
         difference = float((found.double() - wanted.double()).abs().max()) / scale if wanted.numel() else 0.0
         if found.shape != wanted.shape or found.dtype != wanted.dtype or not difference <= _TOLERANCE:
             raise ExportError(
-                f"the exported model computes something else than the model at batch {len(example[0])} (difference {difference:.2g}): "
+                f"the exported model computes something else than the model at {where} (difference {difference:.2g}): "
                 "does it depend on the batch size, on random numbers, or on state between calls?"
             )
         worst = max(worst, difference)
@@ -173,12 +203,12 @@ def _tensors(output: object) -> list[Tensor]:
     return [value for value in _pytree.tree_leaves(output) if isinstance(value, Tensor)]
 
 
-def _run(stages: Sequence[Graph], weights: Mapping[str, Tensor], example: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+def _run(stages: Sequence[nn.Module], example: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
     """The outputs of each stage."""
     values, found = tuple(example), []
     with torch.no_grad():
         for stage in stages:
-            values = stage.build(weights, torch.device("cpu"))(*values)
+            values = stage(*values)
             found.append(values)
     return found
 
@@ -196,12 +226,10 @@ def _output_specs(graph: Graph, module: nn.Module, example: Sequence[Tensor], si
     )
 
 
-def _self_test(
-    graph: Graph, stages: Sequence[Graph], weights: Mapping[str, Tensor], example: Sequence[Tensor]
-) -> dict[str, Tensor]:
+def _self_test(graph: Graph, stages: Sequence[nn.Module], example: Sequence[Tensor]) -> dict[str, Tensor]:
     """See `Bundle.self_test`."""
     found = {f"input.{node.name}": tensor for node, tensor in zip(graph.inputs, example, strict=True)}
-    for number, values in enumerate(_run(stages, weights, example)):
+    for number, values in enumerate(_run(stages, example)):
         for index, value in enumerate(values):
             if value.is_floating_point() and not value.isfinite().all().item():
                 raise ExportError(f"stage {number} computes infinity or NaN for the example; use other weights")

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -112,28 +113,26 @@ def call_function(place: str) -> Any:
 
 
 def _import(where: str) -> Any:
-    if not where.endswith(".py"):
-        if Path(where).is_file() or "/" in where:
-            raise ExportError(f"{where} is not a Python file; expected file.py:function or package.module:function")
-        sys.path.insert(0, str(Path.cwd()))
-        try:
-            return importlib.import_module(where)
-        finally:
-            sys.path.remove(str(Path.cwd()))
-    path = Path(where).resolve()
-    if not path.is_file():
+    path = Path(where)
+    is_file = where.endswith(".py")
+    if not is_file and (path.is_file() or "/" in where):
+        raise ExportError(f"{where} is not a Python file; expected file.py:function or package.module:function")
+    if is_file and not path.is_file():
         raise ExportError(f"{where} does not exist; check the path (seen from {Path.cwd()})")
-    spec = importlib.util.spec_from_file_location(_FILE_MODULE, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[_FILE_MODULE] = module  # dataclasses look modules up by name
-    sys.path.insert(0, str(path.parent))
+    folder = str(path.resolve().parent if is_file else Path.cwd())
+    sys.path.insert(0, folder)
     try:
+        if not is_file:
+            return importlib.import_module(where)
+        spec = importlib.util.spec_from_file_location(_FILE_MODULE, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[_FILE_MODULE] = module  # dataclasses look modules up by name
         spec.loader.exec_module(module)
+        return module
     finally:
-        sys.path.remove(str(path.parent))
-    return module
+        sys.path.remove(folder)
 
 
 @contextmanager
@@ -144,8 +143,8 @@ def _running(place: str) -> Iterator[None]:
     except ExportError:
         raise
     except Exception as error:
-        frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
-        theirs = [frame for frame in frames if frame.filename != __file__ and "<frozen" not in frame.filename]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        theirs = [frame for frame in frames if "<frozen" not in frame.filename]
         line = f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
         raise ExportError(f"{place} raised {type(error).__name__}: {_one_line(error)}{line}") from error
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.errors import CompileError, StageError
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation_of_rows, example_rows
-from multiworld_serving.models.optimize.folding import FoldedStage
+from multiworld_serving.models.optimize.folding import folded
 from multiworld_serving.models.optimize.fusing import Workload
 from multiworld_serving.models.optimize.graphs import place
 from multiworld_serving.models.optimize.tuning import ExecutionMode, Tuning
@@ -45,14 +45,14 @@ class CompiledStage(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        if stage.spec.input_varies:
+        if stage.spec.input_rows.varies:
             raise CompileError("its rows have different lengths")
         self.spec = stage.spec
         self.mode = ExecutionMode("compiled", tuning.stage_precision(device))
         self.sizes = batch_sizes(max_batch_size)
         self._sample_shape, self._device = sample_shape, device
-        self._folded = FoldedStage(stage, Workload(sample_shape, max_batch_size, (1,)), self.mode.dtype)
-        place(self._folded.body, device)
+        self._folded = folded(stage, Workload(sample_shape, max_batch_size, (1,)), self.mode.dtype)
+        place(self._folded.module, device)
         self._reference: list[BundleStage] = [stage]  # a list, so that it is no submodule
         self._code: dict[int, Callable[..., tuple[Tensor, ...]]] = {}
 
@@ -63,7 +63,7 @@ class CompiledStage(nn.Module):
             CompileError: there is no compiler, it fails, or the result is not accurate.
         """
         rows = example_rows(self.spec, size, self._sample_shape)
-        body = self._folded.body
+        body = self._folded.module
         # A module of its own, because its code is cached without guards: these compare shapes, which are fixed, and numbers of threads.
         module = fx.GraphModule(body, copy.deepcopy(body.graph))
         try:
@@ -88,12 +88,12 @@ class CompiledStage(nn.Module):
         size = next((size for size in self.sizes if size >= batch_size), None)
         if size is None:
             raise StageError(f"a batch of {batch_size}; this stage supports at most {self.sizes[-1]}")
-        if batch.dtype != self.spec.input_dtype:
-            raise StageError(f"a batch of {batch.dtype}; expected {self.spec.input_dtype}")
+        if batch.dtype != self.spec.input_rows.dtype:
+            raise StageError(f"a batch of {batch.dtype}; expected {self.spec.input_rows.dtype}")
         if size > batch_size:
             batch = torch.cat([batch, batch.new_zeros((size - batch_size, *batch.shape[1:]))])
-        outputs = self._code[size](*self.spec.unpack_input(batch.contiguous()))
-        return self.spec.pack_output([tensor[:batch_size].contiguous() for tensor in outputs])
+        outputs = self._code[size](*self.spec.input_rows.unpack(batch.contiguous()))
+        return self.spec.output_rows.pack([tensor[:batch_size].contiguous() for tensor in outputs])
 
     def _options(self) -> dict[str, Any]:
         if self._device.type == "cuda":

@@ -25,7 +25,9 @@ def example_rows(spec: BundleStageSpec, count: int, sample_shape: tuple[int, ...
             return tensor.random_(0, 256, generator=generator)
         return torch.ones_like(tensor)
 
-    return spec.pack_input([filled(tensor) for tensor in spec.unpack_input(spec.example(count, sample_shape))])
+    return spec.input_rows.pack(
+        [filled(tensor) for tensor in spec.input_rows.unpack(spec.example(count, sample_shape))]
+    )
 
 
 def deviation(output: Tensor, expected: Tensor, *, probabilities: bool = False) -> float:
@@ -51,6 +53,6 @@ def deviation_of_rows(output: Tensor, expected: Tensor, spec: BundleStageSpec, m
     if output.shape != expected.shape or output.dtype != expected.dtype:
         return float("nan")
     probabilities = spec.probabilities and mode.precision != "float32"
-    pairs = zip(spec.unpack_output(output), spec.unpack_output(expected), strict=True)
+    pairs = zip(spec.output_rows.unpack(output), spec.output_rows.unpack(expected), strict=True)
     found = [deviation(*pair, probabilities=probabilities) for pair in pairs]
     return next(filter(isnan, found), max(found))

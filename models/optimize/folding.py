@@ -28,52 +28,32 @@ _SHAPE_ROWS = 2
 """Batch size for computing shapes. With 1, a weight that is the same for all rows would have the shape of an activation."""
 
 
-class FoldedStage(nn.Module):
+def folded(
+    stage: BundleStage, workload: Workload, dtype: torch.dtype = torch.float32, *, fused: bool = False
+) -> BundleStage:
     """A stage with folded weights, in channels-last layout and any precision inside.
-
-    Same interface as the stage: rows in, rows out, with the same dtypes. Outputs are contiguous.
 
     Args:
         stage: not changed, and no weight is shared with it.
         dtype: of weights and activations inside.
         fused: also fuse convolutions and linear layers for this workload (see `fusing`; check `fusable` first).
     """
-
-    def __init__(
-        self,
-        stage: BundleStage,
-        workload: Workload,
-        dtype: torch.dtype = torch.float32,
-        *,
-        fused: bool = False,
-    ) -> None:
-        super().__init__()
-        self.spec = stage.spec
-        with torch.inference_mode(mode=False), torch.no_grad():
-            module = graph_of(stage)
-            example = stage.spec.example(_SHAPE_ROWS, workload.sample_shape)
-            propagate(module, stage.spec.unpack_input(example))
-            fold_batch_norm(module)
-            _use_channels_last(module)
-            if dtype != torch.float32:
-                lower(module, dtype)
-            _lay_out_weights(module)
-            if fused:
-                fuse(module, workload, _SHAPE_ROWS)
-            add_in_place(module)
-            module.graph.eliminate_dead_code()
-            self.body = fx.GraphModule(module, module.graph)  # without the weights that are no longer used
-            _own_memory(self.body, stage)
-        self.eval().requires_grad_(False)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """See the class.
-
-        Raises:
-            ModelError: these are not rows of the stage's input.
-        """
-        outputs = self.body(*self.spec.unpack_input(rows))
-        return self.spec.pack_output([tensor.contiguous() for tensor in outputs])
+    with torch.inference_mode(mode=False), torch.no_grad():
+        module = graph_of(stage)
+        example = stage.spec.example(_SHAPE_ROWS, workload.sample_shape)
+        propagate(module, stage.spec.input_rows.unpack(example))
+        fold_batch_norm(module)
+        _use_channels_last(module)
+        if dtype != torch.float32:
+            lower(module, dtype)
+        _lay_out_weights(module)
+        if fused:
+            fuse(module, workload, _SHAPE_ROWS)
+        add_in_place(module)
+        module.graph.eliminate_dead_code()
+        body = fx.GraphModule(module, module.graph)  # without the weights that are no longer used
+        _own_memory(body, stage)
+    return BundleStage(stage.spec, body)
 
 
 def fold_batch_norm(module: fx.GraphModule) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 
 from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation_of_rows, example_rows
-from multiworld_serving.models.optimize.folding import FoldedStage
+from multiworld_serving.models.optimize.folding import folded
 from multiworld_serving.models.optimize.fusing import Workload, fusable
 from multiworld_serving.models.optimize.graphs import place
 from multiworld_serving.models.optimize.tuning import ExecutionMode, Tuning
@@ -53,17 +53,17 @@ def optimize(
         try:
             with torch.inference_mode():
                 expected = stage(example)
-            folded = FoldedStage(stage, workload, mode.dtype, fused=fusable(device, mode.dtype))
-            place(folded.body, device)
+            made = folded(stage, workload, mode.dtype, fused=fusable(device, mode.dtype))
+            place(made.module, device)
             with torch.inference_mode():
-                off = deviation_of_rows(folded(example.to(device)).cpu(), expected, stage.spec, mode)
+                off = deviation_of_rows(made(example.to(device)).cpu(), expected, stage.spec, mode)
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - rewrites and operators raise many types, and graphs may be of any model
             why = f"{mode} cannot be built ({str(error).strip().partition(chr(10))[0]})"
         else:
             if off <= TOLERANCE[mode.precision]:
-                return OptimizedStage(folded, mode, f"{off:.1g} off")
+                return OptimizedStage(made, mode, f"{off:.1g} off")
             why = f"{mode} is {off:.2g} off where {TOLERANCE[mode.precision]:g} is allowed"
     place(stage.module, device)
     return OptimizedStage(stage.to(device), ExecutionMode("eager"), why)

@@ -100,7 +100,7 @@ class StagePlan:
             return f"expected {self.output_dtype} {tuple(expected.shape)}, got {found}"
         try:
             rows = output.to(expected.dtype)
-            pairs = zip(self.spec.unpack_output(rows), self.spec.unpack_output(expected), strict=True)
+            pairs = zip(self.spec.output_rows.unpack(rows), self.spec.output_rows.unpack(expected), strict=True)
         except BundleError as error:
             return str(error)
         return next(filter(None, (self._compare(*each, self._precision) for each in pairs)), None)

@@ -10,7 +10,7 @@ from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
-from multiworld_serving.workers.compute.transfers import transfers_for
+from multiworld_serving.workers.compute.transfers import GpuTransfers
 from tests.resnets import resnet_plan, sent_stage, sent_weights
 
 pytestmark = [
@@ -22,7 +22,7 @@ LARGEST = 5
 
 def test_batches_and_results_are_intact_when_copies_overlap_computation() -> None:
     device = torch.device("cuda", 0)
-    way = transfers_for(device)
+    way = GpuTransfers(device)
     batches = [torch.full((16, 3, 224, 224), float(value)) for value in range(32)]
     arriving = [way.to_device(batch) for batch in batches]
     for value, arrived in enumerate(arriving):
@@ -34,7 +34,7 @@ def test_batches_and_results_are_intact_when_copies_overlap_computation() -> Non
 
 def test_output_is_copied_into_pinned_shared_memory_and_the_memory_is_unpinned_when_it_is_freed() -> None:
     device = torch.device("cuda", 0)
-    pinned, transfers = PinnedMemory(device), transfers_for(device)
+    pinned, transfers = PinnedMemory(device), GpuTransfers(device)
     for _ in range(200):  # a segment that stays pinned would make the next mapping at its address fail
         pool, there = SegmentPool(1 << 24, register=pinned.register), torch.rand(64, 3, 32, 32, device=device)
         output = transfers.to_host(there, allocate=pool.allocate)

@@ -23,7 +23,7 @@ from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
 from multiworld_serving.models.weights.tensor_file import TensorFile
 from multiworld_serving.workers.compute.cores import BatchThreads, SharedCores, Threads
 from multiworld_serving.workers.compute.stage_store import LoadedStage, StageStore
-from multiworld_serving.workers.compute.transfers import Allocate, transfers_for
+from multiworld_serving.workers.compute.transfers import Allocate, GpuTransfers, Transfers
 from multiworld_serving.workers.exit_timer import OUT_OF_MEMORY_EXIT_S, arm_exit_timer
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Engine:
 
     def __init__(self, device: torch.device, cores: SharedCores | None = None) -> None:
         self.device = device
-        self.transfers = transfers_for(device)
+        self.transfers = GpuTransfers(device) if device.type == "cuda" else Transfers()
         self._cores = cores
         self._compiler: Engine | None = self if device.type == "cuda" else None
         self.stages = StageStore()
@@ -97,33 +97,18 @@ class Engine:
         """Whether a job of any queue is running."""
         return self._current is not None
 
-    def busy_s(self, queue: "EngineQueue") -> float:
-        """Seconds that the current job of this queue has been running; 0 if none is."""
+    def state_of(self, queue: "EngineQueue") -> tuple[_Job | None, float, bool]:
+        """The running job if it is of this queue, since when it runs, and whether jobs of this queue wait for one of another queue."""
         with self._changed:
             current = self._current
-            return time.monotonic() - self._current_since_s if current is not None and current.queue is queue else 0.0
-
-    def has_not_begun(self, queue: "EngineQueue") -> bool:
-        """Whether jobs of this queue wait while a job of another queue runs."""
-        with self._changed:
-            current = self._current
-            return current is not None and current.queue is not queue and any(job.queue is queue for job in self._jobs)
-
-    def is_loading(self, queue: "EngineQueue") -> bool:
-        """Whether a job of this queue is running that loads a stage rather than computes a batch."""
-        with self._changed:
-            current = self._current
-            return current is not None and current.queue is queue and not current.is_batch
+            if current is None or current.queue is queue:
+                return current, self._current_since_s, False
+            return None, 0.0, any(job.queue is queue for job in self._jobs)
 
     @property
     def threads(self) -> tuple[int, ...]:
         """Numbers of threads that may compute a batch, ascending."""
         return (torch.get_num_threads(),) if self._cores is None else self._cores.thread_counts
-
-    def warm_up_shapes(self, max_batch_size: int) -> list[tuple[int, int]]:
-        """(batch size, threads) to warm up: the largest batch with the fewest threads, and a single sample with each thread count."""
-        shapes = {(max_batch_size, self.threads[0]), *((1, threads) for threads in self.threads)}
-        return sorted(shapes, reverse=True)
 
     @contextmanager
     def acquire_cores(self, use: Threads) -> Iterator[None]:
@@ -209,17 +194,19 @@ class EngineQueue:
     @property
     def busy_s(self) -> float:
         """Seconds that the current job of this queue has been running; 0 if none is."""
-        return self._engine.busy_s(self)
+        job, since_s, _ = self._engine.state_of(self)
+        return 0.0 if job is None else time.monotonic() - since_s
 
     @property
     def has_not_begun(self) -> bool:
         """Whether jobs of this queue wait while a job of another queue runs."""
-        return self._engine.has_not_begun(self)
+        return self._engine.state_of(self)[2]
 
     @property
     def is_loading(self) -> bool:
         """Whether the current job of this queue loads a stage rather than computes a batch."""
-        return self._engine.is_loading(self)
+        job = self._engine.state_of(self)[0]
+        return job is not None and not job.is_batch
 
     async def load(
         self,
@@ -229,7 +216,7 @@ class EngineQueue:
         max_batch_size: int,
         tuning: Tuning = NO_TUNING,
     ) -> LoadedStage:
-        """Build a stage, load its weights, optimize it, and warm it up with each of `warm_up_shapes`. Call `serve` next.
+        """Build a stage, load its weights, optimize it, and warm it up. Call `serve` next.
 
         Each step is a job of its own, so batches of other stages and versions are computed in between.
 
@@ -318,7 +305,7 @@ class EngineQueue:
             started_ns = time.perf_counter_ns()
             loaded = self._stages[version, stage]
             with self._engine.acquire_cores(loaded.threads.of(len(batch))):
-                rows = arrived().to(loaded.spec.input_dtype)
+                rows = arrived().to(loaded.spec.input_rows.dtype)
                 output = self._forward(loaded.optimized.module, rows, float32_as, allocate)
             return Computed(output, time.perf_counter_ns() - started_ns, (started_ns - asked_ns) // 1000)
 
@@ -336,7 +323,9 @@ class EngineQueue:
         """Run the shapes that batches will have, and find out how many threads to compute them on."""
         engine = self._engine
         row_s = 0.0
-        for batch_size, threads in engine.warm_up_shapes(max_batch_size):
+        # The largest batch with the fewest threads, and a single row with each thread count.
+        shapes = {(max_batch_size, engine.threads[0]), *((1, threads) for threads in engine.threads)}
+        for batch_size, threads in sorted(shapes, reverse=True):
             example = spec.example(batch_size, sample_shape)
             row_s = await engine.run(self, partial(self._timed_s, module, example, threads))
         # The last shape is one row on the fewest threads.

@@ -27,31 +27,23 @@ class PinnedMemory:
 
     def register(self, address: int, size: int) -> Callable[[], None]:
         """Pin `size` bytes. Returns what ends that, to call before the memory is freed. Any thread may call both."""
-        if not self._works:
-            return _nothing
+        pinned = self._works and self._call("cudaHostRegister", address, size, 0)
+
+        def unpin() -> None:
+            if pinned:
+                self._call("cudaHostUnregister", address)
+
+        return unpin
+
+    def _call(self, function: str, *arguments: int) -> bool:
         try:
             with torch.cuda.device(self._device):
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))  # type: ignore[no-untyped-call]
+                torch.cuda.check_error(getattr(torch.cuda.cudart(), function)(*arguments))  # type: ignore[no-untyped-call]
         except Exception as error:  # noqa: BLE001 - torch does not document which
             self._works = False
-            logger.warning("shared memory cannot be pinned, outputs are copied into it: %s", error)
-            self._clear_error()
-            return _nothing
-        return lambda: self._unregister(address)
-
-    def _unregister(self, address: int) -> None:
-        try:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
-        except Exception as error:  # noqa: BLE001
-            self._works = False
-            logger.warning("shared memory cannot be unpinned: %s", error)
-            self._clear_error()
-
-    def _clear_error(self) -> None:
-        """CUDA keeps the error until the next check, which torch does after each kernel: otherwise that would be the next batch's."""
-        with contextlib.suppress(Exception):
-            torch.zeros(1, device=self._device)
-
-
-def _nothing() -> None:
-    """Memory that was not pinned."""
+            logger.warning("%s failed, outputs are copied into shared memory: %s", function, error)
+            # CUDA keeps the error until the next check, which torch does after each kernel: otherwise that would be the next batch's.
+            with contextlib.suppress(Exception):
+                torch.zeros(1, device=self._device)
+            return False
+        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,25 +12,6 @@ from torch import Tensor
 _LARGEST_FLOAT16 = torch.finfo(torch.float16).max
 Allocate: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
 """Returns an uninitialized contiguous tensor of this shape and dtype. May be called on any thread."""
-
-
-class Transfers(Protocol):
-    """Copies between host memory and a device."""
-
-    def to_device(self, batch: Tensor) -> Callable[[], Tensor]:
-        """Start copying a batch to the device. Call the result on the computing thread to get the copied batch."""
-        ...
-
-    def to_host(
-        self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None
-    ) -> Tensor:
-        """Wait for the computation of `output` and return it in host memory, contiguous. Called on the computing thread.
-
-        Args:
-            float32_as: dtype of the result if the output is float32; other outputs keep theirs.
-            allocate: makes the memory for the result; None: any memory.
-        """
-        ...
 
 
 def _converting(output: Tensor, float32_as: torch.dtype) -> tuple[Tensor, torch.dtype]:
@@ -42,25 +23,29 @@ def _converting(output: Tensor, float32_as: torch.dtype) -> tuple[Tensor, torch.
     return output, float32_as
 
 
-def transfers_for(device: torch.device) -> Transfers:
-    """The implementation for this device."""
-    return _GpuTransfers(device) if device.type == "cuda" else _CpuTransfers()
+class Transfers:
+    """Copies between host memory and a device, which is the processor itself here."""
 
-
-class _CpuTransfers:
     def to_device(self, batch: Tensor) -> Callable[[], Tensor]:
+        """Start copying a batch to the device. Call the result on the computing thread to get the copied batch."""
         return lambda: batch
 
     def to_host(
         self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None
     ) -> Tensor:
+        """Wait for the computation of `output` and return it in host memory, contiguous. Called on the computing thread.
+
+        Args:
+            float32_as: dtype of the result if the output is float32; other outputs keep theirs.
+            allocate: makes the memory for the result; None: any memory.
+        """
         output, dtype = _converting(output, float32_as)
         if allocate is None:
             return output.to(dtype).contiguous()
         return allocate(output.shape, dtype).copy_(output)
 
 
-class _GpuTransfers:
+class GpuTransfers(Transfers):
     """Overlapping copies need pinned memory, a stream, and events for ordering; see "CUDA semantics" in PyTorch's notes. Allocating
     pinned memory may wait for the device, so a separate thread does it. tests/integration/test_gpu_stages.py needs a GPU."""
 

@@ -173,7 +173,7 @@ def test_bundle_takes_images_and_returns_probabilities_when_preprocessing_and_la
 
 def test_bundle_is_readable_when_modules_have_unusual_names_and_norms(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.GroupNorm(2, 4))
-    module.add_module("block-1 of 2", nn.BatchNorm2d(4, track_running_stats=False))
+    module.add_module("block-1 of 2", nn.BatchNorm2d(4))
     export(module, image(8), tmp_path / "bundle", ExportOptions("names", "1", ("image",), max_batch_size=4))
     assert "block-1 of 2.weight" in {node.target for node in read_bundle(tmp_path / "bundle").graph.weights}
 
@@ -205,6 +205,76 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
         return x + self.count
+
+
+class Mixing(nn.Module):
+    """Computes a row from others."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix = mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.mix(x).relu()
+        return mixed
+
+
+class SequenceFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return mixed
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "operator"),
+    [
+        (lambda: Mixing(lambda x: x - x.mean(0)), (4,), "aten.mean.dim"),
+        (lambda: Mixing(lambda x: x / x.abs().max()), (4,), "aten.max.default"),
+        (lambda: Mixing(lambda x: x / x.abs().min()), (4,), "aten.min.default"),
+        (lambda: Mixing(lambda x: x.cumsum(0)), (4,), "aten.cumsum.default"),
+        (lambda: Mixing(lambda x: x.flip(0).cumsum(0).flip(0)), (4,), "aten.flip.default"),
+        (lambda: Mixing(lambda x: x + x.roll(1, 0)), (4,), "aten.roll.default"),
+        (lambda: Mixing(lambda x: x.softmax(0)), (4,), "aten.*softmax"),
+        (lambda: Mixing(lambda x: (x @ x.T) @ x), (4,), "aten.mm.default|aten.matmul.default"),
+        (lambda: nn.BatchNorm2d(3, track_running_stats=False), (3, 8, 8), "aten._native_batch_norm_legit.no_stats"),
+        (SequenceFirst, (5, 4), "attention"),
+    ],
+)
+def test_model_is_refused_with_the_operator_when_it_mixes_rows(
+    model: Callable[[], nn.Module], shape: tuple[int, ...], operator: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ExportError, match=f"mixes the rows of a batch: [^ ]*({operator})"):
+        export(model(), (torch.randn(2, *shape),), tmp_path / "bundle", ExportOptions("bad", "1", ("x",)))
+    assert not list(tmp_path.iterdir())
+
+
+class Positions(nn.Module):
+    """Adds a vector for each of 256 positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(50, 8), nn.Embedding(256, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.words(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        return found
+
+
+def test_model_is_refused_when_it_fails_at_the_largest_length(tmp_path: Path) -> None:
+    ids = (torch.randint(0, 50, (2, 12)),)
+    for most, path in ((256, tmp_path / "fits"), (512, tmp_path / "fails")):
+        options = ExportOptions("positions", "1", ("ids",), dynamic=(Dynamic((("ids", 1),), 1, most),))
+        if most == 256:
+            export(Positions(), ids, path, options)
+        else:
+            with pytest.raises(ExportError, match=r"fails at ids_1 512: index out of range"):
+                export(Positions(), ids, path, options)
+    assert [each.name for each in tmp_path.iterdir()] == ["fits"]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_stages_of_a_text_model_compute_what_the_model_computes(
         for plan in plans:
             values = received(plan)(values)
         expected = Text().eval()(ids, mask)
-    vector, counts = plans[-1].spec.unpack_output(values)
+    vector, counts = plans[-1].spec.output_rows.unpack(values)
     torch.testing.assert_close(vector, expected["vector"], rtol=1e-5, atol=1e-6)
     assert torch.equal(counts, expected["count"])
 
@@ -216,7 +216,7 @@ def test_rows_of_another_format_are_refused(classifier: Bundle) -> None:
 
 def test_other_precision_tolerates_other_integers(text: Bundle) -> None:
     plan = bundle_plan(text, 1)[0]
-    vector, count = plan.spec.unpack_output(plan.self_test_output)
+    vector, count = plan.spec.output_rows.unpack(plan.self_test_output)
     rows_format = plan.spec.output_rows
     other = rows_format.pack([vector, count + 1])
     assert plan.check_self_test(other) == "an integer differs from the reference"

@@ -15,7 +15,7 @@ from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec,
 from multiworld_serving.models.export.trace import capture
 from multiworld_serving.models.optimize import optimizing
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation, example_rows
-from multiworld_serving.models.optimize.folding import FoldedStage
+from multiworld_serving.models.optimize.folding import folded
 from multiworld_serving.models.optimize.fusing import FusedConv, FusedLinear, Workload, fusable
 from multiworld_serving.models.optimize.optimizing import optimize
 from multiworld_serving.models.optimize.tuning import Tuning
@@ -42,7 +42,7 @@ def check(stage: BundleStage, made: nn.Module, rows: Tensor, dtype: torch.dtype)
     """Raise AssertionError unless `made` computes what `stage` does, within the tolerance, and keeps its input."""
     before = rows.clone()
     with torch.inference_mode():
-        found, expected = (stage.spec.unpack_output(each(rows)) for each in (made, stage))
+        found, expected = (stage.spec.output_rows.unpack(each(rows)) for each in (made, stage))
     assert torch.equal(rows, before)
     for one, two in zip(found, expected, strict=True):
         assert one.dtype == two.dtype
@@ -61,7 +61,7 @@ def test_rewritten_stages_of_bundles_equal_the_reference(
     """Images with normalisation, and texts of variable length with several tensors at each boundary."""
     for stage in stages(make(tmp_path / "bundle")):
         rows = example_rows(stage.spec, ROWS, ())
-        made = FoldedStage(stage, workload_of(stage.spec), dtype, fused=fused and fusable(CPU, dtype))
+        made = folded(stage, workload_of(stage.spec), dtype, fused=fused and fusable(CPU, dtype))
         check(stage, made, rows, dtype)
 
 
@@ -133,7 +133,7 @@ def test_fused_patterns_equal_the_graph(dtype: torch.dtype, layout: torch.memory
     if not fusable(CPU, dtype):
         pytest.skip("not supported by this processor")
     stage = patterns()
-    made = FoldedStage(stage, Workload((8, 6, 6), 4, (1, 2)), dtype, fused=True)
+    made = folded(stage, Workload((8, 6, 6), 4, (1, 2)), dtype, fused=True)
     for rows in (1, 4):
         batch = torch.randn(rows, 8, 6, 6, generator=torch.Generator().manual_seed(rows))
         check(stage, made, batch.contiguous(memory_format=layout), dtype)
@@ -141,9 +141,9 @@ def test_fused_patterns_equal_the_graph(dtype: torch.dtype, layout: torch.memory
 
 @needs_onednn
 def test_additions_are_in_place_only_if_nothing_else_needs_the_tensor() -> None:
-    made = FoldedStage(patterns(), Workload((8, 6, 6), 4, (1, 2)), fused=True)
-    modules = dict(made.body.named_modules())
-    fused = [node for node in made.body.graph.nodes if node.op == "call_module"]
+    made = folded(patterns(), Workload((8, 6, 6), 4, (1, 2)), fused=True)
+    modules = dict(made.module.named_modules())
+    fused = [node for node in made.module.graph.nodes if node.op == "call_module"]
     assert sum(isinstance(modules[str(node.target)], FusedConv) for node in fused) == 9
     assert sum(isinstance(modules[str(node.target)], FusedLinear) for node in fused) == 3
     added = {node.args[1]: modules[str(node.target)] for node in fused if len(node.args) > 1}
@@ -152,8 +152,8 @@ def test_additions_are_in_place_only_if_nothing_else_needs_the_tensor() -> None:
 
 
 def test_normalisation_is_folded_into_weights() -> None:
-    made = FoldedStage(patterns(), Workload((8, 6, 6), 4, (1,)))
-    called = [str(node.target) for node in made.body.graph.nodes if node.op == "call_function"]
+    made = folded(patterns(), Workload((8, 6, 6), 4, (1,)))
+    called = [str(node.target) for node in made.module.graph.nodes if node.op == "call_function"]
     assert sum("batch_norm" in name for name in called) == 1  # what follows an addition
 
 
@@ -165,22 +165,22 @@ def test_rewritten_stage_does_not_keep_the_received_file_in_memory(
     plan = bundle_plan(make(tmp_path / "bundle"), 1)[0]
     stage = load_bundle_stage(plan.spec, sent_weights(plan))
     assert "memfd:multiworld-weights" in Path("/proc/self/maps").read_text()
-    made = FoldedStage(stage, Workload(plan.input_shape, 4, (1,)), fused=fused)
+    made = folded(stage, Workload(plan.input_shape, 4, (1,)), fused=fused)
     rows = example_rows(stage.spec, ROWS, ())
     with torch.inference_mode():
-        expected = plan.spec.unpack_output(stage(rows))
+        expected = plan.spec.output_rows.unpack(stage(rows))
     del stage
     gc.collect()
     assert "memfd:multiworld-weights" not in Path("/proc/self/maps").read_text()
     with torch.inference_mode():
-        torch.testing.assert_close(plan.spec.unpack_output(made(rows)), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(plan.spec.output_rows.unpack(made(rows)), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_stage_keeps_its_graph_and_weights() -> None:
     stage = patterns()
     assert isinstance(stage.module, fx.GraphModule)
     code, weights = stage.module.code, {name: each.clone() for name, each in stage.state_dict().items()}
-    FoldedStage(stage, Workload((8, 6, 6), 4, (1,)), torch.bfloat16)
+    folded(stage, Workload((8, 6, 6), 4, (1,)), torch.bfloat16)
     assert stage.module.code == code
     assert all(torch.equal(each, weights[name]) for name, each in stage.state_dict().items())
 
@@ -191,13 +191,16 @@ def test_bundle_is_computed_as_written_when_a_rewrite_fails(
 ) -> None:
     bundle = classifier_bundle(tmp_path / "bundle")
 
-    class Wrong(FoldedStage):
+    class Wrong(BundleStage):
         def forward(self, rows: Tensor) -> Tensor:
             if fault == "raises":
                 raise IndexError("of a rewrite")
             return torch.full_like(super().forward(rows), float("nan"))
 
-    monkeypatch.setattr(optimizing, "FoldedStage", Wrong)
+    def wrong(stage: BundleStage, workload: Workload, dtype: torch.dtype, *, fused: bool) -> BundleStage:
+        return Wrong(stage.spec, folded(stage, workload, dtype, fused=fused).module)
+
+    monkeypatch.setattr(optimizing, "folded", wrong)
     stage = stages(bundle)[0]
     rows = example_rows(stage.spec, ROWS, (3, SIZE, SIZE))
     found = optimize(stage, (3, SIZE, SIZE), 4, Tuning("float32", "fused"), CPU)

@@ -20,7 +20,7 @@ def compose(plans: tuple[StagePlan, ...], batch: Tensor) -> Tensor:
     for plan in plans:
         stage = sent_stage(plan)
         assert tuple(batch.shape[1:]) == plan.input_shape
-        assert batch.dtype == plan.spec.input_dtype
+        assert batch.dtype == plan.spec.input_rows.dtype
         before = batch.clone()
         output = stage(batch)
         assert torch.equal(batch, before), "a stage wrote to its input, which the leader keeps for rerouting"

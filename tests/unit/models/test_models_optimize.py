@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.errors import ModelError, StageError
-from multiworld_serving.models.optimize import tuning
+from multiworld_serving.models.optimize import folding, tuning
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
-from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import FusedConv, Workload, fusable, torch_threads
 from multiworld_serving.models.optimize.optimizing import optimize
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
@@ -22,9 +21,9 @@ CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not fusable(CPU, torch.float32), reason="torch has no usable oneDNN")
 
 
-def folded(stage: BundleStage, dtype: torch.dtype = torch.float32, *, fused: bool = False) -> FoldedStage:
+def folded(stage: BundleStage, dtype: torch.dtype = torch.float32, *, fused: bool = False) -> BundleStage:
     workload = Workload(stage.spec.input_rows.row_shape or (), 4, (1, 2))
-    return FoldedStage(stage, workload, dtype, fused=fused)
+    return folding.folded(stage, workload, dtype, fused=fused)
 
 
 def through(
