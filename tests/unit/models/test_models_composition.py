@@ -42,12 +42,6 @@ def test_composed_stages_equal_the_model_bit_for_bit(name: str) -> None:
         assert torch.equal(compose(plans, batch), expected), f"{num_stages} stages"
 
 
-def test_composed_stages_equal_the_model_when_there_are_many() -> None:
-    model, batch = loaded("resnet18"), images(1)
-    with torch.inference_mode():
-        assert torch.equal(compose(plan_of(model, 10), batch), model.classifier()(batch))
-
-
 @pytest.mark.parametrize("size", [33, 97])
 def test_stages_of_a_model_with_an_odd_image_size_equal_it(size: int) -> None:
     model = load_model("resnet18", "random:1", image_size=size)
