@@ -25,12 +25,12 @@
         └── ImageError              invalid_image
             └── ImageTooLargeError  image_too_large
 
-`multiworld_serving.server.http.errors` is the one place that turns a reason into an HTTP status.
+This is the only place that gives a reason its HTTP status.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 
 class InputUnreachableError(Exception):
@@ -42,16 +42,27 @@ class RequestRejected(Exception):  # noqa: N818 (an outcome of a request, not a 
 
     Args:
         detail: one sentence for people: what was wrong, what was expected, what to do.
-        retry_after_s: seconds after which the same request may succeed; None = not known, or never.
+        retry_after_s: seconds after which the same request may succeed; None = that of the class.
+
+    Attributes:
+        reason: machine-readable: a label in the metrics and a field of the response. Each class has its own.
+        status: of the HTTP response.
+        retry_after_s: None = not known, or never.
     """
 
     reason: ClassVar[str] = "refused"
-    """Machine-readable: a label in the metrics and a field of the response. Each class has its own reason."""
+    status: ClassVar[int] = 503
+    retry_after_s: float | None = None
+
+    def __init_subclass__(cls, *, reason: str, status: int, retry_after_s: float | None = None) -> None:
+        cls.reason, cls.status = reason, status
+        cls.retry_after_s = cls.retry_after_s if retry_after_s is None else retry_after_s
 
     def __init__(self, detail: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(detail)
         self.detail = detail
-        self.retry_after_s = retry_after_s
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
 
     @classmethod
     def for_reason(cls, reason: str, detail: str, *, retry_after_s: float | None = None) -> RequestRejected:
@@ -63,142 +74,96 @@ class RequestRejected(Exception):  # noqa: N818 (an outcome of a request, not a 
         return _leaves()[reason](detail, retry_after_s=retry_after_s)
 
 
-class OverloadedError(RequestRejected):
+class OverloadedError(RequestRejected, reason="overloaded", status=429, retry_after_s=1.0):
     """A bounded queue is full."""
 
-    reason = "overloaded"
 
-
-class DeadlineError(RequestRejected):
+class DeadlineError(RequestRejected, reason="deadline", status=504):
     """The request's deadline passed before it was answered."""
 
-    reason = "deadline"
 
-
-class NoReplicaError(RequestRejected):
+class NoReplicaError(RequestRejected, reason="no_replica", status=503, retry_after_s=1.0):
     """A stage had no replica for longer than `recovery_grace_s`, or the request's input was lost `max_attempts` times."""
 
-    reason = "no_replica"
 
-
-class NotReadyError(RequestRejected):
+class NotReadyError(RequestRejected, reason="not_ready", status=503, retry_after_s=1.0):
     """The pipeline has not been complete yet."""
 
-    reason = "not_ready"
 
-
-class DrainingError(RequestRejected):
+class DrainingError(RequestRejected, reason="draining", status=503, retry_after_s=1.0):
     """The leader is stopping and takes no new requests."""
 
-    reason = "draining"
 
-
-class PoisonError(RequestRejected):
+class PoisonError(RequestRejected, reason="poison", status=500):
     """The request, alone in its batch, broke `max_attempts` worlds."""
 
-    reason = "poison"
 
-
-class StageError(RequestRejected):
+class StageError(RequestRejected, reason="stage_error", status=500):
     """A stage raised an exception on this request, or returned an invalid output."""
 
-    reason = "stage_error"
 
-
-class HandlerError(RequestRejected):
+class HandlerError(RequestRejected, reason="handler_failed", status=500):
     """The handler raised an error, ended, was late, or returned what the model does not take."""
 
-    reason = "handler_failed"
 
-
-class WithdrawnError(RequestRejected):
+class WithdrawnError(RequestRejected, reason="cancelled", status=499):
     """The client disconnected or cancelled the request."""
 
-    reason = "cancelled"
 
-
-class InvalidRequestError(RequestRejected):
+class InvalidRequestError(RequestRejected, reason="invalid_request", status=422):
     """The request is invalid: the same request will always be refused."""
 
-    reason = "invalid_request"
 
-
-class InvalidParameterError(InvalidRequestError):
+class InvalidParameterError(InvalidRequestError, reason="invalid_parameter", status=422):
     """A query parameter or a header has a value that is not allowed."""
 
-    reason = "invalid_parameter"
 
-
-class InvalidBodyError(InvalidRequestError):
+class InvalidBodyError(InvalidRequestError, reason="invalid_body", status=422):
     """The body is empty, or does not match its content type."""
 
-    reason = "invalid_body"
 
-
-class BodyTooLargeError(InvalidRequestError):
+class BodyTooLargeError(InvalidRequestError, reason="body_too_large", status=413):
     """The body is longer than `max_body_bytes`."""
 
-    reason = "body_too_large"
 
-
-class BodyTimeoutError(InvalidRequestError):
+class BodyTimeoutError(InvalidRequestError, reason="body_timeout", status=408):
     """The client did not send the whole body before the deadline."""
 
-    reason = "body_timeout"
 
-
-class MediaTypeError(InvalidRequestError):
+class MediaTypeError(InvalidRequestError, reason="unsupported_media_type", status=415):
     """The body's content type or content encoding is not supported."""
 
-    reason = "unsupported_media_type"
 
-
-class InferenceRequestError(InvalidRequestError):
+class InferenceRequestError(InvalidRequestError, reason="invalid_inference_request", status=400):
     """An Open Inference Protocol request does not match the model's inputs or outputs."""
 
-    reason = "invalid_inference_request"
 
-
-class UnknownModelError(InvalidRequestError):
+class UnknownModelError(InvalidRequestError, reason="unknown_model", status=404):
     """The model or this version of it does not exist."""
 
-    reason = "unknown_model"
 
-
-class WrongPathError(InvalidRequestError):
+class WrongPathError(InvalidRequestError, reason="wrong_path", status=404):
     """This path does not serve this model."""
 
-    reason = "wrong_path"
 
-
-class HandlerInputError(InvalidRequestError):
+class HandlerInputError(InvalidRequestError, reason="invalid_input", status=400):
     """The handler does not accept the body, or the model does not take what it contains."""
 
-    reason = "invalid_input"
 
-
-class UnauthenticatedError(InvalidRequestError):
+class UnauthenticatedError(InvalidRequestError, reason="unauthenticated", status=401):
     """An API key is required, and it is missing or unknown."""
 
-    reason = "unauthenticated"
 
-
-class ForbiddenError(InvalidRequestError):
+class ForbiddenError(InvalidRequestError, reason="forbidden", status=403):
     """The API key does not have the required permission."""
 
-    reason = "forbidden"
 
-
-class ImageError(InvalidRequestError):
+class ImageError(InvalidRequestError, reason="invalid_image", status=422):
     """The bytes are not a usable image: unknown format, damaged, or too small."""
 
-    reason = "invalid_image"
 
-
-class ImageTooLargeError(ImageError):
+class ImageTooLargeError(ImageError, reason="image_too_large", status=413):
     """The image has too many pixels."""
-
-    reason = "image_too_large"
 
 
 def _leaves(root: type[RequestRejected] = RequestRejected) -> dict[str, type[RequestRejected]]:
@@ -206,3 +171,7 @@ def _leaves(root: type[RequestRejected] = RequestRejected) -> dict[str, type[Req
     for leaf in root.__subclasses__():
         found |= _leaves(leaf)
     return found
+
+
+STATUS_OF_REASON: Final = {reason: leaf.status for reason, leaf in _leaves().items()} | {"internal": 500}
+"""The HTTP status of every reason, and of an unexpected exception."""

@@ -37,7 +37,7 @@ from multiworld_serving.server.errors import (
 )
 from multiworld_serving.server.http.errors import error_response
 from multiworld_serving.server.http.open_request import while_connected
-from multiworld_serving.server.observability.request_record import RequestRecord
+from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.snapshots import PipelineSnapshot
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import Response
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Route
@@ -19,8 +20,8 @@ from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.api.handler.route import HandlerRoute
+from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.api.middleware import RequestMiddleware
-from multiworld_serving.server.api.oip.inference import OipInference
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.api.oip.routes import V2Routes
 from multiworld_serving.server.api.operations import OperationsRoutes, Scrape, metrics_response
@@ -35,14 +36,13 @@ from multiworld_serving.server.auth.authorizer import (
     is_inference_path,
 )
 from multiworld_serving.server.daemon_threads import DaemonThreads
-from multiworld_serving.server.http.errors import DESCRIPTIONS, STATUS_OF_REASON, OtherPort, install_error_handlers
+from multiworld_serving.server.http.errors import DESCRIPTIONS, OtherPort, install_error_handlers
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.open_request import RequestGate
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.observability.request_observer import RequestObserver
-from multiworld_serving.server.observability.request_record import InferenceProtocol
 from multiworld_serving.server.observability.request_traces import RequestTraces
+from multiworld_serving.server.observability.requests import InferenceProtocol, Requests
 from multiworld_serving.server.predictor import Pipeline, ServedModel
 
 _KEY_SCHEME = "key"
@@ -60,8 +60,8 @@ class Api:
     """
 
     app: FastAPI
-    inference: OipInference
-    observer: RequestObserver
+    inference: Inference
+    requests: Requests
 
 
 def create_api(
@@ -95,12 +95,12 @@ def create_api(
     threads = DaemonThreads(limits.decode_threads, "decode", max_waiting=limits.max_waiting_decodes)
     fitting = limits.max_body_bytes // max(1, model.input_rows.max_row_bytes)
     signature = Signature(model, max_rows=max(1, min(limits.max_rows, fitting)))
-    inference = OipInference(gate, signature, threads)
+    inference = Inference(gate, signature, threads)
     predict: PredictRoute | HandlerRoute | NoPredictRoute = NoPredictRoute(model)
     if handler is not None:
-        predict = HandlerRoute(gate, model, handler, signature.max_rows)
+        predict = HandlerRoute(inference, handler)
     elif model.classifies_images:
-        predict = PredictRoute(gate, model, threads)
+        predict = PredictRoute(inference)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -124,21 +124,21 @@ def create_api(
         operations.router().routes,
     ):
         app.router.routes.extend(routes)
-    metrics.requests.declare(model.name, model.version, protocols, {"ok": 200, **STATUS_OF_REASON})
-    observer = RequestObserver(metrics.requests, traces, log_all=access_log)
+    metrics.requests.declare(model.name, model.version, protocols)
+    metrics.requests.traces, metrics.requests.log_all = traces, access_log
     authorizer = authorizer or _open_access()
     app.add_middleware(
         RequestMiddleware,
+        requests=metrics.requests,
         authorizer=authorizer,
         permission_for=http_port_permission,
-        observer=observer,
         version=lambda: pipeline.version.name,
     )
     other = None if admin_port is None else OtherPort("the admin port", admin_port, is_admin_path)
     install_error_handlers(app, other)
     if authorizer.keys.inference:
         _document_authentication(app)
-    return Api(app, inference, observer)
+    return Api(app, inference, metrics.requests)
 
 
 def create_admin_app(
@@ -161,7 +161,12 @@ def create_admin_app(
         return await metrics_response(own if own is not None and "own" in request.query_params else metrics)
 
     app = Starlette(routes=[Route("/metrics", scrape), *admin.routes(), *(page.admin_routes() if page else ())])
-    app.add_middleware(RequestMiddleware, authorizer=authorizer or _open_access(), permission_for=admin_port_permission)
+    app.add_middleware(
+        RequestMiddleware,
+        requests=Requests(CollectorRegistry()),
+        authorizer=authorizer or _open_access(),
+        permission_for=admin_port_permission,
+    )
     install_error_handlers(app, None if http_port is None else OtherPort("the HTTP API", http_port, is_inference_path))
     return app
 

@@ -11,9 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from multiworld_serving.server.auth.authorizer import Authorizer, Permission
 from multiworld_serving.server.errors import ForbiddenError, UnauthenticatedError
-from multiworld_serving.server.http.errors import internal_error_response, rejection_response
-from multiworld_serving.server.observability.request_observer import RequestObserver
-from multiworld_serving.server.observability.request_record import InferenceProtocol, RequestRecord
+from multiworld_serving.server.http.errors import INTERNAL_ERROR, error_response, rejection_response
+from multiworld_serving.server.observability.requests import InferenceProtocol, RequestRecord, Requests
 
 logger = logging.getLogger(__name__)
 
@@ -25,47 +24,36 @@ class RequestMiddleware:
 
     Args:
         permission_for: returns the permission that a path requires.
-        observer: of the inference requests; None for the admin port, which has none.
-        version: returns the name of the version that serves.
+        version: returns the name of the version that serves; None for the admin port, which has no inference requests.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         *,
+        requests: Requests,
         authorizer: Authorizer,
         permission_for: Callable[[str], Permission],
-        observer: RequestObserver | None = None,
-        version: Callable[[], str] = lambda: "",
+        version: Callable[[], str] | None = None,
     ) -> None:
         self._app = app
+        self._requests = requests
         self._authorizer = authorizer
         self._permission_for = permission_for
-        self._observer = observer
         self._version = version
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application. HEAD runs as GET and drops the body (RFC 9110, section 9.3.2)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if self._observer is None:
-            await self._respond(scope, receive, send, RequestRecord.begin(scope, ""))
-            return
-        record = self._observer.begin(scope, self._version(), inference_protocol(scope["path"]))
-        try:
-            await self._respond(scope, receive, send, record)
-        except Exception:
-            record.status = 500
-            raise
-        finally:
-            self._observer.end(scope, record)
-
-    async def _respond(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
-        """Run the application. HEAD runs as GET and drops the body (RFC 9110, section 9.3.2)."""
-        started, status = False, record.status
+        if self._version is None:
+            record = self._requests.begin(scope, "", None)
+        else:
+            record = self._requests.begin(scope, self._version(), inference_protocol(scope["path"]))
         app: ASGIApp = self._refusal(scope, record) or self._app
-        if to_head := scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}
+        started, status = False, record.status
+        to_head = scope["method"] == "HEAD"
 
         async def send_with_id(message: Message) -> None:
             nonlocal started, status
@@ -85,14 +73,16 @@ class RequestMiddleware:
                     raise
 
         try:
-            await app(scope, receive, send_with_id)
+            await app({**scope, "method": "GET"} if to_head else scope, receive, send_with_id)
+            record.status = status
         except Exception:
-            record.reason = "internal"
+            record.status, record.reason = 500, "internal"
             if started:  # too late for an error response: the server logs the exception and closes the connection
                 raise
             logger.exception("request failed request_id=%s path=%s", record.request_id, scope["path"])
-            await internal_error_response(record)(scope, receive, send_with_id)
-        record.status = status
+            await error_response(500, INTERNAL_ERROR, "internal", record)(scope, receive, send_with_id)
+        finally:
+            self._requests.end(scope, record)
 
     def _refusal(self, scope: Scope, record: RequestRecord) -> Response | None:
         """The response to a request that is not authorized; None if it is."""

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from multiworld_serving.common.metrics import CONTENT_TYPE
 from multiworld_serving.server.http.errors import ErrorBody, error_documentation, rejection_response
 from multiworld_serving.server.observability.event_feed import EventFeed, EventStream
-from multiworld_serving.server.observability.request_record import RequestRecord
+from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import Pipeline, ServedModel
 from multiworld_serving.server.readiness import readiness_error
 from multiworld_serving.server.snapshots import PipelineSnapshot
@@ -132,7 +132,7 @@ class OperationsRoutes:
         """Server-sent events: snapshot (`status`) and rates (`points`) every second, and events (`event`) as they happen."""
         last_id = request.headers.get("last-event-id", "")
         known = int(last_id) if last_id.isdecimal() and len(last_id) < 19 else 0
-        return EventStream(self.feed, self.predictor.snapshot(), known)
+        return EventStream(self.feed, known)
 
     async def healthz(self) -> Alive:
         """Liveness of this process, regardless of the workers: restarting the leader would not repair them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -17,14 +16,18 @@ from starlette.requests import Request
 from torch import Tensor
 
 from multiworld_serving.server.api.form import FIELD, extract_image
-from multiworld_serving.server.api.images import image_tensor
-from multiworld_serving.server.api.response_headers import HEADER_DOCUMENTATION, prediction_headers
-from multiworld_serving.server.daemon_threads import DaemonThreads
-from multiworld_serving.server.errors import MediaTypeError, StageError, WrongPathError
+from multiworld_serving.server.api.inference import (
+    HEADER_DOCUMENTATION,
+    Inference,
+    InferRequest,
+    output_tensors,
+    prediction_headers,
+)
+from multiworld_serving.server.errors import MediaTypeError, WrongPathError
 from multiworld_serving.server.http.errors import error_documentation
 from multiworld_serving.server.http.inference_route import Seconds, inference_router, timeout_parameter
-from multiworld_serving.server.http.open_request import OpenRequest, RequestGate
-from multiworld_serving.server.observability.request_record import Inference, RequestRecord
+from multiworld_serving.server.http.open_request import OpenRequest
+from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import Prediction, ServedModel
 
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
@@ -87,13 +90,11 @@ class PredictRoute:
 
     summary: ClassVar[str] = "classify an image: curl -F image=@photo.jpg http://HOST:PORT/predict"
     """For the list of endpoints."""
-    gate: RequestGate
-    model: ServedModel
-    threads: DaemonThreads
+    inference: Inference
 
     def router(self) -> APIRouter:
         """The route, documented for OpenAPI."""
-        labels, limits = len(self.model.labels), self.gate.limits
+        labels, limits = len(self.inference.signature.model.labels), self.inference.gate.limits
         top_k_query = Query(
             min(limits.top_k, labels), ge=1, le=labels, description="Number of classes in the response."
         )
@@ -108,60 +109,47 @@ class PredictRoute:
         )
         async def predict(request: Request, top_k: int = top_k_query, timeout_s: Seconds = timeout_header) -> Response:
             """Classify one image: JPEG, PNG or WebP, as the field `image` of a form or as the body itself."""
-            content_type = _supported_content_type(request)
-            record, predictor = RequestRecord.of(request.scope), self.gate.predictor
-            async with OpenRequest(self.gate, record, request.receive, timeout_s) as opened:
-                body = await opened.body(request.headers)
-                await predictor.check(deadline_s=opened.deadline_s, ahead=self.threads.waiting)
-                image = await self.threads.run(partial(self._decode, body, content_type))
-                opened.release()
-                del body
-                decoded_s, opened.predicts = time.monotonic(), True
-                prediction = await predictor.predict(
-                    image[None], deadline_s=opened.deadline_s, request_id=record.request_id
-                )
-            return self._response(prediction, record, decoded_s - record.received_s, top_k)
+            content_type, inference = _supported_content_type(request), self.inference
+            opened = OpenRequest(inference.gate, RequestRecord.of(request.scope), request.receive, timeout_s)
+
+            async def parse(body: bytes) -> InferRequest:
+                return InferRequest(await inference.threads.run(partial(self._decode, body, content_type)))
+
+            async def encode(prediction: Prediction, _: InferRequest) -> Response:
+                return self._response(prediction, opened.record, top_k)
+
+            return await inference.answer(opened, partial(opened.body, request.headers), parse, encode)
 
         return router
 
     def _decode(self, body: bytes, content_type: str) -> Tensor:
-        sizes = self.model.image
-        assert sizes is not None, "the model classifies images"
-        return image_tensor(
-            extract_image(body, content_type) if _media_type(content_type) == FORM_TYPE else body,
-            resize_size=sizes.resize_size,
-            crop_size=sizes.crop_size,
-            max_pixels=self.gate.limits.max_image_pixels,
-        )
+        is_form = _media_type(content_type) == FORM_TYPE
+        return self.inference.decode_image(extract_image(body, content_type) if is_form else body)[None]
 
-    def _response(self, prediction: Prediction, record: RequestRecord, decode_s: float, top_k: int) -> Response:
+    def _response(self, prediction: Prediction, record: RequestRecord, top_k: int) -> Response:
         """The fields are those of `PredictResponse`."""
-        predicted_s = time.monotonic()
-        record.version = prediction.version
-        best = torch.topk(prediction.output[0], top_k)
-        probabilities = best.values.tolist()
-        if not all(map(math.isfinite, probabilities)):
-            raise StageError("the model returned probabilities that are not finite for this image; check the weights")
+        now_s, model = time.monotonic(), self.inference.signature.model
+        (probabilities,) = output_tensors(prediction, model)
+        best = torch.topk(probabilities[0], top_k)
         body = msgspec.json.encode(
             {
                 "id": record.request_id,
                 "model": prediction.model,
                 "version": prediction.version,
                 "predictions": [
-                    {"label": self.model.labels[class_id], "class_id": class_id, "probability": probability}
-                    for class_id, probability in zip(best.indices.tolist(), probabilities, strict=True)
+                    {"label": model.labels[class_id], "class_id": class_id, "probability": probability}
+                    for class_id, probability in zip(best.indices.tolist(), best.values.tolist(), strict=True)
                 ],
                 "timings_ms": {
-                    "total": _ms(predicted_s - record.started_s),
-                    "decode": _ms(decode_s),
+                    "total": _ms(now_s - record.started_s),
+                    "decode": _ms(record.input_s),
                     "queue": _ms(prediction.queue_s),
                     "compute": _ms(prediction.compute_s),
                     "transfer": _ms(prediction.transfer_s),
                 },
             }
         )
-        record.inference = Inference((prediction,), input_s=decode_s, output_s=time.monotonic() - predicted_s)
-        return Response(body, media_type="application/json", headers=prediction_headers((prediction,)))
+        return Response(body, media_type="application/json", headers=prediction_headers(prediction))
 
 
 def _supported_content_type(request: Request) -> str:

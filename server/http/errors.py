@@ -1,4 +1,4 @@
-"""The only place that maps an error reason to an HTTP status and formats error responses.
+"""The only place that formats error responses. `server.errors` has the statuses.
 
 {"error": "<what was wrong, what was expected, what to do>", "reason": "overloaded", "request_id": "…"}
 """
@@ -9,7 +9,7 @@ import http
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
@@ -19,38 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from multiworld_serving.server.errors import InvalidParameterError, RequestRejected
-from multiworld_serving.server.observability.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
-
-STATUS_OF_REASON: Final[dict[str, int]] = {
-    "invalid_request": 422,
-    "invalid_parameter": 422,
-    "invalid_body": 422,
-    "invalid_inference_request": 400,
-    "unknown_model": 404,
-    "wrong_path": 404,
-    "invalid_input": 400,
-    "handler_failed": 500,
-    "unauthenticated": 401,
-    "forbidden": 403,
-    "invalid_image": 422,
-    "image_too_large": 413,
-    "body_too_large": 413,
-    "body_timeout": 408,
-    "unsupported_media_type": 415,
-    "overloaded": 429,
-    "cancelled": CLIENT_CLOSED_REQUEST,
-    "poison": 500,
-    "stage_error": 500,
-    "internal": 500,
-    "refused": 503,
-    "no_replica": 503,
-    "not_ready": 503,
-    "draining": 503,
-    "deadline": 504,
-}
-
-_DEFAULT_RETRY_AFTER_S = {"overloaded": 1.0, "no_replica": 1.0, "not_ready": 1.0, "draining": 1.0}
-"""Retry-After in seconds for temporary errors whose exception does not say."""
+from multiworld_serving.server.observability.requests import RequestRecord
 
 INTERNAL_ERROR = "the server failed on this request; search its log for the request id"
 """The error after an unexpected exception."""
@@ -112,25 +81,11 @@ def error_documentation(statuses: Sequence[int]) -> dict[int | str, dict[str, An
 def rejection_response(rejection: RequestRejected, record: RequestRecord, **fields: object) -> JSONResponse:
     """The response to a rejected request; its body also contains `fields`."""
     headers = {}
-    if (seconds := retry_after_s(rejection)) is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(seconds)))
+    if rejection.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(rejection.retry_after_s)))
     if rejection.reason in _CLOSING:
         headers["Connection"] = "close"
-    return error_response(
-        STATUS_OF_REASON[rejection.reason], rejection.detail, rejection.reason, record, headers, **fields
-    )
-
-
-def retry_after_s(rejection: RequestRejected) -> float | None:
-    """Seconds after which the same request may succeed; None = not known, or never."""
-    if rejection.retry_after_s is not None:
-        return rejection.retry_after_s
-    return _DEFAULT_RETRY_AFTER_S.get(rejection.reason)
-
-
-def internal_error_response(record: RequestRecord) -> JSONResponse:
-    """The response after an unexpected exception."""
-    return error_response(500, INTERNAL_ERROR, "internal", record)
+    return error_response(rejection.status, rejection.detail, rejection.reason, record, headers, **fields)
 
 
 def error_response(

@@ -22,7 +22,7 @@ from multiworld_serving.server.errors import (
     WithdrawnError,
 )
 from multiworld_serving.server.http.limits import RequestLimits
-from multiworld_serving.server.observability.request_record import RequestRecord
+from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import Predictor
 
 T = TypeVar("T")
@@ -80,6 +80,7 @@ class OpenRequest:
         timeout_s: the client's timeout since the request's arrival; None = the server's, which is also the maximum.
 
     Attributes:
+        record: of the request.
         deadline_s: by `time.monotonic()`.
         predicts: whether the predictor has the request. The block sets it.
 
@@ -98,7 +99,7 @@ class OpenRequest:
         self.deadline_s = record.started_s + self._timeout_s
         self.predicts = False
         self._gate = gate
-        self._record = record
+        self.record = record
         self._receive = receive
         self._held_bytes = 0
         self._receiving = True
@@ -161,7 +162,7 @@ class OpenRequest:
     def received(self) -> None:
         """The body is complete. Watches the client from now on."""
         self._receiving = False
-        self._record.received_s = time.monotonic()
+        self.record.received_s = time.monotonic()
         self._arm()
 
     def hold(self, more_bytes: int) -> None:
@@ -180,7 +181,7 @@ class OpenRequest:
 
     def shorten(self, timeout_s: float) -> None:
         """Use this timeout since the request's arrival if it is shorter."""
-        self.deadline_s = min(self.deadline_s, self._record.started_s + timeout_s)
+        self.deadline_s = min(self.deadline_s, self.record.started_s + timeout_s)
         self._arm()
 
     def _hold(self, more_bytes: int) -> None:
@@ -208,7 +209,7 @@ class OpenRequest:
         """Set the timer to the end of the request, or to the time from which its client is watched."""
         at_s = self._end_s
         if self._receive is not None and not self._receiving and self._watch is None:
-            at_s = min(at_s, self._record.received_s + _WATCH_AFTER_S)
+            at_s = min(at_s, self.record.received_s + _WATCH_AFTER_S)
         self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(max(0.0, at_s - time.monotonic()), self._expire)
 

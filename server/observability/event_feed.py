@@ -9,18 +9,18 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.server.errors import OverloadedError
-from multiworld_serving.server.observability.request_outcomes import RequestOutcomes
+from multiworld_serving.server.observability.requests import Requests
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot
 
 logger = logging.getLogger(__name__)
@@ -42,10 +42,7 @@ EventType = Literal[
 _TICK_S = 1.0
 _MAX_POINTS = 300
 _MAX_EVENTS = 100
-_MAX_SUBSCRIBERS = 32
-_MAX_WAITING = 64
-"""Messages queued for one subscriber: about a minute of them."""
-_KEEP_ALIVE_S = 15.0
+_MAX_FOLLOWERS = 32
 _STALLED_S = 10.0
 """A client that reads nothing for this long is disconnected."""
 
@@ -95,30 +92,39 @@ class Point:
 
 
 class EventFeed:
-    """Derives events from snapshots and sends them to all subscribers."""
+    """Derives events from snapshots. Each follower reads at its own speed; a slow one misses snapshots and old events.
 
-    def __init__(self, requests: RequestOutcomes) -> None:
+    Attributes:
+        followers: number of clients that follow.
+    """
+
+    def __init__(self, requests: Requests) -> None:
+        self.followers = 0
         self._requests = requests
         self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self._points: deque[Point] = deque(maxlen=_MAX_POINTS)
-        self._subscriptions: set[asyncio.Queue[bytes]] = set()
-        """Messages that wait for each subscriber; an empty one is the end."""
         self._last: PipelineSnapshot | None = None
         self._rerouted: dict[tuple[str | None, int], int] = {}
+        self._shown: PipelineSnapshot | None = None
+        """The snapshot for followers."""
         self._statuses = requests.statuses()
         self._tick_s = time.monotonic()
         self._next_id = 1
+        self._changed = asyncio.Event()
+        self._ended = False
 
     @asynccontextmanager
     async def running(self, snapshot: Callable[[], PipelineSnapshot]) -> AsyncIterator[None]:
         """Send a snapshot every second while the block runs."""
+        self._publish(snapshot())
         task = asyncio.create_task(self._run(snapshot))
         try:
             yield
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            self._end_all()
+            self._ended = True
+            self._wake()
 
     def observe(self, snapshot: PipelineSnapshot) -> None:
         """Emit events for the differences to the last snapshot, and the snapshot itself if there are any."""
@@ -132,45 +138,38 @@ class EventFeed:
                 self._emit("leader_ready", detail=name)
             elif leader.state != "ready" and leader.address in ready_before:
                 self._emit("leader_lost", detail=f"{name} is {leader.state}")
-        if last is None or last.leader in (
-            None,
-            snapshot.leader,
-        ):  # another leader has other worlds with the same workers
-            before = (
-                {(stage.index, each.slot): each for stage in last.stages for each in stage.replicas} if last else {}
-            )
-            for stage in snapshot.stages:
-                for replica in stage.replicas:
-                    self._compare(stage.index, before.get((stage.index, replica.slot)), replica)
+        stages = {stage.index: stage for stage in last.stages} if last else {}
+        same_leader = last is None or last.leader in (None, snapshot.leader)  # another one has other worlds
+        for stage in snapshot.stages:
+            before = stages.get(stage.index)
+            replicas = {each.slot: each for each in before.replicas} if before else {}
+            for replica in stage.replicas if same_leader else ():
+                self._compare(stage.index, replicas.get(replica.slot), replica)
+        self._ended |= snapshot.draining
         if snapshot.draining or self._next_id > next_id:
-            self._broadcast("status", snapshot)
-        if snapshot.draining:
-            self._end_all()
+            self._publish(snapshot)
 
-    @contextmanager
-    def subscribe(self, snapshot: PipelineSnapshot, last_id: int = 0) -> Iterator[asyncio.Queue[bytes]]:
-        """The messages while the block runs. First come a snapshot, past points, and the events after event `last_id`.
-
-        An empty message is the end: the subscriber is too slow, or the service stops.
-
-        Raises:
-            OverloadedError: too many subscribers.
-        """
-        if len(self._subscriptions) >= _MAX_SUBSCRIBERS:
-            raise OverloadedError(
-                f"{_MAX_SUBSCRIBERS} clients follow the events already; close one, or use GET /status"
-            )
-        messages: asyncio.Queue[bytes] = asyncio.Queue()
-        messages.put_nowait(b"retry: 2000\n\n" + _message("status", snapshot))
-        messages.put_nowait(_message("points", tuple(self._points)))
-        missed = [event for event in self._events if event.id > last_id or last_id >= self._next_id]
-        for event in missed[-_MAX_WAITING // 2 :]:
-            messages.put_nowait(_message("event", event, event.id))
-        self._subscriptions.add(messages)
-        try:
-            yield messages
-        finally:
-            self._subscriptions.discard(messages)
+    async def follow(self, last_id: int = 0) -> AsyncIterator[bytes]:
+        """Messages until the service stops: first a snapshot, past points, and the events after event `last_id`."""
+        event_id = last_id if last_id < self._next_id else 0
+        point_s, shown = 0.0, None
+        yield b"retry: 2000\n\n"
+        while True:
+            changed, ended, text = self._changed, self._ended, b""
+            if self._shown is not shown:
+                shown = self._shown
+                text = _message("status", shown)
+            if points := [point for point in self._points if point.at_unix_s > point_s]:
+                point_s = points[-1].at_unix_s
+                text += _message("points", points)
+            for event in [event for event in self._events if event.id > event_id]:
+                event_id = event.id
+                text += _message("event", event, event.id)
+            if text:
+                yield text
+            if ended:
+                return
+            await changed.wait()
 
     async def _run(self, snapshot: Callable[[], PipelineSnapshot]) -> None:
         tick = suppress_errors(lambda: self._tick(snapshot()))
@@ -180,7 +179,7 @@ class EventFeed:
 
     def _tick(self, snapshot: PipelineSnapshot) -> None:
         statuses, now_s = self._requests.statuses(), time.monotonic()
-        point = _point(statuses - self._statuses, now_s - self._tick_s, self._requests.take_durations())
+        self._points.append(_point(statuses - self._statuses, now_s - self._tick_s, self._requests.take_durations()))
         for stage in snapshot.stages:
             counter = snapshot.leader, stage.index
             moved = stage.rerouted - self._rerouted.get(counter, 0)
@@ -188,10 +187,8 @@ class EventFeed:
             if moved > 0:  # a leader that was restarted counts from 0
                 self._emit("rerouted", stage=stage.index, detail=f"{moved} {'batch' if moved == 1 else 'batches'}")
         self._statuses, self._tick_s = statuses, now_s
-        self._points.append(point)
-        self._broadcast("status", snapshot)
-        self._broadcast("points", (point,))
         self.observe(snapshot)
+        self._publish(snapshot)
 
     def _compare(self, stage: int, before: ReplicaSnapshot | None, now: ReplicaSnapshot) -> None:
         if before and (before.state, before.generation, before.world) == (now.state, now.generation, now.world):
@@ -210,69 +207,45 @@ class EventFeed:
             self._emit(what, stage=stage, detail=detail, **where)
 
     def _emit(self, what: EventType, **fields: Any) -> None:
-        event = Event(self._next_id, time.time(), what, **fields)
+        self._events.append(Event(self._next_id, time.time(), what, **fields))
         self._next_id += 1
-        self._events.append(event)
-        self._broadcast("event", event, event.id)
 
-    def _broadcast(self, kind: str, content: object, event_id: int | None = None) -> None:
-        if not self._subscriptions:
-            return
-        message = _message(kind, content, event_id)
-        for messages in tuple(self._subscriptions):
-            if messages.qsize() < _MAX_WAITING:
-                messages.put_nowait(message)
-            else:  # its data would be outdated
-                self._subscriptions.discard(messages)
-                messages.put_nowait(b"")
+    def _publish(self, snapshot: PipelineSnapshot) -> None:
+        self._shown = snapshot
+        self._wake()
 
-    def _end_all(self) -> None:
-        for messages in self._subscriptions:
-            messages.put_nowait(b"")
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
-class EventStream(Response):
-    """The response of GET /events: server-sent events until the client disconnects, is too slow, or the service stops.
-
-    Starlette's StreamingResponse would wait for a slow client forever.
+class EventStream(StreamingResponse):
+    """The response of GET /events: server-sent events until the client disconnects, reads nothing, or the service stops.
 
     Args:
         last_id: id of the last event that the client received.
+    Raises:
+        OverloadedError: too many clients follow.
     """
 
-    def __init__(self, feed: EventFeed, snapshot: PipelineSnapshot, last_id: int) -> None:
-        super().__init__(headers=_HEADERS)
-        del self.headers["content-length"]
+    def __init__(self, feed: EventFeed, last_id: int) -> None:
+        if feed.followers >= _MAX_FOLLOWERS:
+            raise OverloadedError(f"{_MAX_FOLLOWERS} clients follow the events already; close one, or use GET /status")
+        super().__init__(feed.follow(last_id), headers=_HEADERS)
         self._feed = feed
-        self._snapshot = snapshot
-        self._last_id = last_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._feed.subscribe(self._snapshot, self._last_id) as messages:
-            gone = asyncio.create_task(_end_when_gone(receive, messages))
-            try:
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                while message := await _next(messages):
-                    async with asyncio.timeout(_STALLED_S):
-                        await send({"type": "http.response.body", "body": message, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-            except TimeoutError:
-                logger.warning("disconnecting a client of /events that read nothing for %g s", _STALLED_S)
-            finally:
-                gone.cancel()
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(_STALLED_S):
+                await send(message)
 
-
-async def _next(messages: asyncio.Queue[bytes]) -> bytes:
-    try:
-        return await asyncio.wait_for(messages.get(), _KEEP_ALIVE_S)
-    except TimeoutError:
-        return b": still here\n\n"
-
-
-async def _end_when_gone(receive: Receive, messages: asyncio.Queue[bytes]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    messages.put_nowait(b"")
+        self._feed.followers += 1
+        try:
+            await super().__call__(scope, receive, send_in_time)
+        except* TimeoutError:
+            logger.warning("disconnecting a client of /events that read nothing for %g s", _STALLED_S)
+        finally:
+            self._feed.followers -= 1
 
 
 def _message(kind: str, content: object, event_id: int | None = None) -> bytes:

@@ -7,7 +7,7 @@ from typing import get_args
 from prometheus_client import Counter, Gauge
 
 from multiworld_serving.common.metrics import ProgramMetrics
-from multiworld_serving.server.observability.request_outcomes import RequestOutcomes
+from multiworld_serving.server.observability.requests import Requests
 from multiworld_serving.server.snapshots import ServiceState
 
 
@@ -15,14 +15,13 @@ class FrontendMetrics(ProgramMetrics):
     """The counters and gauges of a frontend.
 
     Attributes:
-        requests: the outcomes of all requests.
+        requests: records all requests.
     """
 
     def __init__(self, build: dict[str, str] | None = None) -> None:
         super().__init__(build)
         registry = self.registry
-        self.requests = RequestOutcomes(registry)
-        self.derived.register(self.requests)
+        self.requests = Requests(registry)
         self.connections = Gauge("multiworld_http_connections", "Open connections to the HTTP API.", registry=registry)
         self.leaders = Gauge("multiworld_leaders", "Leaders that this frontend can use.", registry=registry)
         self.leaders_configured = Gauge(

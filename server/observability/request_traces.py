@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.tracing import Tracing
-from multiworld_serving.server.observability.request_record import RequestRecord
+
+if TYPE_CHECKING:
+    from multiworld_serving.server.observability.requests import RequestRecord
 
 current_span: ContextVar[Any | None] = ContextVar("current_span", default=None)
 """The recorded span of the request that the current task handles."""
@@ -35,30 +37,27 @@ class RequestTraces:
         self._kind = SpanKind.SERVER
 
     @suppress_errors
-    def begin(self, scope: Scope, record: RequestRecord) -> None:
-        """Start the span of this request, if it is traced."""
+    def begin(self, scope: Scope) -> Any:
+        """The span of this request; None if it is not traced."""
         headers = Headers(scope=scope)
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         # The route as a name, so that the number of names is bounded.
         route = "/v2/models/{model}/infer" if scope["path"].startswith("/v2/") else scope["path"]
         parent = self._propagator.extract(carrier)
         span = self._tracer.start_span(f"{scope['method']} {route}", context=parent, kind=self._kind)
-        record.span = span if span.is_recording() else None
-        current_span.set(record.span)  # also None: the task of a pipelined request inherits the value of the one before
+        current_span.set(
+            span if span.is_recording() else None
+        )  # a pipelined request inherits the value of the one before
+        return current_span.get()
 
     @suppress_errors
     def end(self, scope: Scope, record: RequestRecord) -> None:
         """End the span. The record provides its attributes."""
-        if record.span is not None:
-            _describe(record.span, scope, record)
-            record.span.end()
+        from opentelemetry.trace import Status, StatusCode
 
-
-def _describe(span: Any, scope: Scope, record: RequestRecord) -> None:
-    from opentelemetry.trace import Status, StatusCode
-
-    span.set_attributes(
-        {
+        if record.span is None:
+            return
+        attributes: dict[str, object] = {
             "http.request.method": scope["method"],
             "url.path": scope["path"][:256],
             "http.response.status_code": record.status,
@@ -66,17 +65,16 @@ def _describe(span: Any, scope: Scope, record: RequestRecord) -> None:
             "multiworld.version": record.version,
             "multiworld.reason": record.reason,
         }
-    )
-    if record.inference is not None:
-        span.set_attributes(
-            {
-                "multiworld.images": len(record.inference.predictions),
-                "multiworld.attempts": record.attempts,
-                "multiworld.path": ",".join(record.path),
+        if (found := record.prediction) is not None:
+            attributes |= {
+                "multiworld.images": len(found.output),
+                "multiworld.attempts": found.attempts,
+                "multiworld.path": ",".join(found.path),
             }
-        )
-    if record.status >= 500:
-        span.set_status(Status(StatusCode.ERROR, record.reason))
+        record.span.set_attributes(attributes)
+        if record.status >= 500:
+            record.span.set_status(Status(StatusCode.ERROR, record.reason))
+        record.span.end()
 
 
 def current_span_ids() -> tuple[int, int] | None:

@@ -15,18 +15,17 @@ from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.api.oip.tensors import InputTensor, abbreviated, check_rows, json_data, tensor_values
 from multiworld_serving.server.errors import InferenceRequestError
 
-Image = Tensor | bytes
-"""Pixels as uint8 [3, S, S], RGB, contiguous; or the bytes of a JPEG, PNG or WebP file, not yet decoded."""
-
 _LENGTH_BYTES = 4
 _HALF_GREY_LEVEL = 0.5 / 255
 
 
-def image_input(tensor: InputTensor, data: memoryview | None, signature: Signature) -> list[Image]:
-    """The images of an input: UINT8, FP32 (0 to 1), or BYTES (files; in JSON as base64).
+def image_input(tensor: InputTensor, data: memoryview | None, signature: Signature) -> Tensor | list[bytes]:
+    """The images of an input: UINT8, FP32 (0 to 1), or BYTES (files, not yet decoded; in JSON as base64).
 
     Args:
         data: its binary data; None: they are in the JSON.
+    Returns:
+        Pixels as uint8 [N, 3, S, S], RGB, contiguous; or JPEG, PNG or WebP files.
     Raises:
         InferenceRequestError: the input is invalid for this model.
     """
@@ -48,11 +47,10 @@ def image_input(tensor: InputTensor, data: memoryview | None, signature: Signatu
             return _elements(name, data, shape[0])
         return [_from_base64(name, value, at) for at, value in enumerate(json_data(tensor))]
     values = tensor_values(tensor, data)
-    pixels = values if datatype == "UINT8" else _grey_levels(name, values)
-    return [image.clone() for image in pixels] if len(pixels) > 1 else [pixels[0]]
+    return values if datatype == "UINT8" else _grey_levels(name, values)
 
 
-def image_from_raw(body: bytes, signature: Signature) -> list[Image]:
+def image_from_raw(body: bytes, signature: Signature) -> Tensor:
     """The image of a request without JSON (`Inference-Header-Content-Length: 0`): UINT8, shaped as in the metadata.
 
     Raises:
@@ -64,7 +62,7 @@ def image_from_raw(body: bytes, signature: Signature) -> list[Image]:
             f"without JSON the body is one image, UINT8 {shape}: {expected} bytes, "
             f"not {len(body)}; send image files to /predict, or as BYTES with JSON"
         )
-    return [tensor_values(InputTensor(signature.model.inputs[0].name, "UINT8", shape), memoryview(body))]
+    return tensor_values(InputTensor(signature.model.inputs[0].name, "UINT8", [1, *shape]), memoryview(body))
 
 
 def _wrong_shape(name: str, shape: list[int], signature: Signature) -> str:
@@ -88,8 +86,8 @@ def _grey_levels(name: str, values: Tensor) -> Tensor:
     return values.mul_(255).round_().clamp_(0, 255).to(torch.uint8)
 
 
-def _elements(name: str, data: memoryview, count: int) -> list[Image]:
-    found: list[Image] = []
+def _elements(name: str, data: memoryview, count: int) -> list[bytes]:
+    found: list[bytes] = []
     at = 0
     for number in range(count):
         start = at + _LENGTH_BYTES

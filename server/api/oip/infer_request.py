@@ -6,7 +6,6 @@ gRPC has another encoding of the same request: it calls `infer_body` and `infer_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -15,7 +14,8 @@ from pydantic_core import from_json
 from torch import Tensor
 
 from multiworld_serving.models.errors import BundleError
-from multiworld_serving.server.api.oip.image_input import Image, image_from_raw, image_input
+from multiworld_serving.server.api.inference import InferRequest, OutputOptions
+from multiworld_serving.server.api.oip.image_input import image_from_raw, image_input
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.api.oip.tensors import BINARY_ONLY, DATATYPES, InputTensor, abbreviated, input_tensor
 from multiworld_serving.server.errors import InferenceRequestError
@@ -63,42 +63,6 @@ class InferBody(Struct, frozen=True):
     outputs: list[RequestedOutput] | None = None
     parameters: RequestParameters | None = None
     id: str | None = None
-
-
-@dataclass(frozen=True)
-class OutputOptions:
-    """How to return one output.
-
-    Attributes:
-        index: of the model's outputs.
-        classes: return this many of the most probable classes as "value:index:label"; 0 = return the tensor.
-        binary: return the data after the JSON instead of in it.
-    """
-
-    index: int
-    classes: int = 0
-    binary: bool = False
-
-
-@dataclass(frozen=True)
-class InferRequest:
-    """A parsed request.
-
-    Attributes:
-        rows: at least one, in the order of the batch dimension: input rows of the model, or image files.
-        key: of the rows; see `RowFormat.key`.
-        outputs: at least one, in the order of the response.
-        id: the client's id, to be returned; None = none.
-        timeout_s: the client's timeout since the request's arrival; None = the server's.
-        version: number of the version that must answer; None = any.
-    """
-
-    rows: Sequence[Image]
-    key: str
-    outputs: Sequence[OutputOptions]
-    id: str | None = None
-    timeout_s: float | None = None
-    version: int | None = None
 
 
 def parse_infer_request(body: bytes, json_bytes: int | None, signature: Signature) -> InferRequest:
@@ -174,7 +138,7 @@ def infer_request(asked: InferBody, data: Sequence[memoryview | None], signature
     if parameters.sequence_id or parameters.sequence_start or parameters.sequence_end:
         raise InferenceRequestError("the parameters `sequence_…` are for stateful models; omit them")
     outputs = _outputs(asked.outputs, parameters.binary_data_output, signature)
-    rows: Sequence[Image]
+    rows: Tensor | Sequence[bytes]
     if signature.model.image is not None:
         rows, key = image_input(asked.inputs[0], data[0], signature), ""
     else:
@@ -219,9 +183,7 @@ def _binary_data(asked: InferBody, binary: memoryview | None) -> list[memoryview
     return found
 
 
-def _rows(
-    inputs: Sequence[InputTensor], data: Sequence[memoryview | None], signature: Signature
-) -> tuple[Sequence[Tensor], str]:
+def _rows(inputs: Sequence[InputTensor], data: Sequence[memoryview | None], signature: Signature) -> tuple[Tensor, str]:
     """The input rows, and their key."""
     model = signature.model
     by_name = {tensor.name: (tensor, values) for tensor, values in zip(inputs, data, strict=True)}
@@ -233,12 +195,12 @@ def _rows(
         )
     try:
         rows = model.input_rows.pack(tensors)
-        return rows.unbind(), model.input_rows.key(rows)
+        return rows, model.input_rows.key(rows)
     except BundleError as error:
         raise InferenceRequestError(f"the inputs do not fit together: {error}") from error
 
 
-def _raw_row(body: bytes, signature: Signature) -> tuple[Sequence[Tensor], str]:
+def _raw_row(body: bytes, signature: Signature) -> tuple[Tensor, str]:
     """The row of a request without JSON, for a model with one input of fixed dimensions."""
     model = signature.model
     if len(model.inputs) > 1 or model.input_rows.varies:

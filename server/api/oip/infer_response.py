@@ -10,35 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multiworld_serving.models.errors import BundleError
-from multiworld_serving.server.api.oip.infer_request import OutputOptions
+from multiworld_serving.server.api.inference import OutputOptions, output_tensors
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.api.oip.tensors import DATATYPES
-from multiworld_serving.server.errors import InferenceRequestError, StageError
-from multiworld_serving.server.predictor import Prediction, ServedModel
+from multiworld_serving.server.errors import InferenceRequestError
+from multiworld_serving.server.predictor import Prediction
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 _MAX_JSON_VALUES = 1_000_000
 """In all outputs of a response. As for requests, more numbers must be binary."""
 
 
-def output_tensors(predictions: Sequence[Prediction], model: ServedModel) -> tuple[Tensor, ...]:
-    """The outputs of the samples, [N, …] each, in the order of the model's.
-
-    Raises:
-        StageError: the model returned probabilities that are not finite, or outputs of different lengths.
-    """
-    try:
-        outputs = model.output_rows.unpack(torch.stack([prediction.output for prediction in predictions]))
-    except (BundleError, RuntimeError) as error:
-        raise StageError(f"the model returned outputs that do not fit its description: {error}") from error
-    if model.labels and not outputs[0].isfinite().all().item():
-        raise StageError("the model returned probabilities that are not finite for this sample; check the weights")
-    return outputs
-
-
 def encoded_outputs(
-    predictions: Sequence[Prediction], wanted: Sequence[OutputOptions], signature: Signature
+    prediction: Prediction, wanted: Sequence[OutputOptions], signature: Signature
 ) -> list[tuple[dict[str, Any], bytes | None]]:
     """The wanted outputs of the samples, in their order: how JSON describes each, and its binary data.
 
@@ -46,7 +30,7 @@ def encoded_outputs(
         InferenceRequestError: JSON cannot express the values, or there are too many.
         StageError: as `output_tensors`.
     """
-    tensors = output_tensors(predictions, signature.model)
+    tensors = output_tensors(prediction, signature.model)
     values = sum(tensors[each.index].numel() for each in wanted if not each.binary and not each.classes)
     if values > _MAX_JSON_VALUES:
         raise InferenceRequestError(
@@ -56,9 +40,9 @@ def encoded_outputs(
 
 
 def build_response(
-    predictions: Sequence[Prediction], wanted: Sequence[OutputOptions], request_id: str | None, signature: Signature
+    prediction: Prediction, wanted: Sequence[OutputOptions], request_id: str | None, signature: Signature
 ) -> tuple[bytes, int | None]:
-    """Serialize the predictions of the samples, in their order.
+    """Serialize the prediction.
 
     Args:
         request_id: the client's id; None = none.
@@ -67,10 +51,10 @@ def build_response(
     Raises:
         InferenceRequestError, StageError: as `encoded_outputs`.
     """
-    parts = encoded_outputs(predictions, wanted, signature)
+    parts = encoded_outputs(prediction, wanted, signature)
     head = {
-        "model_name": predictions[0].model,
-        "model_version": str(predictions[0].version_number),
+        "model_name": prediction.model,
+        "model_version": str(prediction.version_number),
         **({"id": request_id} if request_id is not None else {}),
         "outputs": [described for described, _ in parts],
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.metadata
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
@@ -18,12 +18,17 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute
 
 from multiworld_serving.server.api.images import MIN_SIDE
+from multiworld_serving.server.api.inference import (
+    HEADER_DOCUMENTATION,
+    Inference,
+    InferRequest,
+    encoded,
+    prediction_headers,
+)
 from multiworld_serving.server.api.oip.compression import accepted_encoding, content_encoding, pack, unpack
-from multiworld_serving.server.api.oip.infer_request import InferRequest, parse_infer_request
+from multiworld_serving.server.api.oip.infer_request import parse_infer_request
 from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH, build_response
-from multiworld_serving.server.api.oip.inference import OipInference
 from multiworld_serving.server.api.oip.metadata import Signature, repository_index
-from multiworld_serving.server.api.response_headers import HEADER_DOCUMENTATION, prediction_headers
 from multiworld_serving.server.errors import InferenceRequestError
 from multiworld_serving.server.http.errors import error_documentation
 from multiworld_serving.server.http.inference_route import (
@@ -33,8 +38,7 @@ from multiworld_serving.server.http.inference_route import (
     timeout_parameter,
 )
 from multiworld_serving.server.http.open_request import OpenRequest
-from multiworld_serving.server.observability.request_outcomes import RequestOutcomes
-from multiworld_serving.server.observability.request_record import RequestRecord
+from multiworld_serving.server.observability.requests import RequestRecord, Requests
 from multiworld_serving.server.predictor import Pipeline, Prediction
 from multiworld_serving.server.readiness import readiness_error
 
@@ -49,8 +53,8 @@ class V2Routes:
     """The routes under /v2."""
 
     predictor: Pipeline
-    inference: OipInference
-    requests: RequestOutcomes
+    inference: Inference
+    requests: Requests
 
     def routes(self) -> list[BaseRoute]:
         """The routes, documented for OpenAPI."""
@@ -188,7 +192,7 @@ class V2Routes:
 
 
 async def infer(
-    inference: OipInference, request: Request, timeout_s: float | None, version: int | None = None
+    inference: Inference, request: Request, timeout_s: float | None, version: int | None = None
 ) -> Response:
     """Compute one or more samples of a request whose model and version were checked.
 
@@ -202,25 +206,29 @@ async def infer(
     encoding, json_bytes = content_encoding(headers.get("content-encoding")), _json_bytes(headers.get(HEADER_LENGTH))
     accepted = accepted_encoding(headers.get("accept-encoding"))
 
-    def parse(body: bytes) -> InferRequest:
+    opened = OpenRequest(inference.gate, record, request.receive, timeout_s)
+
+    def parsed(body: bytes) -> InferRequest:
         plain = body if encoding is None else unpack(body, encoding, inference.gate.limits.max_body_bytes)
         return replace(parse_infer_request(plain, json_bytes, signature), version=version)
 
-    def encode(predictions: Sequence[Prediction], asked: InferRequest) -> tuple[bytes, int | None]:
-        body, json_bytes = build_response(predictions, asked.outputs, asked.id, signature)
-        return body if accepted is None else pack(body, accepted), json_bytes
+    async def parse(body: bytes) -> InferRequest:
+        return await inference.threads.run(partial(parsed, body))
 
-    async with OpenRequest(inference.gate, record, request.receive, timeout_s) as opened:
-        predictions, (encoded, binary_at) = await inference.answer(
-            opened, record, partial(parse, await opened.body(headers, allow_empty=True)), encode
-        )
-    answer = prediction_headers(predictions) | {"Vary": "Accept-Encoding"}
-    if binary_at is not None:
-        answer[HEADER_LENGTH] = str(binary_at)
-    if accepted is not None:
-        answer["Content-Encoding"] = accepted
-    media_type = "application/json" if binary_at is None else "application/octet-stream"
-    return Response(encoded, media_type=media_type, headers=answer)
+    def response(prediction: Prediction, asked: InferRequest) -> Response:
+        body, binary_at = build_response(prediction, asked.outputs, asked.id, signature)
+        answer = prediction_headers(prediction) | {"Vary": "Accept-Encoding"}
+        if binary_at is not None:
+            answer[HEADER_LENGTH] = str(binary_at)
+        if accepted is not None:
+            body, answer["Content-Encoding"] = pack(body, accepted), accepted
+        media_type = "application/json" if binary_at is None else "application/octet-stream"
+        return Response(body, media_type=media_type, headers=answer)
+
+    async def encode(prediction: Prediction, asked: InferRequest) -> Response:
+        return await encoded(partial(response, prediction, asked), prediction)
+
+    return await inference.answer(opened, partial(opened.body, headers, allow_empty=True), parse, encode)
 
 
 def _json_bytes(given: str | None) -> int | None:

@@ -15,11 +15,10 @@ import grpc
 from starlette.types import Scope
 
 from multiworld_serving.server.auth.authorizer import Authorizer, http_port_permission
-from multiworld_serving.server.errors import BodyTimeoutError, BodyTooLargeError, RequestRejected
-from multiworld_serving.server.http.errors import INTERNAL_ERROR, STATUS_OF_REASON, retry_after_s
+from multiworld_serving.server.errors import BodyTimeoutError, BodyTooLargeError, DeadlineError, RequestRejected
+from multiworld_serving.server.http.errors import INTERNAL_ERROR
 from multiworld_serving.server.http.limits import RequestLimits
-from multiworld_serving.server.observability.request_observer import RequestObserver
-from multiworld_serving.server.observability.request_record import InferenceProtocol, RequestRecord
+from multiworld_serving.server.observability.requests import InferenceProtocol, RequestRecord, Requests
 from multiworld_serving.server.predictor import Predictor
 
 logger = logging.getLogger(__name__)
@@ -94,11 +93,9 @@ class CallHandler:
         receiving: calls that receive a message at the same time: the memory for the largest messages is reserved for them.
     """
 
-    def __init__(
-        self, predictor: Predictor, observer: RequestObserver, authorizer: Authorizer, limits: RequestLimits
-    ) -> None:
+    def __init__(self, predictor: Predictor, requests: Requests, authorizer: Authorizer, limits: RequestLimits) -> None:
         self._predictor = predictor
-        self._observer = observer
+        self._requests = requests
         self._authorizer = authorizer
         self.limits = limits
         self.receiving = asyncio.Semaphore(max(1, limits.max_held_bytes // limits.max_body_bytes))
@@ -111,30 +108,30 @@ class CallHandler:
         Args:
             path: of the method.
             equivalent: path of the same method over HTTP, for its permission.
-            protocol: see `RequestObserver.begin`.
+            protocol: see `Requests.begin`.
         """
         permission = http_port_permission(equivalent)
 
         async def run(_: object, context: Any) -> bytes:
             scope = _scope(path, context)
-            record = self._observer.begin(scope, self._predictor.version.name, protocol)
+            record = self._requests.begin(scope, self._predictor.version.name, protocol)
             call = Call(context, record, self)
             try:
                 record.key_name = self._authorizer.check(permission, scope)
                 message = await answer(call)
                 record.status = 200
             except RequestRejected as rejection:
-                record.status, record.reason = STATUS_OF_REASON[rejection.reason], rejection.reason
-                detail, retry_s = rejection.detail, retry_after_s(rejection)
+                record.status, record.reason = rejection.status, rejection.reason
+                detail, retry_s = rejection.detail, rejection.retry_after_s
             except asyncio.CancelledError:
                 if call.late:  # gRPC has cancelled the call, and not the client
-                    record.status, record.reason = STATUS_OF_REASON["deadline"], "deadline"
+                    record.status, record.reason = DeadlineError.status, DeadlineError.reason
                 raise
             except Exception:
                 record.status, record.reason, detail, retry_s = 500, "internal", INTERNAL_ERROR, None
                 logger.exception("request failed request_id=%s path=%s", record.request_id, path)
             finally:
-                self._observer.end(scope, record)
+                self._requests.end(scope, record)
             trailers = {"x-request-id": record.request_id}
             if record.status == 200:
                 context.set_trailing_metadata(tuple((trailers | call.trailers).items()))

@@ -13,11 +13,11 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
+from multiworld_serving.server.api.inference import InferRequest
 from multiworld_serving.server.api.oip.infer_request import (
     MAX_FIELDS,
     MAX_VALUES,
     InferBody,
-    InferRequest,
     infer_body,
     infer_request,
 )
@@ -124,14 +124,14 @@ def parse_infer_message(body: bytes, signature: Signature, now: ModelVersion) ->
     return replace(infer_request(asked, data, signature), version=None if version is None else int(version))
 
 
-def infer_message(predictions: Sequence[Prediction], asked: InferRequest, *, signature: Signature) -> bytes:
+def infer_message(prediction: Prediction, asked: InferRequest, *, signature: Signature) -> bytes:
     """A ModelInferResponse, always with raw contents. Raises as `encoded_outputs`."""
-    parts = encoded_outputs(predictions, asked.outputs, signature)
+    parts = encoded_outputs(prediction, asked.outputs, signature)
     message: bytes = (
         METHODS["ModelInfer"]
         .response(
-            model_name=predictions[0].model,
-            model_version=str(predictions[0].version_number),
+            model_name=prediction.model,
+            model_version=str(prediction.version_number),
             id=asked.id,
             outputs=[{name: each[name] for name in ("name", "datatype", "shape")} for each, _ in parts],
             raw_output_contents=[binary for _, binary in parts],

@@ -54,7 +54,7 @@ class GrpcPort:
         max_connections: int,
         tls: TlsFiles | None,
     ) -> None:
-        calls = CallHandler(pipeline, api.observer, authorizer, requests)
+        calls = CallHandler(pipeline, api.requests, authorizer, requests)
         methods = InferenceService(pipeline, api.inference).handlers(calls)
         self._handlers = grpc.method_handlers_generic_handler(SERVICE, methods)
         self._options = _options(requests, max_connections)

@@ -10,13 +10,12 @@ from typing import Any
 
 import grpc
 
-from multiworld_serving.server.api.oip.inference import OipInference
+from multiworld_serving.server.api.inference import Inference, InferRequest, encoded, prediction_headers
 from multiworld_serving.server.api.oip.metadata import repository_index
 from multiworld_serving.server.api.oip_grpc.calls import Answer, Call, CallHandler
 from multiworld_serving.server.api.oip_grpc.codec import METHODS, SERVICE, decode, infer_message, parse_infer_message
-from multiworld_serving.server.api.response_headers import prediction_headers
 from multiworld_serving.server.http.open_request import OpenRequest
-from multiworld_serving.server.predictor import Pipeline
+from multiworld_serving.server.predictor import Pipeline, Prediction
 
 _EXTENSIONS = ["classification", "model_repository(index)"]
 
@@ -26,7 +25,7 @@ class InferenceService:
     """Implements `inference.GRPCInferenceService`."""
 
     pipeline: Pipeline
-    inference: OipInference
+    inference: Inference
 
     def handlers(self, calls: CallHandler) -> dict[str, grpc.RpcMethodHandler]:
         """The handlers of all methods, by name."""
@@ -47,19 +46,23 @@ class InferenceService:
         return found
 
     async def _infer(self, call: Call) -> bytes:
-        inference, signature, record = self.inference, self.inference.signature, call.record
-        async with OpenRequest(inference.gate, record, None, call.timeout_s) as opened:
+        inference, signature = self.inference, self.inference.signature
+        opened = OpenRequest(inference.gate, call.record, None, call.timeout_s)
+
+        async def receive() -> bytes:
             body = await call.message()
             opened.received()
             opened.hold(len(body))
-            predictions, message = await inference.answer(
-                opened,
-                record,
-                partial(parse_infer_message, body, signature, self.pipeline.version),
-                partial(infer_message, signature=signature),
-            )
-        call.trailers = {name.lower(): value for name, value in prediction_headers(predictions).items()}
-        return message
+            return body
+
+        async def parse(body: bytes) -> InferRequest:
+            return await inference.threads.run(partial(parse_infer_message, body, signature, self.pipeline.version))
+
+        async def encode(prediction: Prediction, asked: InferRequest) -> bytes:
+            call.trailers = {name.lower(): value for name, value in prediction_headers(prediction).items()}
+            return await encoded(partial(infer_message, prediction, asked, signature=signature), prediction)
+
+        return await inference.answer(opened, receive, parse, encode)
 
     def _model_ready(self, request: Any) -> Mapping[str, Any]:
         self._check(request)

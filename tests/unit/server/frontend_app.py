@@ -136,10 +136,7 @@ class RunningFrontend:
 
     def sample(self, name: str, **labels: str) -> float | None:
         """The current value of one series."""
-        of_counters, derived = (
-            each.get_sample_value(name, labels) for each in (self.metrics.registry, self.metrics.derived)
-        )
-        return derived if of_counters is None else of_counters
+        return self.metrics.registry.get_sample_value(name, labels)
 
 
 @asynccontextmanager

@@ -39,7 +39,7 @@ class RunningGrpc:
     def requests(self, **labels: str) -> float:
         """How many requests with these labels were counted."""
         labels = {"model": MODEL.name, "version": MODEL.version, "protocol": "grpc", **labels}
-        return self.metrics.derived.get_sample_value("multiworld_requests_total", labels) or 0
+        return self.metrics.registry.get_sample_value("multiworld_requests_total", labels) or 0
 
 
 @asynccontextmanager

@@ -11,18 +11,18 @@ import pytest
 from multiworld_serving.common.config.keys import Key, KeySet
 from multiworld_serving.server import errors
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
-from multiworld_serving.server.observability import request_observer
-from multiworld_serving.server.observability.request_observer import MAX_ERRORS_PER_S
+from multiworld_serving.server.observability import requests
+from multiworld_serving.server.observability.requests import MAX_ERRORS_PER_S
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
 
 
 @pytest.fixture(autouse=True)
 def info(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, request_observer.__name__)
+    caplog.set_level(logging.INFO, requests.__name__)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [record for record in caplog.records if record.name == request_observer.__name__]
+    return [record for record in caplog.records if record.name == requests.__name__]
 
 
 async def test_every_request_has_one_line_with_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
@@ -60,7 +60,7 @@ async def test_lines_about_errors_are_bounded(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = [1.0]
-    monkeypatch.setattr(request_observer, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
     async with running_frontend() as frontend:
         for _ in range(MAX_ERRORS_PER_S + 3):
             await frontend.client.post("/predict")

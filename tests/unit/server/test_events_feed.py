@@ -1,9 +1,8 @@
-"""The event feed: differences between snapshots, for a limited number of subscribers that keep up, and GET /events over ASGI."""
+"""The event feed: differences between snapshots, for followers that read at their own speed, and GET /events over ASGI."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 from dataclasses import replace
@@ -15,7 +14,6 @@ from starlette.types import Message
 from multiworld_serving.server.observability import event_feed
 from multiworld_serving.server.observability.event_feed import EventFeed, EventStream
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.observability.request_record import RequestRecord
 from multiworld_serving.server.snapshots import (
     FailureSnapshot,
     LeaderSnapshot,
@@ -36,24 +34,24 @@ def snapshot(*replicas: ReplicaSnapshot, draining: bool = False) -> PipelineSnap
     return PipelineSnapshot("m", "v", True, draining, 1.0, 0, 0, (StageSnapshot(0, ("stem",), replicas),))
 
 
-def read(waiting: asyncio.Queue[bytes]) -> list[tuple[str, Any]]:
-    """The messages that wait for this subscriber."""
-    messages = b"".join(waiting.get_nowait() for _ in range(waiting.qsize())).decode().split("\n\n")
+async def told(feed: EventFeed, last_id: int = 0) -> list[tuple[str, Any]]:
+    """What a client gets that follows from now until the service stops, which is now."""
+    feed._ended = True
+    messages = b"".join([part async for part in feed.follow(last_id)]).decode().split("\n\n")
     fields = [dict(line.split(": ", 1) for line in message.splitlines()) for message in messages if message]
     return [(each["event"], json.loads(each["data"])) for each in fields if "event" in each]
 
 
-def happened(*snapshots: PipelineSnapshot) -> list[tuple[str, int, str]]:
+async def happened(*snapshots: PipelineSnapshot) -> list[tuple[str, int, str]]:
     """The events of a feed of these successive snapshots: type, generation and detail."""
     feed = EventFeed(FrontendMetrics().requests)
-    with feed.subscribe(snapshots[0]) as subscription:
-        for each in snapshots:
-            feed.observe(each)
-        return [(e["what"], e["generation"], e["detail"]) for kind, e in read(subscription) if kind == "event"]
+    for each in snapshots:
+        feed.observe(each)
+    return [(e["what"], e["generation"], e["detail"]) for kind, e in await told(feed) if kind == "event"]
 
 
 async def test_feed_emits_broken_and_rejoined_when_a_worker_is_killed() -> None:
-    told = happened(
+    events = await happened(
         snapshot(replica("absent", 0, world=None, worker=None)),
         snapshot(replica("joining")),
         snapshot(replica("loading")),
@@ -63,7 +61,7 @@ async def test_feed_emits_broken_and_rejoined_when_a_worker_is_killed() -> None:
         snapshot(replica("joining", 2, last_failure=KILLED)),
         snapshot(replica("ready", 2, last_failure=KILLED)),
     )
-    assert told == [
+    assert events == [
         ("joining", 1, ""),
         ("serves", 1, ""),
         ("broken", 1, "exit: it ended the connection"),
@@ -74,53 +72,56 @@ async def test_feed_emits_broken_and_rejoined_when_a_worker_is_killed() -> None:
 
 async def test_tick_reports_rates_latencies_and_reroutes() -> None:
     requests = FrontendMetrics().requests
+    requests.declare("m", "v", ("predict",))
     feed = EventFeed(requests)
     now = snapshot(replica("ready"))
-    with feed.subscribe(now) as subscription:
-        read(subscription)
-        for duration_s in (0.010, 0.020, 0.900):
-            requests.ended(RequestRecord("id", "v", protocol="predict", status=200, duration_s=duration_s))
-        feed._tick(replace(now, stages=(replace(now.stages[0], rerouted=2),)))
-        feed._tick(
-            replace(now, stages=(replace(now.stages[0], rerouted=1),))
-        )  # a leader that was restarted counts from 0
-        told = read(subscription)
-    points = [content for kind, content in told if kind == "points"]
-    assert (points[0][0]["p50_ms"], points[0][0]["slowest_ms"], points[0][0]["failed"]) == (20.0, 900.0, 0)
-    assert points[0][0]["answered"] > 0
-    assert [(e["what"], e["detail"]) for kind, e in told if kind == "event"] == [
+    scope: dict[str, Any] = {"method": "POST", "path": "/predict", "headers": []}
+    for duration_s in (0.010, 0.020, 0.900):
+        record = requests.begin(scope, "v", "predict")
+        record.status, record.started_s = 200, record.started_s - duration_s
+        requests.end(scope, record)
+    feed._tick(replace(now, stages=(replace(now.stages[0], rerouted=2),)))
+    feed._tick(replace(now, stages=(replace(now.stages[0], rerouted=1),)))  # a leader that was restarted counts from 0
+    messages = await told(feed)
+    points = [content for kind, content in messages if kind == "points"]
+    assert (points[0][0]["p50_ms"], points[0][0]["slowest_ms"]) == (
+        pytest.approx(20.0, abs=5),
+        pytest.approx(900.0, abs=5),
+    )
+    assert points[0][0]["answered"] > points[0][0]["failed"] == 0
+    assert [(e["what"], e["detail"]) for kind, e in messages if kind == "event"] == [
         ("rerouted", "2 batches"),
         ("serves", ""),
     ]
-    assert "status" in [kind for kind, _ in told]
+    assert "status" in [kind for kind, _ in messages]
 
 
-def test_feed_reports_leaders_and_does_not_compare_the_views_of_two_leaders() -> None:
+async def test_feed_reports_leaders_and_does_not_compare_the_views_of_two_leaders() -> None:
     feed = EventFeed(FrontendMetrics().requests)
     first, second = LeaderSnapshot("a:1", "ready", "leader-0"), LeaderSnapshot("b:1", "ready", "leader-1")
     before = replace(snapshot(replica("ready", 1)), leader="leader-0", leaders=(first, second))
     lost = replace(first, state="unreachable")
     after = replace(snapshot(replica("ready", 5)), leader="leader-1", leaders=(lost, second))
-    with feed.subscribe(before) as subscription:
-        feed.observe(before)
-        read(subscription)
-        feed.observe(after)
-        feed.observe(replace(after, leaders=(first, second)))
-        told = [(e["what"], e["detail"]) for kind, e in read(subscription) if kind == "event"]
-    assert told == [("leader_lost", "leader-0 is unreachable"), ("leader_ready", "leader-0")]
+    feed.observe(before)
+    last_id = feed._next_id - 1
+    feed.observe(after)
+    feed.observe(replace(after, leaders=(first, second)))
+    events = [(e["what"], e["detail"]) for kind, e in await told(feed, last_id) if kind == "event"]
+    assert events == [("leader_lost", "leader-0 is unreachable"), ("leader_ready", "leader-0")]
 
 
-async def test_only_the_slow_subscriber_is_dropped() -> None:
+async def test_slow_follower_misses_old_events_and_gets_the_latest_state() -> None:
     feed = EventFeed(FrontendMetrics().requests)
-    with feed.subscribe(snapshot()) as slow, feed.subscribe(snapshot()) as quick:
-        for _ in range(100):
-            feed.observe(replace(snapshot(), version=str(_)))
-            read(quick)
-        messages = [slow.get_nowait() for _ in range(slow.qsize())]
-        assert len(messages) <= 65
-        assert messages[-1] == b""
-        feed.observe(snapshot())
-        assert read(quick)
+    feed.observe(snapshot(replica("ready")))
+    slow = feed.follow()
+    await anext(slow)  # retry
+    await anext(slow)
+    for number in range(150):
+        feed.observe(replace(snapshot(), version=str(number)))
+    text = (await anext(slow)).decode()
+    assert text.count("event: event") == 100
+    assert text.count("event: status") == 1
+    assert '"version":"149"' in text
 
 
 class Reader:
@@ -146,7 +147,8 @@ class Reader:
 
 async def test_stream_starts_with_status_and_ends_when_the_client_disconnects() -> None:
     feed, reader = EventFeed(FrontendMetrics().requests), Reader(takes=100)
-    stream = asyncio.create_task(EventStream(feed, snapshot(), 0)({}, reader.receive, reader.send))
+    feed.observe(snapshot(replica("ready")))
+    stream = asyncio.create_task(EventStream(feed, 0)({"type": "http"}, reader.receive, reader.send))
     async with asyncio.timeout(30):
         await reader.has_three.wait()
         reader.gone.set()
@@ -154,8 +156,8 @@ async def test_stream_starts_with_status_and_ends_when_the_client_disconnects() 
     headers = dict(reader.taken[0]["headers"])
     assert headers[b"content-type"].startswith(b"text/event-stream")
     assert b"content-length" not in headers
-    assert b"event: status" in reader.taken[1]["body"]
-    assert reader.taken[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+    assert b"event: status" in reader.taken[2]["body"]
+    assert feed.followers == 0
 
 
 async def test_client_is_disconnected_when_it_reads_nothing(
@@ -165,8 +167,6 @@ async def test_client_is_disconnected_when_it_reads_nothing(
     feed, reader = EventFeed(FrontendMetrics().requests), Reader(takes=1)
     async with asyncio.timeout(30):
         with caplog.at_level(logging.WARNING):
-            await EventStream(feed, snapshot(), 0)({}, reader.receive, reader.send)
+            await EventStream(feed, 0)({"type": "http"}, reader.receive, reader.send)
     assert "disconnecting a client of /events" in caplog.text
-    with contextlib.ExitStack() as stack:
-        for _ in range(32):  # the place of that client is free
-            stack.enter_context(feed.subscribe(snapshot()))
+    assert feed.followers == 0  # the place of that client is free

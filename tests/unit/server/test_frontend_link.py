@@ -20,7 +20,7 @@ from multiworld_serving.common.wire.join import WORLD_BACKEND
 from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.server.administration import Desired, RestartFailedError, RestartStep
-from multiworld_serving.server.errors import OverloadedError, RequestRejected
+from multiworld_serving.server.errors import STATUS_OF_REASON, OverloadedError, RequestRejected
 from multiworld_serving.server.frontends import link
 from multiworld_serving.server.frontends.link import MAX_BYTES, Kind, Link, LinkLostError, Received, decode, encode
 from multiworld_serving.server.frontends.messages import (
@@ -37,7 +37,6 @@ from multiworld_serving.server.frontends.messages import (
     parse_rows,
     rows_payload,
 )
-from multiworld_serving.server.http.errors import STATUS_OF_REASON
 from multiworld_serving.server.predictor import ImageSizes, KeptRows, ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.snapshots import (
     FailureSnapshot,

@@ -8,8 +8,7 @@ import logging
 import pytest
 
 from multiworld_serving.server import errors
-from multiworld_serving.server.errors import RequestRejected
-from multiworld_serving.server.http.errors import STATUS_OF_REASON
+from multiworld_serving.server.errors import STATUS_OF_REASON, RequestRejected
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, Connection, image_bytes, running_frontend
 
 LABELS = {"model": MODEL.name, "version": MODEL.version, "protocol": "predict"}

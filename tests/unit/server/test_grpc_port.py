@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from multiworld_serving.server import errors
 from multiworld_serving.server.api.oip_grpc.calls import STATUS_CODES
-from multiworld_serving.server.http.errors import STATUS_OF_REASON
+from multiworld_serving.server.errors import STATUS_OF_REASON
 from tests.unit.server.frontend_app import MODEL, ColourPredictor
 from tests.unit.server.grpc_port import PATIENCE_S, channel, infer, refused, running_grpc, tensor
 from tests.unit.server.v2_requests import COLOURS, pixels
@@ -50,7 +50,7 @@ async def test_infer_is_answered_logged_and_counted_as_over_http(caplog: pytest.
         assert port.predictor.request_ids == ["first"]
         await until(lambda: port.requests(code="200", reason="ok") == 1)
         assert (
-            port.metrics.derived.get_sample_value(
+            port.metrics.registry.get_sample_value(
                 "multiworld_images_total", {"model": MODEL.name, "version": MODEL.version}
             )
             == 2

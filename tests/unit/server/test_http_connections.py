@@ -41,7 +41,7 @@ async def test_half_closed_connection_is_closed_immediately(sent: int) -> None:
         client.writer.write_eof()
         assert await client.rest() == b""
         await port.until_open(0)
-        await until(lambda: port.metrics.derived.get_sample_value("multiworld_requests_in_flight") == 0)
+        await until(lambda: port.metrics.registry.get_sample_value("multiworld_requests_in_flight") == 0)
         assert port.predictor.cancelled == (sent > len(IMAGE))
 
 

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics, PipelineCollector
-from multiworld_serving.server.observability.request_record import RequestRecord
+from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, ReplicaState, StageSnapshot
 
@@ -87,8 +87,8 @@ def busy_leader() -> LeaderMetrics:
 def busy_frontend() -> FrontendMetrics:
     """The metrics of a frontend to which everything has happened that adds series."""
     metrics = FrontendMetrics(BUILD)
-    metrics.requests.declare("m", "v", ("predict",), {"ok": 200})
-    metrics.requests.ended(RequestRecord("id", "v", protocol="predict", status=200))
+    metrics.requests.declare("m", "v", ("predict",))
+    metrics.requests.end({}, RequestRecord("id", "v", "predict", status=200))
     metrics.service_state("ready")
     return metrics
 

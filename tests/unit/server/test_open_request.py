@@ -11,7 +11,7 @@ from starlette.types import Message, Receive
 from multiworld_serving.server.errors import BodyTooLargeError, DeadlineError, WithdrawnError
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.open_request import OpenRequest, RequestGate, while_connected
-from multiworld_serving.server.observability.request_record import RequestRecord
+from multiworld_serving.server.observability.requests import RequestRecord
 from tests.unit.server.frontend_app import ColourPredictor
 
 CHUNK = bytes(2**16)

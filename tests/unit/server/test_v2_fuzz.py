@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from multiworld_serving.server.api.inference import InferRequest
 from multiworld_serving.server.api.oip.compression import pack, unpack
-from multiworld_serving.server.api.oip.infer_request import InferRequest, parse_infer_request
+from multiworld_serving.server.api.oip.infer_request import parse_infer_request
 from multiworld_serving.server.errors import InvalidRequestError
 from tests.unit.server.v2_requests import PACK, SIGNATURE
 
@@ -41,11 +42,11 @@ def assert_clear(rejection: InvalidRequestError) -> None:
 def assert_sound(request: InferRequest, body_bytes: int) -> None:
     """The pipeline's input is valid and no larger than the body allows."""
     assert 1 <= len(request.rows) <= SIGNATURE.max_rows
-    for image in request.rows:
-        if isinstance(image, Tensor):
-            assert (image.dtype, tuple(image.shape)) == (torch.uint8, SIGNATURE.image_shape)
-            assert image.is_contiguous()
-    assert sum(len(image) for image in request.rows if isinstance(image, bytes)) <= body_bytes
+    if isinstance(request.rows, Tensor):
+        assert (request.rows.dtype, request.rows.shape[1:]) == (torch.uint8, SIGNATURE.image_shape)
+        assert request.rows.is_contiguous()
+    else:
+        assert sum(map(len, request.rows)) <= body_bytes
     assert all(0 <= each.classes <= SIGNATURE.num_classes for each in request.outputs)
     assert request.timeout_s is None or request.timeout_s > 0
 

@@ -1,0 +1,192 @@
+"""The steps of an inference request that all routes and gRPC share: receive, check, parse, decode, predict, encode."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import torch
+from torch import Tensor
+
+from multiworld_serving.models.errors import BundleError
+from multiworld_serving.server.api.images import image_tensor
+from multiworld_serving.server.api.oip.metadata import Signature
+from multiworld_serving.server.daemon_threads import DaemonThreads
+from multiworld_serving.server.errors import StageError, UnknownModelError
+from multiworld_serving.server.http.open_request import OpenRequest, RequestGate
+from multiworld_serving.server.predictor import Prediction, ServedModel
+
+T = TypeVar("T")
+
+_LARGE_BYTES = 1 << 16
+"""Serializing a response with more bytes of outputs takes milliseconds, so it runs on a thread and not on the event loop."""
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """How to return one output.
+
+    Attributes:
+        index: of the model's outputs.
+        classes: return this many of the most probable classes as "value:index:label"; 0 = return the tensor.
+        binary: return the data after the JSON instead of in it.
+    """
+
+    index: int
+    classes: int = 0
+    binary: bool = False
+
+
+@dataclass(frozen=True)
+class InferRequest:
+    """A parsed request.
+
+    Attributes:
+        rows: at least one: input rows of the model [N, …], or the files of images, not yet decoded.
+        key: of the rows; see `RowFormat.key`.
+        outputs: at least one, in the order of the response. Only of the Open Inference Protocol.
+        id: the client's id, to be returned; None = none.
+        timeout_s: the client's timeout since the request's arrival; None = the server's.
+        version: number of the version that must answer; None = any.
+    """
+
+    rows: Tensor | Sequence[bytes]
+    key: str = ""
+    outputs: Sequence[OutputOptions] = ()
+    id: str | None = None
+    timeout_s: float | None = None
+    version: int | None = None
+
+
+@dataclass(frozen=True)
+class Inference:
+    """Computes the inference requests of a frontend.
+
+    Attributes:
+        threads: parse requests and decode images.
+    """
+
+    gate: RequestGate
+    signature: Signature
+    threads: DaemonThreads
+
+    async def answer(
+        self,
+        opened: OpenRequest,
+        receive: Callable[[], Awaitable[bytes]],
+        parse: Callable[[bytes], Awaitable[InferRequest]],
+        encode: Callable[[Prediction, InferRequest], Awaitable[T]],
+        *,
+        ahead: Callable[[], int] | None = None,
+    ) -> T:
+        """Receive and answer a request.
+
+        Args:
+            receive: returns the body.
+            parse: parses the body, which is freed before the prediction.
+            encode: serializes the prediction for the request, which is given without its rows.
+            ahead: returns how many requests wait to be parsed; None = those that wait for a thread.
+        Raises:
+            RequestRejected: the request is invalid, or at least one sample was rejected, and so the whole request is.
+        """
+        predictor, record = self.gate.predictor, opened.record
+        ahead = ahead or (lambda: self.threads.waiting)
+        async with opened:
+            body = await receive()
+            await predictor.check(deadline_s=opened.deadline_s, ahead=ahead())
+            asked = await parse(body)
+            del body
+            record.adopt_client_id(asked.id or "")
+            if asked.timeout_s is not None:
+                opened.shorten(asked.timeout_s)
+            rows, asked = await self._decoded(opened, asked.rows), replace(asked, rows=())
+            opened.release()
+            record.input_s, opened.predicts = time.monotonic() - record.received_s, True
+            prediction = await predictor.predict(
+                rows, key=asked.key, deadline_s=opened.deadline_s, request_id=record.request_id
+            )
+            del rows
+            if asked.version not in (None, prediction.version_number):
+                raise UnknownModelError(
+                    f"version {asked.version} was replaced by {prediction.version_number} while the request was in flight"
+                )
+            predicted_s = time.monotonic()
+            record.version = prediction.version
+            encoded = await encode(prediction, asked)
+            record.prediction, record.output_s = prediction, time.monotonic() - predicted_s
+            return encoded
+
+    async def _decoded(self, opened: OpenRequest, rows: Tensor | Sequence[bytes]) -> Tensor:
+        """The rows. A request decodes one image at a time, so that others wait for one image and not for a batch."""
+        if len(rows) > 1:
+            ahead = self.threads.waiting + len(rows) - 1
+            await self.gate.predictor.check(deadline_s=opened.deadline_s, ahead=ahead)
+        if isinstance(rows, Tensor):
+            return rows
+        opened.hold(sum(map(len, rows)) + len(rows) * self.signature.model.input_rows.max_row_bytes)
+        return torch.stack([await self.threads.run(partial(self.decode_image, file)) for file in rows])
+
+    def decode_image(self, file: bytes) -> Tensor:
+        """The input row of an image file. Runs on a thread."""
+        sizes = self.signature.model.image
+        assert sizes is not None, "only models of images take files"
+        return image_tensor(
+            file,
+            resize_size=sizes.resize_size,
+            crop_size=sizes.crop_size,
+            max_pixels=self.gate.limits.max_image_pixels,
+        )
+
+
+def output_tensors(prediction: Prediction, model: ServedModel) -> tuple[Tensor, ...]:
+    """The outputs of the samples, [N, …] each, in the order of the model's.
+
+    Raises:
+        StageError: the model returned probabilities that are not finite, or outputs of different lengths.
+    """
+    try:
+        outputs = model.output_rows.unpack(prediction.output)
+    except (BundleError, RuntimeError) as error:
+        raise StageError(f"the model returned outputs that do not fit its description: {error}") from error
+    if model.labels and not outputs[0].isfinite().all().item():
+        raise StageError("the model returned probabilities that are not finite for this sample; check the weights")
+    return outputs
+
+
+async def encoded(encode: Callable[[], T], prediction: Prediction) -> T:
+    """The result of `encode`, which serializes the prediction: on a thread if it is large."""
+    return await asyncio.to_thread(encode) if prediction.output.nbytes > _LARGE_BYTES else encode()
+
+
+def prediction_headers(prediction: Prediction) -> dict[str, str]:
+    """Version, path and attempts."""
+    return {
+        "X-Model-Version": _quoted(prediction.version, ":+@,"),
+        "X-Path": ",".join(_quoted(world, ":+@") for world in prediction.path),
+        "X-Attempts": str(prediction.attempts),
+    }
+
+
+@lru_cache(1024)
+def _quoted(name: str, safe: str) -> str:
+    """Percent-encoded: a version may be a file name, and header values are limited to ASCII."""
+    return quote(name, safe=safe)
+
+
+HEADER_DOCUMENTATION: dict[str, Any] = {
+    "X-Request-Id": {"description": "The client's id or a new one.", "schema": {"type": "string"}},
+    "X-Model-Version": {"description": "Version of the weights.", "schema": {"type": "string"}},
+    "X-Path": {
+        "description": "World that computed each stage, in order.",
+        "schema": {"type": "string"},
+    },
+    "X-Attempts": {
+        "description": "1 plus the number of retries.",
+        "schema": {"type": "integer"},
+    },
+}
