@@ -145,17 +145,19 @@ class EventFeed:
             replicas = {each.slot: each for each in before.replicas} if before else {}
             for replica in stage.replicas if same_leader else ():
                 self._compare(stage.index, replicas.get(replica.slot), replica)
-        self._ended |= snapshot.draining
         if snapshot.draining or self._next_id > next_id:
             self._publish(snapshot)
 
     async def follow(self, last_id: int = 0) -> AsyncIterator[bytes]:
-        """Messages until the service stops: first a snapshot, past points, and the events after event `last_id`."""
+        """Messages until the service drains or stops: first a snapshot, past points, and the events after event `last_id`."""
         event_id = last_id if last_id < self._next_id else 0
         point_s, shown = 0.0, None
         yield b"retry: 2000\n\n"
         while True:
-            changed, ended, text = self._changed, self._ended, b""
+            changed, text = self._changed, b""
+            ended = self._ended or (
+                self._shown is not None and self._shown.draining
+            )  # clients connect to another frontend
             if self._shown is not shown:
                 shown = self._shown
                 text = _message("status", shown)

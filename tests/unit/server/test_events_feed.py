@@ -36,8 +36,9 @@ def snapshot(*replicas: ReplicaSnapshot, draining: bool = False) -> PipelineSnap
 
 async def told(feed: EventFeed, last_id: int = 0) -> list[tuple[str, Any]]:
     """What a client gets that follows from now until the service stops, which is now."""
-    feed._ended = True
+    feed._ended, ended = True, feed._ended
     messages = b"".join([part async for part in feed.follow(last_id)]).decode().split("\n\n")
+    feed._ended = ended
     fields = [dict(line.split(": ", 1) for line in message.splitlines()) for message in messages if message]
     return [(each["event"], json.loads(each["data"])) for each in fields if "event" in each]
 
@@ -122,6 +123,23 @@ async def test_slow_follower_misses_old_events_and_gets_the_latest_state() -> No
     assert text.count("event: event") == 100
     assert text.count("event: status") == 1
     assert '"version":"149"' in text
+
+
+async def test_followers_end_while_the_service_drains() -> None:
+    feed = EventFeed(FrontendMetrics().requests)
+    feed.observe(snapshot(draining=True))
+    assert [kind for kind, _ in await told(feed)] == ["status"]
+    feed.observe(snapshot(replica("ready")))  # another leader has taken over
+    follower = feed.follow()
+    for _ in range(2):
+        await anext(follower)
+    waiting = asyncio.ensure_future(anext(follower))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    feed.observe(snapshot(replica("ready"), draining=True))
+    assert b"status" in await waiting
+    with pytest.raises(StopAsyncIteration):
+        await anext(follower)
 
 
 class Reader:
