@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +21,9 @@ from multiworld_serving.server.api.inference import (
     HEADER_DOCUMENTATION,
     Inference,
     InferRequest,
-    output_tensors,
     prediction_headers,
 )
-from multiworld_serving.server.errors import MediaTypeError, WrongPathError
+from multiworld_serving.server.errors import MediaTypeError, StageError, WrongPathError
 from multiworld_serving.server.http.errors import error_documentation
 from multiworld_serving.server.http.inference_route import Seconds, inference_router, timeout_parameter
 from multiworld_serving.server.http.open_request import OpenRequest
@@ -129,8 +129,10 @@ class PredictRoute:
     def _response(self, prediction: Prediction, record: RequestRecord, top_k: int) -> Response:
         """The fields are those of `PredictResponse`."""
         now_s, model = time.monotonic(), self.inference.signature.model
-        (probabilities,) = output_tensors(prediction, model)
-        best = torch.topk(probabilities[0], top_k)
+        best = torch.topk(prediction.output[0], top_k)
+        probabilities = best.values.tolist()
+        if not all(map(math.isfinite, probabilities)):  # tens of microseconds faster than with torch
+            raise StageError("the model returned probabilities that are not finite for this image; check the weights")
         body = msgspec.json.encode(
             {
                 "id": record.request_id,
@@ -138,7 +140,7 @@ class PredictRoute:
                 "version": prediction.version,
                 "predictions": [
                     {"label": model.labels[class_id], "class_id": class_id, "probability": probability}
-                    for class_id, probability in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                    for class_id, probability in zip(best.indices.tolist(), probabilities, strict=True)
                 ],
                 "timings_ms": {
                     "total": _ms(now_s - record.started_s),
