@@ -37,9 +37,8 @@ from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.predictor import ServedModel
-from multiworld_serving.server.snapshots import PipelineSnapshot
-from multiworld_serving.server.versions.bundle_loader import open_model
-from multiworld_serving.server.versions.version_table import Loader, VersionPlan
+from multiworld_serving.server.versions.bundle_loader import BundleLoader, open_model
+from multiworld_serving.server.versions.version_table import VersionPlan
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ def run(settings: LeaderSettings) -> int:
             return runner.run(_serve(settings, model, loader, plan, tracing))
 
 
-def _prepare(settings: LeaderSettings) -> tuple[ServedModel, Loader, VersionPlan]:
+def _prepare(settings: LeaderSettings) -> tuple[ServedModel, BundleLoader, VersionPlan]:
     """Load the model and split it into stages. Afterwards the weights are in files and not in memory."""
     logger.info("loading %s with weights %s", settings.model, settings.weights)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
@@ -81,16 +80,20 @@ def _prepare(settings: LeaderSettings) -> tuple[ServedModel, Loader, VersionPlan
 
 
 async def _serve(
-    settings: LeaderSettings, model: ServedModel, loader: Loader, plan: VersionPlan, tracing: Tracing | None
+    settings: LeaderSettings, model: ServedModel, loader: BundleLoader, plan: VersionPlan, tracing: Tracing | None
 ) -> int:
     stop = asyncio.Event()
     on_stop_signal(stop.set)
     metrics = LeaderMetrics(build_labels(torch.__version__))
     reporter = _StartupReporter()
-    listeners = _SnapshotListeners(reporter.show)
     traces = BatchTraces(tracing) if tracing else None
-    leader = Leader(model.name, plan, settings, metrics, loader=loader, traces=traces, on_change=listeners.tell)
-    leader.set_accepted_secrets(*settings.accepted_secrets)
+
+    def changed() -> None:
+        reporter.show(leader)
+        frontends.state_changed()
+
+    leader = Leader(model.name, plan, settings, metrics, loader=loader, traces=traces, on_change=changed)
+    leader.manager.set_accepted_secrets(*settings.accepted_secrets)
     try:
         await leader.__aenter__()
     except OSError as error:
@@ -110,7 +113,6 @@ async def _serve(
         )
         stack.push_async_callback(frontends.close)
         leader.open_requests.remote = frontends
-        listeners.add(lambda _: frontends.state_changed())
         leader.answer(_answerer(leader, frontends))
         reporting = asyncio.create_task(frontends.run())
         stack.callback(reporting.cancel)
@@ -167,26 +169,12 @@ def _reload_tokens_on_sighup(settings: LeaderSettings, leader: Leader) -> None:
         except SettingsError as error:
             logger.error("the join tokens are unchanged: %s", error)  # noqa: TRY400
             return
-        leader.set_accepted_secrets(*secrets)
+        leader.manager.set_accepted_secrets(*secrets)
         of_file = len(secrets) - (settings.local_token is not None)
         logger.info("reloaded the join tokens tokens=%d", of_file)
 
     if settings.token_file is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-
-
-class _SnapshotListeners:
-    """Callbacks for each change of a replica's state or of the version. A failing callback does not affect the others."""
-
-    def __init__(self, *listeners: Callable[[PipelineSnapshot], None]) -> None:
-        self._listeners = [suppress_errors(listener) for listener in listeners]
-
-    def add(self, listener: Callable[[PipelineSnapshot], None]) -> None:
-        self._listeners.append(suppress_errors(listener))
-
-    def tell(self, snapshot: PipelineSnapshot) -> None:
-        for listener in self._listeners:
-            listener(snapshot)
 
 
 class _StartupReporter:
@@ -197,10 +185,11 @@ class _StartupReporter:
         self._last = ""
         self._ready = False
 
-    def show(self, snapshot: PipelineSnapshot) -> None:
+    def show(self, leader: Leader) -> None:
         """Log the replica states until the pipeline is ready."""
         if self._ready:
             return
+        snapshot = leader.snapshot()
         stages = "  ".join(f"stage {stage.index}: {_count(stage.replicas)}" for stage in snapshot.stages)
         if stages != self._last:
             self._last = stages

@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -38,7 +37,7 @@ from multiworld_serving.server.frontends.messages import Metrics as MetricsBody
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.observability.request_traces import current_span, remote_span
-from multiworld_serving.server.pipeline.batch_tensors import InputRef, InputRow
+from multiworld_serving.server.pipeline.inputs import RemoteInput, RequestInput
 from multiworld_serving.server.predictor import Prediction, ServedModel
 from multiworld_serving.server.snapshots import FrontendSnapshot, Transport
 
@@ -186,7 +185,7 @@ class FrontendSessions:
         finally:
             self._sessions.discard(session)
             if request.edge:
-                self.leader.edge_routing.forget(request.edge, request.frontend)
+                self.leader.driver.relays.forget(request.edge, request.frontend)
             self.metrics.frontends.set(len(self._sessions))
             with contextlib.suppress(WorldError):
                 await self._manager.close_world(world_name)
@@ -282,13 +281,14 @@ class FrontendSession:
         leader, who = self._sessions.leader, self.who
         deadline_s = time.monotonic() + request.timeout_s
         if request.unreachable is not None:
-            leader.edge_routing.relay(request.unreachable, who.frontend)
+            leader.driver.relays.add(request.unreachable, who.frontend)
         fetcher = who.frontend if who.edge and request.fetches else None
         span = None if request.span is None else remote_span(*(int(each, 16) for each in request.span))
         token = current_span.set(span)
         try:
-            return leader.begin(
+            return leader.driver.begin(
                 self._inputs(request, payload),
+                request.rows,
                 deadline_s=deadline_s,
                 request_id=request.request_id,
                 fetcher=fetcher,
@@ -297,17 +297,17 @@ class FrontendSession:
         finally:
             current_span.reset(token)
 
-    def _inputs(self, request: Predict, payload: memoryview) -> Sequence[InputRow]:
+    def _inputs(self, request: Predict, payload: memoryview) -> RequestInput:
         """The rows of a request, or where they are. Raises ValueError if they are invalid."""
         rows, row_bytes = self._sessions.model.input_rows, request.row_bytes
         if request.tensor is None:
             self._sessions.metrics.relayed_from_frontends.inc(len(payload))
-            return parse_rows(payload, request.rows, rows).unbind()
+            return parse_rows(payload, request.rows, rows)
         if not self.who.edge:
             raise ValueError("a reference to an input of a frontend that announced no edge")
         if (row_bytes > 0) != (rows.row_shape is None) or row_bytes > rows.max_row_bytes:
             raise ValueError(f"a reference to rows of {row_bytes} bytes; expected at most {rows.max_row_bytes}")
-        return [InputRef(self.who.edge, request.tensor, row, row_bytes) for row in range(request.rows)]
+        return RemoteInput(self.who.edge, request.tensor, row_bytes)
 
     async def _operate(self, number: int, asked: Operation) -> Reply:
         """Run an administrative operation."""

@@ -1,4 +1,4 @@
-"""Runs the scheduler's decisions: tensors, timers, futures and the rollout of versions.
+"""Runs the scheduler's decisions: requests, tensors, timers and futures.
 
 Start with `driver.py`. May import `server.replicas`, `server.versions`, `server.scheduling` and `server.observability`.
 """

@@ -21,7 +21,7 @@ from multiworld_serving.common.observers import observer
 from multiworld_serving.common.tracing import Tracing
 from multiworld_serving.common.wire.tracing import TraceContext
 from multiworld_serving.server.observability.request_traces import current_span
-from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.replicas.worker import LinkId, Worker
 from multiworld_serving.server.scheduling.actions import SendBatch
 
 
@@ -40,7 +40,7 @@ class BatchTraces:
         """The request span of each row of an open traced request."""
         self._stages: dict[int, list[Any]] = {}
         """The stage spans of each batch's current stage, one per traced request."""
-        self._transfers: defaultdict[tuple[int, str], list[Any]] = defaultdict(list)
+        self._transfers: defaultdict[tuple[int, LinkId], list[Any]] = defaultdict(list)
         """The transfer spans of each attempt in flight, by batch and link."""
 
     def request_started(self, request: int) -> None:
@@ -52,7 +52,7 @@ class BatchTraces:
         """The request has its outcome."""
         self._requests.pop(request, None)
 
-    def sent(self, action: SendBatch, link: WorkerLink, version: str) -> list[TraceContext]:
+    def sent(self, action: SendBatch, worker: Worker, version: str) -> list[TraceContext]:
         """A batch is sent. Returns the trace contexts for the worker.
 
         Args:
@@ -68,19 +68,19 @@ class BatchTraces:
             name = f"stage {action.stage}"
             attributes = {"multiworld.stage": action.stage, "multiworld.batch": action.batch}
             self._stages[action.batch] = [self._begin(name, span, since_ns, attributes) for span in requests]
-        transfers = self._transfers[action.batch, link.id]
+        transfers = self._transfers[action.batch, worker.id]
         for stage in self._stages[action.batch]:
             if action.kind != "hedge":
                 self._begin("queue", stage, since_ns, {}).end(now_ns)
             transfers.append(
-                self._begin("transfer", stage, now_ns, _attributes(action, link, version), kind=self._client)
+                self._begin("transfer", stage, now_ns, _attributes(action, worker, version), kind=self._client)
             )
         contexts = (transfer.get_span_context() for transfer in transfers)
         return [TraceContext(context.trace_id, context.span_id) for context in contexts]
 
-    def answered(self, batch: int, link: WorkerLink, compute_s: float, waited_s: float, transfer_s: float) -> None:
+    def answered(self, batch: int, worker: Worker, compute_s: float, waited_s: float, transfer_s: float) -> None:
         """A worker has returned a batch."""
-        for transfer in self._transfers.pop((batch, link.id), ()):
+        for transfer in self._transfers.pop((batch, worker.id), ()):
             transfer.set_attributes(
                 {
                     "multiworld.compute_s": compute_s,
@@ -90,16 +90,16 @@ class BatchTraces:
             )
             transfer.end()
 
-    def failed(self, batch: int, link: WorkerLink, why: str) -> None:
+    def failed(self, batch: int, worker: Worker, why: str) -> None:
         """An attempt failed."""
-        for transfer in self._transfers.pop((batch, link.id), ()):
+        for transfer in self._transfers.pop((batch, worker.id), ()):
             transfer.set_status(self._status(self._error, why))
             transfer.end()
 
-    def link_ended(self, link: WorkerLink) -> None:
+    def link_ended(self, worker: Worker) -> None:
         """The attempts in flight on this link failed."""
-        for batch, _ in [key for key in self._transfers if key[1] == link.id]:
-            self.failed(batch, link, f"the link broke: {link.cause}")
+        for batch, _ in [key for key in self._transfers if key[1] == worker.id]:
+            self.failed(batch, worker, f"the link broke: {worker.ending and worker.ending.cause}")
 
     def stage_ended(self, batch: int) -> None:
         """The batch moves to the next stage, is answered or is dropped."""
@@ -115,11 +115,11 @@ class BatchTraces:
         )
 
 
-def _attributes(action: SendBatch, link: WorkerLink, version: str) -> dict[str, str | int | bool]:
+def _attributes(action: SendBatch, worker: Worker, version: str) -> dict[str, str | int | bool]:
     return {
-        "multiworld.world": link.world_name,
-        "multiworld.generation": link.generation,
-        "multiworld.worker": link.worker,
+        "multiworld.world": worker.id.world,
+        "multiworld.generation": worker.generation,
+        "multiworld.worker": worker.name,
         "multiworld.version": version,
         "multiworld.images": len(action.requests),
         "multiworld.kind": action.kind,

@@ -7,34 +7,27 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from multiworld import Cause
-from multiworld_serving.common.wire.inputs import LostInput
+from multiworld_serving.common.wire.inputs import BatchInputs, LostInput
 from multiworld_serving.common.wire.message import Message, MessageKind
-from multiworld_serving.server.errors import (
-    DrainingError,
-    InputUnreachableError,
-    RequestRejected,
-    StageError,
-)
-from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.pipeline.batch_counts import count_sent
-from multiworld_serving.server.pipeline.batch_tensors import (
-    BatchTensors,
-    InputRow,
+from multiworld_serving.server.pipeline.batch_traces import BatchTraces
+from multiworld_serving.server.pipeline.inputs import (
     KeptOutput,
+    RequestInput,
+    batch_input,
     relayed_bytes,
+    relayed_inputs,
 )
-from multiworld_serving.server.pipeline.driver_context import DriverContext, Part, PendingRequest, SentBatch
-from multiworld_serving.server.pipeline.edge_routing import EdgeRouting
-from multiworld_serving.server.pipeline.scheduler_config import scheduler_config
+from multiworld_serving.server.pipeline.relays import Relays
+from multiworld_serving.server.pipeline.requests import Requests
 from multiworld_serving.server.predictor import Prediction
-from multiworld_serving.server.replicas.replica_ids import link_id
+from multiworld_serving.server.replicas.worker import SentBatch, Worker
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.actions import (
     Action,
@@ -46,22 +39,27 @@ from multiworld_serving.server.scheduling.actions import (
     ReleaseReplica,
     SendBatch,
 )
+from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.events import (
     BatchDone,
     BatchFailed,
     Event,
     InputLost,
+    ReplicaBusy,
+    ReplicaDraining,
     ReplicaId,
+    ReplicaLost,
+    ReplicaReady,
     RequestArrived,
-    RequestCancelled,
     Tick,
 )
 from multiworld_serving.server.scheduling.scheduler import Scheduler
+from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
 
-_LOST_AFTER_S = 0.5
-"""A request without an outcome this long after its deadline is reported as lost. The scheduler must never let that happen."""
+_UNCLAIMED_S = 10.0
+"""How long a worker keeps the output of the last stage for frontends that do not fetch it."""
 _WHY_BROKEN = {
     "hang": "no answer within hang_timeout_s",
     "error": "batches that fail there succeed elsewhere",
@@ -69,44 +67,88 @@ _WHY_BROKEN = {
 """Explanation of the cause of a `FailReplica`."""
 
 
+@dataclass(slots=True)
+class _Batch:
+    """What is stored for a batch.
+
+    Attributes:
+        input: of the current stage; None: it could not be stored.
+        compute_s, transfer_s: seconds that the batch has spent so far, summed over its stages.
+        path: names of the worlds that computed the stages so far.
+    """
+
+    input: Tensor | BatchInputs | KeptOutput | None
+    compute_s: float = 0.0
+    transfer_s: float = 0.0
+    path: tuple[str, ...] = ()
+
+    def replace(self, following: Tensor | KeptOutput | None) -> None:
+        """Store the input of the next stage, and release the previous one if a worker keeps it."""
+        previous, self.input = self.input, following
+        if isinstance(previous, KeptOutput):
+            previous.release()
+
+    @property
+    def holders(self) -> frozenset[str]:
+        """The producers of the input."""
+        if isinstance(self.input, KeptOutput):
+            return frozenset((self.input.holder,))
+        return (
+            frozenset(each.holder for each in self.input.sources)
+            if isinstance(self.input, BatchInputs)
+            else frozenset()
+        )
+
+
 class SchedulerDriver:
-    """Owns the scheduler, the pending requests and the tensors."""
+    """Owns the scheduler, and the inputs of batches.
+
+    Args:
+        model: the name of the model.
+        after_event: called after every event. Must not raise: see `common.observers`.
+        traces: records the spans of traced requests; None if tracing is off.
+
+    Attributes:
+        released: draining replicas that have no batches in flight any more. `after_event` removes them.
+        relays: who cannot reach whom.
+        requests: of clients.
+    """
 
     def __init__(
-        self, settings: LeaderSettings, num_stages: int, metrics: LeaderMetrics, context: DriverContext
+        self,
+        model: str,
+        config: SchedulerConfig,
+        metrics: LeaderMetrics,
+        versions: VersionTable,
+        after_event: Callable[[], None],
+        traces: BatchTraces | None = None,
     ) -> None:
+        self.scheduler = Scheduler(config)
+        self.relays = Relays()
+        self.requests = Requests(model, metrics, versions, self.submit_event, traces)
+        self.released: list[tuple[Worker, int]] = []
         self._metrics = metrics
-        self._context = context
-        self._traces = context.traces
-        self.scheduler = Scheduler(scheduler_config(settings, num_stages))
-        self._tensors = BatchTensors()
-        self._pending: dict[int, PendingRequest] = {}
-        """By the id of each sample that has no outcome."""
-        self._in_flight: dict[tuple[int, str], SentBatch] = {}
-        """By batch and link."""
+        self._after_event = after_event
+        self._traces = traces
+        self._replicas: dict[ReplicaId, tuple[WorkerLink, VersionPlan]] = {}
+        self._batches: dict[int, _Batch] = {}
         self._events: deque[tuple[Event, Tensor | KeptOutput | None]] = deque()
-        self._handling = False
-        self._arrived: Tensor | KeptOutput | None = None
-        """The output of the batch whose event is being handled."""
-        self._wanted = False
-        """Whether an action for the event has used the output."""
-        self.edges = EdgeRouting(num_stages)
-        self._next_request = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = 0.0
-        """When the timer fires, as `time.monotonic()`."""
+        """Each with the output of its batch."""
+        self._current: tuple[Event, Tensor | KeptOutput | None] | None = None
+        """The event that is being handled. An output that is still here afterwards is released."""
+        self._timer: tuple[float, asyncio.TimerHandle] | None = None
+        """When it fires, as `time.monotonic()`."""
 
     def close(self) -> None:
         """Stop the timer and end all pending requests with `DrainingError`."""
         if self._timer is not None:
-            self._timer.cancel()
-        for pending in self._pending.values():
-            if not pending.future.done():
-                pending.future.set_exception(DrainingError("the server has stopped; send the request again"))
+            self._timer[1].cancel()
+        self.requests.close()
 
     def begin(
         self,
-        rows: Sequence[InputRow],
+        inputs: RequestInput,
+        rows: int,
         *,
         deadline_s: float,
         request_id: str,
@@ -116,109 +158,105 @@ class SchedulerDriver:
         """Start a request; see `multiworld_serving.server.predictor.Predictor.predict`. Cancelling the future withdraws it.
 
         Args:
-            rows: the input of each sample, or where it is.
             fetcher: the frontend that fetches the output from the workers (`Prediction.kept`) if they keep it; None: the prediction
                 has the output.
         The future raises InputUnreachableError if the input is at a frontend that the worker cannot reach: send it again with the input.
         """
-        loop, now_s = asyncio.get_running_loop(), time.monotonic()
-        future: asyncio.Future[Prediction] = loop.create_future()
-        pending = PendingRequest(future, rows, request_id, now_s, deadline_s, key, fetcher)
-        timer = loop.call_later(max(0.0, deadline_s - now_s) + _LOST_AFTER_S, pending.lose, self._metrics)
-        future.add_done_callback(partial(self._ended, pending, timer))
-        self._submit_samples(pending, range(len(rows)))
-        return future
+        return self.requests.begin(inputs, range(rows), deadline_s, request_id, fetcher, key)
 
-    def _submit_samples(self, pending: PendingRequest, samples: Sequence[int]) -> None:
-        """Hand samples of a request to the scheduler, each with a new id."""
-        first = self._next_request
-        self._next_request += len(samples)
-        for request, at in enumerate(samples, first):
-            pending.open[request] = at
-            self._pending[request] = pending
-            self._tensors.rows[request] = pending.rows[at]
-            if self._traces is not None:
-                self._traces.request_started(request)
-        self.submit_event(RequestArrived(first, pending.deadline_s, pending.key, len(samples)))
+    # -- workers -------------------------------------------------------------------------------------------------------------
 
-    def _ended(self, pending: PendingRequest, timer: asyncio.TimerHandle, _: asyncio.Future[Prediction]) -> None:
-        """The future of a request has an outcome or is cancelled: withdraw the samples that have none."""
-        timer.cancel()
-        for request in tuple(pending.open):
-            self._close(request)
-            self.submit_event(RequestCancelled(request))
+    def activate(self, link: WorkerLink, plan: VersionPlan) -> None:
+        """Send batches of this version to the worker from now on."""
+        worker, replica = link.worker, link.worker.replica(plan.number)
+        worker.replicas[plan.number] = True
+        self._replicas[replica] = link, plan
+        self.submit_event(ReplicaReady(replica, worker.stage, plan.key))
 
-    # -- events of links -----------------------------------------------------------------------------------------------------
+    def drain(self, link: WorkerLink, version: int) -> None:
+        """Send no new batches of this version. When the worker has none in flight, the replica is in `released`."""
+        link.worker.replicas[version] = False
+        self.submit_event(ReplicaDraining(link.worker.replica(version)))
 
-    def on_ended(self, link: WorkerLink) -> None:
-        """Forget the batches in flight on a link that has ended."""
-        for key in [key for key in self._in_flight if key[1] == link.id]:
-            del self._in_flight[key]
-        if link.request.edge:
-            self.edges.forget(link.request.edge, link.worker)
+    def remove(self, link: WorkerLink) -> None:
+        """The link has ended: its batches in flight will not return."""
+        worker = link.worker
+        for replica in list(map(worker.replica, worker.replicas)):
+            self.submit_event(ReplicaLost(replica, worker.ending.cause if worker.ending else ""))
+            self._replicas.pop(replica, None)
+        worker.replicas.clear()
+        if worker.request.edge:
+            self.relays.forget(worker.request.edge, worker.name)
         if self._traces is not None:
-            self._traces.link_ended(link)
+            self._traces.link_ended(worker)
 
-    def on_result(self, link: WorkerLink, message: Message) -> None:
-        """See `multiworld_serving.server.replicas.worker_link.BatchListener`. Raises WireError."""
-        kept = link.kept(message) if message.kind is MessageKind.KEPT else None
-        sent = self._in_flight.pop((message.batch, link.id), None)
-        if sent is None:  # the link has just ended
-            return
+    def in_flight(self, worker: Worker) -> int:
+        """Batches in flight at this worker."""
+        return sum(self.scheduler.in_flight(worker.replica(version)) for version in worker.replicas)
+
+    def on_batch(self, link: WorkerLink, message: Message, sent: SentBatch | None) -> None:
+        """A message about the batches in flight at a worker, which has been checked. Raises WireError.
+
+        Args:
+            sent: the batch of RESULT, KEPT, FAILED and INPUT_LOST; BUSY concerns all.
+        """
+        if sent is None:
+            for version in tuple(link.worker.replicas):
+                self.submit_event(ReplicaBusy(link.worker.replica(version)))
+        elif message.kind is MessageKind.FAILED:
+            self._on_failed(link.worker, sent, message.reason())
+        elif message.kind is MessageKind.INPUT_LOST:
+            self._on_input_lost(link.worker, sent, LostInput.parse(message))
+        else:
+            self._on_result(link, message, sent)
+
+    def _on_result(self, link: WorkerLink, message: Message, sent: SentBatch) -> None:
         assert message.payload is not None, "the link has checked it"
-        output = message.payload if kept is None else KeptOutput(link, kept[0], len(sent.requests), kept[1])
+        worker, kept = link.worker, message.kind is MessageKind.KEPT
+        output: Tensor | KeptOutput = message.payload
+        if kept:
+            tensor, row_shape = link.kept(message, sent)
+            output = KeptOutput(link, tensor, len(sent.requests), row_shape)
         # The times reported by a worker are not trusted: limit them to the time since the batch was sent.
         took_s = time.monotonic() - sent.sent_s
         compute_s = min(message.compute_ns / 1e9, took_s)
         waited_s = min(message.waited_us / 1e6, took_s - compute_s)
         transfer_s = took_s - compute_s - waited_s
-        of_link, nbytes = self._metrics.link(sent.stage, link.slot.index), relayed_bytes(output)
-        of_link.compute_s.observe(compute_s)
-        of_link.transfer_s.observe(transfer_s)
+        of_slot, nbytes = self._metrics.link(sent.stage, worker.slot.index), relayed_bytes(output)
+        of_slot.compute_s.observe(compute_s)
+        of_slot.transfer_s.observe(transfer_s)
         if nbytes:
-            of_link.received_bytes.inc(nbytes)
+            of_slot.received_bytes.inc(nbytes)
             self._metrics.relayed_from_workers.inc(nbytes)
         if self._traces is not None:
-            self._traces.answered(message.batch, link, compute_s, waited_s, transfer_s)
-        times = self._tensors.times.get(message.batch)
-        if times is not None:
-            times.compute_s += compute_s
-            times.transfer_s += transfer_s
-        done = BatchDone(message.batch, sent.replica, compute_s, transfer_s, kept is not None)
-        self.submit_event(done, output)
+            self._traces.answered(sent.batch, worker, compute_s, waited_s, transfer_s)
+        if (batch := self._batches.get(sent.batch)) is not None:
+            batch.compute_s += compute_s
+            batch.transfer_s += transfer_s
+        self.submit_event(BatchDone(sent.batch, sent.replica, compute_s, transfer_s, kept), output)
 
-    def on_input_lost(self, link: WorkerLink, message: Message) -> None:
-        """See `multiworld_serving.server.replicas.worker_link.BatchListener`. Raises WireError."""
-        lost = LostInput.parse(message)
-        sent = self._in_flight.pop((message.batch, link.id), None)
-        if sent is None:  # the link has just ended
-            return
-        logger.warning("world=%s batch=%d the input is lost: %s", link.world_name, message.batch, lost.detail)
+    def _on_input_lost(self, worker: Worker, sent: SentBatch, lost: LostInput) -> None:
+        logger.warning("world=%s batch=%d the input is lost: %s", worker.id.world, sent.batch, lost.detail)
         if self._traces is not None:
-            self._traces.failed(message.batch, link, "the input is lost")
-        for holder in self._tensors.relayed_holders(message.batch, lost):
-            self.edges.relay(holder, link.worker)
-        self._lose_input(message.batch, sent.replica, sent.requests, lost.holders)
+            self._traces.failed(sent.batch, worker, "the input is lost")
+        batch = self._batches.get(sent.batch)
+        keeps_nothing = batch is not None and isinstance(batch.input, KeptOutput) and batch.input.holder in lost.holders
+        # A worker that does not have the output that it must have is relayed too.
+        for holder in lost.holders if keeps_nothing else lost.unreachable:
+            self.relays.add(holder, worker.name)
+        self._lose_input(sent.batch, sent.replica, sent.requests, lost.holders)
 
     def _lose_input(self, batch: int, replica: ReplicaId, requests: tuple[int, ...], holders: Collection[str]) -> None:
         """Hand the requests whose inputs are at `holders` back to their frontends. The others of the batch start again."""
-        for request in self._tensors.requests_at(requests, holders):
-            if (pending := self._pending.get(request)) is not None:
-                self._fail(pending, InputUnreachableError("a worker cannot fetch the input from its frontend"))
+        self.requests.hand_back(requests, holders)
         self._metrics.inputs_lost.inc()
         self.submit_event(InputLost(batch, replica))
 
-    def on_failed(self, link: WorkerLink, message: Message) -> None:
-        """See `multiworld_serving.server.replicas.worker_link.BatchListener`."""
-        error = message.reason()
-        logger.warning(
-            "world=%s generation=%d batch=%d failed: %s", link.world_name, link.generation, message.batch, error
-        )
-        sent = self._in_flight.pop((message.batch, link.id), None)
-        if sent is not None:
-            if self._traces is not None:
-                self._traces.failed(message.batch, link, error)
-            self.submit_event(BatchFailed(message.batch, sent.replica, error))
+    def _on_failed(self, worker: Worker, sent: SentBatch, error: str) -> None:
+        logger.warning("world=%s generation=%d batch=%d failed: %s", *worker.id, sent.batch, error)
+        if self._traces is not None:
+            self._traces.failed(sent.batch, worker, error)
+        self.submit_event(BatchFailed(sent.batch, sent.replica, error))
 
     # -- events and actions of the scheduler ---------------------------------------------------------------------------------
 
@@ -232,22 +270,19 @@ class SchedulerDriver:
             output: for `BatchDone`: the output tensor, or where it is kept.
         """
         self._events.append((event, output))
-        if self._handling:
+        if self._current is not None:
             return
-        self._handling = True
         try:
             while self._events:
-                following, self._arrived = self._events.popleft()
-                self._wanted = False
-                for action in self._decide(following):
+                self._current = self._events.popleft()
+                for action in self._decide(self._current[0]):
                     self._try_perform(action)
-                if isinstance(self._arrived, KeptOutput) and not self._wanted:
-                    self._arrived.release()
+                if isinstance(unused := self._current[1], KeptOutput):
+                    unused.release()
         finally:
-            self._handling = False
-            self._arrived = None
+            self._current = None
             self._wake_at(self.scheduler.next_wakeup_s())
-        self._context.after_event()
+        self._after_event()
 
     def _decide(self, event: Event) -> list[Action]:
         try:
@@ -255,7 +290,7 @@ class SchedulerDriver:
         except Exception as error:
             logger.exception("the scheduler failed on %s; this is a bug, please report it", type(event).__name__)
             if isinstance(event, RequestArrived):
-                self._leader_failed(event.request, error)
+                self.requests.leader_failed(event.request, error)
             return []
 
     def _try_perform(self, action: Action) -> None:
@@ -268,29 +303,27 @@ class SchedulerDriver:
                 case SendBatch():
                     self._not_sent(action, error)
                 case KeepOutput():
-                    self._tensors.free_input(action.batch)  # otherwise the next stage would get the input of this stage
+                    if (batch := self._batches.get(action.batch)) is not None:
+                        batch.replace(None)  # otherwise the next stage would get the input of this stage
                 case Answer():
                     for request, _ in action.rows:
-                        self._leader_failed(request, error)
+                        self.requests.leader_failed(request, error)
                 case Reject():
-                    self._leader_failed(action.request, error)
+                    self.requests.leader_failed(action.request, error)
 
     def _not_sent(self, action: SendBatch, error: Exception) -> None:
-        id_of_link = link_id(action.replica)
-        self._in_flight.pop((action.batch, id_of_link), None)
-        if self._traces is not None and (link := self._context.find_link(id_of_link)):
-            self._traces.failed(action.batch, link, "the batch was not sent")
+        if self._traces is not None and (found := self._replicas.get(action.replica)):
+            self._traces.failed(action.batch, found[0].worker, "the batch was not sent")
         self.submit_event(BatchFailed(action.batch, action.replica, f"{type(error).__name__}: {error}", sent=False))
 
     def _wake_at(self, wakeup_s: float | None) -> None:
         """Set the timer. One that fires earlier is left as it is: its `Tick` sets the next one."""
-        if wakeup_s is None or (self._timer is not None and self._timer_s <= wakeup_s):
+        if wakeup_s is None or (self._timer is not None and self._timer[0] <= wakeup_s):
             return
         if self._timer is not None:
-            self._timer.cancel()
-        self._timer_s = wakeup_s
+            self._timer[1].cancel()
         delay_s = max(0.0, wakeup_s - time.monotonic())
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+        self._timer = wakeup_s, asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
@@ -301,119 +334,106 @@ class SchedulerDriver:
             case SendBatch():
                 self._send(action)
             case KeepOutput():
-                self._tensors.replace(action.batch, self._arrived_output())
-                self._wanted = True
-                self._stage_ended(action.batch)
+                self._keep(action)
             case Answer():
                 self._answer(action)
             case Reject():
-                self._reject(action)
+                self.requests.reject(action)
             case FreeBatch():
-                self._tensors.free(action.batch)
+                if (batch := self._batches.pop(action.batch, None)) is not None:
+                    batch.replace(None)
                 self._stage_ended(action.batch)
             case FailReplica():
-                if link := self._context.find_link(link_id(action.replica)):
-                    link.fail(Cause(action.cause), _WHY_BROKEN[action.cause])
+                if found := self._replicas.get(action.replica):
+                    found[0].fail(Cause(action.cause), _WHY_BROKEN[action.cause])
             case ReleaseReplica():
-                self._context.on_released(action.replica)
+                if found := self._replicas.pop(action.replica, None):
+                    self.released.append((found[0].worker, found[1].number))
+
+    def _take_output(self) -> Tensor | KeptOutput:
+        """The output of the batch whose event is being handled. It is released if nothing takes it."""
+        event, output = self._current or (None, None)
+        assert event is not None
+        assert output is not None, "only BatchDone has an output, and one action takes it"
+        self._current = event, None
+        return output
+
+    def _keep(self, action: KeepOutput) -> None:
+        batch = self._batches[action.batch]
+        batch.replace(self._take_output())
+        batch.path += (self._world_of(action.replica),)
+        self._stage_ended(action.batch)
+
+    def _world_of(self, replica: ReplicaId) -> str:
+        link, _ = self._replicas[replica]
+        return link.worker.id.world
 
     def _stage_ended(self, batch: int) -> None:
         if self._traces is not None:
             self._traces.stage_ended(batch)
 
+    def _answer(self, action: Answer) -> None:
+        batch = self._batches[action.batch]
+        path = (*batch.path, self._world_of(action.replica))
+        if answered := self.requests.take(action):
+            times = batch.compute_s, batch.transfer_s
+            self.requests.answer(answered, action, self._take_output(), times, path, self.scheduler.current_version)
+
+    # -- sending -------------------------------------------------------------------------------------------------------------
+
     def _send(self, action: SendBatch) -> None:
-        stored = self._tensors.get_input(action.batch, action.requests if action.stage == 0 else ())
-        id_of_link = link_id(action.replica)
-        link = self._context.find_link(id_of_link)
-        if link is not None and (holders := self.edges.unreachable_holders(stored, link)):
+        batch = self._batches.get(action.batch)
+        if batch is None and action.stage == 0:
+            batch = self._batches[action.batch] = _Batch(batch_input(self.requests.rows(action.requests)))
+        if batch is None or batch.input is None:
+            raise LookupError(f"there is no input for batch {action.batch}")
+        link, plan = self._replicas[action.replica]
+        worker = link.worker
+        if not worker.request.edge:
+            for holder in batch.holders:
+                self.relays.add(holder, worker.name)
+        if holders := [holder for holder in batch.holders if self.relays.between(holder, worker.name)]:
             self._lose_input(action.batch, action.replica, action.requests, holders)
             return
-        self._in_flight[action.batch, id_of_link] = SentBatch(
-            time.monotonic(), action.stage, action.replica, action.requests
-        )
-        # Otherwise the link has just ended, and the scheduler is about to receive `ReplicaLost`.
-        if link is not None and link.state != "broken":
-            plan = self._context.find_plan(action.version)
-            traced = self._traces.sent(action, link, plan.version.name) if self._traces is not None else None
-            self.edges.send(action, link, stored, plan.number, self._fetchers(action.requests), traced or ())
-            if nbytes := relayed_bytes(stored):
-                self._metrics.link(action.stage, link.slot.index).sent_bytes.inc(nbytes)
-        count_sent(self._metrics, action)
+        if worker.state != "broken":  # otherwise the scheduler is about to receive `ReplicaLost`
+            traced = self._traces.sent(action, worker, plan.version.name) if self._traces is not None else ()
+            payload = self._payload(action, batch.input, worker)
+            sent = SentBatch(action.batch, action.stage, plan.number, action.requests, action.replica, time.monotonic())
+            link.send(sent, payload, traced)
+            if nbytes := relayed_bytes(batch.input):
+                self._metrics.link(action.stage, worker.slot.index).sent_bytes.inc(nbytes)
+        self._count_sent(action, worker)
 
-    def _fetchers(self, requests: tuple[int, ...]) -> list[str | None]:
-        return [pending.fetcher for request in requests if (pending := self._pending.get(request)) is not None]
+    def _payload(
+        self, action: SendBatch, stored: Tensor | BatchInputs | KeptOutput, worker: Worker
+    ) -> Tensor | BatchInputs:
+        """What the worker receives: the input, or where it fetches it, and whether it keeps the output."""
+        is_last = action.stage + 1 == self.scheduler.config.num_stages
+        keep = self._keeps_output(action, worker.request.edge, is_last=is_last)
+        if isinstance(stored, Tensor) and not (keep and action.stage == 0):
+            return stored
+        inputs = relayed_inputs(stored) if isinstance(stored, Tensor) else stored
+        inputs = inputs.inputs() if isinstance(inputs, KeptOutput) else inputs
+        return replace(inputs, keep=keep, expires_s=_UNCLAIMED_S if is_last else 0.0)
 
-    def _answer(self, action: Answer) -> None:
-        output = self._arrived_output()
-        times = self._tensors.times[action.batch]
-        version = self._context.find_plan(action.version).version
-        path = tuple(replica.partition("#")[0] for replica in action.path)
-        found: dict[int, tuple[PendingRequest, list[int], list[int]]] = {}
-        """By the identity of the request: its samples in this batch, and their rows."""
-        for request, row in action.rows:
-            pending = self._pending.get(request)
-            if pending is None:
-                self._metrics.duplicates.inc()
-                continue
-            _, samples, rows = found.setdefault(id(pending), (pending, [], []))
-            samples.append(pending.open[request])
-            rows.append(row)
-            self._close(request)
-            self._wanted = True
-        for pending, samples, rows in found.values():
-            pending.parts.append(
-                Part(
-                    *(tuple(samples), tuple(rows), output, version, times.compute_s, times.transfer_s),
-                    *(action.attempts, path, len(action.rows)),
-                )
+    def _keeps_output(self, action: SendBatch, holder: str, *, is_last: bool) -> bool:
+        """Whether the worker should keep the output, because everyone who needs it can fetch it."""
+        if not holder or not is_last:
+            return bool(holder) and not self.relays.needed_from(holder)
+        fetchers = self.requests.fetchers(action.requests)
+        return all(fetcher is not None and not self.relays.between(holder, fetcher) for fetcher in fetchers)
+
+    def _count_sent(self, action: SendBatch, worker: Worker) -> None:
+        metrics = self._metrics
+        if action.kind == "first" and action.stage == 0:
+            metrics.batch_size.observe(len(action.requests))
+            metrics.queue_s.observe(action.waited_s)
+        elif action.kind == "reroute":
+            metrics.reroutes[action.stage] += 1
+            metrics.reroute_s.observe(action.waited_s)
+            logger.info(
+                "batch=%d stage=%d rerouted to world=%s generation=%d attempt=%d after_s=%.3f",
+                *(action.batch, action.stage, *worker.id, action.attempt, action.waited_s),
             )
-            if not pending.open:
-                try:
-                    self._finish(pending)
-                except Exception as error:
-                    logger.exception("request_id=%s cannot be answered", pending.request_id)
-                    self._fail(pending, StageError(f"the leader failed: {type(error).__name__}: {error}"))
-
-    def _finish(self, pending: PendingRequest) -> None:
-        """All samples are computed: answer, or compute those of a former version again."""
-        current = self.scheduler.current_version
-        version = pending.parts[-1].version if current is None else self._context.find_plan(current).version
-        if all(part.version == pending.parts[0].version for part in pending.parts):
-            if not pending.future.done():
-                pending.future.set_result(pending.prediction(self._context.model, time.monotonic()))
-            return
-        stale = [at for part in pending.parts if part.version != version for at in part.at]
-        pending.parts = [part for part in pending.parts if part.version == version]
-        self._submit_samples(pending, sorted(stale))
-
-    def _reject(self, action: Reject) -> None:
-        if (pending := self._pending.get(action.request)) is not None:
-            logger.debug("request_id=%s rejected reason=%s %s", pending.request_id, action.reason, action.detail)
-            self._close(action.request)
-            error = RequestRejected.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s)
-            self._fail(pending, error)
-
-    def _leader_failed(self, request: int, error: Exception) -> None:
-        """End the request of this sample with an error, because the leader itself failed."""
-        if (pending := self._pending.get(request)) is not None:
-            self._fail(pending, StageError(f"the leader failed: {type(error).__name__}: {error}"))
-
-    def _fail(self, pending: PendingRequest, error: Exception) -> None:
-        """End a request with an error. Its other samples are withdrawn."""
-        if not pending.future.done():
-            pending.future.set_exception(error)
-        for request in tuple(pending.open):
-            self._close(request)
-            self.submit_event(RequestCancelled(request))
-
-    def _close(self, request: int) -> None:
-        """Forget a sample that has its outcome."""
-        self._tensors.rows.pop(request, None)
-        if self._traces is not None:
-            self._traces.request_ended(request)
-        if (pending := self._pending.pop(request, None)) is not None:
-            del pending.open[request]
-
-    def _arrived_output(self) -> Tensor | KeptOutput:
-        assert self._arrived is not None, "only BatchDone has an output"
-        return self._arrived
+        elif action.kind == "retry":
+            metrics.retries[action.stage] += 1

@@ -1,13 +1,13 @@
-"""Assigns workers to slots: the slot for a joining worker, and the promotion of spares. Pure."""
+"""The slots of the stages and of spares, and the slot of a joining worker. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from multiworld_serving.server.replicas.link_types import SlotId
-from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld import Cause
+from multiworld_serving.server.replicas.worker import SlotId, Worker
 from multiworld_serving.server.snapshots import FailureSnapshot
 
 _LEAST_WEIGHT = 0.01
@@ -18,32 +18,30 @@ _LEAST_WEIGHT = 0.01
 class Slot:
     """A named place for one replica of one stage, or for one spare.
 
-    The replica is the worker's copy of the stage, and ends with its link. The slot stays for the next worker, so that a metric label
-    per slot has bounded cardinality.
+    The slot stays for the next worker, so that a metric label per slot has bounded cardinality.
 
     Attributes:
-        stage: None for a spare.
-        link: the worker in this slot; it stays here after it broke, until another worker takes the slot.
-        broken_at_s: when the last replica was lost, as `time.monotonic()`; None while the slot serves.
+        worker: stays here after it was lost, until another worker takes the slot.
+        lost_at_s: when the last replica failed, as `time.monotonic()`; None while the slot serves.
     """
 
-    stage: int | None
-    index: int
-    link: WorkerLink | None = None
+    id: SlotId
+    worker: Worker | None = None
     last_failure: FailureSnapshot | None = None
-    broken_at_s: float | None = None
-
-    @property
-    def id(self) -> SlotId:
-        return SlotId(self.stage, self.index)
+    lost_at_s: float | None = None
 
     @property
     def free(self) -> bool:
-        return self.link is None or self.link.state == "broken"
+        return self.worker is None or self.worker.state == "broken"
 
     @property
     def ready(self) -> bool:
-        return self.link is not None and self.link.state == "ready"
+        return self.worker is not None and self.worker.state == "ready"
+
+    @property
+    def left(self) -> bool:
+        """Whether its worker has left on purpose."""
+        return self.worker is not None and self.worker.ending is not None and self.worker.ending.cause == Cause.LEFT
 
 
 @dataclass(slots=True)
@@ -57,51 +55,75 @@ class Placement:
     num_stages: int
     replicas: int
     spares_wanted: int = 0
-    all: list[Slot] = field(default_factory=list)
-    """The slots of the stages."""
+    slots: dict[SlotId, Slot] = field(default_factory=dict)
+    """The slots of the stages, and those of connected spares."""
     wanted: tuple[float, ...] = ()
     """Replicas of each stage that the load needs; empty: unknown. Only their ratio matters, because a leader knows its own load."""
-    spares: list[Slot] = field(default_factory=list)
-    """The slots of the spares that are connected."""
     _generations: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.all = [Slot(stage, index) for stage in range(self.num_stages) for index in range(self.replicas)]
+        for stage in range(self.num_stages):
+            for index in range(self.replicas):
+                self._add(SlotId(stage, index))
+
+    def _add(self, slot: SlotId) -> Slot:
+        return self.slots.setdefault(slot, Slot(slot))
 
     def of_stage(self, stage: int | None) -> list[Slot]:
-        return [slot for slot in self.all if slot.stage == stage]
+        """The slots of a stage in their order; None: of spares."""
+        return sorted((slot for id_, slot in self.slots.items() if id_.stage == stage), key=lambda slot: slot.id.index)
+
+    def workers(self, stage: int | None = None) -> Iterator[Worker]:
+        """All connected workers, including spares; of one stage if one is given."""
+        for slot in self.slots.values():
+            if slot.worker is not None and not slot.free and stage in (None, slot.id.stage):
+                yield slot.worker
+
+    def ready(self, stage: int | None = None) -> list[Worker]:
+        """Those of `workers` that are ready."""
+        return [worker for worker in self.workers(stage) if worker.state == "ready"]
+
+    def live_worker(self, name: str) -> Worker | None:
+        """The connected worker with this name, if there is one."""
+        return next((worker for worker in self.workers() if worker.name == name), None)
+
+    def slot_of(self, worker: Worker) -> Slot | None:
+        """The slot that this worker was assigned to last, unless another worker has taken it."""
+        slot = self.slots.get(worker.slot)
+        return slot if slot is not None and slot.worker is worker else None
 
     def free_slot(self, stage: int) -> Slot:
         """A free slot of this stage for a joining worker.
 
         If there is none, the worker becomes a spare if spares are wanted, or else gets an extra slot of the stage.
         """
-        if not self._has_free_slot(stage) and len(self.spares) < self.spares_wanted:
-            return self._spare_slot()
+        if not self.has_free_slot(stage) and len(self.of_stage(None)) < self.spares_wanted:
+            return self._new_slot(None)
         return self._slot_of_stage(stage)
 
     def slot_holding(self, held: Collection[int]) -> Slot:
         """The slot for a worker that keeps the stages that it holds, at least one: of a spare if it holds all, otherwise of the stage."""
         if len(held) == self.num_stages > 1:
-            return self._spare_slot()
+            return self._new_slot(None)
         return self.free_slot(0) if self.num_stages == 1 else self._slot_of_stage(min(held))
 
-    def _spare_slot(self) -> Slot:
-        taken = {link.world_name for link in self.links()}
-        index = next(index for index in range(len(taken) + 1) if f"spare{index}" not in taken)
-        self.spares.append(slot := Slot(None, index))
-        return slot
-
     def _slot_of_stage(self, stage: int) -> Slot:
-        """A free slot of this stage, or an extra one."""
-        for slot in self.of_stage(stage):
-            if slot.free:
-                return slot
-        indices = {slot.index for slot in self.of_stage(stage)}
-        slot = Slot(stage, next(index for index in range(len(indices) + 1) if index not in indices))
-        self.all.append(slot)
-        self.all.sort(key=lambda slot: (slot.stage, slot.index))
-        return slot
+        return next((slot for slot in self.of_stage(stage) if slot.free), None) or self._new_slot(stage)
+
+    def _new_slot(self, stage: int | None) -> Slot:
+        """An extra slot. Its name is not that of the world of a connected worker: a promoted spare keeps its world."""
+        taken = {worker.id.world for worker in self.workers()} | {slot.name for slot in self.slots}
+        return self._add(
+            next(slot for index in range(len(taken) + 1) if (slot := SlotId(stage, index)).name not in taken)
+        )
+
+    def remove(self, slot: Slot) -> None:
+        """Remove a slot of a spare, or an extra one."""
+        self.slots.pop(slot.id, None)
+
+    def is_extra(self, slot: Slot) -> bool:
+        """Whether its stage has more than `replicas` slots. Spares have no slot without a worker."""
+        return slot.id.stage is None or len(self.of_stage(slot.id.stage)) > self.replicas
 
     def choose_stage(
         self,
@@ -118,13 +140,14 @@ class Placement:
         Args:
             too_large: stages that do not fit into its memory. They are chosen only if no stage fits.
         """
-        taken = [self._taken(stage, host) for stage in range(self.num_stages)]
-        extra = all(replicas >= self.replicas for replicas, _ in taken)
+        hosts = [[worker.request.host for worker in self.workers(stage)] for stage in range(self.num_stages)]
+        extra = all(len(taken) >= self.replicas for taken in hosts)
 
         def rank(stage: int) -> tuple[bool, bool, float, int]:
-            replicas, on_host = taken[stage]
-            stays = stage in held and (extra or self._has_free_slot(stage))
-            return replicas > 0, not stays, replicas / self._weight(stage) if extra else replicas, on_host
+            taken = hosts[stage]
+            stays = stage in held and (extra or self.has_free_slot(stage))
+            load = len(taken) / self._weight(stage) if extra else len(taken)
+            return bool(taken), not stays, load, taken.count(host)
 
         fitting = [stage for stage in range(self.num_stages) if stage not in too_large]
         return min(fitting or range(self.num_stages), key=rank)
@@ -135,84 +158,20 @@ class Placement:
         return max(self.wanted[stage] / most, _LEAST_WEIGHT) if most else 1.0
 
     @property
-    def settled(self) -> bool:
-        """Whether no worker is joining or draining."""
-        return all(slot.ready or slot.free for slot in (*self.all, *self.spares))
-
-    @property
     def fully_replicated(self) -> bool:
         """Whether every stage has at least `replicas` ready replicas, and no worker is joining or draining."""
-        return self.settled and all(self._ready_in(stage) >= self.replicas for stage in range(self.num_stages))
+        settled = all(slot.ready or slot.free for slot in self.slots.values())
+        return settled and all(len(self.ready(stage)) >= self.replicas for stage in range(self.num_stages))
 
-    def remove_extra_slot(self, slot: Slot) -> None:
-        """Remove this slot if its stage has more than `replicas` slots. Call when its worker has left for good."""
-        if slot in self.all and len(self.of_stage(slot.stage)) > self.replicas:
-            self.all.remove(slot)
+    def empty_stages(self) -> list[int]:
+        """The stages that have no worker, not even one that is joining."""
+        return [stage for stage in range(self.num_stages) if next(self.workers(stage), None) is None]
+
+    def has_free_slot(self, stage: int) -> bool:
+        """Whether a slot of this stage is free."""
+        return any(slot.free for slot in self.of_stage(stage))
 
     def next_generation(self, world_name: str) -> int:
         """The generation of a world that is about to form. Starts at 1."""
         self._generations[world_name] += 1
         return self._generations[world_name]
-
-    def links(self) -> Iterator[WorkerLink]:
-        """All live links, including those of spares."""
-        return (slot.link for slot in (*self.all, *self.spares) if slot.link is not None and not slot.free)
-
-    def live_link_of(self, worker: str) -> WorkerLink | None:
-        """The live link of the worker with this name, if there is one."""
-        return next((link for link in self.links() if link.worker == worker), None)
-
-    def promote_spares(self) -> Iterator[tuple[Slot, WorkerLink]]:
-        """Move ready spares into free slots, first of the stage with the fewest ready replicas. Yields each spare that was moved.
-
-        The order of the workers' names decides, so that several leaders choose the same spare.
-        """
-        while (spare := _first_by_name(slot for slot in self.spares if slot.ready)) is not None:
-            empty = min(
-                (slot for slot in self.all if slot.free), key=lambda slot: self._ready_in(slot.stage), default=None
-            )
-            if empty is None:
-                return
-            assert spare.link is not None
-            self.spares.remove(spare)
-            empty.link, spare.link.slot = spare.link, empty.id
-            yield empty, spare.link
-
-    def stages_without_worker(self) -> Iterator[int]:
-        """The stages that have no worker, not even one that is joining."""
-        return (stage for stage in range(self.num_stages) if all(slot.free for slot in self.of_stage(stage)))
-
-    def reassignment_candidate(self) -> WorkerLink | None:
-        """A replica of the stage with the most ready replicas, to be moved to a stage without workers; None if no stage has two.
-
-        Only workers that obey this leader are moved.
-        """
-        stage = max(range(self.num_stages), key=self._ready_in)
-        if self._ready_in(stage) < 2:
-            return None
-        return next((link for link in ready_links(self.of_stage(stage)) if not link.obeys), None)
-
-    def _has_free_slot(self, stage: int) -> bool:
-        return any(slot.free for slot in self.of_stage(stage))
-
-    def _taken(self, stage: int, host: str) -> tuple[int, int]:
-        """The number of replicas of a stage, and how many of them are on that host."""
-        hosts = [slot.link.request.host for slot in self.of_stage(stage) if slot.link is not None and not slot.free]
-        return len(hosts), hosts.count(host)
-
-    def slot_of(self, link: WorkerLink) -> Slot | None:
-        """The slot that this link was assigned to last, unless another worker has taken it."""
-        return next((slot for slot in (*self.all, *self.spares) if slot.link is link), None)
-
-    def _ready_in(self, stage: int | None) -> int:
-        return sum(slot.ready for slot in self.all if slot.stage == stage)
-
-
-def _first_by_name(slots: Iterable[Slot]) -> Slot | None:
-    """The slot whose worker has the first name in alphabetical order."""
-    return min(slots, key=lambda slot: slot.link.worker if slot.link is not None else "", default=None)
-
-
-def ready_links(slots: Iterable[Slot]) -> list[WorkerLink]:
-    """The links in these slots that are ready."""
-    return [slot.link for slot in slots if slot.link is not None and slot.ready]

@@ -3,21 +3,26 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import BatchInputs
-from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinRequest
-from multiworld_serving.common.wire.message import Message, MessageKind, RowShape, WireError
+from multiworld_serving.common.wire.join import WORLD_BACKEND
+from multiworld_serving.common.wire.message import Header, Message, MessageKind, RowShape, WireError
 from multiworld_serving.common.wire.tracing import TraceContext, trace_message
-from multiworld_serving.server.replicas.link_types import AssignmentRefusedError, LinkEndedError, SelfTestError, SlotId
-from multiworld_serving.server.replicas.released_outputs import ReleasedOutputs
-from multiworld_serving.server.replicas.reply_validator import ReplyValidator
+from multiworld_serving.server.replicas.worker import (
+    AssignmentRefusedError,
+    Ending,
+    LinkEndedError,
+    SelfTestError,
+    SentBatch,
+    Worker,
+)
 from multiworld_serving.server.snapshots import ReplicaState
 from multiworld_serving.server.versions.stage_plan import StagePlan
 
@@ -30,29 +35,9 @@ _MAX_REPLIES = 3
 _JOINING_STATES: tuple[ReplicaState, ...] = ("joining", "loading", "warming", "checking")
 _JOIN_WORLD_S = 10.0
 """Longest wait for a worker to join the world that it was offered."""
-
-
-class LinkListener(Protocol):
-    """Receives state changes of links. Called on the event loop."""
-
-    def on_link_state(self, link: "WorkerLink") -> None: ...
-
-    def on_leaving(self, link: "WorkerLink") -> None: ...
-
-
-class BatchListener(Protocol):
-    """Receives the results of batches. Called on the event loop."""
-
-    def on_result(self, link: "WorkerLink", message: Message) -> None:
-        """A batch in flight on this link returned: RESULT, whose rows, dtype and shape are checked, or KEPT, with the id of the output."""
-
-    def on_failed(self, link: "WorkerLink", message: Message) -> None: ...
-
-    def on_input_lost(self, link: "WorkerLink", message: Message) -> None:
-        """The worker could not fetch the input of a batch in flight."""
-
-    def on_busy(self, link: "WorkerLink") -> None:
-        """The worker has not begun the batches in flight on this link."""
+_MAX_UNUSED = 64
+_RELEASE_S = 0.1
+"""Outputs that a worker keeps are released when there are this many, or after this time if no batch is sent before."""
 
 
 class WorkerLink:
@@ -60,89 +45,52 @@ class WorkerLink:
 
     Args:
         plans: the stages that the worker loads on joining: the stage of its slot, or all stages for a spare.
-        slot: the slot that the worker occupies. Updated when a spare is promoted.
-        request: the worker's description of itself when it joined.
-
-    Attributes:
-        id: world name and generation, "s0.r1#3". Never reused.
-        state: as `ReplicaState`; the listener is told every change. A spare is "ready" too.
-        cause, detail: why it ended, once `state` is "broken".
-        leader_unresponsive: whether the leader failed, not the worker, for example because the worker reported missed heartbeats.
-        silent_s: seconds since the worker was last heard from, when the link broke.
-        since_s: when `state` changed last, as `time.monotonic()`.
-        ready_at_s: when it first was "ready", as `time.monotonic()`.
-        obeys: name of the leader that the worker obeys instead of this one, as it reported; empty if it obeys this one.
-        loaded_plans: numbers of the plans (`VersionPlan.number`) that the worker has loaded and that passed the self-test.
-        active_plans: numbers of the plans for which the scheduler may send it batches. Set by the leader.
+        on_state: called after every change of `worker.state`.
+        on_batch: called with RESULT, KEPT, FAILED and INPUT_LOST of a batch in flight, and with BUSY.
     """
 
     def __init__(
         self,
-        *,
+        worker: Worker,
         plans: tuple[StagePlan, ...],
-        slot: SlotId,
-        generation: int,
-        request: JoinRequest,
-        listener: LinkListener,
-        batches: BatchListener,
+        on_state: Callable[["WorkerLink"], None],
+        on_batch: Callable[["WorkerLink", Message, SentBatch | None], None],
     ) -> None:
-        self.plans = plans
-        self.slot = slot
-        self.generation = generation
-        self.world_name = slot.name
-        self.id = f"{self.world_name}#{generation}"
-        self.request = request
-        self.state: ReplicaState = "joining"
-        self.since_s = time.monotonic()
-        self.cause: str | None = None
-        self.detail = ""
-        self.leader_unresponsive = False
-        self.silent_s: float | None = None
-        self.ready_at_s: float | None = None
-        self.batches_done = 0
-        self.obeys = request.obeys
-        self.loaded_plans: set[int] = set()
-        self.active_plans: set[int] = set()
-        self._listener = listener
-        self._batches = batches
+        self.worker = worker
+        self._plans = {(plan.number, plan.spec.index): plan for plan in plans}
+        """By version and stage: what the worker is to load or has loaded."""
+        self._on_state = on_state
+        self._on_batch = on_batch
         self._world: World | None = None
         self._channel: Channel | None = None
         self._joining: asyncio.Task[World] | None = None
         self._replies: asyncio.Queue[Message | None] | None = None
         """Replies about a version that is loaded while the link serves; None marks the end."""
-        self._max_batch_size, self._window = 0, 0
-        self._validator = ReplyValidator()
-        self._released = ReleasedOutputs(self._post)
-
-    @property
-    def worker(self) -> str:
-        """The worker's name."""
-        return self.request.worker
-
-    @property
-    def stage(self) -> int:
-        """The stage that it serves. Must not be called for a spare."""
-        assert self.slot.stage is not None, "a spare serves no stage"
-        return self.slot.stage
+        self._limits = 0, 0
+        """Rows in a batch, and batches in flight."""
+        self._in_flight: dict[int, SentBatch] = {}
+        self._unused: list[int] = []
+        """Outputs that the worker keeps and nobody needs any more."""
+        self._release_timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<WorkerLink {self.id} {self.state}>"
+        return f"<WorkerLink {self.worker.id} {self.worker.state}>"
 
     async def run(
         self, manager: WorldManager, host: str, port: int, *, join_timeout_s: float, max_batch_size: int, window: int
     ) -> None:
         """Form the world, load the stages, serve. Returns when the link has ended; `cause` says why."""
-        self._max_batch_size, self._window = max_batch_size, window
+        worker, self._limits = self.worker, (max_batch_size, window)
         try:
             async with asyncio.timeout(join_timeout_s):
                 await self._form_world(manager, host, port)
-                await self._load_stages(self.plans)
-            self.ready_at_s = time.monotonic()
+                await self._load_stages(tuple(self._plans.values()))
+            worker.ready_at_s = time.monotonic()
             self._enter("ready")
             await self._serve()
         except BrokenWorldException as ending:
-            self.leader_unresponsive = ending.rank == LEADER_RANK and ending.cause != Cause.ERROR
-            self._end(ending.cause, ending.detail)
+            leader_failed = ending.rank == LEADER_RANK and ending.cause != Cause.ERROR
+            self._end(ending.cause, ending.detail, leader_unresponsive=leader_failed)
         except WorldClosedError:
             self._end(Cause.LEFT, "closed by the leader")
         except LinkEndedError as error:
@@ -154,40 +102,59 @@ class WorkerLink:
         except (SelfTestError, WireError) as error:
             self._end("error", str(error))
         except asyncio.CancelledError:
-            if self.state != "broken":  # otherwise `fail` has cancelled the join
+            if worker.state != "broken":  # otherwise `fail` has cancelled the join
                 raise
         except Exception as error:
             if self._world is not None:
-                logger.exception("world=%s the link failed", self.id)
+                logger.exception("world=%s the link failed", worker.id)
             self._end("error", f"{type(error).__name__}: {error}")
         finally:
             await self._free(manager)
 
-    def send(
-        self, batch: int, payload: Tensor | BatchInputs, version: int, traced: Sequence[TraceContext] = ()
-    ) -> None:
+    def send(self, sent: SentBatch, payload: Tensor | BatchInputs, traced: Sequence[TraceContext] = ()) -> None:
         """Send a batch, or where the worker fetches it, preceded by the trace contexts of its traced requests.
 
-        Does not wait and does not raise when the link is broken; the end of the link is reported to the listener.
+        Does not wait and does not raise when the link is broken; `on_state` reports the end of the link.
         """
+        self._in_flight[sent.batch] = sent
         if isinstance(payload, Tensor):
-            self._validator.batch_sent(batch, len(payload), version, self.stage)
-            message = Message(MessageKind.BATCH, batch, payload, stage=self.stage, version=version)
+            message = Message(MessageKind.BATCH, sent.batch, payload, stage=sent.stage, version=sent.version)
         else:
-            self._validator.batch_sent(batch, payload.rows, version, self.stage, fetched=True, keeps=payload.keep)
-            message = replace(payload, release=self._released.take()).message(batch, self.stage, version)
+            sent.inputs = replace(payload, release=self._take_unused())
+            message = sent.inputs.message(sent.batch, sent.stage, sent.version)
         if traced:
-            self._post(trace_message(batch, traced))
+            self._post(trace_message(sent.batch, traced))
         self._post(message)
 
-    def kept(self, message: Message) -> tuple[int, RowShape]:
+    def kept(self, message: Message, sent: SentBatch) -> tuple[int, RowShape]:
         """The id of an output that the worker keeps, and the shape of one of its rows. Raises WireError."""
-        return self._validator.kept(message)
+        assert message.payload is not None, "`_check` requires a payload"
+        number, *dims = message.payload.tolist()
+        expected = self._plan_of(sent).output_shape
+        if not expected.accepts(tuple(dims)):
+            raise WireError(f"KEPT with rows of {tuple(dims)}; expected {expected}")
+        return number, RowShape(tuple(dims), expected.varies)
 
     def release(self, output: int) -> None:
         """The kept output with this id is not needed any more. The worker is told with the next batch, or a little later."""
-        if self.state in ("ready", "draining"):
-            self._released.add(output)
+        if self.worker.state not in ("ready", "draining"):
+            return
+        self._unused.append(output)
+        if len(self._unused) >= _MAX_UNUSED:
+            self._release_unused()
+        elif self._release_timer is None:
+            self._release_timer = asyncio.get_running_loop().call_later(_RELEASE_S, self._release_unused)
+
+    def _take_unused(self) -> tuple[int, ...]:
+        if self._release_timer is not None:
+            self._release_timer.cancel()
+            self._release_timer = None
+        unused, self._unused = tuple(self._unused), []
+        return unused
+
+    def _release_unused(self) -> None:
+        if unused := self._take_unused():
+            self._post(Message(MessageKind.RELEASE, payload=torch.tensor(unused)))
 
     async def load(self, plans: tuple[StagePlan, ...]) -> None:
         """Load another version on a serving worker and run the self-test. The worker serves its batches meanwhile.
@@ -197,25 +164,29 @@ class WorkerLink:
             LinkEndedError: the worker is lost or draining.
             TimeoutError: the caller's time limit expired. The link is in an undefined state: the caller must `fail` it.
         """
-        if self.state != "ready" or self._replies is not None:
-            raise LinkEndedError(f"{self.worker} is {self.state}")
+        worker = self.worker
+        if worker.state != "ready" or self._replies is not None:
+            raise LinkEndedError(f"{worker.name} is {worker.state}")
         self._replies = asyncio.Queue(_MAX_REPLIES)
         try:
             await self._load_stages(plans)
         except (BrokenWorldException, WorldClosedError) as error:
-            raise LinkEndedError(f"{self.worker} was lost: {error}") from error
+            raise LinkEndedError(f"{worker.name} was lost: {error}") from error
+        except SelfTestError:
+            self.unload(plans[0].number)  # also what it has loaded partly
+            raise
         except WireError as error:
             self.fail(Cause.ERROR, str(error))
-            raise LinkEndedError(f"{self.worker} violated the protocol: {error}") from error
+            raise LinkEndedError(f"{worker.name} violated the protocol: {error}") from error
         finally:
             self._replies = None
 
     def unload(self, version: int) -> None:
         """Tell the worker to free a version, also one that it has loaded only partly."""
-        if self.state in ("ready", "draining"):
+        if self.worker.state in ("ready", "draining"):
             self._post(Message(MessageKind.UNLOAD, version=version))
-        self.loaded_plans.discard(version)
-        self._validator.version_unloaded(version)
+        self.worker.loaded.discard(version)
+        self._plans = {key: plan for key, plan in self._plans.items() if key[0] != version}
 
     def request_restart(self) -> None:
         """Ask the worker to leave and to restart its process."""
@@ -231,9 +202,9 @@ class WorkerLink:
 
     def drain(self) -> None:
         """Enter the state "draining": the leader sends no new batches."""
-        if self.state == "ready":
-            self._enter("draining")
+        if self.worker.state == "ready":
             self._end_replies()
+            self._enter("draining")
 
     def close(self) -> None:
         """Close the world. The link ends with cause "left"."""
@@ -245,31 +216,30 @@ class WorkerLink:
     async def _form_world(self, manager: WorldManager, host: str, port: int) -> None:
         self._joining = asyncio.create_task(
             manager.initialize_world(
-                self.world_name,
-                0,
-                2,
-                WORLD_BACKEND,
+                *(self.worker.id.world, 0, 2, WORLD_BACKEND),
                 addr=host,
                 port=port,
-                generation=self.generation,
+                generation=self.worker.generation,
                 timeout=_JOIN_WORLD_S,
             )
         )
         self._world = await self._joining
-        self._channel = Channel(self._world, _WORKER_RANK, self._validator.check)
+        self._channel = Channel(self._world, _WORKER_RANK, self._check)
 
     async def _load_stages(self, plans: tuple[StagePlan, ...]) -> None:
         for plan in plans:
             await self._assign_stage(plan)
-        self.loaded_plans |= {plan.number for plan in plans}
+        self.worker.loaded |= {plan.number for plan in plans}
 
     async def _assign_stage(self, plan: StagePlan) -> None:
         """Send one stage to the worker, unless it has it already, and compare its output for the self-test input with the reference."""
         channel = self._channel
         assert channel is not None
         self._enter_startup("loading")
-        assignment = plan.assignment(self._max_batch_size, self._window)
-        await channel.send(Message.from_text(MessageKind.ASSIGN, assignment.to_json(), version=plan.number))
+        number, stage = plan.number, plan.spec.index
+        self._plans[number, stage] = plan
+        assignment = plan.assignment(*self._limits)
+        await channel.send(Message.from_text(MessageKind.ASSIGN, assignment.to_json(), version=number))
         if (await self._expect((MessageKind.FETCH_WEIGHTS, MessageKind.READY), plan)).kind is MessageKind.FETCH_WEIGHTS:
             chunks = plan.weights.chunks()
             while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:  # reads a file
@@ -277,23 +247,21 @@ class WorkerLink:
             self._enter_startup("warming")
             await self._expect((MessageKind.READY,), plan)
         self._enter_startup("checking")
-        self._validator.stage_loaded(plan)
-        self._validator.batch_sent(0, len(plan.self_test_input), plan.number, plan.spec.index)
-        await channel.send(
-            Message(MessageKind.BATCH, 0, plan.sent_test_input, stage=plan.spec.index, version=plan.number)
-        )
+        rows = (0,) * len(plan.self_test_input)
+        self._in_flight[0] = SentBatch(0, stage, number, rows, self.worker.replica(number), time.monotonic())
+        await channel.send(Message(MessageKind.BATCH, 0, plan.sent_test_input, stage=stage, version=number))
         answer = await self._expect((MessageKind.RESULT,), plan)
+        self._in_flight.pop(0, None)
         if wrong := plan.check_self_test(answer.payload):
-            raise SelfTestError(f"stage {plan.spec.index}: the join self-test failed: {wrong}")
+            raise SelfTestError(f"stage {stage}: the join self-test failed: {wrong}")
 
     async def _expect(self, kinds: tuple[MessageKind, ...], plan: StagePlan) -> Message:
         message = await self._reply()
         if message.kind is MessageKind.LEAVING:
             raise LinkEndedError("the worker left before it was ready")
         if message.kind is MessageKind.REFUSED:
-            self.drain()
-            self._listener.on_leaving(self)
-            raise AssignmentRefusedError(f"{self.worker} refuses stage {plan.spec.index}: {message.reason()}")
+            self._enter("draining")
+            raise AssignmentRefusedError(f"{self.worker.name} refuses stage {plan.spec.index}: {message.reason()}")
         if message.kind not in (*kinds, MessageKind.FAILED):
             raise WireError(f"expected {' or '.join(kind.name for kind in kinds)}, got {message.kind.name}")
         number, stage = plan.number, plan.spec.index
@@ -302,7 +270,7 @@ class WorkerLink:
                 f"{message.kind.name} of stage {message.stage}, version {message.version}; expected stage {stage}, version {number}"
             )
         if message.kind is MessageKind.FAILED:
-            raise SelfTestError(f"{self.worker} cannot serve stage {stage}: {message.reason()}")
+            raise SelfTestError(f"{self.worker.name} cannot serve stage {stage}: {message.reason()}")
         return message
 
     async def _reply(self) -> Message:
@@ -313,12 +281,13 @@ class WorkerLink:
             return received
         message = await self._replies.get()
         if message is None:
-            raise LinkEndedError(f"{self.worker} was lost while it loaded a version ({self.cause or 'it is leaving'})")
+            cause = self.worker.ending.cause if self.worker.ending else "it is leaving"
+            raise LinkEndedError(f"{self.worker.name} was lost while it loaded a version ({cause})")
         return message
 
     def _enter_startup(self, state: ReplicaState) -> None:
         """Enter a state of the startup sequence; does nothing if the link has been ready before."""
-        if self.ready_at_s is None:
+        if self.worker.ready_at_s is None:
             self._enter(state)
 
     # -- serving -------------------------------------------------------------------------------------------------------------
@@ -331,27 +300,53 @@ class WorkerLink:
                     self._take_reply(message)
                 case MessageKind.RESULT | MessageKind.FAILED if not message.batch:
                     self._take_reply(message)
-                case MessageKind.RESULT | MessageKind.KEPT:
-                    self.batches_done += 1
-                    self._batches.on_result(self, message)
-                case MessageKind.FAILED:
-                    self._batches.on_failed(self, message)
-                case MessageKind.INPUT_LOST:
-                    self._batches.on_input_lost(self, message)
+                case MessageKind.RESULT | MessageKind.KEPT | MessageKind.FAILED | MessageKind.INPUT_LOST:
+                    if message.kind in (MessageKind.RESULT, MessageKind.KEPT):
+                        self.worker.batches_done += 1
+                    self._on_batch(self, message, self._in_flight.pop(message.batch))
                 case MessageKind.BUSY:
-                    self._batches.on_busy(self)
+                    self._on_batch(self, message, None)
                 case MessageKind.LEAVING:
                     self.drain()
-                    self._listener.on_leaving(self)
                 case _:
                     raise WireError(f"unexpected {message.kind.name}")
 
     async def _receive(self) -> Message:
         assert self._channel is not None
         while (message := await self._channel.receive()).kind is MessageKind.OBEYS:
-            self.obeys = message.reason()
-        self._validator.received(message)
+            self.worker.obeys = message.reason()
         return message
+
+    def _check(self, header: Header) -> None:
+        """Decide whether the worker may send this now, before memory is allocated for the payload; see `Channel`. Raises WireError."""
+        sent = self._in_flight.get(header.batch)
+        match header.kind:
+            case MessageKind.RESULT if sent is not None:
+                plan = self._plan_of(sent)
+                header.require_batch(plan.output_dtype, plan.output_shape, len(sent.requests), len(sent.requests))
+            case MessageKind.KEPT if sent is not None and sent.inputs is not None and sent.inputs.keep:
+                count = 1 + len(self._plan_of(sent).output_shape.dims)
+                header.require_batch(torch.int64, (), count, count)
+            case MessageKind.INPUT_LOST if sent is not None and sent.inputs is not None:
+                header.require_text()
+            case MessageKind.FAILED if sent is not None or not header.batch:
+                header.require_text()
+            case MessageKind.RESULT | MessageKind.KEPT | MessageKind.INPUT_LOST | MessageKind.FAILED:
+                raise WireError(
+                    f"{header.kind.name} of batch {header.batch}, which is not in flight here, or not for that"
+                )
+            case MessageKind.READY | MessageKind.REFUSED | MessageKind.OBEYS:
+                header.require_text()
+            case MessageKind.FETCH_WEIGHTS | MessageKind.BUSY | MessageKind.LEAVING:
+                header.require_no_payload()
+            case _:
+                raise WireError(f"unexpected {header.kind.name} from a worker: only a leader may send it")
+
+    def _plan_of(self, sent: SentBatch) -> StagePlan:
+        plan = self._plans.get((sent.version, sent.stage))
+        if plan is None:
+            raise WireError(f"an output of stage {sent.stage} of version {sent.version}, which is not loaded")
+        return plan
 
     def _take_reply(self, message: Message) -> None:
         """Pass a reply to `_reply`. Raises WireError if none is expected, or if the previous one is not read yet."""
@@ -359,10 +354,10 @@ class WorkerLink:
             self._replies.put_nowait(message)
         elif self._replies is not None:
             raise WireError(f"unexpected {message.kind.name}: the leader has not asked for another reply")
-        elif self.state != "draining":
+        elif self.worker.state != "draining":
             raise WireError(f"unexpected {message.kind.name}")
         else:  # the version's load was cancelled
-            logger.debug("world=%s ignored %s", self.id, message.kind.name)
+            logger.debug("world=%s ignored %s", self.worker.id, message.kind.name)
 
     def _post(self, message: Message) -> None:
         """Start to send a message. Does nothing if the link has ended, which `run` reports."""
@@ -370,33 +365,36 @@ class WorkerLink:
         try:
             self._channel.start(message)
         except (BrokenWorldException, WorldClosedError):
-            logger.debug("world=%s %s %d was not sent: the link has ended", self.id, message.kind.name, message.batch)
+            logger.debug(
+                "world=%s %s %d was not sent: the link has ended", self.worker.id, message.kind.name, message.batch
+            )
 
     # -- ending --------------------------------------------------------------------------------------------------------------
 
     def _enter(self, state: ReplicaState) -> None:
-        was, now_s = self.state, time.monotonic()
-        took_s, self.state, self.since_s = now_s - self.since_s, state, now_s
+        worker, now_s = self.worker, time.monotonic()
+        was, took_s = worker.state, now_s - worker.since_s
+        worker.state, worker.since_s = state, now_s
         level = logging.DEBUG if state in _JOINING_STATES else logging.INFO
-        if state == "broken" and self.cause != Cause.LEFT:
-            level = logging.WARNING
-        why = f" cause={self.cause} {self.detail}" if self.cause else ""
+        why = ""
+        if worker.ending is not None:
+            why = f" cause={worker.ending.cause} {worker.ending.detail}"
+            level = logging.INFO if worker.ending.cause == Cause.LEFT else logging.WARNING
         logger.log(
             level,
             "world=%s generation=%d stage=%s replica=%d worker=%s %s->%s after_s=%.3f%s",
-            *(self.world_name, self.generation, "-" if self.slot.stage is None else self.slot.stage, self.slot.index),
-            *(self.worker, was, state, took_s, why),
+            *(*worker.id, "-" if worker.slot.stage is None else worker.slot.stage, worker.slot.index),
+            *(worker.name, was, state, took_s, why),
         )
-        self._listener.on_link_state(self)
+        self._on_state(self)
 
-    def _end(self, cause: str, detail: str) -> None:
-        if self.state == "broken":
+    def _end(self, cause: str, detail: str, *, leader_unresponsive: bool = False) -> None:
+        if self.worker.state == "broken":
             return
-        self.cause, self.detail = str(cause), detail
+        silent_s = None if self._world is None else self._world.silent_s
+        self.worker.ending = Ending(str(cause), detail, silent_s, leader_unresponsive)
         self._end_replies()
-        self._released.take()
-        if self._world is not None:
-            self.silent_s = self._world.silent_s
+        self._take_unused()
         self._enter("broken")
 
     def _end_replies(self) -> None:
@@ -406,6 +404,6 @@ class WorkerLink:
     async def _free(self, manager: WorldManager) -> None:
         world = self._world
         if world is not None:
-            world.fail(Cause.ABORTED, 0, self.detail)
-            if manager.worlds.get(self.world_name) is world:
-                await manager.close_world(self.world_name)
+            world.fail(Cause.ABORTED, LEADER_RANK, self.worker.ending.detail if self.worker.ending else "")
+            if manager.worlds.get(world.name) is world:
+                await manager.close_world(world.name)

@@ -12,7 +12,7 @@ BatchId: TypeAlias = int
 """Requests that are sent together. Chosen by the scheduler; never reused."""
 
 ReplicaId: TypeAlias = str
-"""One worker link that serves one stage of a version: world name, generation and version. Never reused."""
+"""One worker link that serves one stage of a version. Chosen by the driver; never reused."""
 
 
 @dataclass(frozen=True, slots=True)

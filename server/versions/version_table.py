@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.versions.stage_plan import StagePlan
@@ -36,29 +35,22 @@ class VersionPlan:
         return self.stages if stage is None else (self.stages[stage],)
 
 
-class Loader(Protocol):
-    """Loads further versions of a model."""
-
-    def load(self, weights: str | None, versions: VersionTable) -> VersionPlan:
-        """The version that an administrator names (None: that of the settings). Blocks.
-
-        Raises:
-            models.ModelError: it does not exist, is not allowed, invalid, or does not fit the service.
-            MemoryError: there is not enough memory for another version.
-        """
-        ...
-
-
 class VersionTable:
     """The current version, and the previous one until the requests that began with it have ended."""
 
-    def __init__(self, first: VersionPlan) -> None:
+    def __init__(self, first: VersionPlan, model: str = "") -> None:
+        self.model = model
         self.current = first
         self.retiring: VersionPlan | None = None
         self._known = {first.version.name: replace(first, stages=())}
         """Number and digest of the latest versions in service, by name; the current one is last."""
         self._last_number = first.version.number
         self._agreed = first.version
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of the versions in service, the current one first."""
+        return (self.current.number, *([self.retiring.number] if self.retiring else []))
 
     def number_of(self, name: str) -> int:
         """The number of a version for clients; allocates a new number for an unknown version.

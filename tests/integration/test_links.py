@@ -14,21 +14,21 @@ import torch
 from multiworld import BrokenWorldException, Cause, WorldManager
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import LostInput
-from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinOffer, JoinRequest, StageAssignment
+from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinOffer, StageAssignment
 from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.optimize.tuning import Tuning
-from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError, SlotId
+from multiworld_serving.server.replicas.worker import Ending, LinkEndedError, SelfTestError, SentBatch, SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.session import Session
 from tests.chaos.lies import LIES, RawMessage, claim, lying, whole
 from tests.resnets import resnet_plan, sent_stage, with_other_weights
+from tests.sent_batches import send, worker_at
 
 IMAGE_SIZE = 32
 WAIT_S = 60.0
-REQUEST = JoinRequest("w", "cpu", "here", 1)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,11 @@ def second() -> tuple[StagePlan, ...]:
     return resnet_plan("random:1", 2, number=2, image_size=IMAGE_SIZE)
 
 
+def ending_of(link: WorkerLink) -> Ending:
+    assert link.worker.ending is not None, "the link has ended"
+    return link.worker.ending
+
+
 @dataclass
 class Heard:
     """A listener that records its calls."""
@@ -53,23 +58,21 @@ class Heard:
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
     busy: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def on_link_state(self, link: WorkerLink) -> None:
-        self.states.put_nowait(link.state)
+    def on_state(self, link: WorkerLink) -> None:
+        self.states.put_nowait(link.worker.state)
+        if link.worker.state == "draining":
+            self.leaving.set()
 
-    def on_result(self, link: WorkerLink, message: Message) -> None:
-        self.results.put_nowait(message)
-
-    def on_busy(self, link: WorkerLink) -> None:
-        self.busy.set()
-
-    def on_failed(self, link: WorkerLink, message: Message) -> None:
-        self.failures.put_nowait((message.batch, message.text()))
-
-    def on_input_lost(self, link: WorkerLink, message: Message) -> None:
-        self.lost.put_nowait((message.batch, LostInput.parse(message)))
-
-    def on_leaving(self, link: WorkerLink) -> None:
-        self.leaving.set()
+    def on_batch(self, link: WorkerLink, message: Message, sent: SentBatch | None) -> None:
+        match message.kind:
+            case MessageKind.BUSY:
+                self.busy.set()
+            case MessageKind.FAILED:
+                self.failures.put_nowait((message.batch, message.text()))
+            case MessageKind.INPUT_LOST:
+                self.lost.put_nowait((message.batch, LostInput.parse(message)))
+            case _:
+                self.results.put_nowait(message)
 
     async def until(self, state: str) -> None:
         async with asyncio.timeout(WAIT_S):
@@ -90,15 +93,13 @@ class Pair:
 
     def link(self, *plans: StagePlan, slot: SlotId | None = None) -> WorkerLink:
         slot = slot or SlotId(plans[0].spec.index, 0)
-        link = WorkerLink(
-            plans=plans, slot=slot, generation=1, request=REQUEST, listener=self.heard, batches=self.heard
-        )
+        link = WorkerLink(worker_at(slot), plans, self.heard.on_state, self.heard.on_batch)
         running = link.run(self.leader, "127.0.0.1", self.port, join_timeout_s=WAIT_S, max_batch_size=4, window=2)
         self.tasks.append(asyncio.create_task(running))
         return link
 
     async def session(self, link: WorkerLink) -> Session:
-        offer = JoinOffer(link.world_name, link.generation)
+        offer = JoinOffer(*link.worker.id)
         world = await self.worker.initialize_world(
             offer.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=self.port, generation=offer.generation
         )
@@ -131,7 +132,7 @@ async def test_ready_link_computes_the_reference_output(pair: Pair, plan: tuple[
         for number in (1, 2, 3)
     }
     for number, batch in batches.items():
-        link.send(number, batch, 1)
+        send(link, number, batch, 1)
     async with asyncio.timeout(WAIT_S):
         answers = [await pair.heard.results.get() for _ in batches]
     with torch.inference_mode():
@@ -149,13 +150,13 @@ async def test_worker_continues_when_its_stage_raises(
     session = await pair.session(link)
     await pair.heard.until("ready")
     monkeypatch.setattr(session.queue, "_forward", raising)
-    link.send(7, images(), 1)
+    send(link, 7, images(), 1)
     async with asyncio.timeout(WAIT_S):
         assert await pair.heard.failures.get() == (7, "RuntimeError: the device is gone")
         monkeypatch.undo()
-        link.send(8, images(), 1)
+        send(link, 8, images(), 1)
         assert (await pair.heard.results.get()).batch == 8
-    assert link.state == "ready"
+    assert link.worker.state == "ready"
 
 
 def raising(*_: object) -> torch.Tensor:
@@ -185,10 +186,12 @@ async def test_link_breaks_when_a_result_does_not_match_its_batch(
     await pair.session(link)
     await pair.heard.until("ready")
     monkeypatch.setattr(Channel, "send", lying_worker(link, lie))
-    link.send(1, images(2), 1)
+    send(link, 1, images(2), 1)
     await pair.heard.until("broken")
-    assert link.cause == "error"
-    assert re.search(REFUSALS.get(lie, r"RESULT: expected torch.float32, 2 rows of \(128, 4, 4\), got"), link.detail)
+    assert ending_of(link).cause == "error"
+    assert re.search(
+        REFUSALS.get(lie, r"RESULT: expected torch.float32, 2 rows of \(128, 4, 4\), got"), ending_of(link).detail
+    )
     assert pair.heard.results.qsize() == (lie == "twice")
     assert pair.heard.failures.empty()
 
@@ -255,18 +258,18 @@ async def test_link_breaks_at_once_when_a_batch_cannot_be_sent(pair: Pair, plan:
     link = pair.link(plan[0])
     await pair.session(link)
     await pair.heard.until("ready")
-    link.send(1, images().bool(), 1)
+    send(link, 1, images().bool(), 1)
     await pair.heard.until("broken")
-    assert (link.cause, link.leader_unresponsive) == (Cause.ABORTED, True)
-    assert "BATCH 1 cannot be sent: ValueError: cannot send torch.bool" in link.detail
+    assert (ending_of(link).cause, ending_of(link).leader_unresponsive) == (Cause.ABORTED, True)
+    assert "BATCH 1 cannot be sent: ValueError: cannot send torch.bool" in ending_of(link).detail
 
 
 async def test_link_never_serves_when_the_join_self_test_fails(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
     link = pair.link(with_other_weights(plan[1]))
     await pair.session(link)
     await pair.heard.until("broken")
-    assert link.cause == "error"
-    assert "self-test" in link.detail
+    assert ending_of(link).cause == "error"
+    assert "self-test" in ending_of(link).detail
 
 
 async def take_order(channel: Channel) -> None:
@@ -289,7 +292,7 @@ async def fetch(channel: Channel, message: Message) -> None:
 async def scripted_worker(pair: Pair, link: WorkerLink) -> Channel:
     """A worker that sends what the test specifies."""
     world = await pair.worker.initialize_world(
-        link.world_name, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=pair.port, generation=link.generation
+        link.worker.id.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=pair.port, generation=link.worker.generation
     )
     return Channel(world, 0, lambda _: None)
 
@@ -318,7 +321,7 @@ async def test_load_fails_when_the_worker_answers_about_another_stage_or_version
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(LinkEndedError, match=r"READY of stage \d, version \d; expected stage 0, version 2"):
             await loading
-    assert (link.state, link.cause) == ("broken", "error")
+    assert ending_of(link).cause == "error"
 
 
 async def test_link_breaks_when_the_worker_violates_the_protocol(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
@@ -327,8 +330,8 @@ async def test_link_breaks_when_the_worker_violates_the_protocol(pair: Pair, pla
     await take_order(channel)
     await channel.world.send(torch.full((64,), 7, dtype=torch.uint8), 0)
     await pair.heard.until("broken")
-    assert link.cause == "error"
-    assert "not a message" in link.detail
+    assert ending_of(link).cause == "error"
+    assert "not a message" in ending_of(link).detail
 
 
 async def test_link_reports_a_leaving_worker_and_closes_when_told(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
@@ -338,33 +341,31 @@ async def test_link_reports_a_leaving_worker_and_closes_when_told(pair: Pair, pl
     await session.leave()
     async with asyncio.timeout(WAIT_S):
         await pair.heard.leaving.wait()
-    assert link.state == "draining"
+    assert link.worker.state == "draining"
     link.close()
     await pair.heard.until("broken")
-    assert link.cause == Cause.LEFT
+    assert ending_of(link).cause == Cause.LEFT
 
 
 async def test_link_ends_when_the_worker_never_joins(plan: tuple[StagePlan, ...]) -> None:
     heard = Heard()
     async with WorldManager() as leader:
         port = leader.listen("127.0.0.1", 0)
-        link = WorkerLink(
-            plans=plan[:1], slot=SlotId(0, 0), generation=1, request=REQUEST, listener=heard, batches=heard
-        )
+        link = WorkerLink(worker_at(SlotId(0, 0)), plan[:1], heard.on_state, heard.on_batch)
         await link.run(leader, "127.0.0.1", port, join_timeout_s=0.5, max_batch_size=4, window=2)
-    assert link.state == "broken"
-    assert link.cause == Cause.TIMEOUT
+    assert link.worker.state == "broken"
+    assert ending_of(link).cause == Cause.TIMEOUT
 
 
 async def test_link_ends_at_once_when_aborted_while_forming(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
     former = pair.link(plan[0])
     await asyncio.sleep(0)
     former.fail(Cause.EXIT, "its worker has joined again")
-    assert (former.state, former.cause) == ("broken", Cause.EXIT)
+    assert ending_of(former).cause == Cause.EXIT
     again = pair.link(plan[0])  # the same world, by name and generation
     await pair.session(again)
     await pair.heard.until("ready")
-    assert former.cause == Cause.EXIT
+    assert ending_of(former).cause == Cause.EXIT
 
 
 def images(rows: int = 1) -> torch.Tensor:
@@ -372,7 +373,7 @@ def images(rows: int = 1) -> torch.Tensor:
 
 
 async def answered(pair: Pair, link: WorkerLink, batch: int, version: int) -> torch.Tensor:
-    link.send(batch, images(), version)
+    send(link, batch, images(), version)
     async with asyncio.timeout(WAIT_S):
         answer = await pair.heard.results.get()
     assert answer.batch == batch
@@ -391,14 +392,14 @@ async def test_link_serves_two_versions_until_one_is_dropped(
     torch.testing.assert_close(await answered(pair, link, 2, version=1), old)
     async with asyncio.timeout(WAIT_S):
         await loading
-    assert link.loaded_plans == {1, 2}
+    assert link.worker.loaded == {1, 2}
     new = await answered(pair, link, 3, version=2)
     assert not torch.allclose(new, old)
     torch.testing.assert_close(await answered(pair, link, 4, version=1), old)
     link.unload(1)
     torch.testing.assert_close(await answered(pair, link, 5, version=2), new)
     assert (1, 0) not in session.queue._stages
-    assert (link.state, link.loaded_plans) == ("ready", {2})
+    assert (link.worker.state, link.worker.loaded) == ("ready", {2})
 
 
 def none_left(needed_bytes: int) -> None:
@@ -433,7 +434,7 @@ async def test_link_continues_serving_when_a_version_cannot_be_loaded(
         await answered(pair, link, 1, version=1)
         monkeypatch.undo()
         await link.load(second[:1])
-    assert (link.state, link.loaded_plans) == ("ready", {1, 2})
+    assert (link.worker.state, link.worker.loaded) == ("ready", {1, 2})
 
 
 async def test_load_ends_when_the_link_breaks(

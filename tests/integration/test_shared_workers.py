@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from multiworld import Cause, WorldManager
-from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinRequest
-from multiworld_serving.common.wire.message import Message
-from multiworld_serving.server.replicas.link_types import AssignmentRefusedError, SlotId
+from multiworld_serving.common.wire.join import WORLD_BACKEND
+from multiworld_serving.common.wire.message import Message, MessageKind
+from multiworld_serving.server.replicas.worker import AssignmentRefusedError, SentBatch, SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers import session as worker_session
@@ -22,7 +22,9 @@ from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.incoming_assignment import IncomingAssignment
 from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
 from multiworld_serving.workers.session import Session
+from tests.integration.test_links import ending_of
 from tests.resnets import resnet_plan
+from tests.sent_batches import send, worker_at
 
 IMAGE_SIZE = 32
 WAIT_S = 60.0
@@ -60,10 +62,8 @@ class LeaderSide:
     async def join(self) -> None:
         """Form the world and start to load the stage."""
         port = self.manager.listen("127.0.0.1", 0)
-        slot, request = SlotId(self.plan.spec.index, 0), JoinRequest("w", "cpu", "here", 1)
-        self.link = WorkerLink(
-            plans=(self.plan,), slot=slot, generation=1, request=request, listener=self, batches=self
-        )
+        slot = SlotId(self.plan.spec.index, 0)
+        self.link = WorkerLink(worker_at(slot), (self.plan,), self.on_state, self.on_batch)
         running = self.link.run(
             *(self.manager, "127.0.0.1", port), join_timeout_s=WAIT_S, max_batch_size=self.max_batch_size, window=2
         )
@@ -80,30 +80,22 @@ class LeaderSide:
                 pass
 
     async def compute(self, batch: int, version: int = 1) -> Tensor:
-        self.link.send(batch, torch.ones(2, *self.plan.input_shape), version)
+        send(self.link, batch, torch.ones(2, *self.plan.input_shape), version)
         async with asyncio.timeout(WAIT_S):
             answer = await self.results.get()
         assert (answer.batch, answer.version) == (batch, version)
         assert answer.payload is not None
         return answer.payload
 
-    def on_link_state(self, link: WorkerLink) -> None:
-        self.states.put_nowait(link.state)
+    def on_state(self, link: WorkerLink) -> None:
+        self.states.put_nowait(link.worker.state)
 
-    def on_result(self, link: WorkerLink, message: Message) -> None:
-        self.results.put_nowait(message)
-
-    def on_failed(self, link: WorkerLink, message: Message) -> None:
-        raise AssertionError(message.text())
-
-    def on_input_lost(self, link: WorkerLink, message: Message) -> None:
-        raise AssertionError(f"no input is fetched: {message}")
-
-    def on_busy(self, link: WorkerLink) -> None:
-        self.busy.set()
-
-    def on_leaving(self, link: WorkerLink) -> None:
-        """Nothing to do."""
+    def on_batch(self, link: WorkerLink, message: Message, sent: SentBatch | None) -> None:
+        if message.kind is MessageKind.BUSY:
+            self.busy.set()
+        else:
+            assert message.kind is MessageKind.RESULT, message
+            self.results.put_nowait(message)
 
 
 @dataclass
@@ -213,7 +205,7 @@ async def test_stage_is_not_loaded_when_the_weights_do_not_have_the_announced_ha
     lying.weights.sha256 = "0" * 64
     bad = await worker.leader(lying)
     await bad.until("broken")
-    assert "0000 was announced" in bad.link.detail
+    assert "0000 was announced" in ending_of(bad.link).detail
     assert len(worker.engine.stages) == 1
 
 
@@ -252,12 +244,12 @@ async def test_worker_refuses_what_the_leader_that_it_obeys_has_not_assigned(
         standby = await worker.leader(plan, place=later)
         await standby.until("ready")
         async with asyncio.timeout(WAIT_S):
-            while standby.link.obeys != "acting":  # noqa: ASYNC110 - nothing tells of it
+            while standby.link.worker.obeys != "acting":  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
         with pytest.raises(AssignmentRefusedError, match="it obeys leader acting"):
             await standby.link.load((second,))
-        assert standby.link.state == "draining"
-        assert acting.link.state == "ready"
+        assert standby.link.worker.state == "draining"
+        assert acting.link.worker.state == "ready"
         await acting.link.load((second,))
         assert len(worker.engine.stages) == 2
 
@@ -271,5 +263,5 @@ async def test_first_assignment_is_refused_without_blaming_the_worker(
         await acting.until("ready")
         standby = await worker.leader(second, place=later)
         await standby.until("broken")
-        assert standby.link.cause == Cause.LEFT
-        assert "it obeys leader acting" in standby.link.detail
+        assert ending_of(standby.link).cause == Cause.LEFT
+        assert "it obeys leader acting" in ending_of(standby.link).detail

@@ -16,13 +16,14 @@ from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef,
 from multiworld_serving.common.wire.join import EDGE_DTYPES, WORLD_BACKEND, JoinRequest
 from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.models.optimize.tuning import Tuning
-from multiworld_serving.server.replicas.link_types import SlotId
+from multiworld_serving.server.replicas.worker import SentBatch, SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.session import Session
-from tests.integration.test_links import Heard
+from tests.integration.test_links import Heard, ending_of
 from tests.resnets import resnet_plan, sent_stage
+from tests.sent_batches import send, worker_at
 from tests.unit.edges.edge_parts import edges, until
 
 WAIT_S = 60.0
@@ -61,11 +62,11 @@ async def stages(plan: tuple[StagePlan, ...]) -> AsyncIterator[list[Stage]]:
             own, heard = await stack.enter_async_context(edges(f"w{each.spec.index}")), Heard()
             request = JoinRequest(f"w{each.spec.index}", "cpu", "here", 1, edge=own.holder)
             slot = SlotId(each.spec.index, 0)
-            link = WorkerLink(plans=(each,), slot=slot, generation=1, request=request, listener=heard, batches=heard)
+            link = WorkerLink(worker_at(slot, request), (each,), heard.on_state, heard.on_batch)
             running = link.run(leader, "127.0.0.1", port, join_timeout_s=WAIT_S, max_batch_size=4, window=2)
             tasks.append(asyncio.create_task(running))
             world = await worker.initialize_world(
-                link.world_name, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=port, generation=1
+                link.worker.id.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=port, generation=1
             )
             session = Session(world, engine, edges=own)
             tasks.append(asyncio.create_task(session.run()))
@@ -100,15 +101,15 @@ async def test_output_goes_from_worker_to_worker_and_is_released(
             Source(frontend.holder, refs, (0, 2)),
             Source(other.holder, (RowRef(theirs, ALL_ROWS),), (1,)),
         )
-        first.link.send(1, BatchInputs(3, sources), 1)
+        sent = send(first.link, 1, BatchInputs(3, sources), 1)
         kept = await first.result()
     assert kept.kind is MessageKind.KEPT
     assert kept.payload is not None
-    number, _ = first.link.kept(kept)
-    second.link.send(1, whole(first.edges.holder, number, 3), 1)
+    number, _ = first.link.kept(kept, sent)
+    sent = send(second.link, 1, whole(first.edges.holder, number, 3), 1)
     kept = await second.result()
     assert kept.payload is not None
-    answer, row_shape = second.link.kept(kept)
+    answer, row_shape = second.link.kept(kept, sent)
     found = await first.edges.fetch(
         second.edges.holder, [RowRef(answer, ALL_ROWS)], torch.float32, (3, *row_shape.dims), take=True
     )
@@ -125,7 +126,7 @@ async def test_relayed_rows_and_rows_of_ended_requests_are_part_of_the_batch(
 ) -> None:
     first, _ = stages
     rows = images(2)
-    first.link.send(1, BatchInputs(3, (), rows, (0, 2), keep=False), 1)
+    send(first.link, 1, BatchInputs(3, (), rows, (0, 2), keep=False), 1)
     result = await first.result()
     assert result.kind is MessageKind.RESULT
     assert result.payload is not None
@@ -137,15 +138,15 @@ async def test_relayed_rows_and_rows_of_ended_requests_are_part_of_the_batch(
 
 async def test_worker_reports_a_lost_input_and_serves_on(stages: list[Stage]) -> None:
     first, second = stages
-    second.link.send(1, whole(first.edges.holder, 77, 2), 1)
-    second.link.send(2, whole("127.0.0.1:1/abc", 1, 2), 1)
+    send(second.link, 1, whole(first.edges.holder, 77, 2), 1)
+    send(second.link, 2, whole("127.0.0.1:1/abc", 1, 2), 1)
     async with asyncio.timeout(WAIT_S):
         lost = dict([await second.heard.lost.get(), await second.heard.lost.get()])
     assert (lost[1].holders, lost[1].unreachable) == ((first.edges.holder,), ())
     assert lost[2].unreachable == ("127.0.0.1:1/abc",)
-    first.link.send(3, images(1), 1)
+    send(first.link, 3, images(1), 1)
     assert (await first.result()).kind is MessageKind.RESULT
-    assert second.link.state == "ready"
+    assert second.link.worker.state == "ready"
 
 
 @pytest.mark.parametrize("plan", [("bfloat16", 32), ("float16", 32)], indirect=True)
@@ -154,22 +155,22 @@ async def test_outputs_travel_as_the_edge_dtype_and_answers_as_computed(
 ) -> None:
     first, second = stages
     batch, dtype = images(2), EDGE_DTYPES[plan[0].tuning.edge_dtype]
-    first.link.send(1, BatchInputs(2, (), batch, (0, 1)), 1)
+    sent = send(first.link, 1, BatchInputs(2, (), batch, (0, 1)), 1)
     kept = await first.result()
     assert kept.payload is not None
-    number, _ = first.link.kept(kept)
+    number, _ = first.link.kept(kept, sent)
     there = first.edges.store.rows([RowRef(number, ALL_ROWS)])
     assert there is not None
     assert there.dtype == dtype
-    second.link.send(1, replace(whole(first.edges.holder, number, 2), keep=False), 1)
+    send(second.link, 1, replace(whole(first.edges.holder, number, 2), keep=False), 1)
     answer = (await second.result()).payload
     with torch.inference_mode():
         expected = sent_stage(plan[1])(sent_stage(plan[0])(batch))
     torch.testing.assert_close(answer, expected, rtol=0.1, atol=1e-3)
-    first.link.send(2, batch, 1)
+    send(first.link, 2, batch, 1)
     relayed = (await first.result()).payload
     assert relayed is not None
-    second.link.send(2, relayed, 1)
+    send(second.link, 2, relayed, 1)
     assert torch.equal(there, relayed)
     torch.testing.assert_close((await second.result()).payload, answer)
 
@@ -177,8 +178,8 @@ async def test_outputs_travel_as_the_edge_dtype_and_answers_as_computed(
 @pytest.mark.parametrize("lost", [True, False])
 async def test_outputs_of_a_leader_are_freed_when_its_link_ends(stages: list[Stage], lost: bool) -> None:
     first, _ = stages
-    first.link.send(1, BatchInputs(1, (), images(1), (0,)), 1)
-    first.link.send(2, BatchInputs(1, (), images(1), (0,), expires_s=60), 1)
+    send(first.link, 1, BatchInputs(1, (), images(1), (0,)), 1)
+    send(first.link, 2, BatchInputs(1, (), images(1), (0,), expires_s=60), 1)
     await first.result()
     await first.result()
     assert len(first.edges.store) == 2
@@ -198,7 +199,7 @@ async def test_outputs_of_a_leader_are_freed_when_its_link_ends(stages: list[Sta
 )
 async def test_link_breaks_when_a_worker_answers_what_was_not_asked(stages: list[Stage], message: Message) -> None:
     first, _ = stages
-    first.link._validator.batch_sent(1, 1, 1, 0)
+    first.link._in_flight[1] = SentBatch(1, 0, 1, (0,), "replica", 0.0)
     await first.session._channel.send(message)
     await first.heard.until("broken")
-    assert first.link.cause == "error"
+    assert ending_of(first.link).cause == "error"

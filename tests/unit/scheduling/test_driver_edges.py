@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from pydantic import SecretStr
 from torch import Tensor
 
 from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, LostInput, RowRef
@@ -17,45 +15,36 @@ from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.common.wire.message import Message, MessageKind, RowShape
 from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.pipeline.batch_tensors import InputRef, InputRow
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
-from multiworld_serving.server.pipeline.driver_context import DriverContext
+from multiworld_serving.server.pipeline.inputs import RemoteInput, RequestInput
 from multiworld_serving.server.predictor import KeptRows, Prediction
-from multiworld_serving.server.replicas.link_types import SlotId
-from multiworld_serving.server.scheduling.events import ReplicaReady
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.replicas.worker import SentBatch, SlotId, Worker
+from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.versions.version_table import VersionTable
 from tests.cut_bundles import plan_without_stages
-from tests.unit.scheduling.fixed_batching import fixed_batching
 
 IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
 FRONTEND = "10.0.0.9:1/f"
 
 
-@dataclass
 class Line:
     """A link as the driver sees it, without a world."""
 
-    stage: int
-    index: int
-    edge: str
-    state: str = "ready"
-    generation: int = 1
-    sent: list[tuple[int, Tensor | BatchInputs]] = field(default_factory=list)
-    released: list[int] = field(default_factory=list)
+    def __init__(self, stage: int, index: int, edge: str) -> None:
+        request = JoinRequest(f"w{stage}{index}", "cpu", "here", 1, edge=edge)
+        self.worker = Worker(request, SlotId(stage, index), 1, state="ready")
+        self.edge = edge
+        self.sent: list[tuple[SentBatch, Tensor | BatchInputs]] = []
+        self.released: list[int] = []
 
-    def __post_init__(self) -> None:
-        self.slot = SlotId(self.stage, self.index)
-        self.world_name, self.id = self.slot.name, f"{self.slot.name}#1"
-        self.worker = f"w{self.stage}{self.index}"
-        self.request = JoinRequest(self.worker, "cpu", "here", 1, edge=self.edge)
-
-    def send(self, batch: int, payload: Tensor | BatchInputs, version: int, traced: object = ()) -> None:
-        self.sent.append((batch, payload))
+    def send(self, sent: SentBatch, payload: Tensor | BatchInputs, traced: object = ()) -> None:
+        self.sent.append((sent, payload))
 
     def release(self, output: int) -> None:
         self.released.append(output)
 
-    def kept(self, message: Message) -> tuple[int, RowShape]:
+    def kept(self, message: Message, sent: SentBatch) -> tuple[int, RowShape]:
         assert message.payload is not None
         return int(message.payload[0]), RowShape((5,))
 
@@ -64,46 +53,43 @@ class Bench:
     """A driver with two stages of one or more replicas. Batches have one request, or two if `pairs`."""
 
     def __init__(self, replicas: int = 1, edges: bool = True, pairs: bool = False) -> None:
-        settings = ServeSettings(
-            token=SecretStr("a-secret-of-this-test"),
-            join_port=0,
-            hedge_factor=0,
-            max_batch_size=2 if pairs else 1,
-            batch_timeout_s=60,
-        )
         self.lines = [
             Line(stage, index, f"10.0.0.{stage}{index}:1/w" if edges else "")
             for stage in range(2)
             for index in range(replicas)
         ]
-        by_id = {line.id: line for line in self.lines}
         self.metrics = LeaderMetrics()
-        context = DriverContext("m", lambda _: plan_without_stages(), by_id.get, lambda _: None, lambda: None)  # type: ignore[arg-type]
-        with fixed_batching():
-            self.driver = SchedulerDriver(settings, 2, self.metrics, context)
+        config = SchedulerConfig(
+            2, max_batch_size=2 if pairs else 1, batch_timeout_s=60, adaptive_batching=False, hedge_factor=None
+        )
+        plan = plan_without_stages()
+        self.driver = SchedulerDriver("m", config, self.metrics, VersionTable(plan), lambda: None)
         for line in self.lines:
-            self.driver.submit_event(ReplicaReady(f"{line.id}@1", line.stage, "v"))
+            self.driver.activate(cast(WorkerLink, line), plan)
         self._tensor = 0
 
-    async def ask(self, image: InputRow, fetcher: str | None = "f") -> asyncio.Future[Prediction]:
-        asked = self.driver.begin([image], deadline_s=time.monotonic() + 60, request_id="r", fetcher=fetcher)
+    async def ask(self, image: RequestInput, fetcher: str | None = "f") -> asyncio.Future[Prediction]:
+        inputs = image[None] if isinstance(image, Tensor) else image
+        asked = self.driver.begin(inputs, 1, deadline_s=time.monotonic() + 60, request_id="r", fetcher=fetcher)
         await asyncio.sleep(0)
         return asked
 
-    def taken(self, line: Line) -> tuple[int, Any]:
+    def taken(self, line: Line) -> tuple[SentBatch, Any]:
         assert line.sent, "a batch was sent to this replica"
         return line.sent.pop(0)
 
-    def kept(self, line: Line, batch: int) -> int:
+    def report(self, line: Line, sent: SentBatch, message: Message) -> None:
+        self.driver.on_batch(cast(WorkerLink, line), message, sent)
+
+    def kept(self, line: Line, sent: SentBatch) -> int:
         """The worker has computed the batch and keeps the output. Returns its id."""
         self._tensor += 1
-        message = Message(MessageKind.KEPT, batch, torch.tensor([self._tensor, 5]), 5, 5, line.stage, 1)
-        self.driver.on_result(line, message)  # type: ignore[arg-type]
+        self.report(line, sent, Message(MessageKind.KEPT, sent.batch, torch.tensor([self._tensor, 5]), 5, 5))
         return self._tensor
 
-    def lost(self, line: Line, batch: int, *holders: str, unreachable: bool = True) -> None:
-        message = LostInput(holders, holders if unreachable else (), "why").message(batch, line.stage, 1)
-        self.driver.on_input_lost(line, message)  # type: ignore[arg-type]
+    def lost(self, line: Line, sent: SentBatch, *holders: str, unreachable: bool = True) -> None:
+        lost = LostInput(holders, holders if unreachable else (), "why")
+        self.report(line, sent, lost.message(sent.batch, sent.stage, 1))
 
     @property
     def relayed(self) -> float:
@@ -116,7 +102,7 @@ class Bench:
 async def test_only_references_pass_the_leader_and_outputs_are_released() -> None:
     bench = Bench()
     first, second = bench.lines
-    asked = await bench.ask(InputRef(FRONTEND, 7))
+    asked = await bench.ask(RemoteInput(FRONTEND, 7))
     batch, inputs = bench.taken(first)
     assert [(each.holder, each.refs, each.at) for each in inputs.sources] == [(FRONTEND, (RowRef(7, 0),), (0,))]
     assert (inputs.keep, inputs.expires_s, inputs.relayed) == (True, 0.0, None)
@@ -129,14 +115,14 @@ async def test_only_references_pass_the_leader_and_outputs_are_released() -> Non
     assert found.kept == (KeptRows(second.edge, answer, (0,), (0,), (5,)),)
     assert (first.released, second.released) == ([output], [])
     assert bench.relayed == 0
-    assert not len(bench.driver._tensors)
+    assert not bench.driver._batches
     bench.driver.close()
 
 
 async def test_batch_has_rows_of_several_frontends_and_of_the_leader() -> None:
     bench = Bench(pairs=True)
     first = bench.lines[0]
-    images = (InputRef("10.0.0.8:1/g", 3), IMAGE + 4, InputRef(FRONTEND, 5), InputRef("10.0.0.8:1/g", 6))
+    images = (RemoteInput("10.0.0.8:1/g", 3), IMAGE + 4, RemoteInput(FRONTEND, 5), RemoteInput("10.0.0.8:1/g", 6))
     asked = [await bench.ask(image) for image in images]
     _, inputs = bench.taken(first)
     assert [(each.holder, each.refs, each.at) for each in inputs.sources] == [("10.0.0.8:1/g", (RowRef(3, 0),), (0,))]
@@ -151,12 +137,12 @@ async def test_batch_has_rows_of_several_frontends_and_of_the_leader() -> None:
 async def test_image_that_a_worker_cannot_fetch_is_handed_back_and_others_start_again() -> None:
     bench = Bench(pairs=True)
     first = bench.lines[0]
-    far, near = await bench.ask(InputRef(FRONTEND, 1)), await bench.ask(InputRef("10.0.0.8:1/g", 2))
+    far, near = await bench.ask(RemoteInput(FRONTEND, 1)), await bench.ask(RemoteInput("10.0.0.8:1/g", 2))
     batch, _ = bench.taken(first)
     bench.lost(first, batch, FRONTEND)
     with pytest.raises(InputUnreachableError):
         await far
-    again = await bench.ask(InputRef(FRONTEND, 5))
+    again = await bench.ask(RemoteInput(FRONTEND, 5))
     other = await bench.ask(IMAGE)
     _, inputs = bench.taken(first)
     assert [each.holder for each in inputs.sources] == ["10.0.0.8:1/g"]
@@ -170,17 +156,17 @@ async def test_image_that_a_worker_cannot_fetch_is_handed_back_and_others_start_
 async def test_batch_starts_again_and_is_relayed_when_workers_cannot_reach_each_other() -> None:
     bench = Bench()
     first, second = bench.lines
-    asked = await bench.ask(InputRef(FRONTEND, 7))
+    asked = await bench.ask(RemoteInput(FRONTEND, 7))
     output = bench.kept(first, bench.taken(first)[0])
     batch, _ = bench.taken(second)
     bench.lost(second, batch, first.edge)
     assert first.released == [output]
     batch, inputs = bench.taken(first)
     assert not inputs.keep
-    bench.driver.on_result(first, Message(MessageKind.RESULT, batch, torch.ones(1, 5)))  # type: ignore[arg-type]
+    bench.report(first, batch, Message(MessageKind.RESULT, batch.batch, torch.ones(1, 5)))
     batch, payload = bench.taken(second)
     assert torch.equal(payload, torch.ones(1, 5))
-    other = await bench.ask(InputRef(FRONTEND, 8))
+    other = await bench.ask(RemoteInput(FRONTEND, 8))
     _, inputs = bench.taken(first)
     assert not inputs.keep, "outputs of a worker that another one cannot reach are relayed"
     bench.driver.close()
@@ -192,8 +178,8 @@ async def test_answer_is_relayed_when_its_frontend_cannot_fetch_it(fetcher: str 
     bench = Bench()
     first, second = bench.lines
     if fetcher is not None:
-        bench.driver.edges.relay(second.edge, fetcher)
-    asked = await bench.ask(InputRef(FRONTEND, 7), fetcher)
+        bench.driver.relays.add(second.edge, fetcher)
+    asked = await bench.ask(RemoteInput(FRONTEND, 7), fetcher)
     bench.kept(first, bench.taken(first)[0])
     _, inputs = bench.taken(second)
     assert not inputs.keep
@@ -204,7 +190,7 @@ async def test_answer_is_relayed_when_its_frontend_cannot_fetch_it(fetcher: str 
 async def test_output_is_released_when_it_comes_too_late() -> None:
     bench = Bench()
     first, _ = bench.lines
-    asked = await bench.ask(InputRef(FRONTEND, 7))
+    asked = await bench.ask(RemoteInput(FRONTEND, 7))
     batch, _ = bench.taken(first)
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
@@ -217,10 +203,10 @@ async def test_output_is_released_when_it_comes_too_late() -> None:
 async def test_pair_is_tried_again_when_one_of_the_two_joins_again(rejoins: int) -> None:
     bench = Bench()
     first, second = bench.lines
-    bench.driver.edges.relay(first.edge, second.worker)
-    bench.driver.edges.relay(first.edge, "another")
-    bench.driver.on_ended(bench.lines[rejoins])  # type: ignore[arg-type]
-    asked = await bench.ask(InputRef(FRONTEND, 7))
+    bench.driver.relays.add(first.edge, second.worker.name)
+    bench.driver.relays.add(first.edge, "another")
+    bench.driver.relays.forget(bench.lines[rejoins].edge, bench.lines[rejoins].worker.name)
+    asked = await bench.ask(RemoteInput(FRONTEND, 7))
     assert bench.taken(first)[1].keep is (rejoins == 0)
     bench.driver.close()
     await asyncio.gather(asked, return_exceptions=True)
@@ -230,12 +216,12 @@ async def test_pair_is_tried_again_when_one_of_the_two_joins_again(rejoins: int)
 async def test_only_worker_that_must_have_an_output_is_relayed_when_it_has_none(worker_lives: bool) -> None:
     bench = Bench()
     first, second = bench.lines
-    asked = await bench.ask(InputRef(FRONTEND, 7))
+    asked = await bench.ask(RemoteInput(FRONTEND, 7))
     if not worker_lives:
         bench.lost(first, bench.taken(first)[0], FRONTEND, unreachable=False)
         with pytest.raises(InputUnreachableError):
             await asked
-        asked = await bench.ask(InputRef(FRONTEND, 8))
+        asked = await bench.ask(RemoteInput(FRONTEND, 8))
         assert bench.taken(first)[1].sources, "a frontend frees inputs of requests that have ended"
     else:
         bench.kept(first, bench.taken(first)[0])
@@ -247,8 +233,8 @@ async def test_only_worker_that_must_have_an_output_is_relayed_when_it_has_none(
 
 async def test_request_is_withdrawn_when_its_future_is_cancelled() -> None:
     bench = Bench(pairs=True)  # the request waits for another one
-    asked = await bench.ask(InputRef(FRONTEND, 7))
+    asked = await bench.ask(RemoteInput(FRONTEND, 7))
     assert bench.driver.scheduler.open_requests == 1
     asked.cancel()
     await asyncio.sleep(0)
-    assert (bench.driver.scheduler.open_requests, len(bench.driver._tensors)) == (0, 0)
+    assert (bench.driver.scheduler.open_requests, len(bench.driver.requests)) == (0, 0)

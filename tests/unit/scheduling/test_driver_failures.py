@@ -4,10 +4,10 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 import torch
-from pydantic import SecretStr
 from torch import Tensor
 
 from multiworld_serving.common.observers import suppress_errors
@@ -16,36 +16,28 @@ from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.server.errors import StageError
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
-from multiworld_serving.server.pipeline.driver_context import DriverContext
 from multiworld_serving.server.predictor import Prediction
-from multiworld_serving.server.replicas.link_types import SlotId
+from multiworld_serving.server.replicas.worker import SentBatch, SlotId, Worker
+from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.actions import Reject
-from multiworld_serving.server.scheduling.events import BatchDone, ReplicaLost, ReplicaReady, RequestArrived
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.scheduling.events import BatchDone, ReplicaLost, RequestArrived
+from multiworld_serving.server.versions.version_table import VersionTable
 from tests.cut_bundles import plan_without_stages
-from tests.unit.scheduling.fixed_batching import fixed_batching
 
 WAIT_S = 30.0
 IMAGE = torch.zeros(3, 32, 32, dtype=torch.uint8)
 
 
-@dataclass
 class Line:
     """A link as the driver sees it, without a world."""
 
-    slot: SlotId
-    stage: int = 0
-    state: str = "ready"
-    generation: int = 1
-    worker: str = "w"
-    request: JoinRequest = field(default_factory=lambda: JoinRequest("w", "cpu", "here", 1))
-    sent: asyncio.Queue[tuple[int, Tensor]] = field(default_factory=asyncio.Queue)
+    def __init__(self, slot: SlotId) -> None:
+        self.worker = Worker(JoinRequest("w", "cpu", "here", 1), slot, 1, state="ready")
+        self.sent: asyncio.Queue[tuple[SentBatch, Tensor]] = asyncio.Queue()
 
-    def __post_init__(self) -> None:
-        self.world_name, self.id = self.slot.name, f"{self.slot.name}#1"
-
-    def send(self, batch: int, payload: Tensor, version: int, traced: object = ()) -> None:
-        self.sent.put_nowait((batch, payload))
+    def send(self, sent: SentBatch, payload: Tensor, traced: object = ()) -> None:
+        self.sent.put_nowait((sent, payload))
 
 
 @dataclass
@@ -58,33 +50,34 @@ class Bench:
     after_event: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, batch_timeout_s=0.02)
+        config = SchedulerConfig(self.stages, batch_timeout_s=0.02, adaptive_batching=False)
+        self.plan = plan_without_stages()
+        self.versions = VersionTable(self.plan)
+        self.driver = SchedulerDriver("resnet18", config, self.metrics, self.versions, self.after_event)
         slots = [SlotId(stage, index) for stage in range(self.stages) for index in range(self.replicas)]
-        self.lines = {line.id: line for line in (Line(slot, slot.stage or 0) for slot in slots)}
-        context = DriverContext(
-            "resnet18",
-            lambda _: plan_without_stages(),
-            self.lines.get,  # type: ignore[arg-type]
-            lambda _: None,
-            self.after_event,
-        )
-        with fixed_batching():
-            self.driver = SchedulerDriver(settings, self.stages, self.metrics, context)
-        for line in self.lines.values():
-            self.driver.submit_event(ReplicaReady(f"{line.id}@v", line.stage, "v"))
+        self.lines = list(map(Line, slots))
+        for line in self.lines:
+            self.driver.activate(cast(WorkerLink, line), self.plan)
 
     def ask(self, count: int) -> list[asyncio.Future[Prediction]]:
         deadline_s = time.monotonic() + 60
         return [
-            self.driver.begin([IMAGE + number], deadline_s=deadline_s, request_id=str(number))
+            self.driver.begin(IMAGE[None] + number, 1, deadline_s=deadline_s, request_id=str(number))
             for number in range(count)
         ]
+
+    def ask_rows(self, count: int) -> asyncio.Future[Prediction]:
+        rows = torch.stack([IMAGE + at for at in range(count)])
+        return self.driver.begin(rows, count, deadline_s=time.monotonic() + 60, request_id="r")
+
+    def report(self, line: Line, sent: SentBatch, message: Message) -> None:
+        self.driver.on_batch(cast(WorkerLink, line), message, sent)
 
     async def work(
         self, asked: list[asyncio.Future[Prediction]], *, compute_ns: int = 0
     ) -> list[Prediction | BaseException]:
         """Compute each sent batch until every request has its outcome."""
-        serving = [asyncio.create_task(self._serve(line, compute_ns)) for line in self.lines.values()]
+        serving = [asyncio.create_task(self._serve(line, compute_ns)) for line in self.lines]
         try:
             async with asyncio.timeout(WAIT_S):
                 return await asyncio.gather(*asked, return_exceptions=True)
@@ -96,10 +89,9 @@ class Bench:
 
     async def _serve(self, line: Line, compute_ns: int) -> None:
         while True:
-            batch, payload = await line.sent.get()
+            sent, payload = await line.sent.get()
             output = payload.float().flatten(1)[:, :1]
-            result = Message(MessageKind.RESULT, batch, output, compute_ns, compute_ns)
-            self.driver.on_result(line, result)  # type: ignore[arg-type]
+            self.report(line, sent, Message(MessageKind.RESULT, sent.batch, output, compute_ns, compute_ns))
 
 
 def assert_right(answers: list[Prediction | BaseException]) -> None:
@@ -124,7 +116,7 @@ async def test_requests_are_answered_when_their_batch_could_not_be_stacked(
     replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(replicas=replicas)
-    monkeypatch.setattr(torch, "stack", failing_times(1, torch.stack))
+    monkeypatch.setattr(torch, "cat", failing_times(1, torch.cat))
     assert_right(await bench.work(bench.ask(3)))
     assert bench.driver.scheduler.counters.isolated == 3
     bench.driver.close()
@@ -132,7 +124,7 @@ async def test_requests_are_answered_when_their_batch_could_not_be_stacked(
 
 async def test_requests_are_answered_when_a_link_could_not_take_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(replicas=1)
-    (line,) = bench.lines.values()
+    (line,) = bench.lines
     monkeypatch.setattr(line, "send", failing_times(1, line.send))
     assert_right(await bench.work(bench.ask(3)))
     bench.driver.close()
@@ -140,7 +132,7 @@ async def test_requests_are_answered_when_a_link_could_not_take_their_batch(monk
 
 async def test_requests_get_an_error_when_no_link_can_take_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
-    for line in bench.lines.values():
+    for line in bench.lines:
         monkeypatch.setattr(line, "send", failing_times(1000, line.send))
     for outcome in await bench.work(bench.ask(2)):
         assert isinstance(outcome, StageError)
@@ -153,11 +145,11 @@ async def test_requests_get_an_error_when_no_link_can_take_their_batch(monkeypat
 async def test_requests_get_an_error_when_their_answer_cannot_be_built() -> None:
     bench = Bench(replicas=1)
     asked = bench.ask(2)
-    (line,) = bench.lines.values()
+    (line,) = bench.lines
     async with asyncio.timeout(WAIT_S):
         batch, _ = await line.sent.get()
         scalar = torch.zeros(1, 1)  # one sample too few: the link would have refused it
-        bench.driver.on_result(line, Message(MessageKind.RESULT, batch, scalar))  # type: ignore[arg-type]
+        bench.report(line, batch, Message(MessageKind.RESULT, batch.batch, scalar))
         assert (await asked[0]).output.tolist() == [[0]]
         with pytest.raises(StageError, match="the leader failed: IndexError"):
             await asked[1]
@@ -169,14 +161,14 @@ async def test_stages_never_get_another_stages_input_when_an_output_could_not_be
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench(stages=2, replicas=1)
-    tensors = bench.driver._tensors
     asked = bench.ask(2)
-    first, second = bench.lines.values()
+    first, second = bench.lines
     async with asyncio.timeout(WAIT_S):
         batch, payload = await first.sent.get()
-    monkeypatch.setattr(tensors, "replace", failing_times(1, tensors.replace))
+    keep = bench.driver._keep
+    monkeypatch.setattr(bench.driver, "_keep", failing_times(1, keep))
     output = payload.float().flatten(1)[:, :1]
-    bench.driver.on_result(first, Message(MessageKind.RESULT, batch, output))  # type: ignore[arg-type]
+    bench.report(first, batch, Message(MessageKind.RESULT, batch.batch, output))
     assert second.sent.empty()
     assert_right(await bench.work(asked))
     bench.driver.close()
@@ -240,18 +232,17 @@ async def test_requests_are_answered_when_an_observer_fails(caplog: pytest.LogCa
 
 async def test_retries_and_reroutes_are_counted_apart() -> None:
     bench = Bench()
-    first, second = bench.lines.values()
+    first, second = bench.lines
     asked = bench.ask(1)
     async with asyncio.timeout(WAIT_S):
         waits = {asyncio.create_task(line.sent.get()): line for line in (first, second)}
         [done], [waiting] = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         batch, _ = done.result()
-        error = Message.from_text(MessageKind.FAILED, "of this test", batch=batch)
-        bench.driver.on_failed(waits[done], error)  # type: ignore[arg-type]
+        bench.report(waits[done], batch, Message.from_text(MessageKind.FAILED, "of this test", batch=batch.batch))
         await waiting
         assert bench.metrics.retries[0] == 1
-        bench.driver.submit_event(ReplicaLost(f"{waits[waiting].id}@v", "exit"))
-        assert (await waits[done].sent.get())[0] == batch
+        bench.driver.submit_event(ReplicaLost(waits[waiting].worker.replica(1), "exit"))
+        assert (await waits[done].sent.get())[0].batch == batch.batch
     assert bench.metrics.retries[0] == 1
     assert bench.metrics.reroutes[0] == 1
     for task in asked:
@@ -262,18 +253,18 @@ async def test_retries_and_reroutes_are_counted_apart() -> None:
 
 async def test_rows_of_one_request_are_answered_together_in_their_order() -> None:
     bench = Bench()
-    asked = bench.driver.begin([IMAGE + at for at in range(20)], deadline_s=time.monotonic() + 60, request_id="r")
+    asked = bench.ask_rows(20)
     [found] = await bench.work([asked])
     assert isinstance(found, Prediction)
     assert found.output.tolist() == [[at] for at in range(20)]
     assert found.batch_size == bench.driver.scheduler.config.max_batch_size
-    assert (bench.driver._pending, len(bench.driver._tensors)) == ({}, 0)
+    assert (len(bench.driver.requests), bench.driver._batches) == (0, {})
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "fails"])
 async def test_other_rows_of_a_request_are_withdrawn_when_it_ends(ends: str) -> None:
     bench = Bench(replicas=1)
-    asked = bench.driver.begin([IMAGE] * 30, deadline_s=time.monotonic() + 60, request_id="r")
+    asked = bench.ask_rows(30)
     assert bench.driver.scheduler.open_requests == 30
     if ends == "cancelled":
         asked.cancel()
@@ -284,18 +275,18 @@ async def test_other_rows_of_a_request_are_withdrawn_when_it_ends(ends: str) -> 
     assert bench.driver.scheduler.open_requests == (
         0 if ends == "cancelled" else 1
     )  # the scheduler itself has closed number 3
-    assert (bench.driver._pending, bench.driver._tensors.rows) == ({}, {})
+    assert len(bench.driver.requests) == 0
 
 
 async def test_all_rows_of_a_request_are_computed_by_one_version_when_it_changes_meanwhile() -> None:
     bench = Bench(replicas=1)
-    versions = {key: plan_without_stages(number) for number, key in enumerate(("v", "w"), 1)}
-    object.__setattr__(bench.driver._context, "find_plan", versions.__getitem__)
-    [line] = bench.lines.values()
-    asked = bench.driver.begin([IMAGE + at for at in range(20)], deadline_s=time.monotonic() + 60, request_id="r")
-    new = Line(SlotId(0, 7), 0)
-    bench.lines[new.id] = new
-    bench.driver.submit_event(ReplicaReady(f"{new.id}@w", 0, "w"))
+    [line] = bench.lines
+    asked = bench.ask_rows(20)
+    new = Line(SlotId(0, 7))
+    bench.lines.append(new)
+    following = plan_without_stages(2)
+    bench.versions.switch_to(following)
+    bench.driver.activate(cast(WorkerLink, new), following)
     [found] = await bench.work([asked])
     assert isinstance(found, Prediction)
     assert found.output.tolist() == [[at] for at in range(20)]

@@ -1,45 +1,71 @@
 """A link releases the outputs that its worker keeps, and takes each result of a batch once."""
 
 import asyncio
+from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
 
+from multiworld_serving.common.wire.channel import Channel
+from multiworld_serving.common.wire.inputs import BatchInputs
+from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.common.wire.message import Header, Message, MessageKind, WireError
-from multiworld_serving.server.replicas import released_outputs
-from multiworld_serving.server.replicas.released_outputs import ReleasedOutputs
-from multiworld_serving.server.replicas.reply_validator import ReplyValidator
+from multiworld_serving.server.replicas import worker_link
+from multiworld_serving.server.replicas.worker import SentBatch, SlotId, Worker
+from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.versions.stage_plan import StagePlan
 from tests.resnets import resnet_plan
 from tests.waiting import until
+
+
+class Posted:
+    """A channel that only takes messages."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def start(self, message: Message) -> None:
+        self.messages.append(message)
+
+
+def ready_link(*plans: StagePlan) -> tuple[WorkerLink, list[Message]]:
+    worker = Worker(JoinRequest("w", "cpu", "here", 1), SlotId(0, 0), 1, state="ready")
+    link, posted = WorkerLink(worker, plans, lambda _: None, lambda *_: None), Posted()
+    link._channel = cast(Channel, posted)
+    return link, posted.messages
 
 
 async def test_outputs_are_released_after_a_while_when_no_batch_takes_them_along(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(released_outputs, "_MAX_WAIT_S", 0.0)
-    posted: list[Message] = []
-    released = ReleasedOutputs(posted.append)
+    monkeypatch.setattr(worker_link, "_RELEASE_S", 0.0)
+    link, posted = ready_link()
     for number in (1, 2):
-        released.add(number)
+        link.release(number)
         await until(lambda number=number: len(posted) == number)  # type: ignore[misc]
     assert [each.payload.tolist() for each in posted if each.payload is not None] == [[1], [2]]
-    released.add(3)
-    assert released.take() == (3,)
+    link.release(3)
+    sent = SentBatch(1, 0, 1, (0,), "r", 0.0)
+    link.send(sent, BatchInputs(1, (), torch.zeros(1, 3), (0,)))
+    assert sent.inputs is not None
+    assert sent.inputs.release == (3,)
     await asyncio.sleep(0)
-    assert len(posted) == 2
+    assert [each.kind for each in posted[2:]] == [MessageKind.INPUTS]
 
 
 @pytest.mark.parametrize("kind", [MessageKind.KEPT, MessageKind.RESULT])
-def test_second_result_of_a_batch_is_refused(kind: MessageKind) -> None:
-    validator, plan = ReplyValidator(), resnet_plan("random:0", 2, image_size=32)[0]
-    validator.stage_loaded(plan)
-    validator.batch_sent(1, 1, plan.number, plan.spec.index, fetched=True, keeps=True)
+def test_result_is_refused_when_its_batch_is_not_in_flight(kind: MessageKind) -> None:
+    plan = resnet_plan("random:0", 2, image_size=32)[0]
+    link, _ = ready_link(plan)
     rows = torch.zeros(1, *plan.output_shape.dims, dtype=plan.output_dtype)
     place = torch.tensor([7, *plan.output_shape.dims])
-    sent = place if kind is MessageKind.KEPT else rows
-    message = Message(kind, 1, sent, stage=plan.spec.index, version=plan.number)
-    header = Header.parse(message.header(), sent.nbytes)
-    validator.check(header)
-    validator.received(message)
+    payload = place if kind is MessageKind.KEPT else rows
+    message = Message(kind, 1, payload, stage=plan.spec.index, version=plan.number)
+    header = Header.parse(message.header(), payload.nbytes)
     with pytest.raises(WireError):
-        validator.check(header)
+        link._check(header)
+    link.send(SentBatch(1, 0, plan.number, (0,), "r", 0.0), BatchInputs(1, (), rows, (0,)))
+    link._check(header)
+    with pytest.raises(WireError):
+        link._check(replace(header, batch=2))

@@ -1,6 +1,5 @@
-"""Placement of workers on stages, and promotion of spares."""
+"""Placement of workers on stages. What happens to them afterwards: test_reconcile.py."""
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,43 +11,57 @@ from pydantic import SecretStr
 from multiworld import Cause
 from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.replicas.link_types import SlotId
-from multiworld_serving.server.replicas.placement import Placement
+from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.replicas.placement import Placement, Slot
+from multiworld_serving.server.replicas.reconcile import Goal, Promote, RemoveSlot, WorkerStep, reconcile
 from multiworld_serving.server.replicas.registry import WorkerRegistry
-from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.replicas.worker import Ending, SlotId, Worker
 from multiworld_serving.server.settings import ServeSettings
-from multiworld_serving.server.snapshots import ReplicaState
-from multiworld_serving.server.versions.version_table import VersionPlan
+from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 
-class FakeLink:
-    """The attributes that `Placement` uses."""
-
-    def __init__(self, worker: str, slot: SlotId, state: ReplicaState = "ready", host: str = "h") -> None:
-        self.worker = worker
-        self.request = JoinRequest(worker, "cpu", host, 1)
-        self.state = state
-        self.slot = slot
-        self.world_name = slot.name
-        self.id = f"{slot.name}#1"
-        self.stage = slot.stage
-        self.cause, self.detail, self.leader_unresponsive = Cause.EXIT, "", False
-        self.silent_s: float | None = None
-        self.ready_at_s: float | None = None
-        self.batches_done = 0
-        self.obeys = ""
-
-
-def join(slots: Placement, worker: str, host: str = "h") -> str:
-    slot = slots.free_slot(slots.choose_stage(host))
-    slot.link = cast(WorkerLink, FakeLink(worker, slot.id, host=host))
+def fill(slot: Slot, worker: str, host: str = "h") -> str:
+    slot.worker = Worker(JoinRequest(worker, "cpu", host, 1), slot.id, 1, state="ready", since_s=0.0, loaded={1})
     return slot.id.name
 
 
-def fail(slots: Placement, name: str) -> None:
-    slot = next(slot for slot in (*slots.all, *slots.spares) if slot.id.name == name)
-    assert slot.link is not None
-    slot.link.state = "broken"
+def join(slots: Placement, worker: str, host: str = "h") -> str:
+    return fill(slots.free_slot(slots.choose_stage(host)), worker, host)
+
+
+def slot_named(slots: Placement, name: str) -> Slot:
+    return next(slot for slot in slots.slots.values() if slot.id.name == name)
+
+
+def fail(slots: Placement, name: str, cause: str = Cause.EXIT) -> None:
+    worker = slot_named(slots, name).worker
+    assert worker is not None
+    worker.state, worker.ending = "broken", Ending(cause, "")
+
+
+def others(slots: Placement, now_s: float = 0.0) -> list[Promote | RemoveSlot | WorkerStep]:
+    """The steps that move workers or remove slots."""
+    steps = reconcile(Goal((1,), moved_s=-100.0), slots, now_s).now
+    return [
+        step
+        for step in steps
+        if isinstance(step, Promote | RemoveSlot) or (isinstance(step, WorkerStep) and step.kind == "move")
+    ]
+
+
+def settle(slots: Placement, now_s: float = 0.0) -> list[str]:
+    """Remove slots and promote spares until nothing is left to do. Returns the names of promoted workers."""
+    promoted = []
+    while steps := others(slots, now_s):
+        for step in steps:
+            if isinstance(step, RemoveSlot):
+                slots.remove(step.slot)
+            elif isinstance(step, Promote) and step.spare.worker is not None:
+                slots.remove(step.spare)
+                step.slot.worker = step.spare.worker
+                step.slot.worker.slot = step.slot.id
+                promoted.append(step.slot.worker.name)
+    return promoted
 
 
 def test_workers_are_spread_evenly_over_the_stages() -> None:
@@ -71,13 +84,12 @@ def test_new_worker_gets_the_slot_of_the_broken_one() -> None:
 
 
 def leave(slots: Placement, name: str) -> None:
-    slot = next(slot for slot in slots.all if slot.id.name == name)
-    fail(slots, name)
-    slots.remove_extra_slot(slot)
+    fail(slots, name, Cause.LEFT)
+    settle(slots)
 
 
 def names(slots: Placement) -> list[str]:
-    return [slot.id.name for slot in slots.all]
+    return [slot.id.name for stage in range(slots.num_stages) for slot in slots.of_stage(stage)]
 
 
 def test_stage_returns_to_its_size_when_extra_replicas_have_left() -> None:
@@ -88,19 +100,20 @@ def test_stage_returns_to_its_size_when_extra_replicas_have_left() -> None:
     leave(slots, "s0.r0")  # any of them
     leave(slots, "s1.r2")
     assert names(slots) == ["s0.r1", "s0.r2", "s1.r0", "s1.r1"]
-    assert not any(slot.free for slot in slots.all)
     assert [join(slots, name) for name in "gh"] == ["s0.r0", "s1.r2"]
 
 
-def test_slot_stays_when_its_worker_failed_or_the_stage_has_no_extra_replicas() -> None:
+def test_slot_of_a_failed_extra_replica_is_kept_for_a_successor_for_a_while() -> None:
     slots = Placement(1, 2)
     for name in "abc":
         join(slots, name)
-    fail(slots, "s0.r2")  # it is expected to rejoin
-    assert names(slots) == ["s0.r0", "s0.r1", "s0.r2"]
+    fail(slots, "s0.r2")
+    assert others(slots, now_s=59) == []
+    assert reconcile(Goal((1,)), slots, 59).wake_s == 60
+    assert [step.slot.id for step in others(slots, now_s=60) if isinstance(step, RemoveSlot)] == [SlotId(0, 2)]
     leave(slots, "s0.r2")
     leave(slots, "s0.r1")
-    assert names(slots) == ["s0.r0", "s0.r1"]
+    assert names(slots) == ["s0.r0", "s0.r1"], "the stage has no extra replicas any more"
 
 
 def test_excess_workers_become_spares_first_and_then_extra_replicas() -> None:
@@ -120,24 +133,24 @@ def test_repeated_join_request_is_recognized_while_its_link_lives() -> None:
     slots = Placement(1, 2, spares_wanted=1)
     for name in "abc":
         join(slots, name)
-    assert slots.live_link_of("a") is slots.all[0].link
-    assert slots.live_link_of("c") is slots.spares[0].link
-    assert slots.live_link_of("d") is None
+    assert slots.live_worker("a") is slot_named(slots, "s0.r0").worker
+    assert slots.live_worker("c") is slot_named(slots, "spare0").worker
+    assert slots.live_worker("d") is None
     fail(slots, "s0.r0")
-    assert slots.live_link_of("a") is None
+    assert slots.live_worker("a") is None
 
 
 def test_spare_takes_the_empty_slot_and_its_name_is_reserved_while_its_world_lives() -> None:
     slots = Placement(2, 2, spares_wanted=1)
     for name in "abcde":
         join(slots, name)
-    assert list(slots.promote_spares()) == []
+    assert settle(slots) == []
     fail(slots, "s1.r1")
-    ((slot, link),) = slots.promote_spares()
-    assert (slot.id.name, link.worker, link.slot, slots.spares) == ("s1.r1", "e", slot.id, [])
+    assert settle(slots) == ["e"]
+    assert (slot_named(slots, "s1.r1").ready, slots.of_stage(None)) == (True, [])
     assert join(slots, "d") == "spare1", "the world of spare0 serves as s1.r1"
     fail(slots, "s1.r1")
-    assert [link.worker for _, link in slots.promote_spares()] == ["d"]
+    assert settle(slots) == ["d"]
     assert join(slots, "f") == "spare0"
 
 
@@ -147,24 +160,36 @@ def test_spare_goes_to_the_stage_with_the_fewest_replicas() -> None:
         join(slots, name)
     for name in ("s0.r0", "s1.r0", "s1.r1"):
         fail(slots, name)
-    ((slot, _),) = slots.promote_spares()
-    assert slot.stage == 1
+    [step] = others(slots)
+    assert isinstance(step, Promote)
+    assert step.slot.id.stage == 1
 
 
-def test_empty_stage_gets_a_replica_of_the_largest_stage() -> None:
+def test_spare_waits_for_the_workers_that_another_leader_has_placed() -> None:
+    slots = Placement(1, 1, spares_wanted=1)
+    join(slots, "a")
+    join(slots, "b")
+    fail(slots, "s0.r0")
+    waiting = reconcile(Goal((1,), settle_until_s=6.0), slots, 5.0)
+    assert (waiting.now, waiting.wake_s) == ([], 6.0)
+    assert any(isinstance(step, Promote) for step in reconcile(Goal((1,), settle_until_s=6.0), slots, 6.0).now)
+
+
+def moved(slots: Placement, now_s: float) -> list[int | None]:
+    return [step.worker.slot.stage for step in others(slots, now_s) if isinstance(step, WorkerStep)]
+
+
+def test_empty_stage_gets_a_replica_of_the_largest_stage_after_a_while() -> None:
     slots = Placement(3, 2)
     for name in "abcdef":
         join(slots, name)
-    assert (list(slots.stages_without_worker()), slots.reassignment_candidate() is not None) == ([], True)
     fail(slots, "s0.r0")
-    fail(slots, "s0.r1")
     fail(slots, "s1.r0")
-    reassignment_candidate = slots.reassignment_candidate()
-    assert list(slots.stages_without_worker()) == [0]
-    assert reassignment_candidate is not None
-    assert reassignment_candidate.slot.stage == 2
+    assert moved(slots, 100) == []
+    fail(slots, "s0.r1")
+    assert (moved(slots, 2.9), moved(slots, 3.0)) == ([], [2])
     fail(slots, "s2.r0")
-    assert slots.reassignment_candidate() is None, "no stage has more than one replica"
+    assert moved(slots, 3.0) == [], "no stage has more than one replica"
 
 
 def test_placement_is_fully_replicated_when_every_stage_has_its_replicas_and_no_worker_is_joining() -> None:
@@ -175,9 +200,9 @@ def test_placement_is_fully_replicated_when_every_stage_has_its_replicas_and_no_
     assert slots.fully_replicated
     join(slots, "e")
     assert slots.fully_replicated, "with an extra replica of stage 0"
-    (further,) = [slot for slot in slots.all if slot.index == 2]
-    assert further.link is not None
-    further.link.state = "loading"
+    further = slot_named(slots, "s0.r2")
+    assert further.worker is not None
+    further.worker.state = "loading"
     assert not slots.fully_replicated
     fail(slots, further.id.name)
     assert slots.fully_replicated, "lost extra replicas are not missing"
@@ -187,54 +212,8 @@ def test_placement_is_fully_replicated_when_every_stage_has_its_replicas_and_no_
     assert slots.fully_replicated
 
 
-async def test_extra_replica_that_crashed_is_removed_when_no_worker_takes_its_slot(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("multiworld_serving.server.replicas.registry._SLOT_RETENTION_S", 0.01, raising=False)
-    settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, replicas=1)
-    told = asyncio.Event()
-    plan = cast(VersionPlan, SimpleNamespace(stages=(None,)))
-    around = cast(Any, None)
-    registry = WorkerRegistry(plan, settings, LeaderMetrics(), around, around, told.set)
-    slots = registry.placement
-    for worker in ("kept", "further"):
-        join(slots, worker)
-    fail(slots, "s0.r1")
-    lost = slots.all[1].link
-    assert lost is not None
-    told.clear()
-    registry.on_link_state(lost)
-    assert names(slots) == ["s0.r0", "s0.r1"], "it is expected to rejoin"
-    told.clear()
-    async with asyncio.timeout(30):
-        await told.wait()
-    assert names(slots) == ["s0.r0"]
-    registry.stop()
-
-
-async def test_slot_of_a_crashed_worker_stays_when_another_worker_has_taken_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiworld_serving.server.replicas.registry._SLOT_RETENTION_S", 0.0, raising=False)
-    settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, replicas=1)
-    plan = cast(VersionPlan, SimpleNamespace(stages=(None,)))
-    around = cast(Any, None)
-    registry = WorkerRegistry(plan, settings, LeaderMetrics(), around, around, lambda: None)
-    slots = registry.placement
-    for worker in ("kept", "further"):
-        join(slots, worker)
-    fail(slots, "s0.r1")
-    lost = slots.all[1].link
-    assert lost is not None
-    registry.on_link_state(lost)
-    join(slots, "successor")
-    await asyncio.sleep(0.01)  # the timer expired before this point
-    assert names(slots) == ["s0.r0", "s0.r1"]
-    registry.stop()
-
-
 def returns(slots: Placement, worker: str, *held: int) -> str:
-    slot = slots.slot_holding(held)
-    slot.link = cast(WorkerLink, FakeLink(worker, slot.id))
-    return slot.id.name
+    return fill(slots.slot_holding(held), worker)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.permutations(range(14)), st.permutations(range(14)))
@@ -266,13 +245,10 @@ def test_worker_that_obeys_another_leader_is_not_reassigned() -> None:
         join(slots, name)
     fail(slots, "s1.r0")
     fail(slots, "s1.r1")
-    first, second = (slot.link for slot in slots.of_stage(0))
-    assert first is not None
-    assert second is not None
-    first.obeys = "leader-0"
-    assert slots.reassignment_candidate() is second
-    second.obeys = "leader-0"
-    assert slots.reassignment_candidate() is None
+    for worker in slots.ready(0):
+        assert moved(slots, 10) == [0]
+        worker.obeys = "leader-0"
+    assert moved(slots, 10) == []
 
 
 def test_further_workers_join_the_stage_with_the_most_load() -> None:
@@ -290,13 +266,12 @@ def test_stage_that_does_not_fit_into_memory_is_not_chosen(caplog: pytest.LogCap
         for index, size in enumerate([300_000_000, 100_000_000])
     )
     settings, none = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, replicas=2), cast(Any, None)
-    registry = WorkerRegistry(
-        cast(VersionPlan, SimpleNamespace(stages=stages)), settings, LeaderMetrics(), none, none, none
-    )
+    versions = VersionTable(VersionPlan(ModelVersion(1, "v1"), cast(Any, stages)))
+    registry = WorkerRegistry(versions, settings, LeaderMetrics(), none, none, none)
 
     def stage(memory_mb: int) -> int | None:
         request = JoinRequest("w", "cpu", "here", 1, memory_mb=memory_mb)
-        return registry._choose_slot(request, frozenset()).stage
+        return registry._choose_slot(request, frozenset()).id.stage
 
     assert stage(500) == 1, "the first needs 600 MB while it is loaded"
     assert "worker=w has 500 MB of memory, too little for the stages 0" in caplog.text

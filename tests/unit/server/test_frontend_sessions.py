@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -36,6 +37,7 @@ from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.main import _answerer
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
+from multiworld_serving.server.pipeline.relays import Relays
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.server.snapshots import PipelineSnapshot
@@ -67,11 +69,19 @@ class FakeLeader:
         self.got: list[tuple[float, str]] = []
         self.ahead: list[int] = []
         self.cancelled = 0
+        self.driver = SimpleNamespace(begin=self.begin, relays=Relays())
 
     def begin(
-        self, rows: Sequence[Tensor], *, deadline_s: float, request_id: str, fetcher: str | None = None, key: str = ""
+        self,
+        inputs: Tensor,
+        rows: int,
+        *,
+        deadline_s: float,
+        request_id: str,
+        fetcher: str | None = None,
+        key: str = "",
     ) -> asyncio.Task[Prediction]:
-        return asyncio.create_task(self._predict(torch.stack(tuple(rows)), deadline_s, request_id))
+        return asyncio.create_task(self._predict(inputs, deadline_s, request_id))
 
     async def _predict(self, images: Tensor, deadline_s: float, request_id: str) -> Prediction:
         self.got.append((deadline_s - time.monotonic(), request_id))

@@ -1,56 +1,76 @@
-"""Cancelled rollouts: nothing of the new version stays, and nothing else is affected."""
+"""Loading a version and restarting workers, with workers that are not connected: what is performed, and what stays after a failure."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import dataclass, field
-from typing import cast
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from pydantic import SecretStr
 
-from multiworld_serving.server.administration import Desired, OperationInProgressError, VersionFailedError
-from multiworld_serving.server.pipeline.rollout import VersionRollout
+from multiworld import Cause
+from multiworld_serving.common.wire.join import JoinRequest
+from multiworld_serving.server.administration import (
+    Desired,
+    OperationInProgressError,
+    RestartFailedError,
+    RestartStep,
+    VersionFailedError,
+)
+from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
+from multiworld_serving.server.operations import Operations
+from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.predictor import ModelVersion
-from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
-from multiworld_serving.server.replicas.link_types import LinkEndedError
-from multiworld_serving.server.replicas.placement import Placement, Slot
+from multiworld_serving.server.replicas import reconcile
+from multiworld_serving.server.replicas.registry import WorkerRegistry
+from multiworld_serving.server.replicas.worker import Ending, LinkEndedError, SelfTestError, Worker
 from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.server.snapshots import RolloutProgress
 from multiworld_serving.server.versions.bundle_loader import BundleLoader
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
+from tests.waiting import until
+
+WAIT_S = 30.0
 
 
-@dataclass
-class Worker:
-    """A ready link as the rollout sees it. It loads when it is told to proceed."""
+class Link:
+    """A link without a world. Its worker loads a version when it is told to proceed, and raises `failure` first."""
 
-    slot: Slot
-    state: str = "ready"
-    cause: str | None = None
-    loaded_plans: set[int] = field(default_factory=lambda: {1})
-    active_plans: set[int] = field(default_factory=lambda: {1})
-    dropped: list[int] = field(default_factory=list)
-    loading: asyncio.Event = field(default_factory=asyncio.Event)
-    proceed: asyncio.Event = field(default_factory=asyncio.Event)
-    worker: str = "w"
-    world_name: str = "s0.r0"
-    generation: int = 1
-    lost: int = 0
-    """How often it is lost while it loads, and joins again at once."""
+    def __init__(self, worker: Worker, on_state: Callable[[Any], None]) -> None:
+        self.worker = worker
+        self.on_state = on_state
+        self.dropped: list[int] = []
+        self.loading, self.proceed = asyncio.Event(), asyncio.Event()
+        self.failure: list[Exception] = []
+        self.restarts = 0
 
     async def load(self, plans: object) -> None:
         self.loading.set()
         await self.proceed.wait()
-        if self.lost:
-            self.lost -= 1
-            raise LinkEndedError("gone")
-        self.loaded_plans.add(2)
+        if self.failure:
+            raise self.failure.pop()
+        self.worker.loaded.add(2)
 
     def unload(self, version: int) -> None:
-        self.loaded_plans.discard(version)
+        self.worker.loaded.discard(version)
         self.dropped.append(version)
+
+    def request_restart(self) -> None:
+        self.restarts += 1
+
+    def end(self, cause: str = Cause.LEFT) -> None:
+        self.worker.state, self.worker.ending = "broken", Ending(cause, "of this test")
+        self.on_state(self)
+
+    def close(self) -> None:
+        self.end()
 
 
 class Loader:
@@ -66,7 +86,8 @@ class Loader:
 
 
 def plan(number: int) -> VersionPlan:
-    return VersionPlan(ModelVersion(number, f"v{number}"), (cast(StagePlan, None),))
+    spec = SimpleNamespace(index=0, blocks=(), part="")
+    return VersionPlan(ModelVersion(number, f"v{number}"), (cast(StagePlan, SimpleNamespace(spec=spec)),))
 
 
 def desire(plan: VersionPlan) -> Desired:
@@ -74,120 +95,198 @@ def desire(plan: VersionPlan) -> Desired:
 
 
 class Service:
-    """A rollout among two workers."""
+    """Operations with two workers of one stage, a and b, on hosts of their own."""
 
     def __init__(self) -> None:
-        self.placement = Placement(1, 2)
-        self.workers = [Worker(slot) for slot in self.placement.all]
-        for slot, worker in zip(self.placement.all, self.workers, strict=True):
-            slot.link = cast(WorkerLink, worker)
-        self.versions = VersionTable(plan(1))
-        self.loader = Loader()
-        self.exclusive = ExclusiveOperation()
-        self.change = VersionRollout(
-            self, self.placement, self.versions, cast(BundleLoader, self.loader), 60.0, self.exclusive
-        )
+        settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, stages=1, replicas=2)
+        self.versions, metrics = VersionTable(plan(1)), LeaderMetrics()
+        self.driver = SchedulerDriver("m", SchedulerConfig(1), metrics, self.versions, self.after_event)
+        none = cast(Any, None)
+        self.registry = WorkerRegistry(self.versions, settings, metrics, none, self.driver, lambda: None)
+        self.loader, self.switched = Loader(), list[Desired]()
+        loader = cast(BundleLoader, self.loader)
+        self.operations = Operations(self.registry, self.versions, loader, WAIT_S, self.switched.append)
+        self.links = [self.join("a"), self.join("b")]
 
-    def switch_to(self, plan: VersionPlan, desired: Desired) -> None:
-        self.versions.switch_to(plan)
+    def after_event(self) -> None:
+        self.registry.after_event()
+
+    def join(self, name: str) -> Link:
+        registry = self.registry
+        slot = registry.placement.free_slot(0)
+        generation = registry.placement.next_generation(slot.id.name)
+        request = JoinRequest(name, "cpu", f"host-{name}", 1)
+        slot.worker = worker = Worker(request, slot.id, generation, loaded={self.versions.current.number})
+        link = Link(worker, registry._on_state)
+        registry._links[worker.id] = cast(WorkerLink, link)
+        worker.state, worker.ready_at_s = "ready", asyncio.get_running_loop().time()
+        registry.reconcile()
+        return link
+
+    def load(self) -> asyncio.Task[ModelVersion]:
+        return asyncio.create_task(self.operations.load_version("v2", desire))
 
     @property
     def busy(self) -> bool:
         try:
-            with self.exclusive.acquire("this test"):
+            with self.operations.exclusive("this test"):
                 return False
         except OperationInProgressError:
             return True
 
     async def until_idle(self) -> None:
-        async with asyncio.timeout(30):
-            while self.busy:  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0.005)
+        await until(lambda: not self.busy)
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Service]:
+    service = Service()
+    try:
+        async with asyncio.timeout(WAIT_S):
+            yield service
+    finally:
+        service.loader.proceed.set()
+        service.driver.close()
+        await service.operations.close()
+        service.registry.stop()
 
 
 async def cancelled(task: asyncio.Task[ModelVersion]) -> None:
     task.cancel()
-    async with asyncio.timeout(30):
-        with pytest.raises(asyncio.CancelledError):
-            await task
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
-async def test_next_change_waits_for_the_file_of_a_cancelled_load() -> None:
-    service = Service()
-    task = asyncio.create_task(service.change.run("v2", desire))
-    await asyncio.to_thread(service.loader.begun.wait, 60)
-    await cancelled(task)
-    assert service.busy
-    service.loader.proceed.set()
-    await service.until_idle()
-    assert not any(worker.loading.is_set() for worker in service.workers)
-    assert service.versions.current.version.number == 1
+async def test_next_version_is_read_after_the_file_of_a_cancelled_load() -> None:
+    async with running() as service:
+        task = service.load()
+        await asyncio.to_thread(service.loader.begun.wait, WAIT_S)
+        assert service.operations.progress == RolloutProgress("reading")
+        await cancelled(task)
+        await service.until_idle()
+        service.loader.begun.clear()
+        task = service.load()
+        await asyncio.sleep(0)
+        assert not service.loader.begun.is_set(), "it would take memory for two versions"
+        service.loader.proceed.set()
+        await until(service.links[0].loading.is_set)
+        await cancelled(task)
 
 
 async def test_workers_drop_the_version_when_a_load_is_cancelled_while_one_loads() -> None:
-    service = Service()
-    service.loader.proceed.set()
-    task = asyncio.create_task(service.change.run("v2", desire))
-    first, second = service.workers
-    async with asyncio.timeout(30):
+    async with running() as service:
+        service.loader.proceed.set()
+        task = service.load()
+        first, second = service.links
         await first.loading.wait()
-    await cancelled(task)
-    assert service.busy
-    assert first.dropped == [], "its reply to the assignment is outstanding"
-    first.proceed.set()
-    await service.until_idle()
-    assert not second.loading.is_set()
-    assert [worker.loaded_plans for worker in service.workers] == [{1}, {1}]
-    assert [worker.dropped for worker in service.workers] == [[2], [2]]
-    assert service.versions.current.version.number == 1
-    assert service.change.loading is None
+        await cancelled(task)
+        assert service.busy
+        assert first.dropped == [], "its reply to the assignment is outstanding"
+        first.proceed.set()
+        await service.until_idle()
+        assert not second.loading.is_set()
+        assert [link.worker.loaded for link in service.links] == [{1}, {1}]
+        assert first.dropped == [2]
+        assert (service.versions.current.number, service.switched) == (1, [])
 
 
 async def test_progress_names_the_worker_that_loads_and_those_that_have_passed() -> None:
-    service = Service()
-    first, second = service.workers
-    first.worker, second.worker = "a", "b"
-    second.world_name = "s0.r1"
-    task = asyncio.create_task(service.change.run("v2", desire))
-    async with asyncio.timeout(30):
-        await asyncio.to_thread(service.loader.begun.wait, 30)
-        assert service.change.progress == RolloutProgress("reading")
+    async with running() as service:
+        first, second = service.links
         service.loader.proceed.set()
+        task = service.load()
         await first.loading.wait()
-        assert service.change.progress == RolloutProgress("loading", "a", "s0.r0", (), 2)
+        assert service.operations.progress == RolloutProgress("loading", "a", "s0.r0", (), 2)
+        assert not second.loading.is_set(), "the first worker of a stage shows that the version can be loaded"
         first.proceed.set()
         await second.loading.wait()
-        assert service.change.progress == RolloutProgress("loading", "b", "s0.r1", ("a",), 2)
+        assert service.operations.progress == RolloutProgress("loading", "b", "s0.r1", ("a",), 2)
         second.proceed.set()
-        while service.versions.retiring is None:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.005)
-        assert service.change.progress == RolloutProgress("ending", passed=("a", "b"), workers=2)
-        service.versions.retiring = None
-        for worker in service.workers:
-            worker.active_plans = {2}
-        service.change.check_retired()
+        assert await task == (2, "v2")
+        assert [desired.version.number for desired in service.switched] == [2]
+        assert service.operations.progress is None
+        assert [(link.worker.loaded, link.dropped) for link in service.links] == [({2}, [1])] * 2
+
+
+async def test_version_fails_when_a_worker_computes_something_else() -> None:
+    async with running() as service:
+        first, second = service.links
+        first.failure.append(SelfTestError("the output differs"))
+        service.loader.proceed.set()
+        first.proceed.set()
+        with pytest.raises(VersionFailedError, match="version v2 failed: the output differs"):
+            await service.load()
+        assert not second.loading.is_set()
+        assert service.versions.current.number == 1
+
+
+async def test_rollout_completes_when_a_worker_is_lost_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconcile, "_RETRY_S", 0.01)
+    async with running() as service:
+        first, second = service.links
+        first.failure.append(LinkEndedError("gone"))
+        service.loader.proceed.set()
+        task = service.load()
+        await first.loading.wait()
+        first.end(Cause.EXIT)
+        first.proceed.set()
+        await second.loading.wait()
+        again = service.join("a")
+        second.proceed.set()
+        await again.loading.wait()
+        again.proceed.set()
+        assert await task == (2, "v2")
+
+
+async def test_version_fails_when_it_may_be_the_reason_that_workers_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconcile, "_RETRY_S", 0.01)
+    async with running() as service:
+        for link in service.links:
+            link.failure += [LinkEndedError("gone")] * 3
+            link.proceed.set()
+        service.loader.proceed.set()
+        with pytest.raises(VersionFailedError, match="3 workers in a row were lost while they loaded it"):
+            await service.load()
+        assert service.versions.current.number == 1
+
+
+async def test_workers_are_restarted_one_after_another_each_when_all_others_are_ready() -> None:
+    async with running() as service:
+        first, second = service.links
+        steps: list[RestartStep] = []
+
+        async def restart() -> None:
+            async for step in service.operations.restart_workers():
+                steps.append(step)
+
+        task = asyncio.create_task(restart())
+        await until(lambda: first.restarts == 1)
+        with pytest.raises(OperationInProgressError, match="a rolling restart is in progress"):
+            await service.load()
+        first.end()
+        await asyncio.sleep(0.01)
+        assert second.restarts == 0
+        service.join("a")
+        await until(lambda: second.restarts == 1)
+        second.end()
+        service.join("b")
         await task
-    assert service.change.progress is None
+        assert [(step.worker, step.state) for step in steps] == [
+            ("a", "restarting"),
+            ("a", "restarted"),
+            ("b", "restarting"),
+            ("b", "restarted"),
+        ]
 
 
-async def test_rollout_completes_when_its_caller_leaves_after_the_switch() -> None:
-    service = Service()
-    service.loader.proceed.set()
-    for worker in service.workers:
-        worker.proceed.set()
-    task = asyncio.create_task(service.change.run("v2", desire))
-    async with asyncio.timeout(30):
-        while service.versions.retiring is None:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.005)
-    await cancelled(task)
-    assert service.busy
-    service.versions.retiring = None
-    for worker in service.workers:
-        worker.active_plans = {2}
-    service.change.check_retired()
-    await service.until_idle()
-    assert service.versions.current.version.number == 2
-    assert [worker.dropped for worker in service.workers] == [[], []]
+async def test_restart_fails_when_a_worker_does_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiworld_serving.server.operations._LEAVE_S", 0.05)
+    async with running() as service:
+        with pytest.raises(RestartFailedError, match=r"a has not left for 0\.05 s"):
+            async for _ in service.operations.restart_workers():
+                pass
+        assert service.links[1].restarts == 0
+        assert not service.busy
 
 
 def test_version_numbers_are_unique_and_known_ones_are_bounded() -> None:
@@ -218,23 +317,3 @@ def test_version_has_the_number_of_another_leader_unless_it_is_taken() -> None:
     assert versions.number_of("other") == 6
     versions.agree(ModelVersion(1, "twin"))
     assert versions.number_of("twin") == 7
-
-
-async def test_load_continues_when_a_worker_is_lost_unless_the_version_may_be_the_reason() -> None:
-    for lost, completes in ((1, True), (3, False)):
-        service = Service()
-        service.loader.proceed.set()
-        first, second = service.workers
-        second.proceed.set()
-        first.lost = lost
-        first.proceed.set()
-        second.state = "ready" if completes else "broken"
-        task = asyncio.create_task(service.change.run("v2", desire))
-        async with asyncio.timeout(30):
-            if completes:
-                while service.versions.retiring is None:  # noqa: ASYNC110 - nothing tells of it
-                    await asyncio.sleep(0.005)
-                task.cancel()
-            else:
-                with pytest.raises(VersionFailedError, match="workers are lost while they load v2: gone"):
-                    await task

@@ -1,0 +1,198 @@
+"""The administrative operations of a leader: loading a version, and restarting the workers one after another. One at a time."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import partial
+
+from multiworld_serving.common.config import release_free_memory
+from multiworld_serving.server.administration import (
+    Desired,
+    OperationInProgressError,
+    RestartFailedError,
+    RestartStep,
+    VersionFailedError,
+)
+from multiworld_serving.server.daemon_threads import DaemonThreads
+from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.replicas.registry import WorkerRegistry
+from multiworld_serving.server.replicas.worker import Worker
+from multiworld_serving.server.snapshots import RolloutProgress
+from multiworld_serving.server.versions.bundle_loader import BundleLoader
+from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
+
+logger = logging.getLogger(__name__)
+
+_LEAVE_S = 60.0
+"""A worker waits at most 30 s for its batches before it exits. After this time it counts as not responding."""
+_CLOSE_S = 5.0
+"""Longest wait for a cancelled rollout when the leader stops."""
+
+
+class Operations:
+    """
+    Args:
+        loader: loads further versions; None: the version cannot be changed.
+        timeout_s: longest wait for a worker to load its stage, or to join again.
+        on_switch: called when a version serves, also if it is the current one.
+    """
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        versions: VersionTable,
+        loader: BundleLoader | None,
+        timeout_s: float,
+        on_switch: Callable[[Desired], None],
+    ) -> None:
+        self._registry = registry
+        self._versions = versions
+        self._loader = loader
+        self._timeout_s = timeout_s
+        self._on_switch = on_switch
+        self._running: str | None = None
+        self._is_reading = False
+        self._changes: set[asyncio.Task[ModelVersion]] = set()
+        self._threads = DaemonThreads(1, "version", max_waiting=100)
+
+    @contextlib.contextmanager
+    def exclusive(self, operation: str) -> Iterator[None]:
+        """Run one operation. Raises OperationInProgressError if another one runs."""
+        if self._running is not None:
+            raise OperationInProgressError(f"{self._running} is in progress; wait until it has ended, then try again")
+        self._running = operation
+        try:
+            yield
+        finally:
+            self._running = None
+
+    async def close(self) -> None:
+        """Cancel the running rollout. A thread that blocks while it reads a file is abandoned."""
+        changes = set(self._changes)
+        for change in changes:
+            change.cancel()
+        if changes:
+            await asyncio.wait(changes, timeout=_CLOSE_S)
+        self._threads.close()
+
+    @property
+    def progress(self) -> RolloutProgress | None:
+        """Of the rollout that is running; None if there is none."""
+        return RolloutProgress("reading") if self._is_reading else self._registry.rollout.progress
+
+    # -- loading a version ---------------------------------------------------------------------------------------------------
+
+    async def load_version(self, weights: str | None, desire: Callable[[VersionPlan], Desired]) -> ModelVersion:
+        """Switch to the version with these weights, and wait until the previous version is not used any more.
+
+        Cancelling before the switch gives the version up, and nothing has changed. Cancelling after it does not undo it. In both cases
+        other operations are rejected until the workers have unloaded what they need no more.
+
+        Args:
+            desire: makes what the switch is for, or raises VersionFailedError.
+        Raises:
+            OperationInProgressError: another operation is in progress.
+            models.ModelError: see `BundleLoader.load`.
+            VersionFailedError: a worker could not load it or failed the self-test, or too many were lost. Nothing has changed.
+        """
+        change = asyncio.create_task(self._change(weights, desire))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        try:
+            return await asyncio.shield(change)
+        except asyncio.CancelledError:
+            change.cancel()
+            raise
+
+    async def _change(self, weights: str | None, desire: Callable[[VersionPlan], Desired]) -> ModelVersion:
+        with self.exclusive("loading a version"):
+            plan, began_s = await self._read(weights), time.monotonic()
+            desired = desire(plan)
+            if plan.number == self._versions.current.number:
+                self._on_switch(desired)
+                return plan.version
+            try:
+                await self._registry.rollout.run(plan, partial(self._on_switch, desired))
+            finally:
+                ending = asyncio.create_task(self._registry.until(self._has_ended))
+                while not ending.done():  # not even a cancellation interrupts it; requests have deadlines, so it ends
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait({ending})
+            logger.info("rollout of version %s complete after %.1f s", plan.version.name, time.monotonic() - began_s)
+            return plan.version
+
+    async def _read(self, weights: str | None) -> VersionPlan:
+        if self._loader is None:
+            raise VersionFailedError("this service cannot load other versions: it was started without a version loader")
+        self._is_reading = True
+        self._registry.reconcile()
+        try:
+            return await self._threads.run(partial(self._loader.load, weights, self._versions))
+        except MemoryError as error:
+            raise VersionFailedError(f"the leader has not enough memory for another version: {error}") from error
+        finally:
+            self._is_reading = False
+            release_free_memory()
+
+    def _has_ended(self) -> bool:
+        """Whether no worker loads or serves another version than the current one."""
+        number, workers = self._versions.current.number, list(self._registry.placement.workers())
+        serving = any(version != number for worker in workers for version in worker.replicas)
+        loading = any(isinstance(worker.busy_with, int) for worker in workers)
+        return self._versions.retiring is None and not serving and not loading
+
+    # -- rolling restart -----------------------------------------------------------------------------------------------------
+
+    async def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
+        """Restart the workers that are ready now, including spares, each while all other replicas are ready.
+
+        Closing the iterator stops after the current worker.
+
+        Raises:
+            OperationInProgressError, RestartFailedError.
+        """
+        with self.exclusive("a rolling restart"):
+            workers = self._registry.placement.ready()
+            for number, worker in enumerate(workers, 1):
+                slot = worker.slot.name
+                try:
+                    began_s = await self._begin_restart(worker)
+                    if began_s is None:
+                        continue  # it failed meanwhile, so its successor is already a new process
+                    yield RestartStep(worker.name, slot, "restarting", number, len(workers))
+                    left_s, back_s = await self._end_restart(worker, began_s)
+                    yield RestartStep(worker.name, slot, "restarted", number, len(workers), left_s, back_s)
+                finally:
+                    self._registry.goal.restart, worker.busy_with = None, None
+
+    async def _begin_restart(self, worker: Worker) -> float | None:
+        """Wait until `reconcile` restarts this worker. Returns when it did; None if the worker has ended."""
+        self._registry.goal.restart = worker
+        self._registry.reconcile()
+        complaint = f"cannot restart {worker.name}: a slot has had no ready replica"
+        await self._until(lambda: worker.busy_with == "restart" or worker.state != "ready", self._timeout_s, complaint)
+        return time.monotonic() if worker.busy_with == "restart" else None
+
+    async def _end_restart(self, worker: Worker, began_s: float) -> tuple[float, float]:
+        """Wait until it has left and a worker has joined instead. Returns after how many seconds each was."""
+
+        def is_back() -> bool:
+            placement = self._registry.placement
+            joined_s = max((each.ready_at_s or 0.0 for each in placement.ready()), default=0.0)
+            return placement.fully_replicated and joined_s > began_s
+
+        await self._until(lambda: worker.state == "broken", _LEAVE_S, f"{worker.name} has not left")
+        left_s = time.monotonic() - began_s
+        complaint = (
+            f"{worker.name} did not join again; whatever starts the worker must restart it when it exits. Waited"
+        )
+        await self._until(is_back, self._timeout_s, complaint)
+        return round(left_s, 3), round(time.monotonic() - began_s, 3)
+
+    async def _until(self, condition: Callable[[], bool], timeout_s: float, complaint: str) -> None:
+        try:
+            await self._registry.until(condition, timeout_s)
+        except TimeoutError as error:
+            raise RestartFailedError(f"{complaint} for {timeout_s:g} s") from error

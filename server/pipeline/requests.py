@@ -1,0 +1,282 @@
+"""The clients' requests at the leader, until they have an outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from multiworld_serving.server.errors import (
+    DeadlineError,
+    DrainingError,
+    InputUnreachableError,
+    RequestRejected,
+    StageError,
+)
+from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
+from multiworld_serving.server.pipeline.batch_traces import BatchTraces
+from multiworld_serving.server.pipeline.inputs import KeptOutput, RemoteInput, RequestInput
+from multiworld_serving.server.predictor import KeptRows, ModelVersion, Prediction
+from multiworld_serving.server.scheduling.actions import Answer, Reject
+from multiworld_serving.server.scheduling.events import Event, RequestArrived, RequestCancelled
+from multiworld_serving.server.versions.version_table import VersionTable
+
+logger = logging.getLogger(__name__)
+
+_NO_OUTPUT = torch.empty(0)
+_LOST_AFTER_S = 0.5
+"""A request without an outcome this long after its deadline is reported as lost. The scheduler must never let that happen."""
+
+
+class Part(NamedTuple):
+    """Samples of a request that one batch answered."""
+
+    at: tuple[int, ...]
+    """Which samples of the request."""
+    rows: tuple[int, ...]
+    """The row of the output for each of them."""
+    output: Tensor | KeptOutput
+    version: ModelVersion
+    compute_s: float
+    transfer_s: float
+    attempts: int
+    path: tuple[str, ...]
+    batch_size: int
+
+
+@dataclass(slots=True)
+class PendingRequest:
+    """Each sample of the request is a request of the scheduler, with an id of its own."""
+
+    future: asyncio.Future[Prediction]
+    input: RequestInput
+    request_id: str
+    arrived_s: float
+    deadline_s: float
+    key: str
+    fetcher: str | None
+    """The frontend that fetches the output itself; None: the leader needs it."""
+    open: dict[int, int] = field(default_factory=dict)
+    """The samples without an outcome, by their ids at the scheduler."""
+    parts: list[Part] = field(default_factory=list)
+
+    def prediction(self, model: str, now_s: float) -> Prediction:
+        """The answer, when no sample is open any more and one version has computed all."""
+        last = slowest = self.parts[-1]
+        kept: list[KeptRows] = []
+        samples: list[int] = []
+        sent: list[Tensor] = []
+        for part in self.parts:
+            if part.compute_s + part.transfer_s > slowest.compute_s + slowest.transfer_s:
+                slowest = part
+            if isinstance(part.output, KeptOutput):
+                kept.append(part.output.rows_at(part.rows, part.at))
+            else:
+                samples += part.at
+                sent.append(_rows_of(part.output, part.rows))
+        output = _NO_OUTPUT if not sent else sent[0] if len(sent) == 1 else torch.cat(sent)
+        if samples != sorted(samples):
+            output = output[torch.tensor(samples).argsort()]
+        return Prediction(
+            output=output,
+            model=model,
+            version=last.version.name,
+            version_number=last.version.number,
+            queue_s=max(0.0, now_s - self.arrived_s - slowest.compute_s - slowest.transfer_s),
+            compute_s=slowest.compute_s,
+            transfer_s=slowest.transfer_s,
+            attempts=max(last.attempts, slowest.attempts),
+            path=last.path,
+            batch_size=max(last.batch_size, slowest.batch_size),
+            kept=tuple(kept),
+        )
+
+    def lose(self, metrics: LeaderMetrics) -> None:
+        """The deadline has passed some time ago: report the request as lost if it has no outcome."""
+        if not self.future.done():
+            metrics.lost.inc()
+            logger.error("request_id=%s lost: neither answer nor error by its deadline", self.request_id)
+            self.future.set_exception(
+                DeadlineError("no answer by the deadline; this is a bug of the server, please report it")
+            )
+
+
+def _rows_of(output: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """These rows of a batch, which ascend. Neighbours are a view, not a copy. Raises IndexError."""
+    first, end = rows[0], rows[-1] + 1
+    if end > len(output):
+        raise IndexError(f"row {end - 1} of an output with {len(output)} rows")
+    return output[first:end] if end - first == len(rows) else output[list(rows)]
+
+
+class Requests:
+    """All requests without an outcome. Each of their samples is a request of the scheduler.
+
+    Args:
+        submit: hands an event to the scheduler.
+        traces: records the spans of traced requests; None if tracing is off.
+
+    Attributes:
+        has_begun: whether there has been a request.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        metrics: LeaderMetrics,
+        versions: VersionTable,
+        submit: Callable[[Event], None],
+        traces: BatchTraces | None,
+    ) -> None:
+        self._model = model
+        self._metrics = metrics
+        self._versions = versions
+        self._submit = submit
+        self._traces = traces
+        self._ids = count()
+        self.has_begun = False
+        self._pending: dict[int, PendingRequest] = {}
+        """By the id of each sample that has no outcome."""
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def close(self) -> None:
+        """End all requests with `DrainingError`."""
+        for pending in self._pending.values():
+            if not pending.future.done():
+                pending.future.set_exception(DrainingError("the server has stopped; send the request again"))
+
+    def begin(
+        self,
+        inputs: RequestInput,
+        samples: Sequence[int],
+        deadline_s: float,
+        request_id: str,
+        fetcher: str | None,
+        key: str,
+    ) -> asyncio.Future[Prediction]:
+        """See `SchedulerDriver.begin`."""
+        self.has_begun = True
+        loop, now_s = asyncio.get_running_loop(), time.monotonic()
+        future: asyncio.Future[Prediction] = loop.create_future()
+        pending = PendingRequest(future, inputs, request_id, now_s, deadline_s, key, fetcher)
+        timer = loop.call_later(max(0.0, deadline_s - now_s) + _LOST_AFTER_S, pending.lose, self._metrics)
+        future.add_done_callback(partial(self._ended, pending, timer))
+        self._submit_samples(pending, samples)
+        return future
+
+    def rows(self, requests: Sequence[int]) -> list[tuple[RequestInput, int] | None]:
+        """The input of each of these samples, and its row there; None if it has its outcome."""
+        found = ((self._pending.get(request), request) for request in requests)
+        return [None if pending is None else (pending.input, pending.open[request]) for pending, request in found]
+
+    def fetchers(self, requests: Sequence[int]) -> set[str | None]:
+        """The frontends that fetch the outputs of these samples themselves; None if the leader needs one."""
+        return {pending.fetcher for request in requests if (pending := self._pending.get(request)) is not None}
+
+    def hand_back(self, requests: Sequence[int], holders: Collection[str]) -> None:
+        """End those of the requests whose input is at one of `holders`: a worker cannot fetch it."""
+        for pending in filter(None, map(self._pending.get, requests)):
+            if isinstance(pending.input, RemoteInput) and pending.input.holder in holders:
+                self._fail(pending, InputUnreachableError("a worker cannot fetch the input from its frontend"))
+
+    def take(self, action: Answer) -> list[tuple[PendingRequest, list[int], list[int]]]:
+        """The requests that are answered: each with its samples in this batch, and their rows."""
+        found: dict[int, tuple[PendingRequest, list[int], list[int]]] = {}
+        for request, row in action.rows:
+            pending = self._pending.get(request)
+            if pending is None:
+                self._metrics.duplicates.inc()
+                continue
+            _, samples, rows = found.setdefault(id(pending), (pending, [], []))
+            samples.append(pending.open[request])
+            rows.append(row)
+            self._close(request)
+        return list(found.values())
+
+    def answer(
+        self,
+        answered: list[tuple[PendingRequest, list[int], list[int]]],
+        action: Answer,
+        output: Tensor | KeptOutput,
+        times: tuple[float, float],
+        path: tuple[str, ...],
+        current_version: str | None,
+    ) -> None:
+        """Add the output to these requests, and end those without an open sample."""
+        version = self._versions.plan(action.version).version
+        for pending, samples, rows in answered:
+            part = Part(tuple(samples), tuple(rows), output, version, *times, action.attempts, path, len(action.rows))
+            pending.parts.append(part)
+            if not pending.open:
+                try:
+                    self._finish(pending, current_version)
+                except Exception as error:
+                    logger.exception("request_id=%s cannot be answered", pending.request_id)
+                    self._fail(pending, StageError(f"the leader failed: {type(error).__name__}: {error}"))
+
+    def reject(self, action: Reject) -> None:
+        """End a request with the scheduler's reason."""
+        if (pending := self._pending.get(action.request)) is not None:
+            logger.debug("request_id=%s rejected reason=%s %s", pending.request_id, action.reason, action.detail)
+            self._close(action.request)
+            error = RequestRejected.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s)
+            self._fail(pending, error)
+
+    def leader_failed(self, request: int, error: Exception) -> None:
+        """End the request of this sample with an error, because the leader itself failed."""
+        if (pending := self._pending.get(request)) is not None:
+            self._fail(pending, StageError(f"the leader failed: {type(error).__name__}: {error}"))
+
+    def _submit_samples(self, pending: PendingRequest, samples: Sequence[int]) -> None:
+        """Hand samples of a request to the scheduler, each with a new id."""
+        ids = [next(self._ids) for _ in samples]
+        for request, at in zip(ids, samples, strict=True):
+            pending.open[request] = at
+            self._pending[request] = pending
+            if self._traces is not None:
+                self._traces.request_started(request)
+        self._submit(RequestArrived(ids[0], pending.deadline_s, pending.key, len(ids)))
+
+    def _ended(self, pending: PendingRequest, timer: asyncio.TimerHandle, _: asyncio.Future[Prediction]) -> None:
+        """The future of a request has an outcome or is cancelled."""
+        timer.cancel()
+        self._withdraw(pending)
+
+    def _finish(self, pending: PendingRequest, current: str | None) -> None:
+        """All samples are computed: answer, or compute those of a former version again."""
+        version = pending.parts[-1].version if current is None else self._versions.plan(current).version
+        if all(part.version == pending.parts[0].version for part in pending.parts):
+            if not pending.future.done():
+                pending.future.set_result(pending.prediction(self._model, time.monotonic()))
+            return
+        stale = [at for part in pending.parts if part.version != version for at in part.at]
+        pending.parts = [part for part in pending.parts if part.version == version]
+        self._submit_samples(pending, sorted(stale))
+
+    def _fail(self, pending: PendingRequest, error: Exception) -> None:
+        if not pending.future.done():
+            pending.future.set_exception(error)
+        self._withdraw(pending)
+
+    def _withdraw(self, pending: PendingRequest) -> None:
+        """Cancel the samples without an outcome."""
+        for request in tuple(pending.open):
+            self._close(request)
+            self._submit(RequestCancelled(request))
+
+    def _close(self, request: int) -> None:
+        """Forget a sample that has its outcome."""
+        if self._traces is not None:
+            self._traces.request_ended(request)
+        if (pending := self._pending.pop(request, None)) is not None:
+            del pending.open[request]

@@ -1,0 +1,253 @@
+"""Decides what to do with the workers: from what is desired and what they are, the next steps. Pure.
+
+The invariants, which `tests/unit/replicas/test_reconcile.py` checks with random failures:
+
+- No step takes the last ready replica of a stage that serves.
+- At most one worker at a time is moved or restarted, and only while every other one is settled.
+- A version is loaded by one worker of a stage first. The next ones load when it has passed the self-test, one on each host at a time:
+  a version that kills its worker takes one replica of a stage.
+- A lost worker delays a version. The next attempt waits, longer after each loss in a row.
+- After the steps are performed there are none, until a worker or what is desired changes, or `wake_s` has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from multiworld_serving.server.replicas.placement import Placement, Slot
+from multiworld_serving.server.replicas.worker import Worker
+
+REASSIGN_AFTER_S = 3.0
+"""How long a stage may have no worker before a worker of a stage with several is reassigned to it."""
+_SLOT_RETENTION_S = 60.0
+"""How long an extra slot of a failed worker is kept for a successor."""
+_MAX_LOSSES = 3
+"""A version is given up after this many workers in a row were lost while they loaded it."""
+_RETRY_S = 0.5
+"""Pause after the first of them; it doubles."""
+
+
+@dataclass(slots=True)
+class Loading:
+    """A version that all workers are to load.
+
+    Attributes:
+        give_up_s: when it is given up, if no worker has loaded it until then.
+        losses: workers in a row that were lost while they loaded it.
+        retry_s: no worker begins to load it before.
+    """
+
+    version: int
+    give_up_s: float
+    losses: int = 0
+    retry_s: float = float("-inf")
+
+    def lost(self, now_s: float) -> None:
+        """A worker was lost while it loaded the version."""
+        self.losses += 1
+        self.retry_s = now_s + _RETRY_S * 2 ** (self.losses - 1)
+
+    def passed(self, give_up_s: float) -> None:
+        """A worker has loaded the version."""
+        self.losses, self.give_up_s = 0, give_up_s
+
+
+@dataclass(slots=True)
+class Goal:
+    """What the workers are to be.
+
+    Attributes:
+        serving: the current version, and the former one until its requests have ended.
+        loading: the version that is to follow.
+        restart: the worker that is to be restarted.
+        settle_until_s: until then, workers that another leader has placed are expected: nothing is promoted or reassigned.
+        moved_s: when a worker was reassigned last.
+    """
+
+    serving: tuple[int, ...]
+    loading: Loading | None = None
+    restart: Worker | None = None
+    settle_until_s: float = float("-inf")
+    moved_s: float = float("-inf")
+
+
+StepKind = Literal[
+    "activate",  # the scheduler may send it batches of this version
+    "drain",  # and no more of them
+    "load",  # beside the versions that it serves
+    "unload",
+    "move",  # it leaves, and joins again where it is needed
+    "restart",
+    "close",  # it has no batches any more, or nothing that is served
+]
+
+
+class WorkerStep(NamedTuple):
+    """A step with one worker."""
+
+    kind: StepKind
+    worker: Worker
+    version: int = 0
+
+
+class Promote(NamedTuple):
+    """A spare takes a free slot."""
+
+    spare: Slot
+    slot: Slot
+
+
+class RemoveSlot(NamedTuple):
+    """An extra slot is not needed any more."""
+
+    slot: Slot
+
+
+class Switch(NamedTuple):
+    """All workers have loaded this version: new requests use it."""
+
+    version: int
+
+
+class GiveUp(NamedTuple):
+    """The version cannot be loaded."""
+
+    why: str
+
+
+Step = WorkerStep | Promote | RemoveSlot | Switch | GiveUp
+
+
+@dataclass(slots=True)
+class Steps:
+    """What to do now, in order.
+
+    Attributes:
+        wake_s: when to reconcile again at the latest; None: when something has changed.
+    """
+
+    now: list[Step] = field(default_factory=list)
+    wake_s: float | None = None
+
+    def at(self, time_s: float, now_s: float) -> bool:
+        """Whether this time has come; otherwise wake up then."""
+        if time_s <= now_s:
+            return True
+        self.wake_s = time_s if self.wake_s is None else min(self.wake_s, time_s)
+        return False
+
+
+def reconcile(goal: Goal, placement: Placement, now_s: float) -> Steps:
+    """The steps from what the workers are to what is desired."""
+    steps = Steps()
+    for worker in placement.workers():
+        steps.now += _of_worker(worker, goal)
+    for slot in placement.slots.values():
+        if _is_unused(slot, placement) and (slot.left or steps.at(_kept_until_s(slot), now_s)):
+            steps.now.append(RemoveSlot(slot))
+            break  # whether another slot is extra depends on this one
+    if goal.loading is not None:
+        _load(goal.loading, placement, steps, now_s)
+    if steps.at(goal.settle_until_s, now_s):
+        _fill(goal, placement, steps, now_s)
+    if goal.restart is not None and _may_restart(goal.restart, placement):
+        steps.now.append(WorkerStep("restart", goal.restart))
+    return steps
+
+
+def _is_unused(slot: Slot, placement: Placement) -> bool:
+    return slot.free and slot.worker is not None and placement.is_extra(slot)
+
+
+def _kept_until_s(slot: Slot) -> float:
+    """How long the slot of a failed worker is kept for a successor. Spares have no slot without a worker."""
+    failed_s = slot.worker.since_s if slot.worker is not None else 0.0
+    return failed_s + (0.0 if slot.id.stage is None else _SLOT_RETENTION_S)
+
+
+def _may_restart(worker: Worker, placement: Placement) -> bool:
+    is_quiet = not any(each.busy_with for each in placement.workers())
+    return worker.state == "ready" and is_quiet and placement.fully_replicated
+
+
+def _of_worker(worker: Worker, goal: Goal) -> Iterator[Step]:
+    """What the scheduler may use, and what the worker holds."""
+    if worker.state not in ("ready", "draining") or worker.busy_with == "close":
+        return
+    is_ready = worker.state == "ready"
+    if is_ready and goal.serving[0] not in worker.loaded:
+        yield WorkerStep("close", worker)  # it was joining when the version changed: it joins again
+        return
+    for version, accepts in worker.replicas.items():
+        if accepts and not (is_ready and version in goal.serving):
+            yield WorkerStep("drain", worker, version)
+    if not is_ready:
+        if not worker.replicas:
+            yield WorkerStep("close", worker)
+        return
+    if worker.slot.stage is not None:
+        for version in goal.serving:
+            if version in worker.loaded and version not in worker.replicas:
+                yield WorkerStep("activate", worker, version)
+    kept = {*goal.serving, *worker.replicas, worker.busy_with, goal.loading and goal.loading.version}
+    for version in sorted(worker.loaded - kept):
+        yield WorkerStep("unload", worker, version)
+
+
+def _load(loading: Loading, placement: Placement, steps: Steps, now_s: float) -> None:
+    """Who loads the next version now, and whether it can be used."""
+    version, ready = loading.version, placement.ready()
+    if loading.losses >= _MAX_LOSSES:
+        steps.now.append(GiveUp(f"{loading.losses} workers in a row were lost while they loaded it"))
+        return
+    missing = [
+        stage
+        for stage in range(placement.num_stages)
+        if not any(version in worker.loaded for worker in placement.ready(stage))
+    ]
+    if not missing and all(version in worker.loaded for worker in ready):
+        steps.now.append(Switch(version))
+        return
+    if steps.at(loading.give_up_s, now_s):
+        where = f"no worker of stage {missing[0]} has" if missing else "a worker has not"
+        steps.now.append(GiveUp(f"{where} loaded it in time"))
+        return
+    if any(version not in worker.loaded for worker in ready) and not steps.at(loading.retry_s, now_s):
+        return
+    busy = [worker for worker in placement.workers() if worker.busy_with == version]
+    for worker in ready:
+        stage, host = worker.slot.stage, worker.request.host
+        if version in worker.loaded or worker.busy_with is not None or any(host == each.request.host for each in busy):
+            continue
+        proven = any(version in other.loaded for other in ready if other.slot.stage == stage)
+        if proven or not any(other.slot.stage == stage for other in busy):
+            busy.append(worker)
+            steps.now.append(WorkerStep("load", worker, version))
+
+
+def _fill(goal: Goal, placement: Placement, steps: Steps, now_s: float) -> None:
+    """Promote spares into free slots, and reassign a worker to a stage without workers."""
+    free = [slot for stage in range(placement.num_stages) for slot in placement.of_stage(stage) if slot.free]
+    free.sort(key=lambda slot: len(placement.ready(slot.id.stage)))
+    spares = sorted(
+        (slot for slot in placement.of_stage(None) if slot.worker is not None and slot.ready),
+        key=lambda slot: slot.worker.name if slot.worker else "",
+    )
+    if free and spares:
+        steps.now.append(Promote(spares[0], free[0]))  # the next one depends on this one
+        return
+    empty = placement.empty_stages()
+    if not empty or any(worker.state == "draining" or worker.busy_with == "restart" for worker in placement.workers()):
+        return
+    since_s = max(
+        (slot.worker.since_s for slot in placement.of_stage(empty[0]) if slot.worker is not None),
+        default=goal.moved_s,
+    )
+    most = max(range(placement.num_stages), key=lambda stage: len(placement.ready(stage)))
+    candidates = [worker for worker in placement.ready(most) if not worker.obeys]
+    if not candidates or len(placement.ready(most)) < 2:
+        return
+    if steps.at(max(since_s, goal.moved_s) + REASSIGN_AFTER_S, now_s):
+        steps.now.append(WorkerStep("move", candidates[0]))
