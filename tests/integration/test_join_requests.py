@@ -52,7 +52,7 @@ BAD = {
     ),
     "an earlier protocol": (
         {**GOOD, "protocol": PROTOCOL - 1, "release": "0.0.1"},
-        "worker 'w' has release 0.0.1 with protocol 2, .* upgrade this worker",
+        f"worker 'w' has release 0.0.1 with protocol {PROTOCOL - 1}, .* upgrade this worker",
     ),
     "a later protocol": ({**GOOD, "protocol": PROTOCOL + 1}, "upgrade this leader"),
     "no protocol": (
