@@ -8,8 +8,8 @@ measured in turn in each round, so that other load on the machine affects all of
 (servers of other projects) are suspended with SIGSTOP outside their turn, because an idle LitServe uses a quarter of a core.
 This service uses a hundredth when idle. It is not suspended, because it would detect its workers as hung. CPU ms is the
 CPU time of all processes of a server per image; it is meaningful even when the machine has other load. The peers serve the model of
-torchvision with the transforms of torchvision, as in their documentation, and additionally (`our model`) what a worker of this service
-computes. Every server may use all cores: one worker with torch's default number of threads, or two workers with half of the cores each.
+torchvision, frozen by TorchScript, with the transforms of torchvision. Every server may use all cores: one worker with torch's default
+number of threads, or two workers with half of the cores each.
 
 Pipeline efficiency: images per second over HTTP with tensors as input, divided by the images per second of the same optimised model in a
 bare loop in one process with batches of 8 on the same cores.
@@ -110,9 +110,18 @@ def servers(jpeg: bytes, options: argparse.Namespace) -> dict[str, Callable[[], 
         module: str, *arguments: str, as_json: bool = False, workers: int = 1
     ) -> AbstractContextManager[Running]:
         threads = 0 if workers == 1 else max(1, len(os.sched_getaffinity(0)) // workers)
-        common = ("--model", options.model, "--precision", options.precision)
         shares = ("--workers", str(workers), "--threads", str(threads))
-        return peer(options.python, module, jpeg, *common, *shares, *arguments, as_json=as_json, workers=workers)
+        return peer(
+            options.python,
+            module,
+            jpeg,
+            "--model",
+            options.model,
+            *shares,
+            *arguments,
+            as_json=as_json,
+            workers=workers,
+        )
 
     def this(stages: int, replicas: int = 1) -> AbstractContextManager[Running]:
         return ours(
@@ -132,11 +141,9 @@ def servers(jpeg: bytes, options: argparse.Namespace) -> dict[str, Callable[[], 
         f"{THIS}, 2 stages": lambda: this(2),
         "FastAPI + torchvision": lambda: theirs("fastapi_server"),
         "LitServe": lambda: theirs("litserve_server", as_json=True),
-        "LitServe, our model": lambda: theirs("litserve_server", "--optimised", as_json=True),
-        "LitServe, our model, 2 workers": lambda: theirs("litserve_server", "--optimised", as_json=True, workers=2),
+        "LitServe, 2 workers": lambda: theirs("litserve_server", as_json=True, workers=2),
         "mosec": lambda: theirs("mosec_server", *mosec),
-        "mosec, our model": lambda: theirs("mosec_server", *mosec, "--optimised"),
-        "mosec, our model, 2 workers": lambda: theirs("mosec_server", *mosec, "--optimised", workers=2),
+        "mosec, 2 workers": lambda: theirs("mosec_server", *mosec, workers=2),
     }
 
 
@@ -226,7 +233,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="servers whose names begin so")
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--optimize", default="fused", help="of this service")
-    parser.add_argument("--precision", default="float32", help="of this service, and of peers with our model")
+    parser.add_argument("--precision", default="float32", help="of this service; peers compute float32")
     parser.add_argument("--image", type=Path, help="a picture to ask about; one is made up otherwise")
     parser.add_argument("--width", type=int, default=500, help="in pixels of the picture that is made up, 4:3")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])

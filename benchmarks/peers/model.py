@@ -1,25 +1,20 @@
-"""What every peer serves: a ResNet with random weights, as torchvision gives it or as we make it; the five best classes of a JPEG."""
+"""What every peer serves: a model of torchvision with random weights, frozen by TorchScript; the five best classes of a JPEG."""
 
 import argparse
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from PIL import Image
 from torch import Tensor
 from torchvision.models import get_model, get_model_weights
-from torchvision.transforms import v2
-
-from benchmarks.bare_loop import whole_model
-from multiworld_serving.models.optimize.optimizing import optimize
-from multiworld_serving.models.optimize.tuning import Tuning
 
 MAX_BATCH_SIZE = 8
 BATCH_TIMEOUT_S = 0.002
-_RESIZE, _CROP = 256, 224
+_IMAGE_SIZE = 224
 
 
 def options() -> argparse.Namespace:
@@ -30,8 +25,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="compute threads a worker; 0: as torch has it")
-    parser.add_argument("--optimised", action="store_true", help="our way to compute the model, and not torchvision's")
-    parser.add_argument("--precision", default="float32", help="of our way to compute it")
     return parser.parse_known_args(sys.argv[1:])[0]
 
 
@@ -43,11 +36,11 @@ class Classifier:
         if chosen.threads:
             torch.set_num_threads(chosen.threads)
         torch.manual_seed(0)
-        if chosen.optimised:
-            self._prepare, self._probabilities = _ours(chosen.model, chosen.precision)
-        else:
-            self._prepare, self._probabilities = _torchvisions(chosen.model)
-        blank = self._prepare(Image.new("RGB", (_CROP, _CROP)))
+        self._prepare = get_model_weights(chosen.model).IMAGENET1K_V1.transforms()
+        model = get_model(chosen.model, weights=None).eval()
+        traced = torch.jit.trace(model, torch.rand(1, 3, _IMAGE_SIZE, _IMAGE_SIZE))  # type: ignore[no-untyped-call]
+        self._model = torch.jit.freeze(traced)
+        blank = self._prepare(Image.new("RGB", (_IMAGE_SIZE, _IMAGE_SIZE)))
         for rows in (1, MAX_BATCH_SIZE):
             self.classify([blank] * rows)
         (chosen.pids / str(os.getpid())).touch()
@@ -55,27 +48,14 @@ class Classifier:
     def tensor(self, jpeg: bytes) -> Tensor:
         """[3, 224, 224], as the model takes it."""
         with Image.open(io.BytesIO(jpeg)) as image:
-            return self._prepare(image.convert("RGB"))
+            prepared: Tensor = self._prepare(image.convert("RGB"))
+        return prepared
 
     @torch.inference_mode()
     def classify(self, images: Sequence[Tensor]) -> list[dict[str, list[float]]]:
         """For each image, its five most probable classes."""
-        best = torch.topk(self._probabilities(torch.stack(list(images))), 5)
+        best = torch.topk(self._model(torch.stack(list(images))).softmax(1), 5)
         return [
             {"classes": classes, "probabilities": probabilities}
             for classes, probabilities in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
-
-
-def _torchvisions(name: str) -> tuple[Callable[[Image.Image], Tensor], Callable[[Tensor], Tensor]]:
-    """Transforms and model, as torchvision's page on them says."""
-    model = get_model(name, weights=None).eval()
-    return get_model_weights(name).IMAGENET1K_V1.transforms(), lambda batch: model(batch).softmax(1)
-
-
-def _ours(name: str, precision: str) -> tuple[Callable[[Image.Image], Tensor], Callable[[Tensor], Tensor]]:
-    """The same sizes; what a worker of this service computes when it holds the whole model."""
-    stage, shape = whole_model(name, _CROP)
-    tuning = Tuning(precision, "fused")
-    made = optimize(stage, shape, MAX_BATCH_SIZE, tuning, torch.device("cpu")).module
-    return v2.Compose([v2.Resize(_RESIZE), v2.CenterCrop(_CROP), v2.PILToTensor()]), made

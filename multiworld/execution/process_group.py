@@ -1,7 +1,7 @@
 """The backends of a world, and the NCCL group of stock PyTorch, without the global default group.
 
-The required facts about c10d are in docs/decisions/0001-one-process-group-a-link.md. The project has run NCCL with one GPU only; what
-concerns several members is marked as not run (docs/gpu.md).
+The required facts about c10d are in docs/decisions/0001-one-process-group-a-link.md. No run with NCCL is on record
+(docs/gpu.md).
 """
 
 import contextlib
