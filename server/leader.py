@@ -215,9 +215,10 @@ class Leader:
         await self.open_requests.wait_idle()
 
     def follow(self, desired: Desired) -> None:
-        """Serve what another leader serves. While that fails, it is tried again, and `obstacle` says why.
+        """Load and serve the version that another leader serves. Retries until it succeeds; meanwhile `obstacle` is the error.
 
-        A leader that has begun no request also yields to one that serves other content as the version of the settings.
+        The version with the higher revision wins. If the revisions are equal and the contents differ, a leader that has served no
+        request yet adopts the other leader's version.
         """
         has_begun = self.driver.requests.has_begun
         older, own = desired.rank < self.desired.rank, desired.rank == self.desired.rank and has_begun

@@ -1,6 +1,6 @@
 """The interface between the HTTP frontend and the pipeline.
 
-The leader implements `Pipeline`. The HTTP code depends on this module and on `snapshots` only.
+`frontends.leader_pool.LeaderPool` implements `Pipeline`. The HTTP code depends on this module and on `snapshots` only.
 """
 
 from __future__ import annotations

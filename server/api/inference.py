@@ -90,7 +90,7 @@ class Inference:
             receive: returns the body.
             parse: parses the body, which is freed before the prediction.
             encode: serializes the prediction for the request, which is given without its rows.
-            ahead: returns how many requests wait to be parsed; None = those that wait for a thread.
+            ahead: returns the number of requests that wait to be parsed. Default: the number that wait for a decoding thread.
         Raises:
             RequestRejected: the request is invalid, or at least one sample was rejected, and so the whole request is.
         """

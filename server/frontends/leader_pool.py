@@ -115,11 +115,11 @@ class LeaderPool:
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._desired: Desired | None = None
-        """What the leaders are to serve."""
+        """The version that all leaders should serve: the one with the highest revision that a leader has reported."""
         self._current: list[LeaderLink] = []
-        """The connected leaders that serve it. If there is none: those that cannot."""
+        """The connected leaders that serve `_desired`. If no leader serves it, the leaders that failed to load it."""
         self._acting: LeaderLink | None = None
-        """The first ready one of them, or else the first one."""
+        """The first ready leader of `_current`. If none is ready, the first one."""
         self._last = PipelineSnapshot("", "", False, False, 0.0, 0, 0, ())
         self._version = ModelVersion(0, "")
         self._check_until_s = 0.0
@@ -291,7 +291,7 @@ class LeaderPool:
             self._on_change(snapshot)
 
     def _spread_desired(self) -> None:
-        """Learn what the leaders are to serve, tell those that do not know it, and find those that serve it."""
+        """Update `_desired` from the states of the leaders, send it to the other leaders, and update `_current` and `_acting`."""
         connected = [(link, link.state) for link in self.links if link.state is not None]
         known = [state.desired for _, state in connected]
         latest = max(known, key=lambda desired: desired.rank, default=None)
@@ -365,12 +365,9 @@ class LeaderPool:
                 self._metrics.resubmitted("failed" if lost.failed else "left")
             except RequestRejected as rejection:
                 self._check_until_s = self._clock() + _CHECK_S
-                if (
-                    rejection.reason == "draining" and self._clock() < deadline_s
-                ):  # its state is on the way, or has arrived
-                    await self._wait_for_change(
-                        min(self._clock() + _DEADLINE_GRACE_S, deadline_s), deadline_s, strict=False
-                    )
+                if rejection.reason == "draining" and self._clock() < deadline_s:
+                    until_s = min(self._clock() + _DEADLINE_GRACE_S, deadline_s)
+                    await self._wait_for_change(until_s, deadline_s, strict=False)  # the leader sends its new state
                 elif rejection.reason not in _TRY_ELSEWHERE or rejected:
                     raise
                 else:
@@ -415,7 +412,6 @@ class LeaderPool:
             candidates = [link for link in candidates if link.was_ready]
         if not candidates and isinstance(body, Predict) and not rejected:
             candidates = [link for link in self.links if link.state is not None and link.state.snapshot.draining]
-
         return min(candidates, key=lambda link: link.state is None or not link.state.ready, default=None)
 
     async def _wait_for_change(self, until_s: float, deadline_s: float, *, strict: bool = True) -> None:

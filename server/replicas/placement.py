@@ -164,7 +164,7 @@ class Placement:
         return settled and all(len(self.ready(stage)) >= self.replicas for stage in range(self.num_stages))
 
     def empty_stages(self) -> list[int]:
-        """The stages that have no worker, not even one that is joining."""
+        """The stages without a ready or joining worker."""
         return [stage for stage in range(self.num_stages) if next(self.workers(stage), None) is None]
 
     def has_free_slot(self, stage: int) -> bool:

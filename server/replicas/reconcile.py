@@ -197,7 +197,7 @@ def _of_worker(worker: Worker, goal: Goal) -> Iterator[Step]:
 
 
 def _load(loading: Loading, placement: Placement, steps: Steps, now_s: float) -> None:
-    """Who loads the next version now, and whether it can be used."""
+    """Add the steps of loading a version: which workers load it now, the switch to it, or the end of the attempt."""
     version, ready = loading.version, placement.ready()
     if loading.losses >= _MAX_LOSSES:
         steps.now.append(GiveUp(f"{loading.losses} workers in a row were lost while they loaded it"))

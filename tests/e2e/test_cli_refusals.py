@@ -37,7 +37,7 @@ def rejection(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def rejection_of_program(*arguments: str, token: str = "t") -> str:
-    """The error line of a program: of one that starts processes, or that waits for a service."""
+    """The error line of `multiworld` with these arguments, run as a separate process."""
     command = [sys.executable, "-m", "multiworld_serving.cli.main", *arguments]
     environment = {**os.environ, "MULTIWORLD_TOKEN": token}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
