@@ -133,7 +133,7 @@ class Placement:
     ) -> int:
         """Choose the stage for a joining worker on `host`, which has the stages `held` in memory.
 
-        A stage without replicas (serving or joining) is first. Then a stage of `held` with a free slot. Then the stage with the fewest
+        A stage without replicas (serving or joining) is first. Then a stage of `held` with fewer than `replicas`. Then the stage with the fewest
         replicas; among equals, the one with the fewest replicas on that host, because a host may fail as a whole, then the earliest. If
         all stages have `replicas`, a stage of `held` is first, and then the one with the fewest replicas for its load.
 
@@ -145,7 +145,7 @@ class Placement:
 
         def rank(stage: int) -> tuple[bool, bool, float, int]:
             taken = hosts[stage]
-            stays = stage in held and (extra or self.has_free_slot(stage))
+            stays = stage in held and (extra or len(taken) < self.replicas)
             load = len(taken) / self._weight(stage) if extra else len(taken)
             return bool(taken), not stays, load, taken.count(host)
 

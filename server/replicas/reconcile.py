@@ -21,6 +21,8 @@ from multiworld_serving.server.replicas.worker import Worker
 
 REASSIGN_AFTER_S = 3.0
 """How long a stage may have no worker before a worker of a stage with several is reassigned to it."""
+BALANCE_AFTER_S = 15.0
+"""How long a stage may have fewer replicas than wanted before an extra replica of another stage is reassigned to it."""
 _SLOT_RETENTION_S = 60.0
 """How long an extra slot of a failed worker is kept for a successor."""
 _MAX_LOSSES = 3
@@ -228,7 +230,7 @@ def _load(loading: Loading, placement: Placement, steps: Steps, now_s: float) ->
 
 
 def _fill(goal: Goal, placement: Placement, steps: Steps, now_s: float) -> None:
-    """Promote spares into free slots, and reassign a worker to a stage without workers."""
+    """Promote spares into free slots, and reassign a worker to the stage that lacks one."""
     free = [slot for stage in range(placement.num_stages) for slot in placement.of_stage(stage) if slot.free]
     free.sort(key=lambda slot: len(placement.ready(slot.id.stage)))
     spares = sorted(
@@ -238,16 +240,17 @@ def _fill(goal: Goal, placement: Placement, steps: Steps, now_s: float) -> None:
     if free and spares:
         steps.now.append(Promote(spares[0], free[0]))  # the next one depends on this one
         return
-    empty = placement.empty_stages()
-    if not empty or any(worker.state == "draining" or worker.busy_with == "restart" for worker in placement.workers()):
-        return
-    since_s = max(
-        (slot.worker.since_s for slot in placement.of_stage(empty[0]) if slot.worker is not None),
-        default=goal.moved_s,
+    fewest, most = (
+        pick(range(placement.num_stages), key=lambda stage: len(list(placement.workers(stage)))) for pick in (min, max)
     )
-    most = max(range(placement.num_stages), key=lambda stage: len(placement.ready(stage)))
-    candidates = [worker for worker in placement.ready(most) if not worker.obeys]
-    if not candidates or len(placement.ready(most)) < 2:
+    count, candidates = len(list(placement.workers(fewest))), placement.ready(most)
+    if count >= placement.replicas or len(candidates) < (placement.replicas + 1 if count else 2):
         return
-    if steps.at(max(since_s, goal.moved_s) + REASSIGN_AFTER_S, now_s):
-        steps.now.append(WorkerStep("move", candidates[0]))
+    movable = next((worker for worker in candidates if not worker.obeys), None)
+    is_unsettled = any(worker.state == "draining" or worker.busy_with == "restart" for worker in placement.workers())
+    if movable is None or is_unsettled:
+        return
+    lost_s = [slot.worker.since_s for slot in placement.of_stage(fewest) if slot.worker is not None and slot.free]
+    since_s = max(*lost_s, goal.moved_s, goal.settle_until_s)
+    if steps.at(since_s + (BALANCE_AFTER_S if count else REASSIGN_AFTER_S), now_s):
+        steps.now.append(WorkerStep("move", movable))

@@ -329,10 +329,8 @@ class WorkerRegistry:
             case "unload":
                 link.unload(version)
             case "move":
-                logger.warning(
-                    "stage=%s has no worker: reassigning worker=%s of %s",
-                    *(", ".join(map(str, self.placement.empty_stages())), worker.name, worker.id),
-                )
+                counts = [len(list(self.placement.workers(stage))) for stage in range(self.placement.num_stages)]
+                logger.warning("workers of each stage=%s: reassigning worker=%s of %s", counts, worker.name, worker.id)
                 self.goal.moved_s = time.monotonic()
                 link.drain()
             case "restart":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,7 @@ class Cluster:
         self.goal = Goal((1,))
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.given_up = False
+        self.keeps_none = self.random.random() < 0.5
         self.gone: set[int] = set()
         for number in range(stages * replicas + spares):
             self.after(self.random.random(), lambda number=number: self.join(number))  # type: ignore[misc]
@@ -53,7 +55,10 @@ class Cluster:
         if number in self.gone:
             return
         host = f"host-{number % 2}"
-        slot = self.placement.free_slot(self.placement.choose_stage(host))
+        held = self.random.randrange(self.placement.num_stages)
+        # In the beginning, as after the start of a leader, workers keep the stage that another leader has assigned.
+        stage = self.placement.choose_stage(host, {held}) if self.now_s > 1 or self.keeps_none else held
+        slot = self.placement.free_slot(stage)
         generation = self.placement.next_generation(slot.id.name)
         slot.worker = worker = Worker(JoinRequest(f"w{number}", "cpu", host, 1), slot.id, generation)
         self.enter(worker, "loading")
@@ -173,7 +178,8 @@ class Cluster:
 def go(seed: int) -> None:
     """A version is loaded and workers are restarted, while others are killed, some of them for good."""
     cluster = Cluster(seed)
-    cluster.run(10)
+    cluster.run(60)
+    assert cluster.placement.fully_replicated
     workers = [int(worker.name[1:]) for worker in cluster.placement.workers()]
     spare = len(workers) - cluster.placement.num_stages
     cluster.goal.loading = Loading(2, cluster.now_s + 30)
@@ -218,9 +224,10 @@ def load_everywhere(loading: Loading, placement: Placement, steps: module.Steps,
         (module, "_may_restart", unsafe_restart),
         (module, "_load", load_everywhere),
         (module, "_of_worker", lambda worker, goal: iter(())),
-        (Placement, "empty_stages", lambda placement: []),
+        (module, "REASSIGN_AFTER_S", math.inf),
+        (module, "BALANCE_AFTER_S", math.inf),
     ],
-    ids=["restart while others are missing", "load everywhere at once", "activate nothing", "never reassign"],
+    ids=["restart while others are missing", "load everywhere at once", "activate nothing", "never reassign", "never balance"],
 )
 def test_planted_bug_is_found(place: object, name: str, bug: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, name, bug)
