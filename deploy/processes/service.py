@@ -76,6 +76,7 @@ def run(settings: ServeSettings, program: Callable[[Sequence[str]], object]) -> 
     with contextlib.ExitStack() as stack:
         service = _Service(settings, stack, program)
         service.import_programs()
+        _check_bundle(settings)
         if status := asyncio.run(service.run()):
             raise UserError("a process exited with status 2 (invalid settings); see its error above")
         return status
@@ -90,6 +91,13 @@ def _check_files(settings: ServeSettings) -> None:
         server_context(settings, client_ca)
     if settings.handler is not None:
         _check_handler(settings.handler)
+
+
+def _check_bundle(settings: ServeSettings) -> None:
+    """Raise ModelError if the bundle does not have these stages or batches. Call it after `import_programs`: it imports torch."""
+    from multiworld_serving.server.versions.model_source import ModelSource  # noqa: PLC0415
+
+    ModelSource(settings).check()
 
 
 def _check_handler(handler: str) -> None:

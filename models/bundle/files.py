@@ -100,8 +100,13 @@ def read_bundle(path: Path) -> Bundle:
     raise BundleError(f"{path} is neither a folder nor a .zip file; expected what `multiworld export` writes")
 
 
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a bundle in a folder. Raises BundleError, OSError."""
+    return Manifest.from_json(_bytes(folder / MANIFEST, MAX_MANIFEST_BYTES))
+
+
 def _read_folder(folder: Path) -> Bundle:
-    manifest = Manifest.from_json(_bytes(folder / MANIFEST, MAX_MANIFEST_BYTES))
+    manifest = read_manifest(folder)
     text = _bytes(folder / GRAPH, MAX_GRAPH_BYTES)
     _check_digest(manifest, GRAPH, hashlib.sha256(text).hexdigest())
     graph = Graph.from_json(text)

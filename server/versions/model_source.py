@@ -9,12 +9,14 @@ from pathlib import Path
 from msgspec import structs
 
 from multiworld_serving.common.config import check_memory
-from multiworld_serving.models.bundle.files import Bundle, read_bundle
+from multiworld_serving.models.bundle.files import Bundle, read_bundle, read_manifest
+from multiworld_serving.models.bundle.manifest import Manifest
 from multiworld_serving.models.errors import BundleError, WeightsError
 from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.models.weights import SUFFIXES
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.versions.model_files import bundle_path, check_model_files
+from multiworld_serving.server.versions.stage_plan import stage_ends
 from multiworld_serving.server.versions.weights_dir import path_in_weights_dir
 
 _COPIES_OF_WEIGHTS = 4
@@ -36,13 +38,30 @@ class ModelSource:
         settings = self.settings
         check_model_files(settings)
         bundle = self._read(settings.weights)
-        manifest = bundle.manifest
-        if settings.max_batch_size > manifest.max_batch_size:
+        self._check_batch_size(bundle.manifest)
+        return bundle
+
+    def check(self) -> None:
+        """Check that the first version has as many stages and as large batches as the settings ask for.
+
+        Reads only the manifest, unless there are more stages than it was exported with. A .zip file is left to the leader.
+
+        Raises:
+            models.ModelError: it has not.
+        """
+        path = self._path(self.settings.weights)
+        if path.is_dir():
+            manifest = read_manifest(path)
+            self._check_batch_size(manifest)
+            if self.settings.stages > len(manifest.cuts) + 1:
+                stage_ends(read_bundle(path), self.settings.stages)
+
+    def _check_batch_size(self, manifest: Manifest) -> None:
+        if self.settings.max_batch_size > manifest.max_batch_size:
             raise BundleError(
                 f"{manifest.name} computes batches of at most {manifest.max_batch_size}; choose a smaller --max-batch-size, or export it "
                 "with a larger one"
             )
-        return bundle
 
     def version(self, weights: str | None, first: Bundle) -> Bundle:
         """A further version by the name that an administrator gives (None: that of the settings). Blocks.
@@ -68,12 +87,14 @@ class ModelSource:
             )
         return read_bundle(path)
 
-    def _read(self, weights: str) -> Bundle:
+    def _path(self, weights: str) -> Path:
         settings = self.settings
-        path = bundle_path(settings) or exported(
+        return bundle_path(settings) or exported(
             settings.model, weights, settings.max_batch_size, image_size=settings.image_size
         )
-        return read_bundle(path)
+
+    def _read(self, weights: str) -> Bundle:
+        return read_bundle(self._path(weights))
 
     def _allowed(self, weights: str) -> str:
         """The weights that an administrator names. Raises WeightsError if they are outside `--weights-dir`, or not a valid path."""

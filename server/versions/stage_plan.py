@@ -135,7 +135,7 @@ def make_bundle_plan(
     Raises:
         ModelError: the model cannot be cut there, computes NaN or infinity.
     """
-    graphs, outputs = _stages_of(bundle, _cuts(bundle, num_stages))
+    graphs, outputs = _stages_of(bundle, stage_ends(bundle, num_stages))
     specs = stage_specs(bundle.manifest, graphs)
     tensors: Sequence[Tensor] = [bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs]
     plans = []
@@ -155,7 +155,8 @@ def make_bundle_plan(
     return _logged(plans)
 
 
-def _cuts(bundle: Bundle, num_stages: int) -> tuple[int, ...]:
+def stage_ends(bundle: Bundle, num_stages: int) -> tuple[int, ...]:
+    """Where the graph is cut into stages. Raises StageError if that is not possible."""
     manifest = bundle.manifest
     if num_stages == len(manifest.cuts) + 1:
         return manifest.cuts

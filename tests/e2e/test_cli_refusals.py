@@ -14,6 +14,7 @@ import safetensors.torch
 from multiworld_serving.cli.main import main
 from multiworld_serving.models.export.torchvision_models import load_model
 from multiworld_serving.testing.local_service import LocalService
+from tests.bundles import classifier_bundle
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,21 +37,18 @@ def rejection(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     return error_line(capfd.readouterr().err)
 
 
-def rejection_of_program(*arguments: str, token: str = "t") -> str:
-    """The error line of `multiworld` with these arguments, run as a separate process."""
+def program(*arguments: str, token: str = "t") -> "subprocess.CompletedProcess[str]":
+    """`multiworld` with these arguments, run as a separate process that refuses them."""
     command = [sys.executable, "-m", "multiworld_serving.cli.main", *arguments]
     environment = {**os.environ, "MULTIWORLD_TOKEN": token}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    return error_line(done.stderr)
+    return done
 
 
 def error_line(text: str) -> str:
-    """The error. If a process finds it, another line refers to it."""
-    first, *others = [line for line in text.splitlines() if line.startswith("multiworld: error:")]
-    assert all("see its error above" in line for line in others)
-    assert len(others) <= 1
-    return first
+    (line,) = [line for line in text.splitlines() if line.startswith("multiworld: error:")]
+    return line
 
 
 def test_serve_is_refused_when_the_weights_are_of_another_architecture(
@@ -63,9 +61,16 @@ def test_serve_is_refused_when_the_weights_are_of_another_architecture(
     assert "resnet50" in line
 
 
-def test_serve_is_refused_when_there_are_more_stages_than_blocks(capfd: pytest.CaptureFixture[str]) -> None:
-    line = rejection_of_program("serve", *RESNET, "--stages", "64", "--external-workers", *FREE_PORTS)
-    assert "can be cut into at most" in line
+@pytest.mark.parametrize(
+    ("option", "says"), [("--stages", "can be cut into at most"), ("--max-batch-size", "batches of at most 8")]
+)
+def test_serve_starts_no_process_when_the_bundle_has_fewer_stages_or_smaller_batches(
+    option: str, says: str, tmp_path: Path
+) -> None:
+    classifier_bundle(tmp_path / "one")
+    done = program("serve", "--model", str(tmp_path / "one"), option, "64", *FREE_PORTS)
+    assert says in done.stderr.splitlines()[-1]
+    assert "pid=" not in done.stderr
 
 
 @pytest.mark.parametrize("option", ["--http-port", "--join-port", "--metrics-port"])
@@ -94,5 +99,5 @@ def test_missing_device_is_refused(
 
 
 def test_worker_exits_with_2_when_its_token_is_wrong(service: LocalService) -> None:
-    line = rejection_of_program("worker", "--leader", service.join_address.split(",")[0], token="wrong")
-    assert "token" in line
+    done = program("worker", "--leader", service.join_address.split(",")[0], token="wrong")
+    assert "token" in error_line(done.stderr)
