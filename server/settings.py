@@ -3,8 +3,8 @@
 `serve` has the settings of all programs that it starts; those of leaders are in leader_settings.py.
 """
 
-import importlib.util
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -29,13 +29,6 @@ def _admin_port() -> Any:
 
 EXAMPLE = "{example}"
 """In the banner, the place of the path and options of a request, which depend on the model."""
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # nor the package that contains it
-        return False
 
 
 class HttpSettings(ServiceSettings):
@@ -101,7 +94,7 @@ class HttpSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _grpc_is_installed(self) -> Self:
-        if self.grpc_port is not None and not (_is_installed("grpc") and _is_installed("google.protobuf")):
+        if self.grpc_port is not None and not (find_spec("grpc") and find_spec("google")):
             raise ValueError("--grpc-port requires: pip install 'multiworld-serving[grpc]'")
         return self
 

@@ -1,7 +1,5 @@
 """The supervisor's decisions and the settings it passes to workers, without processes."""
 
-import contextlib
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,10 +8,8 @@ from pydantic import SecretStr
 
 from multiworld_serving.deploy.processes import supervisor
 from multiworld_serving.deploy.processes.programs import environment_of
-from multiworld_serving.deploy.processes.service import _Service
 from multiworld_serving.deploy.processes.supervisor import Backoff, _Silence
 from multiworld_serving.server.settings import ServeSettings
-from multiworld_serving.workers.settings import WorkerSettings
 
 SETTINGS = ServeSettings(
     token=SecretStr("of-the-operator"),
@@ -49,15 +45,6 @@ def test_environment_has_no_settings_and_no_token(monkeypatch: pytest.MonkeyPatc
     assert int(environment["GOMP_SPINCOUNT"]) > 0, "threads release their core soon"
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     assert environment_of(1, NOTIFY)["GOMP_SPINCOUNT"] == "7"
-
-
-def test_worker_is_named_first_and_the_token_is_not_in_its_command() -> None:
-    with contextlib.ExitStack() as stack:
-        command = _Service(SETTINGS, stack, print)._command("worker", 4)
-        settings = WorkerSettings.model_validate_json(Path(command[-1]).read_text())
-    assert settings.secret == b"of-the-service"
-    assert command[:3] == ["worker", "--name", "local-4"]
-    assert not any("of-the" in part for part in command)
 
 
 @pytest.mark.parametrize(

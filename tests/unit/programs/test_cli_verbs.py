@@ -151,14 +151,6 @@ def test_serve_passes_its_settings_and_the_supervisor(program: Recorder) -> None
     assert settings.token is None, "only its own processes need a secret"
 
 
-def test_leader_passes_its_settings(program: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MULTIWORLD_TOKEN", "open-sesame")
-    assert main(["leader", "--model", "resnet18", "--name", "left"]) == 0
-    [settings] = program.arguments
-    assert isinstance(settings, LeaderSettings)
-    assert (settings.model, settings.name, settings.accepted_secrets) == ("resnet18", "left", (b"open-sesame",))
-
-
 def test_frontend_joins_every_leader_that_it_is_given(program: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", "open-sesame")
     assert main(["frontend", "--leader", "10.0.0.1:8001", "--leader", "10.0.0.2:8001,10.0.0.3:8001"]) == 0
@@ -368,11 +360,6 @@ def test_watch_in_a_pipe_prints_the_state_every_second(url: str) -> None:
         assert next(headlines)
         assert next(headlines)
         watching.terminate()
-
-
-def test_status_prints_json(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--url", url, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == SNAPSHOT
 
 
 class BusyService(FakeService):

@@ -60,15 +60,6 @@ async def test_ready_watchdog_and_stopping_are_sent_while_a_service_runs(systemd
     assert told == "STOPPING=1"
 
 
-async def test_no_watchdog_messages_are_sent_without_a_watchdog(
-    systemd: Systemd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("WATCHDOG_USEC")
-    async with notify_systemd():
-        await asyncio.sleep(0)
-    assert [systemd.next(), systemd.next()] == ["READY=1", "STOPPING=1"]
-
-
 @pytest.mark.parametrize(
     "program",
     [

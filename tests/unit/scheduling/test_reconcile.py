@@ -227,7 +227,13 @@ def load_everywhere(loading: Loading, placement: Placement, steps: module.Steps,
         (module, "REASSIGN_AFTER_S", math.inf),
         (module, "BALANCE_AFTER_S", math.inf),
     ],
-    ids=["restart while others are missing", "load everywhere at once", "activate nothing", "never reassign", "never balance"],
+    ids=[
+        "restart while others are missing",
+        "load everywhere at once",
+        "activate nothing",
+        "never reassign",
+        "never balance",
+    ],
 )
 def test_planted_bug_is_found(place: object, name: str, bug: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, name, bug)
