@@ -11,6 +11,7 @@ from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.errors import StageError
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.models.weights.tensor_file import TensorFile
+from multiworld_serving.workers.compute.stage_store import StageTask
 
 
 class IncomingAssignment:
@@ -19,6 +20,7 @@ class IncomingAssignment:
         message: the ASSIGN message. WEIGHTS messages follow after FETCH_WEIGHTS.
 
     Attributes:
+        task: what to load. Its weights arrive with `add`.
         is_fetching: whether FETCH_WEIGHTS was sent.
     Raises:
         WireError, models.StageError: the message is invalid.
@@ -27,16 +29,16 @@ class IncomingAssignment:
     def __init__(self, message: Message) -> None:
         self.assignment = StageAssignment.from_json(message.text())
         self.spec = BundleStageSpec.from_json(self.assignment.spec)
-        self.sample_shape = self.assignment.sample_shape
+        self.task = StageTask(
+            self.spec,
+            TensorFile.in_memory(),
+            self.assignment.sample_shape,
+            self.assignment.max_batch_size,
+            Tuning(self.assignment.precision, self.assignment.optimize),
+        )
         self.is_fetching = False
-        self._weights = TensorFile.in_memory()
         self._arrived = 0
         self._complete = asyncio.Event()
-
-    @property
-    def tuning(self) -> Tuning:
-        """Raises models.StageError for unknown values."""
-        return Tuning(self.assignment.precision, self.assignment.optimize)
 
     @property
     def missing_bytes(self) -> int:
@@ -49,21 +51,19 @@ class IncomingAssignment:
         size = 0 if message.payload is None else message.payload.nbytes
         if message.payload is None or size > self.missing_bytes:
             raise WireError(f"WEIGHTS: {self._arrived + size} bytes; expected {announced}")
-        self._weights.write(message.payload.numpy().data, self._arrived)
+        self.task.weights.write(message.payload.numpy().data, self._arrived)
         self._arrived += size
         if not self.missing_bytes:
             self._complete.set()
         return self._complete.is_set()
 
-    async def take_weights(self) -> TensorFile:
-        """Wait until all weights have arrived, return and release them."""
+    async def complete(self) -> None:
+        """Wait until all weights have arrived."""
         await self._complete.wait()
-        weights, self._weights = self._weights, TensorFile.in_memory()
-        return weights
 
-    def check_weights(self, weights: TensorFile) -> None:
+    def check_weights(self) -> None:
         """Raise StageError for other weights than announced. Blocks for up to a second."""
-        with open(f"/proc/self/fd/{weights.fileno()}", "rb") as file:
+        with open(f"/proc/self/fd/{self.task.weights.fileno()}", "rb") as file:
             found, announced = hashlib.file_digest(file, "sha256").hexdigest(), self.assignment.weights_sha256
         if found != announced:
             raise StageError(f"the weights have the SHA-256 hash {found}, but {announced} was announced")

@@ -134,8 +134,8 @@ async def _start_metrics_port(
     if settings.metrics_port is None:
         return
     metrics.watch(lambda: engine.busy, lambda: len(engine.stages))
-    if (gpu := GpuCollector.of(engine.device)) is not None:
-        metrics.registry.register(stack.enter_context(gpu))
+    if engine.device.type == "cuda":
+        metrics.registry.register(stack.enter_context(GpuCollector(engine.device).running()))
 
     def ready() -> bool:
         return any(connection.serving for connection in connections)

@@ -20,7 +20,6 @@ from multiworld_serving.common.wire.message import Header, Message, MessageKind,
 from multiworld_serving.common.wire.tracing import MAX_TRACE_BYTES, TraceContext, trace_contexts
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.workers.compute.engine import Engine
-from multiworld_serving.workers.compute.stage_store import LoadedStage
 from multiworld_serving.workers.exit_timer import (
     OUT_OF_MEMORY_EXIT_S,
     arm_exit_timer,
@@ -41,6 +40,8 @@ _REPORT_S = 1.0
 _FAILURE_GRACE_S = 30.0
 """After reporting that the stage cannot be loaded, how long to wait for the leader to end the world."""
 LEADER_RANK = 0
+_OUTCOMES: dict[MessageKind, Outcome] = {MessageKind.FAILED: "failed", MessageKind.INPUT_LOST: "input_lost"}
+"""Of batches without a result, by what the leader is told."""
 
 
 class _Expected(NamedTuple):
@@ -150,7 +151,7 @@ class Session:
             if message.kind in (MessageKind.BATCH, MessageKind.INPUTS):
                 traced, self._traced = self._traced, (0, [])
                 parents = traced[1] if traced[0] == message.batch else []
-                self._start(self._answer(message, parents)).add_done_callback(lambda _: self._slots.release())
+                self._start(self._answer(message, parents))
             else:
                 self._slots.release()
                 self._handle(message)
@@ -202,7 +203,7 @@ class Session:
         match message.kind:
             case MessageKind.ASSIGN if self._incoming is None:
                 incoming = IncomingAssignment(message)
-                spec, shape, most = incoming.spec, incoming.sample_shape, incoming.assignment.max_batch_size
+                spec, shape, most = incoming.spec, incoming.task.sample_shape, incoming.task.max_batch_size
                 if not self._place.accepts(incoming.assignment.digest):
                     self._start(self._refuse(incoming))
                     return
@@ -213,7 +214,6 @@ class Session:
                     torch.float32 if spec.is_last else incoming.assignment.travels_as(torch.float32),
                 )
                 self._place.assigned(incoming.assignment.version, spec, incoming.assignment.digest)
-                self.queue.expect(incoming.assignment.version)
                 self._start(self._serve_assignment(incoming))
             case MessageKind.WEIGHTS if self._incoming is not None:
                 if self._incoming.add(message):
@@ -242,48 +242,42 @@ class Session:
 
     async def _serve_assignment(self, incoming: IncomingAssignment) -> None:
         """Load a stage and report the outcome to the leader. Other stages keep serving meanwhile."""
+
+        async def fetch() -> None:
+            incoming.is_fetching = True
+            await self._channel.send(incoming.message(MessageKind.FETCH_WEIGHTS))
+
         try:
-            stage, load_s = await self._obtain(incoming)
+            stage, load_s = await self._loader.obtain(incoming, fetch)
         except (BrokenWorldException, WorldClosedError):
             return
         except Exception as error:
             logger.exception("world=%s the stage cannot be loaded", self._world.name)
             await self._fail(incoming, error)
             return
-        assignment, spec, made = incoming.assignment, incoming.spec, stage.optimized
-        self.queue.serve(assignment.version, stage)
+        finally:
+            if self._incoming is incoming:
+                self._incoming = None
+        version, spec, made = incoming.assignment.version, incoming.spec, stage.optimized
+        if (version, spec.index) in self._inputs:  # else it was unloaded meanwhile
+            self.queue.serve(version, stage)
         self._metrics.stage_loaded(spec.index)
         self._place.loaded()
         if not self.serving:
             self.serving = True
             # One more slot than the leader's window: a leader that exceeds its window blocks only its own link.
-            for _ in range(assignment.window):
+            for _ in range(incoming.assignment.window):
                 self._slots.release()
-        self._log_loaded(incoming, load_s, stage)
-        release_free_memory()
-        ready = {"warm_up_s": round(load_s, 3), "execution_mode": str(made.mode), "why": made.why}
-        with contextlib.suppress(BrokenWorldException, WorldClosedError):
-            await self._channel.send(incoming.reply(MessageKind.READY, json.dumps(ready)))
-
-    async def _obtain(self, incoming: IncomingAssignment) -> tuple[LoadedStage, float]:
-        async def fetch() -> None:
-            incoming.is_fetching = True
-            await self._channel.send(incoming.message(MessageKind.FETCH_WEIGHTS))
-
-        try:
-            return await self._loader.obtain(incoming, fetch)
-        finally:
-            if self._incoming is incoming:
-                self._incoming = None
-
-    def _log_loaded(self, incoming: IncomingAssignment, load_s: float, stage: LoadedStage) -> None:
-        spec, made = incoming.spec, stage.optimized
         how = f"loaded in {load_s:.2f} s" if load_s else "is in memory already"
         logger.info(
             "world=%s generation=%d stage=%d/%d model=%s@%s blocks=%s..%s %s execution_mode=%s (%s)",
             *(self._world.name, self._world.generation, spec.index, spec.num_stages),
             *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], how, made.mode, made.why),
         )
+        release_free_memory()
+        ready = {"warm_up_s": round(load_s, 3), "execution_mode": str(made.mode), "why": made.why}
+        with contextlib.suppress(BrokenWorldException, WorldClosedError):
+            await self._channel.send(incoming.reply(MessageKind.READY, json.dumps(ready)))
 
     async def _refuse(self, incoming: IncomingAssignment) -> None:
         text = f"it obeys leader {self._place.obeyed}, which has not assigned this version of the stage with equal settings"
@@ -301,49 +295,44 @@ class Session:
                 self._world.fail(Cause.ABORTED, self._world.rank, f"the stage cannot be loaded: {_describe(error)}")
 
     async def _answer(self, message: Message, parents: list[TraceContext]) -> None:
-        """Compute one batch, send its result, and count the outcome."""
+        """Compute a batch and send RESULT or KEPT, FAILED when the stage raises, or INPUT_LOST. Counts the outcome."""
         outcome: Outcome = "discarded"
         try:
-            outcome = await self._compute_and_send(message, parents)
+            answer = await self._compute(message, parents)
+            await self._channel.send(answer)
+            outcome = _OUTCOMES.get(answer.kind, "answered")
+            if self.device_failed:
+                self._world.fail(Cause.ERROR, self._world.rank, "the GPU has failed for this process")
+        except (BrokenWorldException, WorldClosedError):
+            logger.debug("world=%s batch=%d discarded: the world ended", self._world.name, message.batch)
         finally:
             self._metrics.batch_ended(message.stage, outcome)
+            self._slots.release()
 
-    async def _compute_and_send(self, message: Message, parents: list[TraceContext]) -> Outcome:
-        """Compute a batch and send RESULT or KEPT, FAILED when the stage raises, or INPUT_LOST. Returns the outcome."""
-        outcome: Outcome = "answered"
+    async def _compute(self, message: Message, parents: list[TraceContext]) -> Message:
+        """The result of a batch, or why there is none."""
         try:
-            answer = await self._compute(message, parents)
+            return await self._result(message, parents)
         except InputLostError as error:
             logger.warning("world=%s batch=%d stage=%d: %s", self._world.name, message.batch, message.stage, error)
-            answer = error.lost.message(message.batch, message.stage, message.version)
-            outcome = "input_lost"
+            return error.lost.message(message.batch, message.stage, message.version)
         except Exception as error:
             if is_out_of_memory(error):  # the leader reroutes the batch, and a supervisor starts a new process
                 self.out_of_memory = True
                 arm_exit_timer(OUT_OF_MEMORY_EXIT_S)
             self.device_failed |= is_device_failure(error)
             logger.exception("world=%s batch=%d stage=%d raised", self._world.name, message.batch, message.stage)
-            answer = Message.from_text(
+            return Message.from_text(
                 MessageKind.FAILED, _describe(error), batch=message.batch, stage=message.stage, version=message.version
             )
-            outcome = "failed"
-        try:
-            await self._channel.send(answer)
-        except (BrokenWorldException, WorldClosedError):
-            logger.debug("world=%s batch=%d discarded: the world ended", self._world.name, message.batch)
-            return "discarded"
-        if self.device_failed:
-            self._world.fail(Cause.ERROR, self._world.rank, "the GPU has failed for this process")
-        return outcome
 
-    async def _compute(self, message: Message, parents: list[TraceContext]) -> Message:
+    async def _result(self, message: Message, parents: list[TraceContext]) -> Message:
         """Compute a batch; returns RESULT or KEPT. The input is dropped on return: it may lie in memory of its producer."""
         inputs, batch = await self._input_of(message)
-        images, keep, allocate = len(batch), inputs is not None and inputs.keep, None
-        if keep and self._edges is not None:
-            allocate = self._edges.allocate
+        images, edges = len(batch), self._edges if inputs is not None and inputs.keep else None
         done = await self.queue.compute(
-            message.version, message.stage, batch, self._expected(message).float32_as, allocate
+            *(message.version, message.stage, batch, self._expected(message).float32_as),
+            edges.allocate if edges is not None else None,
         )
         output, compute_ns, waited_us = done.output, done.compute_ns, done.waited_us
         self._metrics.computed(message.stage, compute_ns / 1e9)
@@ -352,8 +341,10 @@ class Session:
                 parents, stage=message.stage, images=images, compute_ns=compute_ns, waited_us=waited_us
             )
         kind = MessageKind.RESULT
-        if inputs is not None and (kept := self._keep(output, inputs)) is not None:
-            kind, output = MessageKind.KEPT, kept
+        if edges is not None and inputs is not None:
+            number = edges.store.put(self, output, expires_s=inputs.expires_s or None)
+            if number is not None:  # else it is sent to the leader
+                kind, output = MessageKind.KEPT, torch.tensor([number, *output.shape[1:]])
         return Message(kind, message.batch, output, compute_ns, waited_us, message.stage, message.version)
 
     async def _input_of(self, message: Message) -> tuple[BatchInputs | None, torch.Tensor]:
@@ -369,13 +360,6 @@ class Session:
             raise WireError(f"INPUTS with rows of {row_shape}; expected {expected.row_shape}")
         self._edges.store.release(inputs.release, self)
         return inputs, await fetch_inputs(self._edges, inputs, expected.dtype, row_shape)
-
-    def _keep(self, output: torch.Tensor, inputs: BatchInputs) -> torch.Tensor | None:
-        """Keep an output for others to fetch. Returns the payload of KEPT; None if the output must be sent to the leader."""
-        if not inputs.keep or self._edges is None:
-            return None
-        number = self._edges.store.put(self, output, expires_s=inputs.expires_s or None)
-        return None if number is None else torch.tensor([number, *output.shape[1:]])
 
 
 def _describe(error: Exception) -> str:

@@ -5,15 +5,11 @@ import logging
 import time
 import weakref
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 from multiworld_serving.common.config import check_memory, release_free_memory
-from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.errors import CompileError
-from multiworld_serving.models.optimize.tuning import Tuning
-from multiworld_serving.models.weights.tensor_file import TensorFile
 from multiworld_serving.workers.compute.engine import Engine, EngineQueue
-from multiworld_serving.workers.compute.stage_store import LoadedStage
+from multiworld_serving.workers.compute.stage_store import LoadedStage, StageTask
 from multiworld_serving.workers.incoming_assignment import IncomingAssignment
 
 logger = logging.getLogger(__name__)
@@ -47,53 +43,37 @@ class StageLoader:
             ModelError, RuntimeError: the weights are not those announced, do not match the stage, or the
                 device cannot run it.
         """
-        stages, digest = self._engine.stages, incoming.assignment.digest
+        stages, digest, task = self._engine.stages, incoming.assignment.digest, incoming.task
         async with stages.turn(digest):
             if (stage := stages.find(digest)) is not None:
                 return stage, 0.0
             if len(stages):  # the kernel's OOM killer would end the stages that serve as well
                 check_memory(_COPIES_OF_WEIGHTS * incoming.assignment.weights_bytes)
             await fetch()
-            weights = await incoming.take_weights()
+            await incoming.complete()
             began_s = time.monotonic()
-            await self._engine.run(self._queue, partial(incoming.check_weights, weights))
-            arguments = incoming.spec, weights, incoming.sample_shape, incoming.assignment.max_batch_size
-            stage = await self._queue.load(*arguments, incoming.tuning)
+            await self._engine.run(self._queue, incoming.check_weights)
+            stage = await self._queue.load(task)
             stages.add(digest, stage)
-        if incoming.tuning.optimize == "compile":
-            self._compile_in_background(stage, *arguments, incoming.tuning)
+        if task.tuning.optimize == "compile":
+            compiling = asyncio.create_task(self._compile_and_replace(weakref.ref(stage), task))
+            _compiling.add(compiling)
+            compiling.add_done_callback(_compiling.discard)
         return stage, time.monotonic() - began_s
 
-    def _compile_in_background(
-        self,
-        stage: LoadedStage,
-        spec: BundleStageSpec,
-        weights: TensorFile,
-        sample_shape: tuple[int, ...],
-        max_batch_size: int,
-        tuning: Tuning,
-    ) -> None:
-        """Compile the stage while it serves. Independent of the leader that assigned it, because others may serve it as well."""
-        serving, index = weakref.ref(stage), spec.index
-        queue = self._engine.new_queue()
-
-        async def compile_and_replace() -> None:
-            try:
-                made = await queue.compile(
-                    spec, weights, sample_shape, max_batch_size, tuning, lambda: serving() is not None
-                )
-                found = serving()
-                if made is not None and found is not None:
-                    found.become(made)
-                    logger.info("stage=%d execution_mode=%s (%s)", index, made.optimized.mode, made.optimized.why)
-            except (CompileError, MemoryError) as error:
-                logger.warning("stage=%d stays as with --optimize fused, it cannot be compiled: %s", index, error)
-            except Exception:
-                logger.exception("stage=%d stays as with --optimize fused, it cannot be compiled", index)
-            finally:
-                queue.close()
-                release_free_memory()
-
-        task = asyncio.create_task(compile_and_replace())
-        _compiling.add(task)
-        task.add_done_callback(_compiling.discard)
+    async def _compile_and_replace(self, serving: "weakref.ref[LoadedStage]", task: StageTask) -> None:
+        """Compile a stage while it serves. Independent of the leader that assigned it, because others may serve it as well."""
+        index, queue = task.spec.index, self._engine.new_queue()
+        try:
+            made = await queue.compile(task, lambda: serving() is not None)
+            found = serving()
+            if made is not None and found is not None:
+                found.optimized, found.threads = made.optimized, made.threads
+                logger.info("stage=%d execution_mode=%s (%s)", index, made.optimized.mode, made.optimized.why)
+        except (CompileError, MemoryError) as error:
+            logger.warning("stage=%d stays as with --optimize fused, it cannot be compiled: %s", index, error)
+        except Exception:
+            logger.exception("stage=%d stays as with --optimize fused, it cannot be compiled", index)
+        finally:
+            queue.close()
+            release_free_memory()

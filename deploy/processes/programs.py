@@ -27,10 +27,7 @@ SPIN_VARIABLE = "GOMP_SPINCOUNT"
 SPINS = "20000"
 """OpenMP spin count of an idle thread: about 0.5 ms, longer than the pauses between the operations of a model. The default is
 several milliseconds, during which another worker could use the core."""
-_IMPORTS = (
-    "torch._dynamo",  # torch imports it when a graph is checked: two seconds in each process
-    *(f"multiworld_serving.{module}.main" for module in ("server.frontends", "server", "workers")),
-)
+_IMPORTS = tuple(f"multiworld_serving.{module}.main" for module in ("server.frontends", "server", "workers"))
 _STOP_MARGIN_S = 5.0
 """Seconds from the end of the drain timeout to SIGKILL."""
 _BLOCKED_HEARTBEATS = 3

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from multiworld_serving.models.bundle.graph import Graph
-from multiworld_serving.models.bundle.nodes import Node
+from multiworld_serving.models.bundle.nodes import Call, Input, Item
+from multiworld_serving.models.bundle.values import values_of
 from multiworld_serving.models.errors import StageError
 from multiworld_serving.models.partition import partition
 
@@ -60,15 +59,15 @@ def estimate_costs(graph: Graph, lengths: Mapping[str, int]) -> tuple[float, ...
     """
     work_s, ends = [0.0] * len(graph.nodes), dict[int, int]()
     fewest, end = math.inf, None
-    for position, (node, operations) in enumerate(zip(graph.nodes, _Counter(graph, lengths).operations, strict=True)):
+    for position, (node, operations) in enumerate(zip(graph.nodes, _operations(graph, lengths), strict=True)):
         if operations and end is not None:
             ends[end] = len(graph.live_after(end) or ())
             fewest, end = math.inf, None
-        written = node.row_bytes(lengths) if node.kind in ("call", "item") else 0
+        written = node.row_bytes(lengths) if isinstance(node, Call | Item) else 0
         work_s[position] = operations / _OPERATIONS_PER_S + written / _MEMORY_BYTES_PER_S
         crossing = graph.live_after(position)
         if crossing and work_s[position]:
-            size = sum(graph.by_name[name].row_bytes(lengths) for name in crossing)
+            size = sum(graph.tensor(name).row_bytes(lengths) for name in crossing)
             if size <= fewest:
                 fewest, end = size, position
     if not ends:  # at most one operator multiplies: each node is a block
@@ -88,26 +87,16 @@ def _summed(work_s: Sequence[float], ends: Collection[int]) -> tuple[float, ...]
     return tuple(found)
 
 
-class _Counter(fx.Interpreter):
-    """Runs the graph on tensors without data, and counts the operations of each node for one row."""
-
-    def __init__(self, graph: Graph, lengths: Mapping[str, int]) -> None:
-        def empty(node: Node) -> Tensor:
-            assert node.shape is not None
-            shape = [dim if isinstance(dim, int) else lengths[str(dim)] for dim in node.shape]
-            return torch.empty(shape, dtype=node.dtype, device="meta")
-
-        super().__init__(graph.build({node.target: empty(node) for node in graph.weights}, torch.device("meta")))
-        self.operations: list[int] = []
-        with torch.no_grad():
-            self.run(*map(empty, graph.inputs))
-        self.operations.pop()  # that of the output
-
-    def run_node(self, n: fx.Node) -> Any:
+def _operations(graph: Graph, lengths: Mapping[str, int]) -> list[int]:
+    """Floating-point operations of each node for one row, counted on tensors without data."""
+    module = graph.build({node.key: node.empty() for node in graph.weights}, torch.device("meta"))
+    values = values_of(module, [node.empty(lengths) for node in graph.inputs])
+    found = []
+    for _ in graph.nodes:
         with FlopCounterMode(display=False) as counter:
-            value = super().run_node(n)
-        self.operations.append(counter.get_total_flops())
-        return value
+            next(values)
+        found.append(counter.get_total_flops())
+    return found
 
 
 def cut_graph(
@@ -170,12 +159,12 @@ def _positions(graph: Graph, costs_s: Sequence[float], lengths: Mapping[str, int
     for position in range(len(graph.nodes) - 1):
         passed_s += costs_s[position]
         crossing = graph.live_after(position) if costs_s[position] else None
-        if not crossing or all(graph.by_name[name].kind == "input" for name in crossing):
+        if not crossing or all(isinstance(graph.by_name[name], Input) for name in crossing):
             continue
         if set(crossing) == set(graph.outputs):  # the last stage would have no work
             continue
         part = int(_MAX_POSITIONS * passed_s / total_s)
-        size = sum(graph.by_name[name].row_bytes(lengths) for name in crossing)
+        size = sum(graph.tensor(name).row_bytes(lengths) for name in crossing)
         if part not in best or size < best[part][0]:
             best[part] = (size, position)
     return {position: size for size, position in best.values()}

@@ -12,7 +12,7 @@ import struct
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,9 @@ from torch import Tensor, fx
 
 from multiworld_serving.models.bundle.checking import check_graph
 from multiworld_serving.models.bundle.graph import MAX_GRAPH_BYTES, Graph
-from multiworld_serving.models.bundle.manifest import MAX_MANIFEST_BYTES, Manifest
-from multiworld_serving.models.bundle.nodes import BATCH, Node
+from multiworld_serving.models.bundle.manifest import MAX_MANIFEST_BYTES, Manifest, spec_of
+from multiworld_serving.models.bundle.nodes import BATCH, DTYPES
+from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError
 from multiworld_serving.models.weights.tensor_file import DTYPES as SAFETENSORS_DTYPES
 from multiworld_serving.models.weights.tensor_file import TensorFile
@@ -70,7 +71,7 @@ class Bundle:
     def build(self, stage: Graph, device: torch.device | str = "cpu") -> fx.GraphModule:
         """A module that computes a stage of `graph`, or all of it, on this device."""
         wanted = torch.device(device)
-        tensors = self.weights(node.target for node in stage.weights)
+        tensors = self.weights(node.key for node in stage.weights)
         return stage.build({key: tensor.to(wanted) for key, tensor in tensors.items()}, wanted)
 
     @property
@@ -148,49 +149,39 @@ def _check_digest(manifest: Manifest, name: str, found: str) -> None:
 
 
 def _weights_bytes(graph: Graph) -> int:
-    return sum({node.target: node.row_bytes() for node in graph.weights}.values())
+    return sum({node.key: node.row_bytes() for node in graph.weights}.values())
 
 
 def _check_weights(bundle: Bundle) -> None:
     """Raise BundleError unless every weight of the graph is there, as described, and not NaN."""
     for node in bundle.graph.weights:
-        entry = bundle.weights_file.entries.get(node.target)
+        entry = bundle.weights_file.entries.get(node.key)
         if entry is None:
-            raise BundleError(f"the weights of the bundle lack {node.target!r}")
+            raise BundleError(f"the weights of the bundle lack {node.key!r}")
         dtype = SAFETENSORS_DTYPES.get(entry.dtype)
-        if dtype is None or dtype != node.dtype or entry.shape != node.shape:
-            raise BundleError(f"the weight {node.target!r} is {entry.dtype} {entry.shape}, not as the graph says")
-        if dtype.is_floating_point and any(part.isnan().any() for part in bundle.weights_file.parts(node.target)):
-            raise BundleError(f"the weight {node.target!r} contains NaN; export the model with other weights")
+        if dtype is None or dtype != DTYPES[node.dtype] or entry.shape != node.shape:
+            raise BundleError(f"the weight {node.key!r} is {entry.dtype} {entry.shape}, not as the graph says")
+        if dtype.is_floating_point and any(part.isnan().any() for part in bundle.weights_file.parts(node.key)):
+            raise BundleError(f"the weight {node.key!r} contains NaN; export the model with other weights")
 
 
 def _check_self_test(bundle: Bundle) -> None:
     """Raise BundleError unless there is one finite row of every input and of all that crosses a cut."""
-    expected = {f"input.{node.name}": node for node in bundle.graph.inputs}
+    rows = {f"input.{each.name}": each for each in bundle.manifest.inputs}
     for number, stage in enumerate(bundle.stages):
-        expected |= {f"boundary.{number}.{index}": stage.by_name[name] for index, name in enumerate(stage.outputs)}
-    if bundle.self_test.keys() != expected.keys():
-        wrong = sorted(bundle.self_test.keys() ^ expected.keys())[0]
+        rows |= {f"boundary.{number}.{index}": spec_of(stage.tensor(name)) for index, name in enumerate(stage.outputs)}
+    if bundle.self_test.keys() != rows.keys():
+        wrong = sorted(bundle.self_test.keys() ^ rows.keys())[0]
         raise BundleError(f"the self-test of the bundle lacks {wrong[:60]!r} or has it without need")
-    for name, node in expected.items():
+    one_row = {**bundle.manifest.dimensions, BATCH: (1, 1)}
+    for name, spec in rows.items():
         tensor = bundle.self_test[name]
-        if tensor.dtype != node.dtype or not _is_row(tensor.shape, node, bundle.manifest):
-            raise BundleError(f"the self-test of the bundle has {name!r} as {tensor.dtype} {list(tensor.shape)}")
+        try:
+            RowFormat((spec,), one_row).check([tensor])
+        except BundleError as error:
+            raise BundleError(f"the self-test of the bundle: {name!r}: {error}") from error
         if tensor.is_floating_point() and not tensor.isfinite().all().item():
             raise BundleError(f"the self-test of the bundle has infinity or NaN in {name!r}")
-
-
-def _is_row(shape: Sequence[int], node: Node, manifest: Manifest) -> bool:
-    """Whether a tensor of one row of this node may have this shape."""
-    ranges = {**manifest.dimensions, BATCH: (1, 1)}
-    told = node.shape or ()
-    bounds = (
-        (dim, dim) if isinstance(dim, int) else ranges[dim] if dim is not None else (0, length)
-        for dim, length in zip(told, shape, strict=False)
-    )
-    return len(told) == len(shape) and all(
-        least <= length <= most for (least, most), length in zip(bounds, shape, strict=True)
-    )
 
 
 def _unpack(path: Path, folder: Path) -> None:

@@ -19,18 +19,33 @@ JSON values; `{"value": name}` refers to an earlier node, and `{"dtype": …}`, 
 
 from __future__ import annotations
 
-import json
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import torch
+from msgspec import Meta, Struct
 from torch import Tensor, fx, nn
 
-from multiworld_serving.models.bundle.nodes import MAX_ITEMS, Device, Node, Value, node_from, row_of
+from multiworld_serving.models.bundle.nodes import (
+    DTYPES,
+    MAX_ITEMS,
+    Call,
+    Calls,
+    Input,
+    Integer,
+    Item,
+    Node,
+    Size,
+    TensorNode,
+    Weight,
+    bundle_errors,
+    literal,
+)
 from multiworld_serving.models.bundle.operators import INTEGER_OPERATORS, find_operator
 from multiworld_serving.models.errors import BundleError
 
@@ -38,6 +53,18 @@ MAX_GRAPH_BYTES = 64 << 20
 MAX_NODES = 20_000
 _VIEWS = dict.fromkeys(("aten.view.default", "aten._unsafe_view.default"), "aten.reshape.default")
 """Operators that are built as others: whether a view is possible depends on strides, and these on the device."""
+
+
+class _Output(Struct, tag="output", array_like=True, forbid_unknown_fields=True):
+    names: Annotated[list[str], Meta(max_length=MAX_ITEMS)]
+
+
+class _Range(Struct, tag="range", array_like=True):
+    """See the module."""
+
+
+_Row = Input | Weight | Size | Integer | Call | Calls | Item | _Range | _Output
+_ROWS = msgspec.json.Decoder(Annotated[list[_Row], Meta(min_length=2, max_length=MAX_NODES)])
 
 
 @dataclass(frozen=True)
@@ -58,11 +85,15 @@ class Graph:
                 raise BundleError(f"invalid graph: two nodes are named {node.name!r}")
             for name in node.operands:
                 if name not in known:
-                    raise BundleError(f"invalid graph: {node.name!r} uses {name!r}, which is not computed before it")
+                    raise BundleError(
+                        f"invalid graph: {node.name!r} uses {name!r:.60}, which is not computed before it"
+                    )
+            if isinstance(node, Item) and not isinstance(known[node.value], Calls):
+                raise BundleError(f"invalid graph: {node.name!r} is an item of something else than several tensors")
             known[node.name] = node
         for name in self.outputs:
-            if name not in known or not known[name].is_tensor:
-                raise BundleError(f"invalid graph: the output {name!r} is not a tensor of the graph")
+            if not isinstance(known.get(name), TensorNode):
+                raise BundleError(f"invalid graph: the output {name!r:.60} is not a tensor of the graph")
         if not self.outputs:
             raise BundleError("invalid graph: it has no output")
 
@@ -70,19 +101,25 @@ class Graph:
     def by_name(self) -> dict[str, Node]:
         return {node.name: node for node in self.nodes}
 
-    @property
-    def inputs(self) -> tuple[Node, ...]:
-        return tuple(node for node in self.nodes if node.kind == "input")
+    def tensor(self, name: str) -> TensorNode:
+        """The node with this name, which is a tensor."""
+        node = self.by_name[name]
+        assert isinstance(node, TensorNode)
+        return node
 
     @property
-    def weights(self) -> tuple[Node, ...]:
-        return tuple(node for node in self.nodes if node.kind == "weight")
+    def inputs(self) -> tuple[Input, ...]:
+        return tuple(node for node in self.nodes if isinstance(node, Input))
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return tuple(node for node in self.nodes if isinstance(node, Weight))
 
     # -- JSON ------------------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        rows = [*map(row_of, self.nodes), ["output", list(self.outputs)]]
-        return "[\n" + ",\n".join(json.dumps(row, allow_nan=False, separators=(",", ":")) for row in rows) + "\n]"
+        rows: list[Node | _Output] = [*self.nodes, _Output(list(self.outputs))]
+        return "[\n" + ",\n".join(msgspec.json.encode(row).decode() for row in rows) + "\n]"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Graph:
@@ -93,17 +130,12 @@ class Graph:
         """
         if len(text) > MAX_GRAPH_BYTES:
             raise BundleError(f"invalid graph: it has {len(text)} bytes; at most {MAX_GRAPH_BYTES} are allowed")
-        try:
-            rows: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise BundleError(f"invalid graph: not JSON ({error})") from error
-        if not isinstance(rows, list) or not 2 <= len(rows) <= MAX_NODES:
-            raise BundleError(f"invalid graph: expected a list of 2 to {MAX_NODES} rows")
-        nodes = tuple(node_from(row) for row in rows[:-1] if not (isinstance(row, list) and row[:1] == ["range"]))
-        match rows[-1]:
-            case ["output", [*names]] if len(names) <= MAX_ITEMS and all(isinstance(name, str) for name in names):
-                return cls(nodes, tuple(names))
-        raise BundleError('invalid graph: the last row is not ["output", [name, …]]')
+        with bundle_errors("invalid graph"):
+            *rows, last = _ROWS.decode(text)
+        nodes = tuple(row for row in rows if isinstance(row, Node))
+        if not isinstance(last, _Output) or any(isinstance(row, _Output) for row in rows):
+            raise BundleError('invalid graph: only the last row is ["output", [name, …]]')
+        return cls(nodes, tuple(last.names))
 
     # -- cutting ---------------------------------------------------------------------------------------------------------------
 
@@ -137,9 +169,10 @@ class Graph:
             for name in node.operands:
                 if last_use.get(name, -1) <= position:
                     live.pop(name, None)
-            dimensions = {dim for each in live.values() for dim in each.shape or () if isinstance(dim, str)}
-            possible = live and all(each.has_rows for each in live.values())
-            found.append(tuple(live) if possible and dimensions_needed[position] <= dimensions else None)
+            rows = [each for each in live.values() if isinstance(each, TensorNode) and each.has_rows]
+            dimensions = {dim for each in rows for dim in each.shape}
+            possible = live and len(rows) == len(live) and dimensions_needed[position] <= dimensions
+            found.append(tuple(live) if possible else None)
         return found
 
     @cached_property
@@ -147,7 +180,7 @@ class Graph:
         """Names of the nodes that depend on weights and sizes only. Each stage that needs them computes them again."""
         found: set[str] = set()
         for node in self.nodes:
-            if node.kind != "input" and found.issuperset(node.operands):
+            if not isinstance(node, Input) and found.issuperset(node.operands):
                 found.add(node.name)
         return found
 
@@ -156,8 +189,8 @@ class Graph:
         found, pending = set(), list(node.operands) if node.name not in recomputed else []
         while pending:
             operand = self.by_name[pending.pop()]
-            if operand.kind == "size":
-                found.add(operand.target)
+            if isinstance(operand, Size):
+                found.add(operand.dimension)
             elif operand.name in recomputed:
                 pending += operand.operands
         return found
@@ -172,46 +205,24 @@ class Graph:
         if any(first >= second for first, second in pairwise(ends)):
             raise BundleError(f"invalid cuts: expected ascending positions below {len(self.nodes) - 1}")
         stages: list[Graph] = []
-        inputs, start = list(self.inputs), 0
-        for position in (*positions, len(self.nodes) - 1):
-            last = position == len(self.nodes) - 1
-            crossing = self.outputs if last else self.live_after(position)
+        inputs = self.inputs
+        for position in ends[1:]:
+            crossing = self.outputs if position == ends[-1] else self.live_after(position)
             if crossing is None:
                 raise BundleError(f"the graph cannot be cut after {self.nodes[position].name!r}")
-            stages.append(self._stage(inputs, self.nodes[start : position + 1], crossing))
-            inputs = [replace(self.by_name[name], kind="input", target="", args=(), kwargs={}) for name in crossing]
-            start = position + 1
+            stages.append(self._stage(inputs, position, crossing))
+            inputs = tuple(Input(name, self.tensor(name).dtype, self.tensor(name).shape) for name in crossing)
         return tuple(stages)
 
-    def _stage(self, inputs: Sequence[Node], nodes: Sequence[Node], outputs: tuple[str, ...]) -> Graph:
-        body = {node.name: node for node in nodes if node.kind != "input"}
-        known = {node.name for node in inputs}
-        needed: dict[str, None] = {}
-
-        def need(name: str) -> None:
-            """Add a node after the nodes that it uses."""
-            pending = [name]
-            while pending:
-                current = pending[-1]
-                missing = [each for each in self.by_name[current].operands if each not in known and each not in needed]
-                if current in known or current in needed:
-                    pending.pop()
-                elif missing:
-                    pending += missing
-                else:
-                    needed[current] = None
-                    pending.pop()
-
-        for name in (*(name for name, node in body.items() if node.kind in ("call", "calls", "item")), *outputs):
-            need(name)
-        used: set[str] = set(outputs)
-        kept: list[Node] = []
-        for name in reversed(needed):  # without what no output depends on
-            if name in used:
-                kept.append(self.by_name[name])
-                used.update(self.by_name[name].operands)
-        nodes = (*inputs, *reversed(kept))
-        return Graph(nodes, outputs)
+    def _stage(self, inputs: Sequence[Input], end: int, outputs: tuple[str, ...]) -> Graph:
+        """What the outputs depend on, from these inputs to the node at `end`."""
+        known, used = {node.name for node in inputs}, set(outputs)
+        nodes: list[Node] = []
+        for node in reversed(self.nodes[: end + 1]):
+            if node.name in used and node.name not in known:
+                nodes.append(node)
+                used.update(node.operands)
+        return Graph((*inputs, *reversed(nodes)), outputs)
 
     # -- building --------------------------------------------------------------------------------------------------------------
 
@@ -227,28 +238,25 @@ class Graph:
         values: dict[str, fx.Node] = {}
         attributes: dict[str, str] = {}
         for node in self.nodes:
-            match node.kind:
-                case "input":
+            match node:
+                case Input():
                     made = graph.placeholder(f"input_{len(values)}")
-                case "weight":
-                    if node.target not in attributes:
-                        attributes[node.target] = f"weight_{len(attributes)}"
-                        root.register_buffer(attributes[node.target], _weight(weights, node))
-                    made = graph.get_attr(attributes[node.target])
-                case "size":
-                    source, dim = self._source_of(node.target)
+                case Weight(key=key):
+                    if key not in attributes:
+                        attributes[key] = f"weight_{len(attributes)}"
+                        root.register_buffer(attributes[key], _weight(weights, node))
+                    made = graph.get_attr(attributes[key])
+                case Size(dimension=dimension):
+                    source, dim = self._source_of(dimension)
                     made = graph.call_function(torch.ops.aten.sym_size.int, (values[source], dim))
-                case "integer":
-                    made = graph.call_function(INTEGER_OPERATORS[node.target], _fx_arguments(node.args, values, device))
-                case "item":
-                    made = graph.call_function(operator.getitem, (values[node.args[0].name], int(node.target)))
-                case _:
-                    kwargs = {name: _fx_arguments(value, values, device) for name, value in node.kwargs.items()}
-                    made = graph.call_function(
-                        find_operator(_VIEWS.get(node.target, node.target)),
-                        _fx_arguments(node.args, values, device),
-                        kwargs,
-                    )
+                case Integer(target=target, args=args):
+                    made = graph.call_function(INTEGER_OPERATORS[target], literal(args, values, device))
+                case Item(value=value, index=index):
+                    made = graph.call_function(operator.getitem, (values[value], index))
+                case Call(target=target, args=args, kwargs=kwargs) | Calls(target=target, args=args, kwargs=kwargs):
+                    given = {name: literal(value, values, device) for name, value in kwargs.items()}
+                    function = find_operator(_VIEWS.get(target, target))
+                    made = graph.call_function(function, literal(args, values, device), given)
             values[node.name] = made
         graph.output(tuple(values[name] for name in self.outputs))
         return fx.GraphModule(root, graph)
@@ -256,28 +264,17 @@ class Graph:
     def _source_of(self, dimension: str) -> tuple[str, int]:
         """An input that has this variable dimension, and its index in the input's shape."""
         for node in self.inputs:
-            if dimension in (node.shape or ()):
-                assert node.shape is not None
+            if dimension in node.shape:
                 return node.name, node.shape.index(dimension)
         raise BundleError(f"invalid graph: no input has the dimension {dimension!r}")
 
 
-def _weight(weights: Mapping[str, Tensor], node: Node) -> Tensor:
-    tensor = weights.get(node.target)
+def _weight(weights: Mapping[str, Tensor], node: Weight) -> Tensor:
+    tensor = weights.get(node.key)
     if tensor is None:
-        raise BundleError(f"the weights lack {node.target!r}")
-    if tensor.dtype != node.dtype or tuple(tensor.shape) != node.shape:
+        raise BundleError(f"the weights lack {node.key!r}")
+    if tensor.dtype != DTYPES[node.dtype] or tuple(tensor.shape) != node.shape:
         raise BundleError(
-            f"the weight {node.target!r} is {tensor.dtype} {tuple(tensor.shape)}; the graph expects {node.dtype} {node.shape}"
+            f"the weight {node.key!r} is {tensor.dtype} {tuple(tensor.shape)}; the graph expects {node.dtype} {node.shape}"
         )
     return tensor
-
-
-def _fx_arguments(argument: Any, values: Mapping[str, fx.Node], device: torch.device) -> Any:
-    if isinstance(argument, Value):
-        return values[argument.name]
-    if isinstance(argument, Device):
-        return device
-    if isinstance(argument, tuple):
-        return tuple(_fx_arguments(item, values, device) for item in argument)
-    return argument

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
 from multiworld_serving.models.bundle.graph import MAX_NODES, Graph
-from multiworld_serving.models.bundle.nodes import BATCH, MAX_DIMS, Dim, Node
+from multiworld_serving.models.bundle.nodes import BATCH, Shape, Size, TensorNode, bundle_errors
 from multiworld_serving.models.errors import BundleError
 from multiworld_serving.models.preprocessing import Preprocessing
 
@@ -21,7 +20,6 @@ _INT8_FORMAT = 2
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_BATCH_SIZE = 1024
 _MAX_LENGTH = 1 << 31
-_MAX_ERROR_CHARACTERS = 300
 
 NAME = re.compile(r"\A[A-Za-z0-9][A-Za-z0-9_.:+-]{0,99}\Z")
 Name = Annotated[str, Meta(pattern=NAME.pattern)]
@@ -44,7 +42,7 @@ class TensorSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     dtype: str
-    shape: Annotated[tuple[Dim, ...], Meta(max_length=MAX_DIMS)]
+    shape: Shape
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}[{', '.join('?' if dim is None else str(dim) for dim in self.shape)}]"
@@ -110,7 +108,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     def check_graph(self, graph: Graph) -> None:
         """Raise BundleError unless the graph has the inputs, outputs, dimensions and positions that the manifest names."""
         check_tensors(graph, self.inputs, self.outputs)
-        unknown = {node.target for node in graph.nodes if node.kind == "size"} - self.dimensions.keys()
+        unknown = {node.dimension for node in graph.nodes if isinstance(node, Size)} - self.dimensions.keys()
         if unknown:
             raise _invalid(f"the graph uses the dimension {sorted(unknown)[0]!r:.60}, which has no range")
         if any(each.shape[:1] != (BATCH,) for each in (*self.inputs, *self.outputs)):
@@ -124,15 +122,6 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
                 raise _invalid(f"a model with image preprocessing has one input, uint8 [{BATCH}, 3, {size}, {size}]")
         if self.labels and [each.shape for each in self.outputs] != [(BATCH, len(self.labels))]:
             raise _invalid(f"a model with labels has one output [{BATCH}, {len(self.labels)}]")
-
-
-@contextmanager
-def bundle_errors(what: str) -> Iterator[None]:
-    """Raise BundleError of one line for what msgspec refuses."""
-    try:
-        yield
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise BundleError(f"{what}: {' '.join(str(error).split())[:_MAX_ERROR_CHARACTERS]}") from error
 
 
 def lengths_to_check(dimensions: Mapping[str, tuple[int, int]]) -> tuple[dict[str, int], ...]:
@@ -151,15 +140,14 @@ def lengths_to_check(dimensions: Mapping[str, tuple[int, int]]) -> tuple[dict[st
     )
 
 
-def spec_of(node: Node) -> TensorSpec:
+def spec_of(node: TensorNode) -> TensorSpec:
     """The description of a tensor of a graph."""
-    assert node.shape is not None
-    return TensorSpec(node.name, str(node.dtype).removeprefix("torch."), node.shape)
+    return TensorSpec(node.name, node.dtype, node.shape)
 
 
 def check_tensors(graph: Graph, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
     """Raise BundleError unless these are the inputs and outputs of the graph, whose names of outputs are internal."""
-    found = [spec_of(graph.by_name[name]) for name in graph.outputs]
+    found = [spec_of(graph.tensor(name)) for name in graph.outputs]
     if list(inputs) != [spec_of(node) for node in graph.inputs]:
         raise BundleError(f"the inputs differ from the graph's: {', '.join(map(str, inputs))!s:.150}")
     if [(each.dtype, each.shape) for each in outputs] != [(each.dtype, each.shape) for each in found]:

@@ -1,31 +1,31 @@
-"""The rows of a graph: nodes, their arguments, and how both are read from JSON without evaluating anything."""
+"""The rows of a graph: nodes and their arguments. msgspec reads and checks their form; nothing is evaluated.
+
+Arguments stay as JSON has them until a graph is built: see `literal`.
+"""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from msgspec import Meta, Struct
 
 from multiworld_serving.models.bundle.operators import INTEGER_OPERATORS, find_operator
 from multiworld_serving.models.errors import BundleError
 
 BATCH = "batch"
 """Name of dimension 0 of every input and output."""
-_MAX_DEPTH = 6
+MAX_DIMS = 8
 MAX_ITEMS = 4096
 """Longest list of arguments."""
-_MAX_TEXT = 256
-_MAX_INTEGER = (1 << 63) - 1
-MAX_DIMS = 8
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,199}")
-_KEY = re.compile(r"[ -~]{1,200}")
-"""Key of a weight: any printable ASCII, as names of modules are."""
+_MAX_DEPTH = 6
+_MAX_ERROR_CHARACTERS = 300
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -35,61 +35,52 @@ DTYPES = {
     )
 }
 """Element types by name."""
-_MEMORY_FORMATS = {
-    "contiguous_format": torch.contiguous_format,
-    "preserve_format": torch.preserve_format,
-    "channels_last": torch.channels_last,
-    "channels_last_3d": torch.channels_last_3d,
+_LITERALS: dict[str, Mapping[str, Any]] = {
+    "dtype": DTYPES,
+    "memory_format": {
+        "contiguous_format": torch.contiguous_format,
+        "preserve_format": torch.preserve_format,
+        "channels_last": torch.channels_last,
+        "channels_last_3d": torch.channels_last_3d,
+    },
+    "layout": {"strided": torch.strided},
 }
-_LAYOUTS = {"strided": torch.strided}
+"""Values that JSON cannot express, by kind and name."""
 
-Dim = int | str | None
+Name = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_.]{0,199}\Z")]
+Dim = Annotated[int, Meta(ge=0, lt=1 << 40)] | Name | None
 """A fixed length, the name of a variable dimension, or None: computed from variable dimensions."""
+Shape = Annotated[tuple[Dim, ...], Meta(max_length=MAX_DIMS)]
+_Key = Annotated[str, Meta(pattern=r"\A[ -~]{1,200}\Z")]
+"""Key of a weight: any printable ASCII, as names of modules are."""
 _NO_LENGTHS: Mapping[str, int] = MappingProxyType({})
-NodeKind = Literal["input", "weight", "size", "call", "calls", "item", "integer"]
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """An argument that refers to an earlier node."""
+class Node(Struct, frozen=True, dict=True, array_like=True, forbid_unknown_fields=True):
+    """One row of a graph."""
 
-    name: str
-
-
-class Device:
-    """An argument that stands for the device on which the graph is built."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """One row of a graph.
-
-    Attributes:
-        dtype, shape: of the tensor; None for nodes that are not one tensor.
-        target: the operator; of a weight its key in the weights file, of a size the variable dimension, of an item its index.
-    """
-
-    kind: NodeKind
-    name: str
-    target: str = ""
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    dtype: torch.dtype | None = None
-    shape: tuple[Dim, ...] | None = None
+    name: Name
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
         """Names of the nodes that this one uses, each once."""
-        return tuple(dict.fromkeys(_values((self.args, tuple(self.kwargs.values())))))
+        return ()
 
-    @property
-    def is_tensor(self) -> bool:
-        return self.dtype is not None
+
+class TensorNode(Node, frozen=True):
+    """A node that is one tensor."""
+
+    dtype: str
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise BundleError(f"{self.dtype[:60]!r} is not an element type; expected one of {', '.join(DTYPES)}")
 
     @property
     def has_rows(self) -> bool:
-        """Whether it is a tensor with one row for each row of the batch, whose other dimensions are fixed or have a name."""
-        return self.is_tensor and (self.shape or ())[:1] == (BATCH,) and None not in (self.shape or ())
+        """Whether it has one row for each row of the batch, and its other dimensions are fixed or have a name."""
+        return self.shape[:1] == (BATCH,) and None not in self.shape
 
     def row_bytes(self, lengths: Mapping[str, int] = _NO_LENGTHS) -> int:
         """Bytes of the tensor per row of the batch.
@@ -97,142 +88,152 @@ class Node:
         Args:
             lengths: of the variable dimensions. Others, and computed ones, count as 1.
         """
-        assert self.dtype is not None
-        assert self.shape is not None
         known = {**lengths, BATCH: 1}
-        return self.dtype.itemsize * math.prod(
+        return DTYPES[self.dtype].itemsize * math.prod(
             dim if isinstance(dim, int) else known.get(str(dim), 1) for dim in self.shape
         )
 
-
-def row_of(node: Node) -> list[Any]:
-    tensor: list[Any] = []
-    if node.dtype is not None and node.shape is not None:
-        tensor = [str(node.dtype).removeprefix("torch."), list(node.shape)]
-    kwargs = {name: _encoded(value) for name, value in node.kwargs.items()}
-    match node.kind:
-        case "input":
-            return ["input", node.name, *tensor]
-        case "weight":
-            return ["weight", node.name, *tensor, node.target]
-        case "size":
-            return ["size", node.name, node.target]
-        case "item":
-            return ["item", node.name, *tensor, node.args[0].name, int(node.target)]
-        case "integer":
-            return ["integer", node.name, node.target, _encoded(node.args)]
-        case _:
-            return [node.kind, node.name, *tensor, node.target, _encoded(node.args), kwargs]
+    def empty(self, lengths: Mapping[str, int] = _NO_LENGTHS) -> torch.Tensor:
+        """A tensor without data. Raises BundleError if a dimension has no length."""
+        try:
+            dims: list[int] = [dim if isinstance(dim, int) else lengths[str(dim)] for dim in self.shape]
+        except KeyError as error:
+            raise BundleError(f"invalid graph: {self.name!r} has the unknown dimension {error}") from error
+        return torch.empty(dims, dtype=DTYPES[self.dtype], device="meta")
 
 
-def _encoded(argument: Any) -> Any:  # noqa: PLR0911 - one for each kind
+class Input(TensorNode, frozen=True, tag="input"):
+    """A tensor that the caller passes."""
+
+
+class Weight(TensorNode, frozen=True, tag="weight"):
+    """A tensor of the weights file."""
+
+    key: _Key
+
+
+class Size(Node, frozen=True, tag="size"):
+    """The length of a variable dimension."""
+
+    dimension: Name
+
+
+class Integer(Node, frozen=True, tag="integer"):
+    """Arithmetic on sizes."""
+
+    target: str
+    args: list[Any]
+
+    def __post_init__(self) -> None:
+        if self.target not in INTEGER_OPERATORS:
+            raise BundleError(f"{self.target[:60]!r} is not arithmetic on sizes")
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        return _operands_of(self.args)
+
+
+class Call(TensorNode, frozen=True, tag="call"):
+    """An operator that returns a tensor."""
+
+    target: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_call(self)
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        return _operands_of([*self.args, *self.kwargs.values()])
+
+
+class Calls(Node, frozen=True, tag="calls"):
+    """An operator that returns several tensors; an `Item` picks one."""
+
+    target: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        _check_call(self)
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        return _operands_of([*self.args, *self.kwargs.values()])
+
+
+class Item(TensorNode, frozen=True, tag="item"):
+    """One of several tensors."""
+
+    value: Name
+    index: Annotated[int, Meta(ge=0, lt=MAX_ITEMS)]
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        return (self.value,)
+
+
+def _check_call(node: Call | Calls) -> None:
+    names = {argument.name for argument in find_operator(node.target)._schema.arguments}
+    if not names.issuperset(node.kwargs):  # torch itself checks the rest when the shapes are computed
+        raise BundleError(f"the arguments of {node.name!r} are not those of {node.target}")
+
+
+def _operands_of(arguments: list[Any]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_values(arguments, 0)))
+
+
+def _values(argument: Any, depth: int) -> Iterator[str]:
     match argument:
-        case Value():
-            return {"value": argument.name}
-        case Device():
-            return {"device": None}
+        case list() if depth > _MAX_DEPTH or len(argument) > MAX_ITEMS:
+            raise BundleError(
+                f"invalid graph: lists of arguments have more than {MAX_ITEMS} items or are nested too deep"
+            )
+        case list():
+            for item in argument:
+                yield from _values(item, depth + 1)
+        case {"value": str(name)}:
+            yield name
+
+
+def literal(argument: Any, values: Mapping[str, Any], device: torch.device) -> Any:
+    """What an argument stands for.
+
+    Args:
+        values: of the earlier nodes, by name.
+        device: of the graph.
+    Raises:
+        BundleError: it is not an argument.
+    """
+    match argument:
         case None | bool() | int() | str():
             return argument
-        case float():
-            return {"float": repr(argument)}
-        case torch.dtype():
-            return {"dtype": str(argument).removeprefix("torch.")}
-        case torch.memory_format():
-            return {"memory_format": str(argument).removeprefix("torch.")}
-        case torch.layout():
-            return {"layout": str(argument).removeprefix("torch.")}
-        case tuple() | list():
-            return [_encoded(item) for item in argument]
-    raise BundleError(f"an argument of type {type(argument).__name__} cannot be written: {argument!r:.60}")
-
-
-def node_from(row: Any) -> Node:  # noqa: PLR0911 - one for each kind
-    match row:
-        case ["input", str(name), dtype, shape]:
-            return Node("input", _name(name), dtype=_dtype(dtype), shape=_shape(shape))
-        case ["weight", str(name), dtype, shape, str(key)]:
-            if not _KEY.fullmatch(key):
-                raise BundleError(f"invalid graph: {key[:60]!r} is not the key of a weight")
-            return Node("weight", _name(name), key, dtype=_dtype(dtype), shape=_shape(shape))
-        case ["size", str(name), str(dimension)]:
-            return Node("size", _name(name), _name(dimension))
-        case ["call", str(name), dtype, shape, str(target), [*args], dict(kwargs)]:
-            given, named = _call(target, args, kwargs)
-            return Node("call", _name(name), target, given, named, _dtype(dtype), _shape(shape))
-        case ["calls", str(name), str(target), [*args], dict(kwargs)]:
-            return Node("calls", _name(name), target, *_call(target, args, kwargs))
-        case ["item", str(name), dtype, shape, str(value), int(index)] if 0 <= index < MAX_ITEMS:
-            picked = (Value(_name(value)),)
-            return Node("item", _name(name), str(int(index)), picked, dtype=_dtype(dtype), shape=_shape(shape))
-        case ["integer", str(name), str(target), [*args]] if target in INTEGER_OPERATORS:
-            return Node("integer", _name(name), target, _decoded(args, 0))
-    raise BundleError(f"invalid graph: row {str(row)[:80]!r} is not a known kind of node with its fields")
-
-
-def _call(target: str, args: list[Any], kwargs: dict[Any, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    find_operator(target)
-    if len(kwargs) > MAX_ITEMS:
-        raise BundleError(f"invalid graph: {target} has {len(kwargs)} arguments")
-    return _decoded(args, 0), {_name(name): _decoded(value, 0) for name, value in kwargs.items()}
-
-
-def _name(text: Any) -> str:
-    if not isinstance(text, str) or not _NAME.fullmatch(text):
-        raise BundleError(f"invalid graph: {str(text)[:60]!r} is not a name of letters, digits, '_' and '.'")
-    return text
-
-
-def _dtype(name: Any) -> torch.dtype:
-    if not isinstance(name, str) or name not in DTYPES:
-        raise BundleError(
-            f"invalid graph: {str(name)[:60]!r} is not an element type; expected one of {', '.join(DTYPES)}"
-        )
-    return DTYPES[name]
-
-
-def _shape(dims: Any) -> tuple[Dim, ...]:
-    if not isinstance(dims, list) or len(dims) > MAX_DIMS:
-        raise BundleError(f"invalid graph: {str(dims)[:60]!r} is not a shape of at most {MAX_DIMS} dimensions")
-    for dim in dims:
-        fixed = type(dim) is int and 0 <= dim < 1 << 40
-        if not (fixed or dim is None or (isinstance(dim, str) and _NAME.fullmatch(dim))):
-            raise BundleError(f"invalid graph: {str(dim)[:60]!r} is not a dimension")
-    return tuple(dims)
-
-
-def _decoded(argument: Any, depth: int) -> Any:  # noqa: PLR0911 - one for each kind
-    if depth > _MAX_DEPTH:
-        raise BundleError("invalid graph: arguments are nested too deep")
-    match argument:
-        case None | bool():
-            return argument
-        case int() if abs(argument) <= _MAX_INTEGER:
-            return argument
-        case str() if len(argument) <= _MAX_TEXT:
-            return argument
-        case list() if len(argument) <= MAX_ITEMS:
-            return tuple(_decoded(item, depth + 1) for item in argument)
-        case {"value": str(name), **others} if not others:
-            return Value(_name(name))
-        case {"float": str(text), **others} if not others and len(text) <= 40:
+        case list():
+            return tuple(literal(item, values, device) for item in argument)
+        case dict() if len(argument) == 1:
+            ((kind, name),) = argument.items()
             try:
-                return float(text)
-            except ValueError as error:
-                raise BundleError(f"invalid graph: {text!r} is not a number") from error
-        case {"dtype": name, **others} if not others:
-            return _dtype(name)
-        case {"memory_format": str(name), **others} if not others and name in _MEMORY_FORMATS:
-            return _MEMORY_FORMATS[name]
-        case {"layout": str(name), **others} if not others and name in _LAYOUTS:
-            return _LAYOUTS[name]
-        case {"device": None, **others} if not others:
-            return Device()
+                return values[name] if kind == "value" else _literal(kind, name, device)
+            except (KeyError, TypeError, ValueError):
+                pass
     raise BundleError(f"invalid graph: {str(argument)[:60]!r} is not an argument")
 
 
-def _values(argument: Any) -> Iterator[str]:
-    if isinstance(argument, Value):
-        yield argument.name
-    elif isinstance(argument, tuple):
-        for item in argument:
-            yield from _values(item)
+def _literal(kind: str, name: Any, device: torch.device) -> Any:
+    match kind, name:
+        case "device", None:
+            return device
+        case "float", str():
+            return float(name)
+    return _LITERALS[kind][name]
+
+
+@contextmanager
+def bundle_errors(what: str) -> Iterator[None]:
+    """Raise BundleError of one line for what msgspec refuses."""
+    try:
+        yield
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise BundleError(f"{what}: {' '.join(str(error).split())[:_MAX_ERROR_CHARACTERS]}") from error

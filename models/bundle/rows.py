@@ -91,12 +91,10 @@ class RowFormat:
         Raises:
             BundleError: the tensors are not those of the format.
         """
-        if len(tensors) != len(self.tensors):
-            raise BundleError(f"{len(tensors)} tensors; expected {len(self.tensors)}")
-        count = len(tensors[0])
-        lengths = self._check(tensors, count)
+        lengths = self.check(tensors)
         if self.is_plain:
             return tensors[0]
+        count = len(tensors[0])
         rows = torch.zeros((count, self._bytes(lengths)), dtype=torch.uint8, device=tensors[0].device)
         if lengths:
             head = torch.tensor(lengths, dtype=torch.int64).view(torch.uint8)
@@ -112,7 +110,7 @@ class RowFormat:
             BundleError: the rows are not of this format, or differ in the lengths of their dimensions.
         """
         if self.is_plain:
-            self._check((rows,), len(rows))
+            self.check((rows,))
             return (rows,)
         if rows.dtype != torch.uint8 or rows.dim() != 2:
             raise BundleError(f"packed rows are {rows.dtype} {list(rows.shape)}; expected uint8 [rows, bytes]")
@@ -170,20 +168,19 @@ class RowFormat:
                 name = "a computed dimension" if dim is None else f"the dimension {dim!r}"
                 raise BundleError(f"{name} has the length {length}; expected {least} to {most}, and one length per row")
 
-    def _check(self, tensors: Sequence[Tensor], count: int) -> tuple[int, ...]:
+    def check(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """The lengths of the dimensions that are not fixed. Raises BundleError for tensors that are not of the format."""
-        lengths = []
+        if len(tensors) != len(self.tensors):
+            raise BundleError(f"{len(tensors)} tensors; expected {len(self.tensors)}")
+        lengths: list[int] = []
         for tensor, spec in zip(tensors, self.tensors, strict=True):
-            fits = tensor.dtype == DTYPES[spec.dtype] and tensor.dim() == len(spec.shape) and len(tensor) == count
-            if not fits or any(
-                isinstance(dim, int) and dim != length
-                for dim, length in zip(spec.shape[1:], tensor.shape[1:], strict=True)
-            ):
+            dims = (len(tensors[0]), *spec.shape[1:])
+            pairs = list(zip(dims, tensor.shape, strict=False))
+            fits = tensor.dtype == DTYPES[spec.dtype] and tensor.dim() == len(dims)
+            if not fits or any(isinstance(dim, int) and dim != length for dim, length in pairs):
                 found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
                 raise BundleError(f"{spec.name!r:.60} is {found}; expected {spec.dtype} {list(spec.shape)}")
-            lengths += [
-                length for dim, length in zip(spec.shape[1:], tensor.shape[1:], strict=True) if not isinstance(dim, int)
-            ]
+            lengths += [length for dim, length in pairs if not isinstance(dim, int)]
         self._lengths_to_check(lengths)
         return tuple(lengths)
 

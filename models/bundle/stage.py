@@ -20,12 +20,11 @@ from multiworld_serving.models.bundle.manifest import (
     Manifest,
     Name,
     Tensors,
-    bundle_errors,
     check_tensors,
     lengths_to_check,
     spec_of,
 )
-from multiworld_serving.models.bundle.nodes import DTYPES
+from multiworld_serving.models.bundle.nodes import DTYPES, bundle_errors
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError, StageError, WeightsError
 from multiworld_serving.models.weights.tensor_file import TensorEntry, TensorFile, file_head
@@ -152,7 +151,7 @@ def stage_specs(manifest: Manifest, stages: Sequence[Graph]) -> list[BundleStage
             inputs=tuple(map(spec_of, stage.inputs)),
             outputs=manifest.outputs
             if stage is stages[-1]
-            else tuple(spec_of(stage.by_name[name]) for name in stage.outputs),
+            else tuple(spec_of(stage.tensor(name)) for name in stage.outputs),
             dimensions=manifest.dimensions,
             probabilities=stage is stages[-1] and bool(manifest.labels),
             graph_sha256=hashlib.sha256(stage.to_json().encode()).hexdigest(),

@@ -15,7 +15,7 @@ from multiworld_serving.models.bundle.cutting import Cut, cut_graph, estimate_co
 from multiworld_serving.models.bundle.files import write_bundle
 from multiworld_serving.models.bundle.graph import Graph
 from multiworld_serving.models.bundle.manifest import MAX_BATCH_SIZE, NAME, Manifest, TensorSpec, spec_of
-from multiworld_serving.models.bundle.nodes import BATCH
+from multiworld_serving.models.bundle.nodes import BATCH, Call, Calls
 from multiworld_serving.models.errors import ExportError
 from multiworld_serving.models.export.independence import check_independent_rows
 from multiworld_serving.models.export.trace import Dynamic, capture
@@ -150,8 +150,8 @@ def export_model(
     progress("writing the bundle")
     self_test = _self_test(graph, computed, [_rows(tensor, 1) for tensor in example])
     manifest = write_bundle(path, manifest, graph, weights, self_test)
-    operators = len({node.target for node in graph.nodes if node.kind in ("call", "calls")})
-    sizes = tuple(sum({each.target: each.row_bytes() for each in stage.weights}.values()) for stage in stages)
+    operators = len({node.target for node in graph.nodes if isinstance(node, Call | Calls)})
+    sizes = tuple(sum({each.key: each.row_bytes() for each in stage.weights}.values()) for stage in stages)
     return ExportReport(manifest, cut, len(graph.nodes), operators, sizes, deviation, checked)
 
 
@@ -220,10 +220,8 @@ def _output_specs(graph: Graph, module: nn.Module, example: Sequence[Tensor], si
     names = [f"output_{index}" for index in range(len(graph.outputs))] if len(graph.outputs) > 1 else [single]
     if isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values()):
         names = [str(key) for key in output]
-    nodes = (graph.by_name[name] for name in graph.outputs)
-    return tuple(
-        TensorSpec(name, *(spec_of(node).dtype, spec_of(node).shape)) for name, node in zip(names, nodes, strict=True)
-    )
+    nodes = map(graph.tensor, graph.outputs)
+    return tuple(TensorSpec(name, node.dtype, node.shape) for name, node in zip(names, nodes, strict=True))
 
 
 def _self_test(graph: Graph, stages: Sequence[nn.Module], example: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from multiworld_serving.models.bundle.graph import Graph
-from multiworld_serving.models.bundle.nodes import BATCH, Node
+from multiworld_serving.models.bundle.nodes import BATCH, Call, Calls, Item, Node, TensorNode
+from multiworld_serving.models.bundle.values import values_of
 from multiworld_serving.models.errors import ExportError
 
 _TOLERANCE = 1e-5
@@ -62,37 +62,20 @@ def _mixing_operator(
 ) -> str:
     """The first operator that computes something else for the unchanged rows, or for all rows together."""
     module = graph.build(weights, torch.device("cpu"))
-    values, changed = _Values(module), _Values(module)
-    with torch.no_grad():
-        values.run(*one)
-        changed.run(*other)
-    for node, found, expected in zip(graph.nodes, changed.found, values.found, strict=True):
-        if node.is_tensor and not _same(*(_unchanged(node, each, kept) for each in (found, expected))):
+    for node, found, expected in zip(graph.nodes, values_of(module, other), values_of(module, one), strict=True):
+        if isinstance(node, TensorNode) and not _same(*(_unchanged(node, each, kept) for each in (found, expected))):
             return _operator_of(graph, node)
-    return _operator_of(graph, graph.by_name[graph.outputs[0]])
+    return _operator_of(graph, graph.tensor(graph.outputs[0]))
 
 
-def _unchanged(node: Node, value: Tensor, kept: Sequence[int]) -> Tensor:
+def _unchanged(node: TensorNode, value: Tensor, kept: Sequence[int]) -> Tensor:
     """The part of a tensor that has nothing of the changed row: all of it if no dimension can contain the batch."""
-    shape = node.shape or ()
-    if BATCH in shape:
-        return value.index_select(shape.index(BATCH), torch.tensor(kept))
-    return value.new_empty(0) if None in shape else value
+    if BATCH in node.shape:
+        return value.index_select(node.shape.index(BATCH), torch.tensor(kept))
+    return value.new_empty(0) if None in node.shape else value
 
 
 def _operator_of(graph: Graph, node: Node) -> str:
-    return graph.by_name[node.operands[0]].target if node.kind == "item" else node.target
-
-
-class _Values(fx.Interpreter):
-    """Keeps what each node computes."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.found: list[Any] = []
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if n.op != "output":
-            self.found.append(value)
-        return value
+    if isinstance(node, Item):
+        node = graph.by_name[node.value]
+    return node.target if isinstance(node, Call | Calls) else node.name

@@ -16,7 +16,7 @@ from torch.export import Dim as ExportDim
 from torch.utils import _pytree
 
 from multiworld_serving.models.bundle.graph import Graph
-from multiworld_serving.models.bundle.nodes import BATCH, Device, Dim, Node, Value
+from multiworld_serving.models.bundle.nodes import BATCH, Call, Calls, Dim, Input, Integer, Item, Node, Size, Weight
 from multiworld_serving.models.bundle.operators import INTEGER_OPERATORS, OPERATORS
 from multiworld_serving.models.errors import BundleError, ExportError
 
@@ -158,14 +158,14 @@ class _Writer:
         for node in self._module.graph.nodes:
             match node.op:
                 case "placeholder":
-                    self._nodes.append(Node("input", self._renamed[node.name], **self._tensor(node.meta["val"])))
+                    self._nodes.append(Input(self._renamed[node.name], *self._tensor(node.meta["val"])))
                 case "get_attr":
                     self._weight(node)
                 case "call_function":
                     self._call(node)
                 case "output":
                     outputs = tuple(
-                        self._argument(value).name
+                        self._argument(value)["value"]
                         for value in _pytree.tree_leaves(node.args[0])
                         if isinstance(value, fx.Node)
                     )
@@ -184,8 +184,8 @@ class _Writer:
         except BundleError as error:
             raise ExportError(f"the model cannot be exported: {error}") from error
 
-    def _tensor(self, value: Tensor) -> dict[str, Any]:
-        return {"dtype": value.dtype, "shape": tuple(map(self._dim, value.shape))}
+    def _tensor(self, value: Tensor) -> tuple[str, tuple[Dim, ...]]:
+        return _name_of(value.dtype), tuple(map(self._dim, value.shape))
 
     def _dim(self, length: Any) -> Dim:
         if isinstance(length, int):
@@ -202,7 +202,7 @@ class _Writer:
         memory = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         key = self._keys.setdefault(memory if tensor.numel() else (node.target,), str(node.target))
         self._weights[key] = tensor
-        self._nodes.append(Node("weight", node.name, key, dtype=tensor.dtype, shape=tuple(tensor.shape)))
+        self._nodes.append(Weight(node.name, *self._tensor(tensor), key))
 
     def _call(self, node: fx.Node) -> None:
         value = node.meta.get("val")
@@ -210,39 +210,49 @@ class _Writer:
         kwargs = {name: self._argument(each) for name, each in node.kwargs.items()}
         target = node.target
         if target is operator.getitem and isinstance(value, Tensor):
-            self._nodes.append(Node("item", node.name, str(args[1]), args[:1], **self._tensor(value)))
+            self._nodes.append(Item(node.name, *self._tensor(value), args[0]["value"], args[1]))
         elif not isinstance(value, Tensor | tuple | list):  # a size
             self._integer(node, args)
+        elif not isinstance(target, torch._ops.OpOverload) or str(target) not in OPERATORS:
+            self._refused.setdefault(str(target), _line_of(node))
+        elif isinstance(value, Tensor):
+            self._nodes.append(Call(node.name, *self._tensor(value), str(target), args, kwargs))
         else:
-            name = str(target)
-            if not isinstance(target, torch._ops.OpOverload) or name not in OPERATORS:
-                self._refused.setdefault(name, _line_of(node))
-            if isinstance(value, Tensor):
-                self._nodes.append(Node("call", node.name, name, args, kwargs, **self._tensor(value)))
-            else:
-                self._nodes.append(Node("calls", node.name, name, args, kwargs))
+            self._nodes.append(Calls(node.name, str(target), args, kwargs))
 
-    def _integer(self, node: fx.Node, args: tuple[Any, ...]) -> None:
+    def _integer(self, node: fx.Node, args: list[Any]) -> None:
         value = node.meta.get("val")
         symbol = getattr(getattr(value, "node", None), "expr", None)
         target: Any = node.target
         if symbol in self._symbols:
-            self._nodes.append(Node("size", node.name, self._symbols[symbol]))
+            self._nodes.append(Size(node.name, self._symbols[symbol]))
         elif str(target) == "aten.sym_size.int":
-            self._nodes.append(Node("integer", node.name, "length", args))
+            self._nodes.append(Integer(node.name, "length", args))
         elif getattr(target, "__name__", "") in INTEGER_OPERATORS:
-            self._nodes.append(Node("integer", node.name, target.__name__, args))
+            self._nodes.append(Integer(node.name, target.__name__, args))
         else:
             self._refused.setdefault(str(target), _line_of(node))
 
     def _argument(self, argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            return Value(self._renamed.get(argument.name, argument.name))
-        if isinstance(argument, torch.device):
-            return Device()
-        if isinstance(argument, tuple | list):
-            return tuple(map(self._argument, argument))
-        return argument
+        """How the graph writes an argument: the inverse of `literal`."""
+        match argument:
+            case None | bool() | int() | str():
+                return argument
+            case fx.Node():
+                return {"value": self._renamed.get(argument.name, argument.name)}
+            case torch.device():
+                return {"device": None}
+            case float():
+                return {"float": repr(argument)}
+            case torch.dtype() | torch.memory_format() | torch.layout():
+                return {type(argument).__name__: _name_of(argument)}
+            case tuple() | list():
+                return list(map(self._argument, argument))
+        raise ExportError(f"the model cannot be exported: it has an argument of type {type(argument).__name__}")
+
+
+def _name_of(value: torch.dtype | torch.memory_format | torch.layout) -> str:
+    return str(value).removeprefix("torch.")
 
 
 def _line_of(node: fx.Node) -> str:

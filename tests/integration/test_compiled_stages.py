@@ -17,7 +17,7 @@ from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute import engine as engine_module
 from multiworld_serving.workers.compute.engine import Engine
-from multiworld_serving.workers.compute.stage_store import LoadedStage
+from multiworld_serving.workers.compute.stage_store import LoadedStage, StageTask
 from multiworld_serving.workers.incoming_assignment import IncomingAssignment
 from multiworld_serving.workers.stage_loader import StageLoader
 from tests.bundles import classifier_bundle, text_bundle
@@ -139,9 +139,9 @@ async def test_stage_is_not_compiled_without_enough_memory(
 
 async def test_stage_that_is_no_longer_served_is_not_compiled_further(tmp_path: Path) -> None:
     (plan,) = bundle_plan(classifier_bundle(tmp_path / "bundle"), 1, Tuning(optimize="compile"))
-    engine, weights = Engine(CPU), sent_weights(plan)
-    arguments = plan.spec, weights, plan.input_shape, LARGEST, Tuning(optimize="compile")
+    engine = Engine(CPU)
+    task = StageTask(plan.spec, sent_weights(plan), plan.input_shape, LARGEST, Tuning(optimize="compile"))
     asked = iter((True, False))
-    assert await engine.new_queue().compile(*arguments, lambda: next(asked)) is None
+    assert await engine.new_queue().compile(task, lambda: next(asked)) is None
     gc.collect()
     engine.close()

@@ -10,6 +10,7 @@ from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
+from multiworld_serving.workers.compute.stage_store import StageTask
 from multiworld_serving.workers.compute.transfers import GpuTransfers
 from tests.resnets import resnet_plan, sent_stage, sent_weights
 
@@ -50,13 +51,13 @@ def test_output_is_copied_into_pinned_shared_memory_and_the_memory_is_unpinned_w
 async def test_engine_matches_the_reference(optimize: str) -> None:
     engine = Engine(torch.device("cuda", 0))
     (plan,) = resnet_plan("random:0", 1, image_size=64)
-    queue, spec, shape = engine.new_queue(), plan.spec, plan.input_shape
-    arguments = spec, sent_weights(plan), shape, LARGEST, Tuning(optimize=optimize)
-    stage = await queue.load(*arguments)
+    queue, shape = engine.new_queue(), plan.input_shape
+    task = StageTask(plan.spec, sent_weights(plan), shape, LARGEST, Tuning(optimize=optimize))
+    stage = await queue.load(task)
     if optimize == "compile":
-        compiled = await queue.compile(*arguments, lambda: True)
+        compiled = await queue.compile(task, lambda: True)
         assert compiled is not None
-        stage.become(compiled)
+        stage = compiled
     queue.serve(1, stage)
     batches = [torch.randint(0, 256, (1 + at % LARGEST, *shape), dtype=torch.uint8) for at in range(20)]
     answers = await asyncio.gather(*(queue.compute(1, stage.spec.index, batch) for batch in batches))

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from multiworld_serving.common.config import check_memory
-from multiworld_serving.models.bundle.stage import BundleStageSpec, load_bundle_stage
+from multiworld_serving.models.bundle.stage import load_bundle_stage
 from multiworld_serving.models.optimize.compiled import CompiledStage, batch_sizes
 from multiworld_serving.models.optimize.fusing import torch_threads
 from multiworld_serving.models.optimize.optimizing import OptimizedStage, optimize
-from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
-from multiworld_serving.models.weights.tensor_file import TensorFile
 from multiworld_serving.workers.compute.cores import BatchThreads, SharedCores, Threads
-from multiworld_serving.workers.compute.stage_store import LoadedStage, StageStore
+from multiworld_serving.workers.compute.stage_store import LoadedStage, StageStore, StageTask
 from multiworld_serving.workers.compute.transfers import Allocate, GpuTransfers, Transfers
 from multiworld_serving.workers.exit_timer import OUT_OF_MEMORY_EXIT_S, arm_exit_timer
 
@@ -188,8 +186,6 @@ class EngineQueue:
         self._engine = engine
         self._stages: dict[tuple[int, int], LoadedStage] = {}
         """By version and stage."""
-        self._unloaded: set[int] = set()
-        """Versions that were unloaded, possibly while they were loading."""
 
     @property
     def busy_s(self) -> float:
@@ -208,14 +204,7 @@ class EngineQueue:
         job = self._engine.state_of(self)[0]
         return job is not None and not job.is_batch
 
-    async def load(
-        self,
-        spec: BundleStageSpec,
-        weights: TensorFile,
-        sample_shape: tuple[int, ...],
-        max_batch_size: int,
-        tuning: Tuning = NO_TUNING,
-    ) -> LoadedStage:
+    async def load(self, task: StageTask) -> LoadedStage:
         """Build a stage, load its weights, optimize it, and warm it up. Call `serve` next.
 
         Each step is a job of its own, so batches of other stages and versions are computed in between.
@@ -226,21 +215,12 @@ class EngineQueue:
         engine = self._engine
 
         def build() -> OptimizedStage:
-            stage = load_bundle_stage(spec, weights)
-            return optimize(stage, sample_shape, max_batch_size, tuning, engine.device, engine.threads)
+            stage = load_bundle_stage(task.spec, task.weights)
+            return optimize(stage, task.sample_shape, task.max_batch_size, task.tuning, engine.device, engine.threads)
 
-        made: OptimizedStage = await engine.run(self, build)
-        return LoadedStage(spec, made, await self._warm_up(spec, made.module, sample_shape, max_batch_size))
+        return await self._warmed_up(task, await engine.run(self, build))
 
-    async def compile(
-        self,
-        spec: BundleStageSpec,
-        weights: TensorFile,
-        sample_shape: tuple[int, ...],
-        max_batch_size: int,
-        tuning: Tuning,
-        is_needed: Callable[[], bool],
-    ) -> LoadedStage | None:
+    async def compile(self, task: StageTask, is_needed: Callable[[], bool]) -> LoadedStage | None:
         """Compile a stage, and warm it up. On a CPU, batches are computed meanwhile; on a GPU, between two batch sizes.
 
         Args:
@@ -255,31 +235,24 @@ class EngineQueue:
         queue = compiler.new_queue()
 
         def build() -> CompiledStage:
-            sizes = len(batch_sizes(max_batch_size))  # each has the weights in its own layout
-            check_memory(_COMPILER_BYTES + (_COPIES_OF_WEIGHTS + sizes) * weights.size)
-            stage = load_bundle_stage(spec, weights)
-            return CompiledStage(stage, sample_shape, max_batch_size, tuning, self._engine.device)
+            sizes = len(batch_sizes(task.max_batch_size))  # each has the weights in its own layout
+            check_memory(_COMPILER_BYTES + (_COPIES_OF_WEIGHTS + sizes) * task.weights.size)
+            stage = load_bundle_stage(task.spec, task.weights)
+            return CompiledStage(stage, task.sample_shape, task.max_batch_size, task.tuning, self._engine.device)
 
         made: CompiledStage = await compiler.run(queue, build)
         for size in made.sizes:
             if not is_needed():
                 return None
             await compiler.run(queue, partial(made.compile_for, size))
-        optimized = OptimizedStage(made, made.mode, "compiled while it served")
-        return LoadedStage(spec, optimized, await self._warm_up(spec, made, sample_shape, max_batch_size))
-
-    def expect(self, version: int) -> None:
-        """A stage of this version is about to be loaded. Numbers of versions that failed to load are reused."""
-        self._unloaded.discard(version)
+        return await self._warmed_up(task, OptimizedStage(made, made.mode, "compiled while it served"))
 
     def serve(self, version: int, stage: LoadedStage) -> None:
-        """Compute batches of this version with this stage, unless the version was unloaded since `expect`."""
-        if version not in self._unloaded:
-            self._stages[version, stage.spec.index] = stage
+        """Compute batches of this version with this stage."""
+        self._stages[version, stage.spec.index] = stage
 
     def unload(self, version: int) -> None:
-        """Stop serving this version's stages, including any still loading."""
-        self._unloaded.add(version)
+        """Stop serving this version's stages."""
         self._stages = {key: stage for key, stage in self._stages.items() if key[0] != version}
 
     async def compute(
@@ -317,28 +290,21 @@ class EngineQueue:
         self._engine.discard_pending(self)
         self._stages = {}
 
-    async def _warm_up(
-        self, spec: BundleStageSpec, module: nn.Module, sample_shape: tuple[int, ...], max_batch_size: int
-    ) -> BatchThreads:
+    async def _warmed_up(self, task: StageTask, optimized: OptimizedStage) -> LoadedStage:
         """Run the shapes that batches will have, and find out how many threads to compute them on."""
-        engine = self._engine
-        row_s = 0.0
-        # The largest batch with the fewest threads, and a single row with each thread count.
-        shapes = {(max_batch_size, engine.threads[0]), *((1, threads) for threads in engine.threads)}
-        for batch_size, threads in sorted(shapes, reverse=True):
-            example = spec.example(batch_size, sample_shape)
-            row_s = await engine.run(self, partial(self._timed_s, module, example, threads))
-        # The last shape is one row on the fewest threads.
-        if len(engine.threads) == 1:
-            return BatchThreads()
-        found: list[Threads] = []
-        for batch_size in (1, max_batch_size):
-            threads_of: Threads = "share"
-            if batch_size * row_s <= _SMALL_BATCH_S:
-                batch = spec.example(batch_size, sample_shape)
-                threads_of = await engine.run(self, partial(self._threads_of_small, module, batch))
-            found.append(threads_of)
-        return BatchThreads(*found)
+        engine, module, counts = self._engine, optimized.module, self._engine.threads
+
+        def example(batch_size: int) -> Tensor:
+            return task.spec.example(batch_size, task.sample_shape)
+
+        await engine.run(self, partial(self._timed_s, module, example(task.max_batch_size), counts[0]))
+        for threads in reversed(counts):  # the last one is the time of a row on the fewest threads
+            row_s = await engine.run(self, partial(self._timed_s, module, example(1), threads))
+        found: list[Threads] = ["share", "share"]
+        for index, batch_size in enumerate((1, task.max_batch_size)):
+            if len(counts) > 1 and batch_size * row_s <= _SMALL_BATCH_S:
+                found[index] = await engine.run(self, partial(self._threads_of_small, module, example(batch_size)))
+        return LoadedStage(task.spec, optimized, BatchThreads(*found))
 
     def _threads_of_small(self, module: nn.Module, batch: Tensor) -> Threads:
         """Compare the best of several rounds in turn, because other processes may compute meanwhile."""

@@ -3,16 +3,35 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.optimize.optimizing import OptimizedStage
+from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
+from multiworld_serving.models.weights.tensor_file import TensorFile
 from multiworld_serving.workers.compute.cores import BatchThreads
 
 _LONGEST_TURN_S = 30.0
 """A session waits at most this long for another one that loads the same stage; then it loads the stage itself."""
 
 
+@dataclass(frozen=True)
+class StageTask:
+    """A stage that is to be loaded.
+
+    Attributes:
+        sample_shape: of one row of its input.
+    """
+
+    spec: BundleStageSpec
+    weights: TensorFile
+    sample_shape: tuple[int, ...]
+    max_batch_size: int
+    tuning: Tuning = NO_TUNING
+
+
+@dataclass(eq=False)
 class LoadedStage:
     """A stage in memory. Sessions that serve it hold references; it is freed with the last one.
 
@@ -21,14 +40,9 @@ class LoadedStage:
         threads: how to compute its batches.
     """
 
-    def __init__(self, spec: BundleStageSpec, optimized: OptimizedStage, threads: BatchThreads) -> None:
-        self.spec = spec
-        self.optimized = optimized
-        self.threads = threads
-
-    def become(self, other: "LoadedStage") -> None:
-        """Compute with the module of another one from now on."""
-        self.optimized, self.threads = other.optimized, other.threads
+    spec: BundleStageSpec
+    optimized: OptimizedStage
+    threads: BatchThreads
 
 
 class StageStore:

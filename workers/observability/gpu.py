@@ -1,14 +1,13 @@
-"""Reads GPU metrics from NVML on a separate thread, so that a driver that hangs blocks nothing else."""
+"""Reads GPU metrics on a separate thread, so that a driver that hangs blocks nothing else. torch reads them from NVML (nvidia-ml-py)."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Self
 
 import torch
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
@@ -19,46 +18,47 @@ logger = logging.getLogger(__name__)
 _INTERVAL_S = 5.0
 _STALE_S = 15.0
 """Readings older than this are dropped: the driver does not respond."""
+Readings = Mapping[str, tuple[str, Callable[[torch.device], float]]]
+"""Description and function by name."""
+_READINGS: Readings = {
+    "utilization_ratio": (
+        "Share of the last sample period in which the GPU was busy, for any process.",
+        lambda device: torch.cuda.utilization(device) / 100,
+    ),
+    "memory_used_bytes": ("Memory of the GPU in use, by any process.", torch.cuda.device_memory_used),
+    "memory_total_bytes": ("Memory of the GPU.", lambda device: torch.cuda.mem_get_info(device)[1]),
+    "temperature_celsius": ("Temperature of the GPU.", torch.cuda.temperature),
+    "power_watts": ("Power draw of the GPU.", lambda device: torch.cuda.power_draw(device) / 1000),
+}
 
 
 class GpuCollector(Collector):
-    """Reads one GPU periodically while its block runs, and exports the last readings. A failure ends the reading and is logged.
-
-    Args:
-        nvml: the module `pynvml`.
-        device: the CUDA device; found in NVML by PCI bus id, because CUDA_VISIBLE_DEVICES renumbers CUDA devices only.
-    """
+    """Reads one GPU periodically and exports the last readings. What cannot be read is logged once."""
 
     def __init__(
-        self, nvml: Any, device: torch.device, *, interval_s: float = _INTERVAL_S, stale_s: float = _STALE_S
+        self,
+        device: torch.device,
+        readings: Readings = _READINGS,
+        *,
+        interval_s: float = _INTERVAL_S,
+        stale_s: float = _STALE_S,
     ) -> None:
-        self._nvml = nvml
         self._device = device
+        self._readings = readings
         self._interval_s = interval_s
         self._stale_s = stale_s
         self._last: tuple[float, list[Metric]] = (0.0, [])
-        self._closed = threading.Event()
+        self._missing: set[str] = set()
 
-    @classmethod
-    def of(cls, device: torch.device) -> GpuCollector | None:
-        """For this device; None if it is not a GPU, or if nvidia-ml-py (extra `gpu`) is not installed."""
-        if device.type != "cuda":
-            return None
+    @contextmanager
+    def running(self) -> Iterator[Self]:
+        """Read while the block runs. Its end does not wait for the driver."""
+        ended = threading.Event()
+        threading.Thread(target=self._watch, args=(ended,), name="gpu-watch", daemon=True).start()
         try:
-            return cls(importlib.import_module("pynvml"), device)
-        except ImportError:
-            logger.info("no GPU metrics: install nvidia-ml-py, for example with multiworld-serving[gpu]")
-            return None
-
-    def __enter__(self) -> Self:
-        # A daemon, so that the process's exit does not wait for the driver.
-        threading.Thread(target=self._watch, name="gpu-watch", daemon=True).start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._closed.set()
+            yield self
+        finally:
+            ended.set()
 
     def collect(self) -> Iterator[Metric]:
         """See `Collector`. Nothing if there are no readings or they are stale."""
@@ -66,49 +66,20 @@ class GpuCollector(Collector):
         if time.monotonic() - read_s < self._stale_s:
             yield from metrics
 
-    def _watch(self) -> None:
-        try:
-            self._nvml.nvmlInit()
-            handle = self._nvml.nvmlDeviceGetHandleByPciBusId(pci_bus_id(self._device))
-            while not self._closed.is_set():
-                self._last = (time.monotonic(), list(self._read(handle)))
-                self._closed.wait(self._interval_s)
-        except Exception as error:  # noqa: BLE001 - metrics must not end a worker
-            logger.warning("cannot read GPU metrics: %s", error)
+    def _watch(self, ended: threading.Event) -> None:
+        while not ended.is_set():
+            self._last = (time.monotonic(), list(self._read()))
+            ended.wait(self._interval_s)
 
-    def _read(self, handle: Any) -> Iterator[Metric]:
-        nvml = self._nvml
-        readings: tuple[tuple[str, str, Callable[[], float]], ...] = (
-            (
-                "utilization_ratio",
-                "Share of the last sample period in which the GPU was busy, for any process.",
-                lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
-            ),
-            (
-                "memory_used_bytes",
-                "Memory of the GPU in use, by any process.",
-                lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
-            ),
-            ("memory_total_bytes", "Memory of the GPU.", lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total),
-            (
-                "temperature_celsius",
-                "Temperature of the GPU.",
-                lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-            ),
-            ("power_watts", "Power draw of the GPU.", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
-        )
-        for name, says, read in readings:
+    def _read(self) -> Iterator[Metric]:
+        for name, (says, read) in self._readings.items():
             try:
-                value = read()
-            except nvml.NVMLError as error:  # not every GPU or MIG slice supports everything
-                logger.debug("%s is not available: %s", name, error)
+                value = read(self._device)
+            except Exception as error:  # noqa: BLE001 - nvidia-ml-py is optional, and not every GPU or MIG slice supports everything
+                if name not in self._missing:
+                    logger.info("no metric multiworld_gpu_%s: %s", name, error)
+                self._missing.add(name)
                 continue
             metric = GaugeMetricFamily(f"multiworld_gpu_{name}", says, labels=("device",))
             metric.add_metric((str(self._device),), value)
             yield metric
-
-
-def pci_bus_id(device: torch.device) -> str:
-    """The PCI bus id of a CUDA device in NVML's format: "00000000:3B:00.0"."""
-    found: Any = torch.cuda.get_device_properties(device)  # torch's types lack these attributes
-    return f"{found.pci_domain_id:08X}:{found.pci_bus_id:02X}:{found.pci_device_id:02X}.0"

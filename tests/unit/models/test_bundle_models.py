@@ -128,7 +128,7 @@ def test_cut_is_where_the_fewest_bytes_cross_at_the_largest_lengths(
     costs_s = [1.0, *[1e-9] * (len(graph.nodes) - 2), 1.0]
     cut = cut_graph(graph, costs_s, 2, {"vectors_1": length})
     (stage, _) = graph.cut(cut.positions)
-    assert [stage.by_name[name].shape for name in stage.outputs] == [crosses]
+    assert [stage.tensor(name).shape for name in stage.outputs] == [crosses]
     assert cut.boundary_bytes == (4 * length * (length if crosses[2] != 4 else 4),)
 
 
@@ -175,7 +175,7 @@ def test_bundle_is_readable_when_modules_have_unusual_names_and_norms(tmp_path: 
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.GroupNorm(2, 4))
     module.add_module("block-1 of 2", nn.BatchNorm2d(4))
     export(module, image(8), tmp_path / "bundle", ExportOptions("names", "1", ("image",), max_batch_size=4))
-    assert "block-1 of 2.weight" in {node.target for node in read_bundle(tmp_path / "bundle").graph.weights}
+    assert "block-1 of 2.weight" in {node.key for node in read_bundle(tmp_path / "bundle").graph.weights}
 
 
 class Branches(nn.Module):

@@ -3,6 +3,8 @@
 import dataclasses
 import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,9 +34,12 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return classifier_bundle(tmp_path_factory.mktemp("classifier") / "bundle")
 
 
+PREVIEW = Path(__file__).parents[2] / "data" / "preview_bundle.zip"
+"""Made by `tests.bundles.classifier_bundle` at commit 75110a2, where cuts were measured."""
+
+
 def test_bundle_of_the_preview_release_is_served() -> None:
-    """Made by `tests.bundles.classifier_bundle` at commit 75110a2, where cuts were measured."""
-    bundle = read_bundle(Path(__file__).parents[2] / "data" / "preview_bundle.zip")
+    bundle = read_bundle(PREVIEW)
     values, expected = bundle.self_test["input.images"], bundle.self_test["boundary.1.0"]
     for num_stages in (1, 2, 3):
         found = values
@@ -42,6 +47,27 @@ def test_bundle_of_the_preview_release_is_served() -> None:
             for plan in bundle_plan(bundle, num_stages):
                 found = received(plan)(found)
         torch.testing.assert_close(found, expected)
+
+
+_READS = """
+import sys
+from pathlib import Path
+import torch
+from multiworld_serving.models.bundle.files import read_bundle
+from multiworld_serving.models.bundle.stage import BundleStage, stage_specs
+from multiworld_serving.models.optimize.optimizing import optimize
+from multiworld_serving.models.optimize.tuning import Tuning
+bundle = read_bundle(Path(sys.argv[1]))
+(spec,) = stage_specs(bundle.manifest, [bundle.graph])
+stage = BundleStage(spec, bundle.build(bundle.graph))
+assert optimize(stage, spec.input_rows.row_shape, 2, Tuning(optimize="fused"), torch.device("cpu")).mode.method == "fused"
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_torch_does_not_import_its_compiler_when_a_bundle_is_read_and_fused() -> None:
+    command = [sys.executable, "-c", _READS, str(PREVIEW)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def sent(plan: StagePlan) -> bytes:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from multiworld_serving.models.bundle.cutting import cut_graph, estimate_costs
+from multiworld_serving.models.bundle.nodes import Call, Calls
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.models.export.torchvision_models import load_model
 from tests.resnets import bundle_of, plan_of
@@ -25,7 +26,7 @@ def test_resnet_is_cut_before_convolutions_only(name: str) -> None:
         cut = cut_graph(graph, costs_s, num_stages, bundle.manifest.lengths[-1])
         assert max(cut.stage_s) <= sum(costs_s) / num_stages + 2 * max(costs_s)
         for stage in graph.cut(cut.positions)[1:]:
-            first = next(node.target for node in stage.nodes if node.kind in ("call", "calls"))
+            first = next(node.target for node in stage.nodes if isinstance(node, Call | Calls))
             assert first in ("aten.conv2d.default", "aten.linear.default")
     with pytest.raises(ModelError, match="can be cut into at most"):
         cut_graph(graph, costs_s, 500, bundle.manifest.lengths[-1])

@@ -10,6 +10,7 @@ import torch
 from multiworld_serving.models.optimize.deviation import deviation
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.workers.compute.engine import Engine, EngineQueue
+from multiworld_serving.workers.compute.stage_store import StageTask
 from tests.resnets import plan_of, sent_stage, sent_weights
 from tests.unit.models.models_loaded import IMAGE_SIZE, images, loaded
 
@@ -97,24 +98,9 @@ async def test_stage_is_computed_in_the_assigned_execution_mode(engine: Engine) 
         expected = sent_stage(plan)(batch)
     outputs = {}
     for ordered in ("eager", "fused"):
-        made = await queue.load(spec, weights, (3, IMAGE_SIZE, IMAGE_SIZE), 2, Tuning(optimize=ordered))
+        made = await queue.load(StageTask(spec, weights, (3, IMAGE_SIZE, IMAGE_SIZE), 2, Tuning(optimize=ordered)))
         queue.serve(1, made)
         assert str(made.optimized.mode) == f"{ordered}/float32"
         outputs[ordered] = (await queue.compute(1, 0, batch)).output
     assert torch.equal(outputs["eager"], expected)
     assert 0 < deviation(outputs["fused"], expected) < 1e-5
-
-
-async def test_version_that_was_unloaded_while_it_loads_is_not_served_until_it_is_assigned_again(
-    engine: Engine,
-) -> None:
-    plan, queue = plan_of(loaded("resnet18"), 10)[3], engine.new_queue()
-    spec = plan.spec
-    queue.expect(7)
-    made = await queue.load(spec, sent_weights(plan), plan.input_shape, 1)
-    queue.unload(7)
-    queue.serve(7, made)
-    assert (7, spec.index) not in queue._stages
-    queue.expect(7)
-    queue.serve(7, made)
-    assert (7, spec.index) in queue._stages

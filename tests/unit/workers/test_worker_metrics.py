@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 import threading
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
@@ -38,8 +34,8 @@ def busy_worker() -> WorkerMetrics:
     """The metrics of a worker with a GPU, to which everything has happened that adds series."""
     metrics = WorkerMetrics({"version": "0.1.0"})
     metrics.stage_loaded(0)
-    collector = GpuCollector(library(), CUDA)
-    collector._last = (time.monotonic(), list(collector._read("handle")))
+    collector = GpuCollector(CUDA, {name: (says, lambda device: 1.0) for name, (says, _) in gpu._READINGS.items()})
+    collector._last = (time.monotonic(), list(collector._read()))
     metrics.registry.register(collector)
     return metrics
 
@@ -100,87 +96,44 @@ async def test_busy_port_is_an_error_if_it_is_required(metrics: WorkerMetrics) -
             pass
 
 
-class NVMLError(Exception):
-    """As that of pynvml."""
-
-
-def library(**overrides: Callable[..., Any]) -> Any:
-    """The functions of pynvml that the reader uses, with plausible results."""
-    asked: dict[str, Any] = {
-        "NVMLError": NVMLError,
-        "NVML_TEMPERATURE_GPU": 0,
-        "nvmlInit": lambda: None,
-        "nvmlDeviceGetHandleByPciBusId": lambda bus_id: bus_id,
-        "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=42),
-        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(used=3 << 30, total=8 << 30),
-        "nvmlDeviceGetTemperature": lambda handle, sensor: 55,
-        "nvmlDeviceGetPowerUsage": lambda handle: 123_000,
-    }
-    return SimpleNamespace(**{**asked, **overrides})
-
-
 CUDA = torch.device("cuda:0")
 
 
-def refuse(*_: Any) -> Any:
-    raise NVMLError("not supported")
+def refuse(_: torch.device) -> float:
+    raise RuntimeError("not supported")
 
 
-def readings(collector: GpuCollector) -> dict[str, float]:
+def values(collector: GpuCollector) -> dict[str, float]:
     """The exported values by name, without the prefix."""
     metrics = {metric.name.removeprefix("multiworld_gpu_"): metric.samples for metric in collector.collect()}
     assert all(sample.labels == {"device": "cuda:0"} for samples in metrics.values() for sample in samples)
     return {name: samples[0].value for name, samples in metrics.items()}
 
 
-@pytest.fixture(autouse=True)
-def _bus_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "pci_bus_id", lambda device: "00000000:3B:00.0")
-
-
-def test_gpu_values_are_in_base_units_and_unsupported_ones_are_missing() -> None:
-    with GpuCollector(library(nvmlDeviceGetPowerUsage=refuse), CUDA) as collector:
-        wait_until(lambda: bool(readings(collector)))
-        assert readings(collector) == {
-            "utilization_ratio": 0.42,
-            "memory_used_bytes": 3 << 30,
-            "memory_total_bytes": 8 << 30,
-            "temperature_celsius": 55,
-        }
-    with GpuCollector(library(), CUDA) as collector:
-        wait_until(lambda: bool(readings(collector)))
-        assert readings(collector)["power_watts"] == 123
-
-
-def test_gpu_is_not_read_on_a_cpu_or_without_the_library() -> None:
-    assert GpuCollector.of(torch.device("cpu")) is None
-    if importlib.util.find_spec("pynvml") is None:
-        assert GpuCollector.of(CUDA) is None
+def test_gpu_values_are_exported_and_unsupported_ones_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    reads = iter(range(100_000))
+    readings = {"power_watts": ("", refuse), "temperature_celsius": ("", lambda _: float(next(reads)))}
+    with GpuCollector(CUDA, readings, interval_s=0.01).running() as collector:
+        wait_until(lambda: values(collector).get("temperature_celsius", 0) > 2)
+        assert "power_watts" not in values(collector)
+    assert [record.getMessage() for record in caplog.records] == ["no metric multiworld_gpu_power_watts: not supported"]
 
 
 def test_readings_of_a_hanging_driver_expire_without_blocking() -> None:
-    hung = threading.Event()
-    begun: list[float] = []
+    hung, begun = threading.Event(), list[float]()
 
-    def utilization(_: object) -> Any:
+    def utilization(_: torch.device) -> float:
         begun.append(time.monotonic())
         if len(begun) > 1:
             hung.wait(60)
-        return SimpleNamespace(gpu=42)
+        return 0.5
 
-    with GpuCollector(
-        library(nvmlDeviceGetUtilizationRates=utilization), CUDA, interval_s=0.01, stale_s=2.0
-    ) as collector:
+    readings = {"utilization_ratio": ("", utilization)}
+    with GpuCollector(CUDA, readings, interval_s=0.01, stale_s=2.0).running() as collector:
         wait_until(lambda: len(begun) >= 2)
-        assert readings(collector), "still fresh"
-        wait_until(lambda: not readings(collector))
+        assert values(collector), "still fresh"
+        wait_until(lambda: not values(collector))
         left_s = time.monotonic()
     assert time.monotonic() - left_s < 30, "it does not wait for the thread"
     hung.set()
-
-
-def test_failing_driver_is_logged_once_and_has_no_readings(caplog: pytest.LogCaptureFixture) -> None:
-    with GpuCollector(library(nvmlInit=refuse), CUDA) as collector:
-        wait_until(lambda: bool(caplog.records))
-        assert readings(collector) == {}
-    assert [record.getMessage() for record in caplog.records] == ["cannot read GPU metrics: not supported"]

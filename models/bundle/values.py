@@ -1,0 +1,41 @@
+"""The value of each node of a graph, with or without data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+
+def values_of(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Iterator[Any]:
+    """Compute one node after the other: on tensors without data, if those of the module and the inputs have none.
+
+    Raises whatever operators raise.
+    """
+    interpreter = fx.Interpreter(module)
+    interpreter.args_iter = iter(inputs)
+    for node in module.graph.nodes:
+        if node.op != "output":
+            with torch.no_grad():
+                interpreter.env[node] = interpreter.run_node(node)
+            yield interpreter.env[node]
+
+
+def _exclude_from_compiling(function: Any) -> None:
+    """Mark a function of torch, and those that it wraps, as torch does when it is first called on a tensor without data.
+
+    torch imports its compiler for that, which takes two seconds of CPU time in each process.
+    """
+    for cell in getattr(function, "__closure__", None) or ():
+        inner = cell.cell_contents
+        if isinstance(inner, FunctionType) and not hasattr(inner, "__dynamo_disable"):
+            setattr(inner, "__dynamo_disable", inner)
+            _exclude_from_compiling(inner)
+
+
+for _module in (torch._refs, torch._refs.nn.functional, torch._refs.linalg, torch._decomp.decompositions):
+    for _function in vars(_module).values():
+        _exclude_from_compiling(_function)
