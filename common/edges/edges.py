@@ -8,7 +8,7 @@ import ipaddress
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
 
@@ -39,7 +39,6 @@ class Edges:
 
     Args:
         name: of this process.
-        register: see `register_shared_memory` of `WorldManager`.
         host: the local address to listen on; with an advertised address, a loopback address is replaced by all interfaces.
 
     Attributes:
@@ -54,7 +53,6 @@ class Edges:
         settings: EdgePortSettings,
         metrics: EdgeMetrics,
         bind_host: str = "",
-        register: Callable[[int, int], Callable[[], None]] | None = None,
     ) -> None:
         self.holder = ""
         self.store = TensorStore(_MAX_KEPT_BYTES, metrics, settings.edge_min_bytes)
@@ -69,7 +67,6 @@ class Edges:
             **settings.heartbeats,
             bind_host=bind_host,
             on_shared_memory_missing=metrics.shared_memory_missing,
-            register_shared_memory=register,
         )
         self._server = EdgeServer(self.store, self._manager, self._incarnation, metrics)
         self._open = partial(

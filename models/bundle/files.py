@@ -29,13 +29,13 @@ from multiworld_serving.models.bundle.manifest import MAX_MANIFEST_BYTES, Manife
 from multiworld_serving.models.bundle.nodes import BATCH, DTYPES
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError
-from multiworld_serving.models.weights.tensor_file import DTYPES as SAFETENSORS_DTYPES
 from multiworld_serving.models.weights.tensor_file import TensorFile
 
 MANIFEST, GRAPH, WEIGHTS, SELF_TEST = "manifest.json", "graph.json", "weights.safetensors", "self_test.safetensors"
 _MAX_SELF_TEST_BYTES = 1 << 30
 _MAX_HEADER_BYTES = 100 << 20
-_CHUNK_BYTES = 8 << 20
+_CHUNK = 2 << 20
+"""Bytes, or elements, that are handled at a time."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,6 @@ class Bundle:
         """Hash of the graph and the weights."""
         files = self.manifest.sha256
         return hashlib.sha256(f"{files.get(GRAPH)} {files.get(WEIGHTS)}".encode()).hexdigest()[:16]
-
-    @property
-    def weights_bytes(self) -> int:
-        return _weights_bytes(self.graph)
 
     def build(self, stage: Graph, device: torch.device | str = "cpu") -> fx.GraphModule:
         """A module that computes a stage of `graph`, or all of it, on this device."""
@@ -103,25 +99,20 @@ def read_bundle(path: Path) -> Bundle:
 
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a bundle in a folder. Raises BundleError, OSError."""
-    return Manifest.from_json(_bytes(folder / MANIFEST, MAX_MANIFEST_BYTES))
+    return Manifest.from_json(_checked(folder / MANIFEST, MAX_MANIFEST_BYTES).read_bytes())
 
 
 def _read_folder(folder: Path) -> Bundle:
     manifest = read_manifest(folder)
-    text = _bytes(folder / GRAPH, MAX_GRAPH_BYTES)
-    _check_digest(manifest, GRAPH, hashlib.sha256(text).hexdigest())
-    graph = Graph.from_json(text)
+    graph = Graph.from_json(_checked(folder / GRAPH, MAX_GRAPH_BYTES, manifest).read_bytes())
     manifest.check_graph(graph)
     check_graph(graph, manifest.lengths)
-    _bytes_at_most(folder / WEIGHTS, _weights_bytes(graph) + _MAX_HEADER_BYTES)
-    _bytes_at_most(folder / SELF_TEST, _MAX_SELF_TEST_BYTES)
-    for name in (WEIGHTS, SELF_TEST):
-        with (folder / name).open("rb") as file:
-            _check_digest(manifest, name, hashlib.file_digest(file, "sha256").hexdigest())
+    weights_path = _checked(folder / WEIGHTS, graph.weights_bytes + _MAX_HEADER_BYTES, manifest)
+    self_test_path = _checked(folder / SELF_TEST, _MAX_SELF_TEST_BYTES, manifest)
     try:
-        weights = TensorFile(os.open(folder / WEIGHTS, os.O_RDONLY))
+        weights = TensorFile(os.open(weights_path, os.O_RDONLY))
         weights.entries  # noqa: B018 - checks the header
-        with safe_open(folder / SELF_TEST, framework="pt") as tests:
+        with safe_open(self_test_path, framework="pt") as tests:
             self_test = {name: tests.get_tensor(name).clone() for name in tests.keys()}  # noqa: SIM118 - not a mapping
     except SafetensorError as error:
         raise BundleError(f"the tensors of the bundle cannot be read: {error}") from error
@@ -131,38 +122,35 @@ def _read_folder(folder: Path) -> Bundle:
     return bundle
 
 
-def _bytes(path: Path, most: int) -> bytes:
-    _bytes_at_most(path, most)
-    return path.read_bytes()
-
-
-def _bytes_at_most(path: Path, most: int) -> None:
+def _checked(path: Path, limit: int, manifest: Manifest | None = None) -> Path:
+    """The path of a file of at most this size, with the digest of the manifest."""
     if not path.is_file() or path.is_symlink():
         raise BundleError(f"the bundle lacks the file {path.name}; expected what `multiworld export` writes")
-    if (size := path.stat().st_size) > most:
-        raise BundleError(f"{path.name} of the bundle has {size} bytes; at most {most} are expected")
+    if (size := path.stat().st_size) > limit:
+        raise BundleError(f"{path.name} of the bundle has {size} bytes; at most {limit} are expected")
+    if manifest is not None and manifest.sha256.get(path.name) != _sha256_of(path):
+        raise BundleError(f"{path.name} is damaged: its SHA-256 is not the manifest's; copy the bundle again")
+    return path
 
 
-def _check_digest(manifest: Manifest, name: str, found: str) -> None:
-    if manifest.sha256.get(name) != found:
-        raise BundleError(f"{name} of the bundle is damaged: its SHA-256 is not the manifest's; copy the bundle again")
-
-
-def _weights_bytes(graph: Graph) -> int:
-    return sum({node.key: node.row_bytes() for node in graph.weights}.values())
+def _sha256_of(path: Path) -> str:
+    """The SHA-256 hash of a file, in hexadecimal digits. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_weights(bundle: Bundle) -> None:
     """Raise BundleError unless every weight of the graph is there, as described, and not NaN."""
-    for node in bundle.graph.weights:
-        entry = bundle.weights_file.entries.get(node.key)
-        if entry is None:
-            raise BundleError(f"the weights of the bundle lack {node.key!r}")
-        dtype = SAFETENSORS_DTYPES.get(entry.dtype)
-        if dtype is None or dtype != DTYPES[node.dtype] or entry.shape != node.shape:
-            raise BundleError(f"the weight {node.key!r} is {entry.dtype} {entry.shape}, not as the graph says")
-        if dtype.is_floating_point and any(part.isnan().any() for part in bundle.weights_file.parts(node.key)):
-            raise BundleError(f"the weight {node.key!r} contains NaN; export the model with other weights")
+    with bundle.weights_file.tensors() as file:
+        for node in bundle.graph.weights:
+            if node.key not in bundle.weights_file.entries:
+                raise BundleError(f"the weights of the bundle lack {node.key!r}")
+            tensor = file.get_tensor(node.key)
+            if tensor.dtype != DTYPES[node.dtype] or tuple(tensor.shape) != node.shape:
+                found = f"{tensor.dtype} {list(tensor.shape)}"
+                raise BundleError(f"the weight {node.key!r} is {found}, not as the graph says")
+            if any(part.isnan().any() for part in tensor.flatten().split(_CHUNK)):
+                raise BundleError(f"the weight {node.key!r} contains NaN; export the model with other weights")
 
 
 def _check_self_test(bundle: Bundle) -> None:
@@ -194,7 +182,7 @@ def _unpack(path: Path, folder: Path) -> None:
         for name in (MANIFEST, GRAPH, SELF_TEST, WEIGHTS):  # the weights last: the graph says how large they are
             limit = limits.get(name)
             if limit is None:
-                limit = _weights_bytes(Graph.from_json((folder / GRAPH).read_bytes())) + _MAX_HEADER_BYTES
+                limit = Graph.from_json((folder / GRAPH).read_bytes()).weights_bytes + _MAX_HEADER_BYTES
             entry = entries[name]
             if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.flag_bits & 1:
                 raise BundleError(f"{name} in {path} is encrypted or packed in another way than by deflate")
@@ -202,7 +190,7 @@ def _unpack(path: Path, folder: Path) -> None:
                 raise BundleError(f"{name} in {path} has {entry.file_size} bytes, which is more than it may have")
             with archive.open(entry) as source, (folder / name).open("wb") as target:
                 left = entry.file_size
-                while chunk := source.read(min(left, _CHUNK_BYTES)):
+                while chunk := source.read(min(left, _CHUNK)):
                     target.write(chunk)
                     left -= len(chunk)
 
@@ -228,10 +216,7 @@ def write_bundle(
         (folder / GRAPH).write_text(graph.to_json(), encoding="utf-8")
         save_file({key: tensor.contiguous().clone() for key, tensor in weights.items()}, folder / WEIGHTS)
         save_file({key: tensor.contiguous().clone() for key, tensor in self_test.items()}, folder / SELF_TEST)
-        digests = {}
-        for name in (GRAPH, WEIGHTS, SELF_TEST):
-            with (folder / name).open("rb") as file:
-                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        digests = {name: _sha256_of(folder / name) for name in (GRAPH, WEIGHTS, SELF_TEST)}
         manifest = Manifest.from_json(msgspec.structs.replace(manifest, sha256=digests).to_json())
         (folder / MANIFEST).write_bytes(manifest.to_json())
         for made in folder.iterdir():

@@ -115,6 +115,11 @@ class Graph:
     def weights(self) -> tuple[Weight, ...]:
         return tuple(node for node in self.nodes if isinstance(node, Weight))
 
+    @property
+    def weights_bytes(self) -> int:
+        """Of the weights; tied ones count once."""
+        return sum({node.key: node.row_bytes() for node in self.weights}.values())
+
     # -- JSON ------------------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,15 +90,7 @@ def export_model(
         ExportError: the module cannot be exported; the message says what to change.
         BundleError, StageError: the bundle cannot be written, or the module has too few places to cut.
     """
-    if path.exists():
-        raise ExportError(f"{path} exists; choose another path or remove it")
-    if not 2 <= options.max_batch_size <= MAX_BATCH_SIZE:
-        raise ExportError(f"the largest batch is {options.max_batch_size}; expected 2 to {MAX_BATCH_SIZE} rows")
-    if len(options.inputs) != len(example) or not example:
-        raise ExportError(f"the model has {len(example)} example inputs but {len(options.inputs)} names for them")
-    for what, text in (("name", options.name), ("version", options.version)):
-        if not NAME.fullmatch(text):
-            raise ExportError(f"{what} is {text!r:.60}; expected letters, digits and . _ : + -, at most 100")
+    _check_options(example, path, options)
     module = model.eval()
     if options.image is not None or options.labels:
         module = ImageModel(model, options.image, probabilities=bool(options.labels))
@@ -113,11 +105,10 @@ def export_model(
     lengths = {each.name: each.most for each in options.dynamic}
     costs_s = estimate_costs(graph, {BATCH: 1} | lengths)
     cut = cut_graph(graph, costs_s, options.num_stages, lengths)
-    stages = graph.cut(cut.positions)
     manifest = Manifest(
         name=options.name,
         version=options.version,
-        inputs=tuple(spec_of(node) for node in graph.inputs),
+        inputs=tuple(map(spec_of, graph.inputs)),
         outputs=_output_specs(graph, module, two, options.output or "output"),
         dimensions={BATCH: (1, options.max_batch_size)}
         | {each.name: (each.least, each.most) for each in options.dynamic},
@@ -130,19 +121,13 @@ def export_model(
     )
     manifest.check_graph(graph)
     check_graph(graph, manifest.lengths)
+    stages = graph.cut(cut.positions)
     computed = [stage.build(weights, torch.device("cpu")) for stage in stages]
     checked = options.checked or tuple(sorted({1, 2, options.max_batch_size}))
     deviation = 0.0
-    for count in checked:
-        progress(f"comparing with the model at batch {count}")
-        deviation = max(
-            deviation, _compare(module, computed, [_rows(tensor, count) for tensor in example], f"batch {count}")
-        )
-    for share in _SHARES if options.dynamic else ():
-        there = {each: each.least + round(share * (each.most - each.least)) for each in options.dynamic}
-        where = ", ".join(f"{each.name} {length}" for each, length in there.items())
+    for where, inputs in _inputs_to_compare(example, options, checked):
         progress(f"comparing with the model at {where}")
-        deviation = max(deviation, _compare(module, computed, _resized(two, options.inputs, there), where))
+        deviation = max(deviation, _compare(module, computed, inputs, where))
     for count in sorted({min(each, options.max_batch_size) for each in options.checked or _ROWS_CHANGED} - {1}):
         progress(f"changing rows of batch {count}")
         rows = [_rows(tensor, count) for tensor in example]
@@ -151,8 +136,36 @@ def export_model(
     self_test = _self_test(graph, computed, [_rows(tensor, 1) for tensor in example])
     manifest = write_bundle(path, manifest, graph, weights, self_test)
     operators = len({node.target for node in graph.nodes if isinstance(node, Call | Calls)})
-    sizes = tuple(sum({each.key: each.row_bytes() for each in stage.weights}.values()) for stage in stages)
-    return ExportReport(manifest, cut, len(graph.nodes), operators, sizes, deviation, checked)
+    return ExportReport(
+        manifest, cut, len(graph.nodes), operators, tuple(stage.weights_bytes for stage in stages), deviation, checked
+    )
+
+
+def _check_options(example: Sequence[Tensor], path: Path, options: ExportOptions) -> None:
+    if path.exists():
+        raise ExportError(f"{path} exists; choose another path or remove it")
+    if not 2 <= options.max_batch_size <= MAX_BATCH_SIZE:
+        raise ExportError(f"the largest batch is {options.max_batch_size}; expected 2 to {MAX_BATCH_SIZE} rows")
+    if len(options.inputs) != len(example) or not example:
+        raise ExportError(f"the model has {len(example)} example inputs but {len(options.inputs)} names for them")
+    for what, text in (("name", options.name), ("version", options.version)):
+        if not NAME.fullmatch(text):
+            raise ExportError(f"{what} is {text!r:.60}; expected letters, digits and . _ : + -, at most 100")
+
+
+def _inputs_to_compare(
+    example: Sequence[Tensor], options: ExportOptions, batch_sizes: Sequence[int]
+) -> Iterator[tuple[str, list[Tensor]]]:
+    """Inputs of these batch sizes, and of lengths of variable dimensions from the least to the largest, with what they are."""
+    for count in batch_sizes:
+        yield f"batch {count}", [_rows(tensor, count) for tensor in example]
+    for share in _SHARES if options.dynamic else ():
+        lengths = {each: each.least + round(share * (each.most - each.least)) for each in options.dynamic}
+        resized = {name: _rows(tensor, 2) for name, tensor in zip(options.inputs, example, strict=True)}
+        for dynamic, length in lengths.items():
+            for name, dim in dynamic.places:
+                resized[name] = _rows(resized[name].transpose(0, dim), length).transpose(0, dim).contiguous()
+        yield ", ".join(f"{each.name} {length}" for each, length in lengths.items()), list(resized.values())
 
 
 def _images(image: Preprocessing) -> Tensor:
@@ -165,15 +178,6 @@ def _rows(tensor: Tensor, count: int) -> Tensor:
     """The rows of a tensor, repeated or cut to this number."""
     repeats = -(-count // len(tensor))
     return tensor.repeat(repeats, *[1] * (tensor.dim() - 1))[:count].contiguous()
-
-
-def _resized(example: Sequence[Tensor], names: Sequence[str], lengths: Mapping[Dynamic, int]) -> list[Tensor]:
-    """The example with these lengths of its variable dimensions, repeated or cut."""
-    resized = dict(zip(names, example, strict=True))
-    for dynamic, length in lengths.items():
-        for name, dim in dynamic.places:
-            resized[name] = _rows(resized[name].transpose(0, dim), length).transpose(0, dim).contiguous()
-    return list(resized.values())
 
 
 def _compare(module: nn.Module, stages: Sequence[nn.Module], example: Sequence[Tensor], where: str) -> float:

@@ -9,11 +9,10 @@ import contextlib
 import difflib
 import inspect
 import json
-import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from multiworld_serving.models.weights.labels import placeholder_labels
 
 _STALL_TIMEOUT_S = 30.0
 """A download without progress for this long is aborted."""
-_FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _FC_STD = 0.5
 INPUT, PROBABILITIES = "input", "probabilities"
 """Names of the input of images, and of the output of classifiers."""
@@ -243,9 +241,12 @@ def _fetched(name: str, published: Any) -> nn.Module:
     Raises:
         WeightsError: the download failed or stalled, or the cached file is damaged; the message says what to do.
     """
-    file = _cached_file(published)
+    file, before = _cached_file(published), socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_STALL_TIMEOUT_S)  # torch.hub opens its connection without a timeout
     try:
-        with _safe_download(), contextlib.redirect_stdout(sys.stderr):  # "Downloading: ..." is not the program's output
+        with contextlib.redirect_stdout(sys.stderr):  # "Downloading: ..." is not the program's output
+            # torchvision would run code in the file, this refuses it.
+            torch.hub.load_state_dict_from_url(published.url, progress=False, check_hash=True, weights_only=True)
             model: nn.Module = torchvision.models.get_model(name, weights=published)
     except Exception as error:  # network, disk, hash and unpickling errors have no common base
         reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -257,23 +258,9 @@ def _fetched(name: str, published: Any) -> nn.Module:
             f"cannot download {published} from {published.url} ({reason}); check the network, or download it elsewhere and put "
             f"it at {file}; --weights FILE takes your own, --weights random:0 serves an untrained model"
         ) from error
-    return model
-
-
-@contextlib.contextmanager
-def _safe_download() -> Iterator[None]:
-    """torchvision reads files of torch.hub's cache with `weights_only=True`, and downloads that stall end."""
-    # torchvision passes weights_only=False, and torch.hub opens its connection without a timeout.
-    before, forced = socket.getdefaulttimeout(), os.environ.get(_FORCE_WEIGHTS_ONLY)
-    socket.setdefaulttimeout(_STALL_TIMEOUT_S)
-    os.environ[_FORCE_WEIGHTS_ONLY] = "1"
-    try:
-        yield
     finally:
         socket.setdefaulttimeout(before)
-        os.environ.pop(_FORCE_WEIGHTS_ONLY)
-        if forced is not None:
-            os.environ[_FORCE_WEIGHTS_ONLY] = forced
+    return model
 
 
 def main(model: str, path: str, *options: str) -> None:

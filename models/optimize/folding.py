@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from multiworld_serving.models.bundle.stage import BundleStage
-from multiworld_serving.models.optimize.fusing import Workload, add_in_place, fuse
+from multiworld_serving.models.optimize.fusing import Workload, fuse
 from multiworld_serving.models.optimize.graphs import (
     add_constant,
     aten,
@@ -49,7 +49,6 @@ def folded(
         _lay_out_weights(module)
         if fused:
             fuse(module, workload, _SHAPE_ROWS)
-        add_in_place(module)
         module.graph.eliminate_dead_code()
         body = fx.GraphModule(module, module.graph)  # without the weights that are no longer used
         _own_memory(body, stage)

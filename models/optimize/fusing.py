@@ -21,7 +21,6 @@ from multiworld_serving.models.optimize.graphs import aten, constant, only_user,
 
 _NEEDED = (
     "_convolution_pointwise",
-    "_convolution_pointwise_",
     "_reorder_convolution_weight",
     "_linear_pointwise",
     "_reorder_linear_weight",
@@ -43,13 +42,6 @@ _ACTIVATIONS: dict[Any, str] = {
 Activation = tuple[str, list[float], str]
 """Name in oneDNN, scalars, and algorithm."""
 _NO_ACTIVATION: Activation = ("none", [], "")
-
-_NEW_TENSORS = frozenset(_ACTIVATIONS) | {
-    aten.max_pool2d.default,
-    aten.add.Tensor,
-    aten.mul.Tensor,
-}
-"""Operators whose result shares no memory with their input."""
 
 
 @dataclass(frozen=True)
@@ -160,10 +152,9 @@ class FusedConv(nn.Module):
             return packed
 
         self.weight = PackedWeight(reorder, workload)
-        self.in_place = False
 
     def forward(self, batch: Tensor, other: Tensor | None = None) -> Tensor:
-        """The activation of the convolution plus `other`, which is overwritten if `in_place`."""
+        """The activation of the convolution plus `other`."""
         batch = batch.contiguous(memory_format=torch.channels_last)
         operations = torch.ops.mkldnn
         weight = self.weight.wanted_for(len(batch) > self._one)
@@ -173,10 +164,7 @@ class FusedConv(nn.Module):
             return output
         name, scalars, algorithm = self._activation
         settings = (*self._window, "add", 1.0, None if name == "none" else name, scalars, algorithm)
-        if self.in_place:
-            output = operations._convolution_pointwise_.binary(other, batch, weight, self._bias, *settings)
-        else:
-            output = operations._convolution_pointwise.binary(batch, other, weight, self._bias, *settings)
+        output = operations._convolution_pointwise.binary(batch, other, weight, self._bias, *settings)
         return output
 
 
@@ -214,7 +202,7 @@ class FusedLinear(nn.Module):
 
 
 def fuse(module: fx.GraphModule, workload: Workload, rows: int) -> None:
-    """Replace convolutions and linear layers with fixed weights, and what follows them, by modules. Call `add_in_place` next.
+    """Replace convolutions and linear layers with fixed weights, and what follows them, by modules.
 
     Args:
         module: folded, channels-last, with values of `rows` samples (see `propagate`).
@@ -222,16 +210,6 @@ def fuse(module: fx.GraphModule, workload: Workload, rows: int) -> None:
     for node in list(module.graph.nodes):
         if node.target in (_CONV, _LINEAR) and (weight := constant(module, node.args[1])) is not None:
             _fuse_layer(module, node, weight, workload, rows)
-
-
-def add_in_place(module: fx.GraphModule) -> None:
-    """Let convolutions overwrite the tensor that they add, where nothing else needs it."""
-    order = {node: position for position, node in enumerate(module.graph.nodes)}
-    for node in module.graph.nodes:
-        if node.op == "call_module" and len(node.args) == 2:
-            made = module.get_submodule(str(node.target))
-            if isinstance(made, FusedConv):
-                made.in_place = _may_overwrite(node, node.args[1], order)
 
 
 def _fuse_layer(module: fx.GraphModule, layer: fx.Node, weight: Tensor, workload: Workload, rows: int) -> None:
@@ -284,17 +262,3 @@ def _activation(node: fx.Node, *, after_add: bool) -> Activation | None:
     if name == "gelu":
         return name, [], str(node.kwargs.get("approximate", "none"))
     return None if node.kwargs or len(node.args) > 1 else (name, [], "")
-
-
-def _may_overwrite(add: fx.Node, tensor: Any, order: dict[fx.Node, int]) -> bool:
-    """Whether nothing else needs a tensor after this node: it was computed here, and no other node keeps it or a view of it."""
-
-    def owns_output(node: fx.Node) -> bool:
-        return node.op == "call_module" or node.target in _NEW_TENSORS
-
-    users = [node for node in tensor.users if node is not add]
-    return (
-        owns_output(tensor)
-        and add.args[0] is not tensor
-        and all(owns_output(user) and order[user] < order[add] for user in users)
-    )

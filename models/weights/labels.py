@@ -1,8 +1,10 @@
 """Class labels from a file, or placeholders."""
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from multiworld_serving.models.errors import LabelsError
 
@@ -10,6 +12,8 @@ MAX_FILE_BYTES = 16 * 2**20
 _EXPECTED = (
     'expected one label per line, or JSON: a list, or an object from index to label such as {"0": "cat", "1": "dog"}'
 )
+_Entry = str | Annotated[list[str], Meta(min_length=1)]
+"""A label, or a list that ends in it, as in the usual ImageNet index."""
 
 
 def read_labels(path: str, num_classes: int) -> tuple[str, ...]:
@@ -58,19 +62,16 @@ def _from_lines(text: str, path: str) -> tuple[str, ...]:
 
 def _from_json(text: str, path: str) -> tuple[str, ...]:
     try:
-        data: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise LabelsError(f"{path} is not valid JSON ({error}); {_EXPECTED}") from error
+        data = msgspec.json.decode(text, type=list[_Entry] | dict[str, _Entry])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise LabelsError(f"{path} is not JSON of labels ({error}); {_EXPECTED}") from error
     if isinstance(data, dict):
         if strange := sorted(data.keys() - {str(index) for index in range(len(data))}):
             raise LabelsError(
                 f"{path} has the key {strange[0]!r}; expected the indices 0 to {len(data) - 1}, each once"
             )
         data = [data[str(index)] for index in range(len(data))]
-    if not isinstance(data, list) or not data:
-        raise LabelsError(f"{path} contains neither a list nor an object of labels; {_EXPECTED}")
-    # The usual ImageNet index: {"0": ["n01440764", "tench"], ...}
-    labels = [entry[-1] if isinstance(entry, list) and entry else entry for entry in data]
-    if wrong := [label for label in labels if not isinstance(label, str) or not label.strip()]:
-        raise LabelsError(f"{path} has the label {wrong[0]!r}; expected text")
-    return tuple(label.strip() for label in labels)
+    labels = tuple((entry if isinstance(entry, str) else entry[-1]).strip() for entry in data)
+    if "" in labels:
+        raise LabelsError(f"{path} has an empty label at index {labels.index('')}; expected text")
+    return labels

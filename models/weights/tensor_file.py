@@ -6,32 +6,16 @@ import json
 import os
 import struct
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import safe_open
-from torch import Tensor
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNED_BYTES = 64
 """Alignment of the first tensor in a file that is sent. With less, some processors compute other roundings than for the whole model."""
-_CHUNK_BYTES = 8 << 20
 METADATA = "__metadata__"
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""Element types by their names in safetensors files."""
 
 
 class TensorEntry(NamedTuple):
@@ -49,7 +33,7 @@ class TensorEntry(NamedTuple):
 
 
 class TensorFile:
-    """Owns a descriptor, which is closed with the last reference to this object. Reading parts needs no memory for the whole.
+    """Owns a descriptor, which is closed with the last reference to this object.
 
     `entries` and `tensors` raise SafetensorError for a file of another format, and OSError.
     """
@@ -99,21 +83,6 @@ class TensorFile:
             if key != METADATA
             for begin, end in (entry["data_offsets"],)
         }
-
-    def parts(self, key: str) -> Iterator[Tensor]:
-        """A tensor in flat parts of up to `_CHUNK_BYTES`, each valid until the next. Nothing is mapped, so memory stays small.
-
-        Raises:
-            KeyError: there is no such tensor.
-            OSError: it cannot be read.
-        """
-        entry = self.entries[key]
-        buffer = memoryview(bytearray(min(_CHUNK_BYTES, entry.size)))
-        for at in range(0, entry.size, _CHUNK_BYTES):
-            part = buffer[: entry.size - at]
-            if os.preadv(self._descriptor, [part], entry.offset + at) != len(part):
-                raise OSError("a file with weights has become shorter; copy the bundle again")
-            yield torch.frombuffer(part, dtype=DTYPES[entry.dtype])
 
 
 def file_head(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:

@@ -76,7 +76,7 @@ class ModelSource:
         """
         settings = self.settings
         if bundle_path(settings) is None:
-            check_memory(_COPIES_OF_WEIGHTS * first.weights_bytes)
+            check_memory(_COPIES_OF_WEIGHTS * first.graph.weights_bytes)
             return _like(first, self._read(settings.weights if weights is None else self._allowed(weights)))
         if weights is None:
             return self._read(settings.weights)

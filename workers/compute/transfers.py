@@ -1,4 +1,4 @@
-"""Copies batches to the device and outputs back. On a GPU, copies overlap with computation, on a stream of their own."""
+"""Copies batches to the device and outputs back. On a GPU, copies to it overlap with computation, on a stream of their own."""
 
 from __future__ import annotations
 
@@ -14,17 +14,8 @@ Allocate: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
 """Returns an uninitialized contiguous tensor of this shape and dtype. May be called on any thread."""
 
 
-def _converting(output: Tensor, float32_as: torch.dtype) -> tuple[Tensor, torch.dtype]:
-    """The output, and the dtype to convert it to. Values too large for float16 are limited: infinity would become NaN in the next stage."""
-    if output.dtype != torch.float32:
-        return output, output.dtype
-    if float32_as == torch.float16:
-        output = output.clamp(-_LARGEST_FLOAT16, _LARGEST_FLOAT16)
-    return output, float32_as
-
-
 class Transfers:
-    """Copies between host memory and a device, which is the processor itself here."""
+    """Copies between host memory and the device."""
 
     def to_device(self, batch: Tensor) -> Callable[[], Tensor]:
         """Start copying a batch to the device. Call the result on the computing thread to get the copied batch."""
@@ -39,9 +30,11 @@ class Transfers:
             float32_as: dtype of the result if the output is float32; other outputs keep theirs.
             allocate: makes the memory for the result; None: any memory.
         """
-        output, dtype = _converting(output, float32_as)
+        dtype = float32_as if output.dtype == torch.float32 else output.dtype
+        if dtype == torch.float16 != output.dtype:  # infinity would become NaN in the next stage
+            output = output.clamp(-_LARGEST_FLOAT16, _LARGEST_FLOAT16)
         if allocate is None:
-            return output.to(dtype).contiguous()
+            return output.to("cpu", dtype).contiguous()
         return allocate(output.shape, dtype).copy_(output)
 
 
@@ -66,18 +59,6 @@ class GpuTransfers(Transfers):
             return there
 
         return arrived
-
-    def to_host(
-        self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None
-    ) -> Tensor:
-        output, dtype = _converting(output, float32_as)
-        output = output.to(dtype)
-        host = None if allocate is None else allocate(output.shape, output.dtype)
-        if host is None or not host.is_pinned():  # small, no shared memory is left, or it cannot be pinned
-            host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
-        host.copy_(output, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
-        return host
 
     def _copy(self, batch: Tensor) -> tuple[Tensor, torch.cuda.Event]:
         with torch.cuda.stream(self._stream):

@@ -25,7 +25,7 @@ from tests.resnets import sent_weights
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not fusable(CPU, torch.float32), reason="torch has no usable oneDNN")
-PRECISIONS = [torch.float32, torch.bfloat16]
+PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = 3
 
 
@@ -78,7 +78,7 @@ def test_eager_computes_the_graph_as_it_is(tmp_path: Path) -> None:
 
 
 class Patterns(nn.Module):
-    """What may be fused, and tensors that an addition in place would destroy for others."""
+    """What may be fused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,12 +95,12 @@ class Patterns(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         first = functional.relu(self.convs[0](images * 0.5 - 0.25))
         second = functional.hardswish(self.norm(self.depthwise(first)))
-        third = functional.relu(self.convs[1](second) + first)  # first may be overwritten
-        fourth = self.convs[2](third) + second + images  # images must be kept
+        third = functional.relu(self.convs[1](second) + first)
+        fourth = self.convs[2](third) + second + images
         kept = functional.gelu(self.convs[3](fourth))
-        fifth = functional.relu(self.convs[4](kept) + kept)  # kept is needed below: must not be overwritten
+        fifth = functional.relu(self.convs[4](kept) + kept)
         viewed = fifth.flatten(2)
-        sixth = functional.silu(self.convs[5](fifth) + fifth)  # so is fifth, by its view
+        sixth = functional.silu(self.convs[5](fifth) + fifth)
         seventh = self.convs[6](sixth) + self.same_for_all_rows
         eighth = self.alone(self.convs[7](seventh) * kept + viewed.view(-1, 8, 6, 6))
         vectors = eighth.permute(0, 2, 3, 1)
@@ -140,15 +140,13 @@ def test_fused_patterns_equal_the_graph(dtype: torch.dtype, layout: torch.memory
 
 
 @needs_onednn
-def test_additions_are_in_place_only_if_nothing_else_needs_the_tensor() -> None:
+def test_layers_are_fused_with_what_follows_them() -> None:
     made = folded(patterns(), Workload((8, 6, 6), 4, (1, 2)), fused=True)
     modules = dict(made.module.named_modules())
     fused = [node for node in made.module.graph.nodes if node.op == "call_module"]
     assert sum(isinstance(modules[str(node.target)], FusedConv) for node in fused) == 9
     assert sum(isinstance(modules[str(node.target)], FusedLinear) for node in fused) == 3
-    added = {node.args[1]: modules[str(node.target)] for node in fused if len(node.args) > 1}
-    in_place = [isinstance(each, FusedConv) and each.in_place for each in added.values()]
-    assert in_place == [True, True, False, False, False]
+    assert sum(len(node.args) > 1 for node in fused) == 5, "with an addition"
 
 
 def test_normalisation_is_folded_into_weights() -> None:

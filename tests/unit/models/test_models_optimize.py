@@ -1,74 +1,19 @@
 """Execution modes of a stage are close to the reference."""
 
 import ctypes
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.errors import ModelError, StageError
-from multiworld_serving.models.optimize import folding, tuning
+from multiworld_serving.models.optimize import tuning
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
 from multiworld_serving.models.optimize.fusing import FusedConv, Workload, fusable, torch_threads
 from multiworld_serving.models.optimize.tuning import Tuning
-from tests.resnets import plan_of, sent_stage
-from tests.unit.models.models_loaded import IMAGE_SIZE, images, loaded
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not fusable(CPU, torch.float32), reason="torch has no usable oneDNN")
-
-
-def folded(stage: BundleStage, dtype: torch.dtype = torch.float32, *, fused: bool = False) -> BundleStage:
-    workload = Workload(stage.spec.input_rows.row_shape or (), 4, (1, 2))
-    return folding.folded(stage, workload, dtype, fused=fused)
-
-
-def through(
-    name: str, num_stages: int, make: Callable[[BundleStage], Callable[[Tensor], Tensor]], batch: Tensor
-) -> list[Tensor]:
-    """The output of each converted stage for the reference input of that stage."""
-    outputs = []
-    for plan in plan_of(loaded(name), num_stages):
-        stage = sent_stage(plan)
-        output = make(stage)(batch)
-        assert output.dtype == torch.float32
-        assert output.is_contiguous()
-        outputs += [output, batch := stage(batch)]
-    return outputs
-
-
-@pytest.mark.parametrize(("name", "num_stages"), [("resnet18", 3), ("resnet50", 1)])
-@torch.inference_mode()
-def test_folded_stages_equal_the_reference_within_the_tolerance(name: str, num_stages: int) -> None:
-    outputs = through(name, num_stages, folded, images(3))
-    for output, expected in pairs(outputs):
-        assert deviation(output, expected) <= TOLERANCE["float32"] / 10
-
-
-@needs_onednn
-@pytest.mark.parametrize(("name", "num_stages"), [("resnet18", 1), ("resnet18", 10), ("resnet50", 3)])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@torch.inference_mode()
-def test_fused_stages_equal_the_reference_and_keep_their_input(
-    name: str, num_stages: int, layout: torch.memory_format
-) -> None:
-    """Also if the first block adds to its own input, and if that is already channels-last."""
-
-    def through_fused(stage: BundleStage) -> Callable[[Tensor], Tensor]:
-        fused = folded(stage, fused=True)
-
-        def run(batch: Tensor) -> Tensor:
-            given = batch.contiguous(memory_format=layout if batch.ndim == 4 else torch.contiguous_format)
-            output: Tensor = fused(given)
-            assert torch.equal(given, batch)
-            return output
-
-        return run
-
-    for output, expected in pairs(through(name, num_stages, through_fused, images(3))):
-        assert deviation(output, expected) <= TOLERANCE["float32"] / 10
 
 
 @needs_onednn
@@ -107,29 +52,6 @@ def test_thread_count_is_restored_after_a_block() -> None:
     with pytest.raises(ModelError), torch_threads(before + 1):
         raise ModelError
     assert torch.get_num_threads() == before
-
-
-def pairs(values: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(values[::2], values[1::2], strict=True))
-
-
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-@torch.inference_mode()
-def test_reduced_precision_differs_from_the_reference_within_its_tolerance(precision: str) -> None:
-    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float16
-    for output, expected in pairs(through("resnet18", 2, lambda stage: folded(stage, dtype), images(2))):
-        off = deviation(output, expected, probabilities=expected.ndim == 2)
-        assert 0 < off <= TOLERANCE[precision]
-
-
-@torch.inference_mode()
-def test_folded_normalization_is_exact_at_the_borders() -> None:
-    """With the mean folded into the weights, the convolution's zero padding would mean black instead of the mean."""
-    stage = sent_stage(plan_of(loaded("resnet18"), 10)[0])
-    black = torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.uint8)
-    expected, output = stage(black), folded(stage)(black)
-    assert float((output - expected).abs()[..., 0, :].max()) <= 1e-5 * float(expected.abs().max())
-    assert deviation(output, expected) <= TOLERANCE["float32"] / 10
 
 
 # -- tuning -----------------------------------------------------------------------------------------------------------------

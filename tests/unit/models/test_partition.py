@@ -41,30 +41,13 @@ def test_partition_is_as_good_as_brute_force(chain: tuple[list[int], int, list[i
     assert score(costs, boundaries, ranges) == brute_force(costs, num_stages, boundaries)
 
 
-@given(st.lists(st.floats(0, 1e12), min_size=1, max_size=8), st.data())
-def test_partition_is_as_good_as_brute_force_with_float_costs(costs: list[float], data: st.DataObject) -> None:
-    num_stages = data.draw(st.integers(1, len(costs)))
-    boundaries = [0.0] * (len(costs) - 1)
-    slowest, _, _ = score(costs, boundaries, partition(costs, num_stages, boundaries))
-    assert slowest == pytest.approx(brute_force(costs, num_stages, boundaries)[0], rel=1e-9, abs=1e-3)
-
-
-def test_partition_prefers_the_smaller_boundary_when_the_slowest_stage_is_equal() -> None:
-    assert partition([1, 0, 1], 2, [8, 4]) == [(0, 2), (2, 3)]
-    assert partition([1, 0, 1], 2, [4, 8]) == [(0, 1), (1, 3)]
-
-
-def test_partition_prefers_the_most_even_split_when_boundaries_are_equal() -> None:
-    assert partition([9, 1, 1, 1, 1], 3, [1, 1, 1, 1]) == [(0, 1), (1, 3), (3, 5)]
-
-
 def slowest(costs: list[float], transfers: list[float], ends: tuple[int, ...]) -> float:
     """The cost of the slowest stage of this partition, including transfers."""
     crossing = [0.0, *transfers, 0.0]
     return max(sum(costs[first:end]) + crossing[first] + crossing[end] for first, end in pairwise((0, *ends)))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_partition_with_transfer_costs_is_as_good_as_brute_force(seed: int) -> None:
     chance = random.Random(seed)
     count = chance.randint(2, 9)
@@ -76,8 +59,3 @@ def test_partition_with_transfer_costs_is_as_good_as_brute_force(seed: int) -> N
         assert found[-1][1] == count
         best = min(slowest(costs, transfers, (*inner, count)) for inner in combinations(range(1, count), stages - 1))
         assert slowest(costs, transfers, tuple(end for _, end in found)) == pytest.approx(best)
-
-
-def test_expensive_boundary_is_avoided() -> None:
-    assert partition([1, 1, 1, 1], 2, [1, 1, 1]) == [(0, 2), (2, 4)]
-    assert partition([1, 1, 1, 1], 2, [1, 1, 1], transfers=[0.1, 5.0, 0.2]) == [(0, 1), (1, 4)]

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from multiworld.texts import is_name
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import MAX_NAME_CHARS, Address
 from multiworld_serving.workers.compute.engine import Engine
-from multiworld_serving.workers.exit_timer import GRACEFUL_EXIT_S
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError
 from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
@@ -82,25 +80,6 @@ async def test_worker_of_several_leaders_continues_when_one_refuses_its_token(
     assert not serving.done()
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
-
-
-def test_constructing_a_stuck_error_does_not_start_the_exit_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    alarms: list[object] = []
-    monkeypatch.setattr(signal, "setitimer", lambda *given: alarms.append(given))
-    StuckError("nobody raises this")
-    monkeypatch.undo()
-    assert alarms == []
-
-
-async def test_exit_timer_starts_when_the_process_is_out_of_memory(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alarms: list[float] = []
-    monkeypatch.setattr("multiworld_serving.workers.leader_connection.arm_exit_timer", alarms.append)
-    session = cast(Session, SimpleNamespace(out_of_memory=True, queue=engine.new_queue()))
-    with pytest.raises(StuckError, match="no memory"):
-        await connection(1, engine)._raise_if_stuck(session)
-    assert alarms == [GRACEFUL_EXIT_S]
 
 
 @pytest.mark.parametrize("is_batch", [True, False], ids=["computed", "made"])

@@ -82,6 +82,8 @@ async def test_free_port_answers_scrapes_only(metrics: WorkerMetrics) -> None:
         assert answer.headers["content-type"].startswith("text/plain; version=")
         assert "multiworld_worker_busy 0.0\n" in answer.text
         assert (await client.get(f"{url}/")).status_code == 404
+        assert (await client.get(f"{url}/healthz")).status_code == 200
+        assert (await client.get(f"{url}/readyz")).status_code == 503
         assert (await client.post(f"{url}/metrics")).status_code == 405
     with pytest.raises(OSError, match="refused"), socket.create_connection(("127.0.0.1", port or 0), timeout=5):
         pass
