@@ -6,17 +6,17 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import httpx
 
 from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
 from multiworld_serving.common.config.sources import option
+from multiworld_serving.deploy.processes.programs import PROGRAM
 
 _STOP_S = 30.0
 
@@ -44,6 +44,17 @@ class ServiceFailedError(Exception):
     """The service ended or did not start in time; the message contains the end of its log."""
 
 
+def start_program(arguments: Sequence[str]) -> "subprocess.Popen[str]":
+    """Start `multiworld` with these arguments, without settings from the environment."""
+    return subprocess.Popen(  # noqa: S603 - program and arguments are ours
+        [*PROGRAM, *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith("MULTIWORLD_")},
+    )
+
+
 class LocalService:
     """`multiworld serve` with local workers on free ports of 127.0.0.1, as `with LocalService(stages=2) as service`.
 
@@ -51,7 +62,12 @@ class LocalService:
         credentials: credentials of requests, if its settings require them.
         wait_until_ready: wait for all replicas on entering, not only until it listens.
         settings: of `multiworld serve`, by name: `model="resnet18"`, `weights="random:0"`, …
+
+    Attributes:
+        start_program: starts the process. Tests fork it instead.
     """
+
+    start_program: ClassVar[Callable[[Sequence[str]], Any]] = staticmethod(start_program)
 
     def __init__(
         self,
@@ -89,13 +105,7 @@ class LocalService:
             return list(self._lines)
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(  # noqa: S603 - program and arguments are ours
-            [sys.executable, "-P", "-m", "multiworld_serving.cli.main", "serve", *self._arguments],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={name: value for name, value in os.environ.items() if not name.startswith("MULTIWORLD_")},
-        )
+        self._process = LocalService.start_program(["serve", *self._arguments])
         self._reader = threading.Thread(target=self._read, name="service-log", daemon=True)
         self._reader.start()
         try:

@@ -20,6 +20,7 @@ from multiworld_serving.testing.chaos.observer import Observer
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.injections import HEARTBEAT_TIMEOUT_S
 from tests.integration.members import Spawn, members
+from tests.nursery import start_program
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # its workers inherit the size of a terminal that they do not have
     for name in ("COLUMNS", "TCP"):
@@ -27,6 +28,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # its workers inherit the size of a ter
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background jobs and their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+LocalService.start_program = staticmethod(start_program)
 
 LAYERS = ("unit", "simulation", "ray", "slurm", "machines", "chaos", "e2e", "integration")
 """The order of the folders: fast tests first, then those with the longest files, so that no process is left with a long file at the end."""

@@ -1,15 +1,13 @@
 """Small services for tests."""
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.testing.local_service import LocalService
+from tests.nursery import ForkedProcess, fork_program
 from tests.waiting import wait_until
 
 
@@ -37,17 +35,13 @@ def service_for_workers(token_file: Path, **settings: Any) -> LocalService:
 @contextlib.contextmanager
 def external_frontend(
     service: LocalService, token: str, name: str, folder: Path, **settings: object
-) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+) -> Iterator[tuple[str, ForkedProcess]]:
     """A frontend with a port of its own: its URL and its process."""
     log = folder / f"{name}.log"
     options = ["--leader", service.join_address, "--name", name, "--http-port", "0", "--metrics-port", "0"]
     options += [part for setting, value in settings.items() for part in (option(setting), str(value))]
     with log.open("wb") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "multiworld_serving.cli.main", "frontend", *options],
-            env={**os.environ, "MULTIWORLD_TOKEN": token},
-            stderr=stderr,
-        )
+        process = fork_program(["frontend", *options], stderr.fileno(), MULTIWORLD_TOKEN=token)
     try:
         wait_until(lambda: f"{name} serves http=" in log.read_text())
         address = log.read_text().split(f"{name} serves http=")[1].split()[0]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from multiworld_serving.testing.local_service import LocalService
+from tests.nursery import start_program
 from tests.services import service_for_workers
 
 
@@ -31,12 +29,8 @@ def metered_service(folder: Path) -> Iterator[tuple[LocalService, str]]:
 @contextmanager
 def _worker(leader: str, token: Path) -> Iterator[str]:
     options = {"leader": leader, "token-file": token, "metrics-port": 0, "threads": 1, "log-format": "json"}
-    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "multiworld_serving.cli.main", "worker", *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={name: value for name, value in os.environ.items() if not name.startswith("MULTIWORLD_")},
+    process = start_program(
+        ["worker", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
     )
     assert process.stderr is not None
     url = ""

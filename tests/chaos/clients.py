@@ -4,16 +4,17 @@ import asyncio
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO
 
+from multiworld_serving.deploy.processes.programs import PROGRAM
 from multiworld_serving.testing.load import clients as load
 from multiworld_serving.testing.load.clients import Load
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.load.requests import ReferenceRequest
 from multiworld_serving.testing.local_service import LocalService
+from tests.nursery import Process, fork_program
 
 TOKEN = "a-secret-of-these-tests"
 
@@ -58,16 +59,27 @@ def external_worker(
     fault: str | None = None,
     token: str = TOKEN,
     options: Sequence[str] = (),
-    stderr: int | IO[str] = subprocess.DEVNULL,
-) -> Iterator["subprocess.Popen[bytes]"]:
-    """A worker process that joins these leaders, healthy or with a fault of `tests.chaos.faulty_worker`."""
-    program = ["multiworld_serving.cli.main", "worker"] if fault is None else ["tests.chaos.faulty_worker", fault]
+    stderr: IO[str] | None = None,
+    in_namespace: bool = False,
+) -> Iterator[Process]:
+    """A worker process that joins these leaders, healthy or with a fault of `tests.chaos.faulty_worker`.
+
+    Args:
+        in_namespace: start it in the network namespace of this thread.
+    """
     joins = [part for leader in leaders for part in ("--leader", leader)]
-    worker = subprocess.Popen(
-        [sys.executable, "-m", *program, *joins, "--name", name, "--threads", "1", *options],
-        env={**os.environ, "MULTIWORLD_TOKEN": token},
-        stderr=stderr,
-    )
+    arguments = ["worker", *joins, "--name", name, "--threads", "1", *options]
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(open(os.devnull, "w")) if stderr is None else stderr
+        worker: Process
+        if in_namespace:
+            environment = {**os.environ, "MULTIWORLD_TOKEN": token}
+            worker = subprocess.Popen([*PROGRAM, *arguments], env=environment, stderr=log)
+        elif fault is None:
+            worker = fork_program(arguments, log.fileno(), MULTIWORLD_TOKEN=token)
+        else:
+            call = "tests.chaos.faulty_worker:run_faulty"
+            worker = fork_program([fault, *arguments], log.fileno(), call=call, MULTIWORLD_TOKEN=token)
     try:
         yield worker
     finally:

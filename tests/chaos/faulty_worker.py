@@ -1,4 +1,4 @@
-"""A worker with one fault in its computation, as a program: python -m tests.chaos.faulty_worker FAULT [worker options].
+"""A worker with one fault in its computation.
 
 Only this process is faulty; joining, links and everything else work normally.
 """
@@ -6,15 +6,14 @@ Only this process is faulty; joining, links and everything else work normally.
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from multiworld_serving.cli.main import main
 from multiworld_serving.workers.compute import engine
+from tests.nursery import run_program
 
 Forward = Callable[..., Tensor]
 BATCHES_BEFORE = 3
@@ -82,9 +81,10 @@ def _die_after_weights() -> None:
     engine.EngineQueue.load = die  # type: ignore[assignment, method-assign]
 
 
-if __name__ == "__main__":
-    fault, *options = sys.argv[1:]
+def run_faulty(arguments: list[str], environment: dict[str, str]) -> None:
+    """Run a worker with the fault that is the first argument."""
+    fault, *options = arguments
     if fault == "dies-loading":
         _die_after_weights()
     engine.EngineQueue._forward = _faulty(fault, engine.EngineQueue._forward)  # type: ignore[method-assign]
-    sys.exit(main(["worker", *options]))
+    run_program(options, environment)

@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -12,6 +11,7 @@ import pytest
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, run_load
 from tests.chaos.relay import Direction, Relay
+from tests.nursery import Process
 from tests.services import service_for_workers
 
 pytestmark = pytest.mark.timeout(300)
@@ -44,7 +44,7 @@ def service(token_file: Path) -> Iterator[LocalService]:
 
 
 @contextlib.contextmanager
-def faulty(service: LocalService, fault: str) -> Iterator["subprocess.Popen[bytes]"]:
+def faulty(service: LocalService, fault: str) -> Iterator[Process]:
     with external_worker(service.join_address, name=f"worker-that-{fault}", fault=fault) as worker:
         yield worker
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import TOKEN
 from tests.e2e.hostile_connections import SILENT, SLOW_HEAD, HostileConnections, ask, attack
 from tests.e2e.hostile_requests import BODY_LIMIT, HOSTILE_REQUESTS, HostileRequest
+from tests.nursery import ForkedProcess
 from tests.programs import free_port, process, program
 from tests.services import external_frontend, small_service
 from tests.waiting import wait_until
@@ -34,7 +34,7 @@ class Proxied:
     """A service of one leader, two frontends with a port each, and HAProxy in front of them."""
 
     port: int
-    frontends: "tuple[subprocess.Popen[bytes], ...]"
+    frontends: tuple[ForkedProcess, ...]
 
     @property
     def url(self) -> str:

@@ -18,8 +18,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -35,11 +33,11 @@ from multiworld import WorldManager
 from multiworld.membership.mesh import MeshConnector
 from tests.integration.elastic_part import ElasticPart
 from tests.integration.parts import Part
+from tests.nursery import NURSERY, ForkedProcess
 from tests.torture.part import TorturePart
 
 PATIENCE_S = 60.0
 """Time limit of every wait. Generous, because no test measures speed."""
-_REPOSITORY = Path(__file__).parents[2]
 
 
 def resources() -> dict[str, int]:
@@ -289,27 +287,9 @@ async def _perform(sock: socket.socket) -> None:
         running[call["id"]] = task
 
 
-def _nursery_main(control: socket.socket) -> None:
-    """Fork a member for each received pair of descriptors, and report on request how a member ended."""
-    while True:
-        message, fds, _, _ = socket.recv_fds(control, 64, 2)
-        if not message:
-            return
-        if not fds:
-            _, status = os.waitpid(int(message), 0)
-            control.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-            continue
-        talk, stderr = fds
-        pid = os.fork()
-        if pid == 0:
-            control.close()
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            asyncio.run(_perform(socket.socket(fileno=talk)))
-            return  # ends like a normal program, with an exit status and atexit handlers
-        for fd in fds:
-            os.close(fd)
-        control.sendall(str(pid).encode())
+def perform(talk: int) -> None:
+    """In a forked process: take commands over this socket."""
+    asyncio.run(_perform(socket.socket(fileno=talk)))
 
 
 # -- in the test -------------------------------------------------------------------------------------------------------------
@@ -318,15 +298,15 @@ def _nursery_main(control: socket.socket) -> None:
 class Member:
     """A process that takes commands."""
 
-    def __init__(self, pid: int, sock: socket.socket, stderr: Path) -> None:
-        self.pid = pid
+    def __init__(self, process: ForkedProcess, sock: socket.socket, stderr: Path) -> None:
+        self.pid = process.pid
+        self._process = process
         self._sock = sock
         self._stderr = stderr
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._last = 0
-        self._pidfd = os.pidfd_open(pid)
         self._disposed = False
 
     async def connect(self) -> None:
@@ -350,7 +330,7 @@ class Member:
             return await self.start(command, **arguments)
 
     def signal(self, signum: signal.Signals) -> None:
-        signal.pidfd_send_signal(self._pidfd, signum)
+        self._process.send_signal(signum)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
@@ -369,8 +349,9 @@ class Member:
     async def ended(self) -> int:
         """Exit status; negative for a signal, as in `subprocess`."""
         async with asyncio.timeout(PATIENCE_S):
-            await _readable(self._pidfd)
-        return NURSERY.status_of(self.pid)
+            if self._process.returncode is None:
+                await _readable(self._process.pidfd)
+        return self._process.wait()
 
     @property
     def complaints(self) -> str:
@@ -382,11 +363,8 @@ class Member:
         if self._disposed:
             return
         self._disposed = True
-        with contextlib.suppress(ProcessLookupError):
-            self.kill()
-        await _readable(self._pidfd)
-        os.close(self._pidfd)
-        NURSERY.status_of(self.pid)
+        self.kill()
+        await self.ended()
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
@@ -452,51 +430,6 @@ async def _readable(fd: int) -> None:
         loop.remove_reader(fd)
 
 
-class Nursery:
-    """The process that forks members. Started on first use, ended with the test run."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._statuses: dict[int, int] = {}
-
-    def fork(self, stderr: Path) -> tuple[int, socket.socket]:
-        """Fork a member. Returns its pid and the socket to talk to it."""
-        control = self._running()
-        ours, theirs = socket.socketpair()
-        with theirs, stderr.open("wb") as log:
-            socket.send_fds(control, [b"fork"], [theirs.fileno(), log.fileno()])
-            pid = int(control.recv(64))
-            self._statuses.pop(pid, None)  # of an earlier member with the same process id
-            return pid, ours
-
-    def status_of(self, pid: int) -> int:
-        """The exit status of an ended member."""
-        if pid not in self._statuses:
-            control = self._running()
-            control.sendall(str(pid).encode())
-            self._statuses[pid] = int(control.recv(64))
-        return self._statuses[pid]
-
-    def stop(self) -> None:
-        if self._process is not None and self._control is not None:
-            self._control.close()
-            self._process.wait(PATIENCE_S)
-
-    def _running(self) -> socket.socket:
-        if self._control is None:
-            self._control, theirs = socket.socketpair()
-            self._control.settimeout(PATIENCE_S)
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", __name__, str(theirs.fileno())], pass_fds=[theirs.fileno()], cwd=_REPOSITORY
-                )
-            atexit.register(self.stop)
-        return self._control
-
-
-NURSERY = Nursery()
-
 Spawn = Callable[..., Awaitable[Member]]
 """Creates a member; keyword arguments are passed to its WorldManager."""
 
@@ -508,8 +441,10 @@ async def members(folder: Path, **defaults: Any) -> AsyncIterator[Spawn]:
 
     async def make(**settings: Any) -> Member:
         stderr = folder / f"member{len(made)}.stderr"
-        pid, sock = NURSERY.fork(stderr)
-        member = Member(pid, sock, stderr)
+        ours, theirs = socket.socketpair()
+        with theirs, stderr.open("wb") as log:
+            pid = NURSERY.fork(f"{__name__}:perform", (), log.fileno(), theirs.fileno())
+        member = Member(ForkedProcess(pid), ours, stderr)
         made.append(member)
         await member.connect()
         if settings or defaults:
@@ -535,7 +470,3 @@ async def form(world: str, port: int, *everybody: Member | WorldManager, backend
     ]
     joined = await asyncio.gather(*joining)
     return max(each if isinstance(each, int) else each.generation for each in joined)
-
-
-if __name__ == "__main__":
-    _nursery_main(socket.socket(fileno=int(sys.argv[1])))

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.testing.local_service import LocalService
+from multiworld_serving.testing.local_service import LocalService, start_program
 from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, run_load
 from tests.machines.network import Host, Network, need_namespaces
+from tests.nursery import Process
 from tests.services import service_for_workers
 
 pytestmark = pytest.mark.timeout(900)
@@ -40,20 +41,24 @@ class Site:
         return int(self.service.join_address.rpartition(":")[2])
 
     @contextlib.contextmanager
-    def started(self, host: Host, name: str, *options: str, leader: str = "") -> Iterator["subprocess.Popen[bytes]"]:
+    def started(self, host: Host, name: str, *options: str, leader: str = "") -> Iterator[Process]:
         """A worker on that host, whether it can join or not. It logs into `log(name)`."""
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(self.log(name).open("w"))
             patience = ("--heartbeat-timeout-s", str(PATIENCE_S))
             joined = external_worker(
-                leader or f"{LEADER}:{self.port}", name=name, options=(*patience, *options), stderr=log
+                leader or f"{LEADER}:{self.port}",
+                name=name,
+                options=(*patience, *options),
+                stderr=log,
+                in_namespace=True,
             )
             with host.entered():
                 worker = stack.enter_context(joined)
             yield worker
 
     @contextlib.contextmanager
-    def worker(self, host: Host, name: str, *options: str, leader: str = "") -> Iterator["subprocess.Popen[bytes]"]:
+    def worker(self, host: Host, name: str, *options: str, leader: str = "") -> Iterator[Process]:
         """A ready worker on that host."""
         seen = len(self.service.lines)
         with self.started(host, name, *options, leader=leader) as worker:
@@ -82,6 +87,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         network = stack.enter_context(Network())
         leader = network.host("leader", f"{LEADER}/24")
         stack.enter_context(leader.entered())
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(LocalService, "start_program", staticmethod(start_program))  # in the namespace of this thread
         service = stack.enter_context(
             service_for_workers(folder / "token", join_host=LEADER, replicas=2, heartbeat_timeout_s=PATIENCE_S)
         )
