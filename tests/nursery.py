@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from setproctitle import setproctitle
+
 from multiworld_serving.cli.main import run
 from multiworld_serving.deploy.processes.programs import THREAD_VARIABLES, import_programs
 
@@ -181,6 +183,7 @@ def _main(control: socket.socket) -> None:
 def _child(what: dict[str, Any], stderr: int, *fds: int) -> None:
     os.dup2(stderr, 2)
     os.close(stderr)
+    setproctitle(what["call"])  # before the environment changes, whose memory it uses
     os.environ.clear()
     os.environ.update(what["environment"])
     os.chdir(what["folder"])

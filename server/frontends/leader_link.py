@@ -17,7 +17,7 @@ from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.join import WORLD_BACKEND, FrontendJoinRequest, JoinOffer
 from multiworld_serving.common.wire.message import WireError
-from multiworld_serving.server.frontends.link import Link, LinkLostError, Received
+from multiworld_serving.server.frontends.link import Link, LinkLostError, Received, Reply
 from multiworld_serving.server.frontends.messages import (
     Check,
     Done,
@@ -231,13 +231,17 @@ class LeaderLink:
             case Scrape():
                 link.reply(number, Metrics(()), self._pool.scrape())
             case Quiesce():
-                link.handle(number, asyncio.ensure_future(self._pool.wait_idle()), lambda _: (Done(), b""))
+                link.handle(number, self._quiesce())
             case Welcome(model=model):
                 if (why := self._pool.accepts(model, self)) is not None:
                     raise ValueError(why)
                 self._welcome = True
             case body:
                 raise ValueError(f"unexpected {type(body).__name__} from a leader")
+
+    async def _quiesce(self) -> Reply:
+        await self._pool.wait_idle()
+        return Done(), b""
 
     def _on_lost(self) -> None:
         self._link, self.state, self.was_ready, self.relays = None, None, False, False

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import struct
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
@@ -133,8 +133,8 @@ class Link:
         self._numbers = itertools.count(1)
         self._replies: dict[int, Callable[[Received | LinkLostError], object]] = {}
         """What takes the reply to a message of this end, by its number."""
-        self._handling: dict[int, asyncio.Future[Any]] = {}
-        """What is done for messages of the other end that expect a reply, by their number."""
+        self._handling: dict[int, Callable[[], object]] = {}
+        """What cancels the work for a message of the other end that expects a reply, by its number."""
         self._queue: list[bytes | bytearray] = []
         self._queued_bytes = 0
         self._sending = False
@@ -201,23 +201,28 @@ class Link:
         """Queue the reply to the message with this number, or a step of it."""
         self.send_encoded(encode(kind, number, body, payload))
 
-    def handle(self, number: int, work: asyncio.Future[Any], reply: Callable[[Any], Reply]) -> None:
-        """Reply with what `reply` makes of the result of this work, or with its exception.
+    def handle(self, number: int, work: Coroutine[Any, Any, Reply]) -> None:
+        """Run this work, and reply with its result or its exception. Cancelled as `expect_cancel` says, and raises as it."""
+        task = asyncio.ensure_future(work)
+        self.expect_cancel(number, task.cancel)
+        task.add_done_callback(lambda done: self.finish(number, done.result))
 
-        The work is cancelled if the other end withdraws the message or the link ends. Raises ValueError if the number is in use.
+    def expect_cancel(self, number: int, cancel: Callable[[], object]) -> None:
+        """Call `cancel` if the other end withdraws its message or the link ends, unless `finish` comes first.
+
+        Raises ValueError if the number is in use.
         """
         if number in self._handling:
-            work.cancel()
+            cancel()
             raise ValueError(f"the number {number} is in use")
-        self._handling[number] = work
-        work.add_done_callback(partial(self._handled, number, reply))
+        self._handling[number] = cancel
 
-    def _handled(self, number: int, reply: Callable[[Any], Reply], work: asyncio.Future[Any]) -> None:
-        del self._handling[number]
-        if work.cancelled():
+    def finish(self, number: int, result: Callable[[], Reply]) -> None:
+        """Reply with what `result` returns or raises. Does nothing if the work was cancelled."""
+        if self._handling.pop(number, None) is None:
             return
         try:
-            body, payload = reply(work.result())
+            body, payload = result()
         except Exception as error:  # noqa: BLE001 - reported to the other end
             self.reply_error(number, error)
         else:
@@ -270,8 +275,8 @@ class Link:
             self.fail(str(lost))
         finally:
             self._end()
-            for work in tuple(self._handling.values()):
-                work.cancel()
+            for number in tuple(self._handling):
+                self._cancel(number)
             for take in tuple(self._replies.values()):
                 take(lost)
         return lost
@@ -291,10 +296,13 @@ class Link:
         if received.kind is Kind.MESSAGE:
             self._receive(received)
         elif received.kind is Kind.CANCEL:
-            if (work := self._handling.get(received.number)) is not None:
-                work.cancel()
+            self._cancel(received.number)
         elif (take := self._replies.get(received.number)) is not None:
             take(received)
+
+    def _cancel(self, number: int) -> None:
+        if (cancel := self._handling.pop(number, None)) is not None:
+            cancel()
 
     def _send_next(self, _sent: object = None) -> None:
         """Send queued messages in one transfer. Called again when it is sent, until the queue is empty."""

@@ -11,6 +11,7 @@ import socket
 import time
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from multiworld import JoinError, World, WorldError, WorldManager
 from multiworld_serving.common.wire.join import WORLD_BACKEND, FrontendJoinRequest, JoinOffer
@@ -36,8 +37,9 @@ from multiworld_serving.server.frontends.messages import (
 from multiworld_serving.server.frontends.messages import Metrics as MetricsBody
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.observability.request_traces import current_span, remote_span
+from multiworld_serving.server.observability.request_traces import remote_span
 from multiworld_serving.server.pipeline.inputs import RemoteInput, RequestInput
+from multiworld_serving.server.pipeline.requests import PendingRequest
 from multiworld_serving.server.predictor import Prediction, ServedModel
 from multiworld_serving.server.snapshots import FrontendSnapshot, Transport
 
@@ -87,10 +89,11 @@ class FrontendSessions:
         self._generations = itertools.count(1)
 
     async def run(self) -> None:
-        """Send the state to all frontends once a second."""
+        """Send the state to all frontends once a second, and look for lost requests."""
         while True:
             await asyncio.sleep(_STATE_INTERVAL_S)
             self.state_changed()
+            self.leader.driver.requests.report_lost()
 
     async def close(self) -> None:
         """Close all links and wait until their sessions have ended."""
@@ -245,9 +248,9 @@ class FrontendSession:
             case Check() as check:
                 self._check(number, check)
             case Operation() as operation:
-                self.link.handle(number, asyncio.ensure_future(self._operate(number, operation)), _as_is)
+                self.link.handle(number, self._operate(number, operation))
             case Scrape(others=others):
-                self.link.handle(number, asyncio.ensure_future(self._scrape(others=others)), _as_is)
+                self.link.handle(number, self._scrape(others=others))
             case Load() as load:
                 self._connections, self._requests = load.connections, load.requests
             case Follow(desired=desired):
@@ -266,36 +269,34 @@ class FrontendSession:
 
     def _predict(self, number: int, request: Predict, payload: memoryview) -> None:
         """Start a prediction. Its outcome is sent by a callback: a task for each request would cost more than the rest of it."""
+        leader, who = self._sessions.leader, self.who
+        if request.unreachable is not None:
+            leader.driver.relays.add(request.unreachable, who.frontend)
         try:
-            prediction = self._begin(request, payload)
+            pending = PendingRequest(
+                partial(self._answer, number),
+                self._inputs(request, payload),
+                request.request_id,
+                time.monotonic() + request.timeout_s,
+                request.key,
+                who.frontend if who.edge and request.fetches else None,
+                None if request.span is None else remote_span(*(int(each, 16) for each in request.span)),
+            )
         except Exception as error:  # noqa: BLE001 - reported to the frontend
             self.link.reply_error(number, error)
             return
-        requests = self._sessions.leader.open_requests
-        requests.begin()
-        prediction.add_done_callback(lambda _: requests.end())
-        self.link.handle(number, prediction, _reply_of)
+        leader.open_requests.begin()
+        self.link.expect_cancel(number, partial(self._cancel, pending))
+        leader.driver.requests.begin(pending, request.rows)
 
-    def _begin(self, request: Predict, payload: memoryview) -> asyncio.Future[Prediction]:
-        """Hand a request to the leader."""
-        leader, who = self._sessions.leader, self.who
-        deadline_s = time.monotonic() + request.timeout_s
-        if request.unreachable is not None:
-            leader.driver.relays.add(request.unreachable, who.frontend)
-        fetcher = who.frontend if who.edge and request.fetches else None
-        span = None if request.span is None else remote_span(*(int(each, 16) for each in request.span))
-        token = current_span.set(span)
-        try:
-            return leader.driver.begin(
-                self._inputs(request, payload),
-                request.rows,
-                deadline_s=deadline_s,
-                request_id=request.request_id,
-                fetcher=fetcher,
-                key=request.key,
-            )
-        finally:
-            current_span.reset(token)
+    def _cancel(self, pending: PendingRequest) -> None:
+        leader = self._sessions.leader
+        leader.driver.requests.cancel(pending)
+        leader.open_requests.end()
+
+    def _answer(self, number: int, outcome: Prediction | Exception) -> None:
+        self._sessions.leader.open_requests.end()
+        self.link.finish(number, partial(_reply_of, outcome))
 
     def _inputs(self, request: Predict, payload: memoryview) -> RequestInput:
         """The rows of a request, or where they are. Raises ValueError if they are invalid."""
@@ -331,11 +332,10 @@ class FrontendSession:
         return MetricsBody(sizes), "".join(text for _, text in texts).encode()
 
 
-def _as_is(reply: Reply) -> Reply:
-    return reply
-
-
-def _reply_of(found: Prediction) -> Reply:
+def _reply_of(found: Prediction | Exception) -> Reply:
+    """Raises the exception that it is."""
+    if isinstance(found, Exception):
+        raise found
     payload = rows_payload(found.output)
     if len(payload) > MAX_BYTES:
         raise StageError(f"the output has {len(payload)} bytes; at most {MAX_BYTES} can be sent to a frontend")

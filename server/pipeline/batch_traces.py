@@ -20,7 +20,6 @@ from typing import Any
 from multiworld_serving.common.observers import observer
 from multiworld_serving.common.tracing import Tracing
 from multiworld_serving.common.wire.tracing import TraceContext
-from multiworld_serving.server.observability.request_traces import current_span
 from multiworld_serving.server.replicas.worker import LinkId, Worker
 from multiworld_serving.server.scheduling.actions import SendBatch
 
@@ -43,9 +42,9 @@ class BatchTraces:
         self._transfers: defaultdict[tuple[int, LinkId], list[Any]] = defaultdict(list)
         """The transfer spans of each attempt in flight, by batch and link."""
 
-    def request_started(self, request: int) -> None:
-        """A request enters the pipeline. Call it in the task that handles the HTTP request."""
-        if (span := current_span.get()) is not None:
+    def request_started(self, request: int, span: Any) -> None:
+        """A request enters the pipeline. Its span is None if it is not traced."""
+        if span is not None:
             self._requests[request] = span
 
     def request_ended(self, request: int) -> None:

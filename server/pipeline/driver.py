@@ -19,14 +19,12 @@ from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.inputs import (
     KeptOutput,
-    RequestInput,
     batch_input,
     relayed_bytes,
     relayed_inputs,
 )
 from multiworld_serving.server.pipeline.relays import Relays
 from multiworld_serving.server.pipeline.requests import Requests
-from multiworld_serving.server.predictor import Prediction
 from multiworld_serving.server.replicas.worker import SentBatch, Worker
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.actions import (
@@ -43,7 +41,7 @@ from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.events import (
     BatchDone,
     BatchFailed,
-    Event,
+    Events,
     InputLost,
     ReplicaBusy,
     ReplicaDraining,
@@ -125,17 +123,19 @@ class SchedulerDriver:
     ) -> None:
         self.scheduler = Scheduler(config)
         self.relays = Relays()
-        self.requests = Requests(model, metrics, versions, self.submit_event, traces)
+        self.requests = Requests(model, metrics, versions, self._arrive, self.submit_event, traces)
         self.released: list[tuple[Worker, int]] = []
         self._metrics = metrics
         self._after_event = after_event
         self._traces = traces
         self._replicas: dict[ReplicaId, tuple[WorkerLink, VersionPlan]] = {}
         self._batches: dict[int, _Batch] = {}
-        self._events: deque[tuple[Event, Tensor | KeptOutput | None]] = deque()
+        self._events: deque[tuple[Events, Tensor | KeptOutput | None]] = deque()
         """Each with the output of its batch."""
-        self._current: tuple[Event, Tensor | KeptOutput | None] | None = None
+        self._current: tuple[Events, Tensor | KeptOutput | None] | None = None
         """The event that is being handled. An output that is still here afterwards is released."""
+        self._arrivals: list[RequestArrived] = []
+        """Of this turn of the event loop."""
         self._timer: tuple[float, asyncio.TimerHandle] | None = None
         """When it fires, as `time.monotonic()`."""
 
@@ -144,25 +144,6 @@ class SchedulerDriver:
         if self._timer is not None:
             self._timer[1].cancel()
         self.requests.close()
-
-    def begin(
-        self,
-        inputs: RequestInput,
-        rows: int,
-        *,
-        deadline_s: float,
-        request_id: str,
-        fetcher: str | None = None,
-        key: str = "",
-    ) -> asyncio.Future[Prediction]:
-        """Start a request; see `multiworld_serving.server.predictor.Predictor.predict`. Cancelling the future withdraws it.
-
-        Args:
-            fetcher: the frontend that fetches the output from the workers (`Prediction.kept`) if they keep it; None: the prediction
-                has the output.
-        The future raises InputUnreachableError if the input is at a frontend that the worker cannot reach: send it again with the input.
-        """
-        return self.requests.begin(inputs, range(rows), deadline_s, request_id, fetcher, key)
 
     # -- workers -------------------------------------------------------------------------------------------------------------
 
@@ -260,7 +241,18 @@ class SchedulerDriver:
 
     # -- events and actions of the scheduler ---------------------------------------------------------------------------------
 
-    def submit_event(self, event: Event, output: Tensor | KeptOutput | None = None) -> None:
+    def _arrive(self, event: RequestArrived) -> None:
+        """Submit an arrival, together with all others of this turn of the event loop."""
+        self._arrivals.append(event)
+        if len(self._arrivals) == 1:
+            asyncio.get_running_loop().call_soon(self._submit_arrivals)
+
+    def _submit_arrivals(self) -> None:
+        arrived, self._arrivals = [each for each in self._arrivals if each.request in self.requests], []
+        if arrived:
+            self.submit_event(arrived)
+
+    def submit_event(self, event: Events, output: Tensor | KeptOutput | None = None) -> None:
         """Submit an event to the scheduler, perform its actions, and set the timer.
 
         Actions may submit further events; these are handled after all actions of the current event. An event or action that raises
@@ -284,13 +276,14 @@ class SchedulerDriver:
             self._wake_at(self.scheduler.next_wakeup_s())
         self._after_event()
 
-    def _decide(self, event: Event) -> list[Action]:
+    def _decide(self, event: Events) -> list[Action]:
         try:
             return self.scheduler.handle(event, time.monotonic())
         except Exception as error:
             logger.exception("the scheduler failed on %s; this is a bug, please report it", type(event).__name__)
-            if isinstance(event, RequestArrived):
-                self.requests.leader_failed(event.request, error)
+            if isinstance(event, list):
+                for each in event:
+                    self.requests.leader_failed(each.request, error)
             return []
 
     def _try_perform(self, action: Action) -> None:

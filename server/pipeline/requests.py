@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,14 +24,14 @@ from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.inputs import KeptOutput, RemoteInput, RequestInput
 from multiworld_serving.server.predictor import KeptRows, ModelVersion, Prediction
 from multiworld_serving.server.scheduling.actions import Answer, Reject
-from multiworld_serving.server.scheduling.events import Event, RequestArrived, RequestCancelled
+from multiworld_serving.server.scheduling.events import RequestArrived, RequestCancelled
 from multiworld_serving.server.versions.version_table import VersionTable
 
 logger = logging.getLogger(__name__)
 
 _NO_OUTPUT = torch.empty(0)
 _LOST_AFTER_S = 0.5
-"""A request without an outcome this long after its deadline is reported as lost. The scheduler must never let that happen."""
+"""A request without an outcome this long after its deadline is lost."""
 
 
 class Part(NamedTuple):
@@ -52,20 +50,32 @@ class Part(NamedTuple):
     batch_size: int
 
 
-@dataclass(slots=True)
-class PendingRequest:
-    """Each sample of the request is a request of the scheduler, with an id of its own."""
+Outcome: TypeAlias = Prediction | Exception
 
-    future: asyncio.Future[Prediction]
+
+@dataclass(slots=True, eq=False)
+class PendingRequest:
+    """A request of a client. Each of its samples is a request of the scheduler, with an id of its own.
+
+    Attributes:
+        on_outcome: called once, with the prediction or the reason why there is none; not after `Requests.cancel`. Must not raise.
+        key: requests with equal keys can be computed together.
+        fetcher: the frontend that fetches the output from the workers (`Prediction.kept`) if they keep it; None: the prediction has the
+            output.
+        span: of the trace of the request; None: it is not traced.
+        open: the samples without an outcome, by their ids at the scheduler.
+    """
+
+    on_outcome: Callable[[Outcome], None]
     input: RequestInput
     request_id: str
-    arrived_s: float
     deadline_s: float
-    key: str
-    fetcher: str | None
-    """The frontend that fetches the output itself; None: the leader needs it."""
+    key: str = ""
+    fetcher: str | None = None
+    span: Any = None
+    arrived_s: float = field(default_factory=time.monotonic)
+    ended: bool = False
     open: dict[int, int] = field(default_factory=dict)
-    """The samples without an outcome, by their ids at the scheduler."""
     parts: list[Part] = field(default_factory=list)
 
     def prediction(self, model: str, now_s: float) -> Prediction:
@@ -99,15 +109,6 @@ class PendingRequest:
             kept=tuple(kept),
         )
 
-    def lose(self, metrics: LeaderMetrics) -> None:
-        """The deadline has passed some time ago: report the request as lost if it has no outcome."""
-        if not self.future.done():
-            metrics.lost.inc()
-            logger.error("request_id=%s lost: neither answer nor error by its deadline", self.request_id)
-            self.future.set_exception(
-                DeadlineError("no answer by the deadline; this is a bug of the server, please report it")
-            )
-
 
 def _rows_of(output: Tensor, rows: tuple[int, ...]) -> Tensor:
     """These rows of a batch, which ascend. Neighbours are a view, not a copy. Raises IndexError."""
@@ -121,7 +122,7 @@ class Requests:
     """All requests without an outcome. Each of their samples is a request of the scheduler.
 
     Args:
-        submit: hands an event to the scheduler.
+        arrive, submit: hand an event to the scheduler.
         traces: records the spans of traced requests; None if tracing is off.
 
     Attributes:
@@ -133,12 +134,14 @@ class Requests:
         model: str,
         metrics: LeaderMetrics,
         versions: VersionTable,
-        submit: Callable[[Event], None],
+        arrive: Callable[[RequestArrived], None],
+        submit: Callable[[RequestCancelled], None],
         traces: BatchTraces | None,
     ) -> None:
         self._model = model
         self._metrics = metrics
         self._versions = versions
+        self._arrive = arrive
         self._submit = submit
         self._traces = traces
         self._ids = count()
@@ -149,30 +152,33 @@ class Requests:
     def __len__(self) -> int:
         return len(self._pending)
 
+    def __contains__(self, request: int) -> bool:
+        return request in self._pending
+
     def close(self) -> None:
         """End all requests with `DrainingError`."""
-        for pending in self._pending.values():
-            if not pending.future.done():
-                pending.future.set_exception(DrainingError("the server has stopped; send the request again"))
+        for pending in set(self._pending.values()):
+            self._end(pending, DrainingError("the server has stopped; send the request again"))
 
-    def begin(
-        self,
-        inputs: RequestInput,
-        samples: Sequence[int],
-        deadline_s: float,
-        request_id: str,
-        fetcher: str | None,
-        key: str,
-    ) -> asyncio.Future[Prediction]:
-        """See `SchedulerDriver.begin`."""
+    def begin(self, pending: PendingRequest, rows: int) -> None:
+        """Compute a request of this many samples."""
         self.has_begun = True
-        loop, now_s = asyncio.get_running_loop(), time.monotonic()
-        future: asyncio.Future[Prediction] = loop.create_future()
-        pending = PendingRequest(future, inputs, request_id, now_s, deadline_s, key, fetcher)
-        timer = loop.call_later(max(0.0, deadline_s - now_s) + _LOST_AFTER_S, pending.lose, self._metrics)
-        future.add_done_callback(partial(self._ended, pending, timer))
-        self._submit_samples(pending, samples)
-        return future
+        self._submit_samples(pending, range(rows))
+
+    def cancel(self, pending: PendingRequest) -> None:
+        """Nobody needs the outcome of this request any more."""
+        pending.ended = True
+        self._withdraw(pending)
+
+    def report_lost(self) -> None:
+        """End the requests that should have had an outcome some time ago. The scheduler must never let that happen."""
+        due_s = time.monotonic() - _LOST_AFTER_S
+        for pending in {each for each in self._pending.values() if each.deadline_s < due_s}:
+            self._metrics.lost.inc()
+            logger.error("request_id=%s lost: neither answer nor error by its deadline", pending.request_id)
+            self._end(
+                pending, DeadlineError("no answer by the deadline; this is a bug of the server, please report it")
+            )
 
     def rows(self, requests: Sequence[int]) -> list[tuple[RequestInput, int] | None]:
         """The input of each of these samples, and its row there; None if it has its outcome."""
@@ -187,7 +193,7 @@ class Requests:
         """End those of the requests whose input is at one of `holders`: a worker cannot fetch it."""
         for pending in filter(None, map(self._pending.get, requests)):
             if isinstance(pending.input, RemoteInput) and pending.input.holder in holders:
-                self._fail(pending, InputUnreachableError("a worker cannot fetch the input from its frontend"))
+                self._end(pending, InputUnreachableError("a worker cannot fetch the input from its frontend"))
 
     def take(self, action: Answer) -> list[tuple[PendingRequest, list[int], list[int]]]:
         """The requests that are answered: each with its samples in this batch, and their rows."""
@@ -222,20 +228,22 @@ class Requests:
                     self._finish(pending, current_version)
                 except Exception as error:
                     logger.exception("request_id=%s cannot be answered", pending.request_id)
-                    self._fail(pending, StageError(f"the leader failed: {type(error).__name__}: {error}"))
+                    self._end(pending, _failure_of_leader(error))
 
     def reject(self, action: Reject) -> None:
         """End a request with the scheduler's reason."""
         if (pending := self._pending.get(action.request)) is not None:
             logger.debug("request_id=%s rejected reason=%s %s", pending.request_id, action.reason, action.detail)
             self._close(action.request)
-            error = RequestRejected.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s)
-            self._fail(pending, error)
+            self._end(
+                pending,
+                RequestRejected.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s),
+            )
 
     def leader_failed(self, request: int, error: Exception) -> None:
         """End the request of this sample with an error, because the leader itself failed."""
         if (pending := self._pending.get(request)) is not None:
-            self._fail(pending, StageError(f"the leader failed: {type(error).__name__}: {error}"))
+            self._end(pending, _failure_of_leader(error))
 
     def _submit_samples(self, pending: PendingRequest, samples: Sequence[int]) -> None:
         """Hand samples of a request to the scheduler, each with a new id."""
@@ -244,28 +252,23 @@ class Requests:
             pending.open[request] = at
             self._pending[request] = pending
             if self._traces is not None:
-                self._traces.request_started(request)
-        self._submit(RequestArrived(ids[0], pending.deadline_s, pending.key, len(ids)))
-
-    def _ended(self, pending: PendingRequest, timer: asyncio.TimerHandle, _: asyncio.Future[Prediction]) -> None:
-        """The future of a request has an outcome or is cancelled."""
-        timer.cancel()
-        self._withdraw(pending)
+                self._traces.request_started(request, pending.span)
+        self._arrive(RequestArrived(ids[0], pending.deadline_s, pending.key, len(ids)))
 
     def _finish(self, pending: PendingRequest, current: str | None) -> None:
         """All samples are computed: answer, or compute those of a former version again."""
         version = pending.parts[-1].version if current is None else self._versions.plan(current).version
         if all(part.version == pending.parts[0].version for part in pending.parts):
-            if not pending.future.done():
-                pending.future.set_result(pending.prediction(self._model, time.monotonic()))
+            self._end(pending, pending.prediction(self._model, time.monotonic()))
             return
         stale = [at for part in pending.parts if part.version != version for at in part.at]
         pending.parts = [part for part in pending.parts if part.version == version]
         self._submit_samples(pending, sorted(stale))
 
-    def _fail(self, pending: PendingRequest, error: Exception) -> None:
-        if not pending.future.done():
-            pending.future.set_exception(error)
+    def _end(self, pending: PendingRequest, outcome: Outcome) -> None:
+        if not pending.ended:
+            pending.ended = True
+            pending.on_outcome(outcome)
         self._withdraw(pending)
 
     def _withdraw(self, pending: PendingRequest) -> None:
@@ -280,3 +283,7 @@ class Requests:
             self._traces.request_ended(request)
         if (pending := self._pending.pop(request, None)) is not None:
             del pending.open[request]
+
+
+def _failure_of_leader(error: Exception) -> StageError:
+    return StageError(f"the leader failed: {type(error).__name__}: {error}")

@@ -128,3 +128,5 @@ Event: TypeAlias = (
     | Tick
     | Drain
 )
+Events: TypeAlias = Event | list[RequestArrived]
+"""One event, or requests that arrive together."""

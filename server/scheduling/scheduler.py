@@ -62,6 +62,7 @@ from multiworld_serving.server.scheduling.events import (
     BatchFailed,
     Drain,
     Event,
+    Events,
     InputLost,
     ReplicaBusy,
     ReplicaDraining,
@@ -85,6 +86,7 @@ __all__ = [
     "BatchFailed",
     "Drain",
     "Event",
+    "Events",
     "FailReplica",
     "FreeBatch",
     "InputLost",
@@ -119,8 +121,8 @@ class Scheduler:
 
     # -- called by the driver ------------------------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now_s: float) -> list[Action]:
-        """Handle one event. Returns the actions to perform, in order, before the next event is handled.
+    def handle(self, event: Events, now_s: float) -> list[Action]:
+        """Handle one event, or requests that arrive together. Returns the actions to perform, in order, before the next event is handled.
 
         Args:
             now_s: monotonic time of the event. A time before that of the previous event counts as equal to it.
@@ -209,8 +211,11 @@ class Scheduler:
         state.throughput.elapse(now_s - state.now_s, busy=bool(state.backlog.requests), full=state.saturated)
         state.now_s = now_s
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: Events) -> None:
         match event:
+            case list():
+                for arrived in event:
+                    self._arrived(arrived)
             case RequestArrived():
                 self._arrived(event)
             case BatchDone() | BatchFailed() | InputLost():

@@ -10,7 +10,7 @@ import multiworld_serving.testing.simulation.__main__ as program
 from multiworld_serving.server.scheduling.scheduler import (
     Action,
     Answer,
-    Event,
+    Events,
     ReplicaLost,
     Scheduler,
     SchedulerConfig,
@@ -80,7 +80,7 @@ def test_planted_bug_is_found_and_reproduced_by_its_seed(
 class LosesBatches(Scheduler):
     """Drops the batches in flight when a replica breaks."""
 
-    def handle(self, event: Event, now_s: float) -> list[Action]:
+    def handle(self, event: Events, now_s: float) -> list[Action]:
         if isinstance(event, ReplicaLost) and (replica := self._state.table.replicas.get(event.replica)):
             for attempt in replica.in_flight.values():
                 self._state.hedging.unwatch(attempt)

@@ -23,6 +23,7 @@ from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.versions.version_table import VersionTable
 from tests.cut_bundles import plan_without_stages
+from tests.unit.scheduling.pending import begin
 
 IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
 FRONTEND = "10.0.0.9:1/f"
@@ -70,7 +71,7 @@ class Bench:
 
     async def ask(self, image: RequestInput, fetcher: str | None = "f") -> asyncio.Future[Prediction]:
         inputs = image[None] if isinstance(image, Tensor) else image
-        asked = self.driver.begin(inputs, 1, deadline_s=time.monotonic() + 60, request_id="r", fetcher=fetcher)
+        asked = begin(self.driver, inputs, 1, deadline_s=time.monotonic() + 60, request_id="r", fetcher=fetcher)
         await asyncio.sleep(0)
         return asked
 

@@ -24,6 +24,7 @@ from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.events import BatchDone, ReplicaLost, RequestArrived
 from multiworld_serving.server.versions.version_table import VersionTable
 from tests.cut_bundles import plan_without_stages
+from tests.unit.scheduling.pending import begin
 
 WAIT_S = 30.0
 IMAGE = torch.zeros(3, 32, 32, dtype=torch.uint8)
@@ -62,13 +63,13 @@ class Bench:
     def ask(self, count: int) -> list[asyncio.Future[Prediction]]:
         deadline_s = time.monotonic() + 60
         return [
-            self.driver.begin(IMAGE[None] + number, 1, deadline_s=deadline_s, request_id=str(number))
+            begin(self.driver, IMAGE[None] + number, 1, deadline_s=deadline_s, request_id=str(number))
             for number in range(count)
         ]
 
     def ask_rows(self, count: int) -> asyncio.Future[Prediction]:
         rows = torch.stack([IMAGE + at for at in range(count)])
-        return self.driver.begin(rows, count, deadline_s=time.monotonic() + 60, request_id="r")
+        return begin(self.driver, rows, count, deadline_s=time.monotonic() + 60, request_id="r")
 
     def report(self, line: Line, sent: SentBatch, message: Message) -> None:
         self.driver.on_batch(cast(WorkerLink, line), message, sent)
@@ -265,6 +266,7 @@ async def test_rows_of_one_request_are_answered_together_in_their_order() -> Non
 async def test_other_rows_of_a_request_are_withdrawn_when_it_ends(ends: str) -> None:
     bench = Bench(replicas=1)
     asked = bench.ask_rows(30)
+    await asyncio.sleep(0)
     assert bench.driver.scheduler.open_requests == 30
     if ends == "cancelled":
         asked.cancel()

@@ -1,5 +1,6 @@
 """A request with neither answer nor error, which must never happen, is counted."""
 
+import asyncio
 import logging
 import time
 
@@ -13,6 +14,7 @@ from multiworld_serving.server.scheduling.actions import Action, Reject
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.versions.version_table import VersionTable
 from tests.cut_bundles import plan_without_stages
+from tests.unit.scheduling.pending import begin
 
 
 class ForgetfulDriver(SchedulerDriver):
@@ -31,6 +33,10 @@ async def test_request_without_an_outcome_is_counted_as_lost(
     versions = VersionTable(plan_without_stages())
     driver = driver_class("resnet18", SchedulerConfig(1), metrics, versions, lambda: None)
     image = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
-    with pytest.raises(RequestRejected), caplog.at_level(logging.CRITICAL):
-        await driver.begin(image, 1, deadline_s=time.monotonic() + 0.05, request_id="r1")
+    asked = begin(driver, image, 1, deadline_s=time.monotonic() - 1, request_id="r1")
+    await asyncio.sleep(0)
+    with caplog.at_level(logging.CRITICAL):
+        driver.requests.report_lost()
+    with pytest.raises(RequestRejected):
+        await asked
     assert metrics.registry.get_sample_value("multiworld_requests_lost_total") == lost

@@ -268,13 +268,16 @@ async def test_link_ends_when_what_a_frame_says_is_invalid() -> None:
 async def test_call_gets_its_reply_or_an_exception_and_a_stream_its_steps() -> None:
     works: list[asyncio.Future[Any]] = []
 
+    async def result_of(work: asyncio.Future[Any]) -> tuple[Any, bytes]:
+        return await work, b"p"
+
     def receive(received: Received) -> None:
         match received.body:
             case Check(ahead=0):
                 ends.leader.reply(received.number, Done())
             case Check():
                 works.append(asyncio.get_running_loop().create_future())
-                ends.leader.handle(received.number, works[-1], lambda result: (result, b"p"))
+                ends.leader.handle(received.number, result_of(works[-1]))
             case Operation():
                 ends.leader.reply(received.number, Step(RestartStep("w", "s0.r0", "restarting", 1, 1)), kind=Kind.STEP)
                 ends.leader.reply_error(received.number, RestartFailedError("stuck"))

@@ -38,6 +38,7 @@ from multiworld_serving.server.main import _answerer
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.relays import Relays
+from multiworld_serving.server.pipeline.requests import PendingRequest
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.server.snapshots import PipelineSnapshot
@@ -69,31 +70,27 @@ class FakeLeader:
         self.got: list[tuple[float, str]] = []
         self.ahead: list[int] = []
         self.cancelled = 0
-        self.driver = SimpleNamespace(begin=self.begin, relays=Relays())
+        self.driver = SimpleNamespace(requests=self, relays=Relays())
+        self.tasks: dict[PendingRequest, asyncio.Task[None]] = {}
 
-    def begin(
-        self,
-        inputs: Tensor,
-        rows: int,
-        *,
-        deadline_s: float,
-        request_id: str,
-        fetcher: str | None = None,
-        key: str = "",
-    ) -> asyncio.Task[Prediction]:
-        return asyncio.create_task(self._predict(inputs, deadline_s, request_id))
+    def begin(self, pending: PendingRequest, rows: int) -> None:
+        self.got.append((pending.deadline_s - time.monotonic(), pending.request_id))
+        self.tasks[pending] = asyncio.create_task(self._predict(pending))
 
-    async def _predict(self, images: Tensor, deadline_s: float, request_id: str) -> Prediction:
-        self.got.append((deadline_s - time.monotonic(), request_id))
-        try:
-            if self.proceed is not None:
-                await self.proceed.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        if self.failure is not None:
-            raise self.failure
-        return Prediction(images.float().mean(dim=(2, 3)), "m", "v1", 0.1, 0.2, 0.3, 1, ("w",))
+    def cancel(self, pending: PendingRequest) -> None:
+        self.tasks.pop(pending).cancel()
+        self.cancelled += 1
+
+    def report_lost(self) -> None:
+        pass
+
+    async def _predict(self, pending: PendingRequest) -> None:
+        if self.proceed is not None:
+            await self.proceed.wait()
+        assert isinstance(pending.input, Tensor)
+        means = pending.input.float().mean(dim=(2, 3))
+        pending.on_outcome(self.failure or Prediction(means, "m", "v1", 0.1, 0.2, 0.3, 1, ("w",)))
+        del self.tasks[pending]
 
     def rejection(self, deadline_s: float, ahead: int) -> RequestRejected | None:
         self.ahead.append(ahead)
