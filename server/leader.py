@@ -198,7 +198,9 @@ class Leader:
         Cancelling is safe, see `Operations.load_version`.
         """
         revision = max(revision, self.desired.revision + 1)
-        version = await self._operations.load_version(weights, partial(_desired, revision, weights))
+        version = await self._operations.load_version(
+            weights, lambda plan: Desired(revision, plan.version, plan.digest, weights)
+        )
         await self.open_requests.sync_state()
         return version
 
@@ -292,10 +294,6 @@ class Leader:
     def _notify(self) -> None:
         self._notifying = None
         self._on_change()
-
-
-def _desired(revision: int, weights: str | None, plan: VersionPlan) -> Desired:
-    return Desired(revision, plan.version, plan.digest, weights)
 
 
 def _check_content(desired: Desired, plan: VersionPlan) -> Desired:

@@ -176,9 +176,8 @@ class Requests:
         for pending in {each for each in self._pending.values() if each.deadline_s < due_s}:
             self._metrics.lost.inc()
             logger.error("request_id=%s lost: neither answer nor error by its deadline", pending.request_id)
-            self._end(
-                pending, DeadlineError("no answer by the deadline; this is a bug of the server, please report it")
-            )
+            error = DeadlineError("no answer by the deadline; this is a bug of the server, please report it")
+            self._end(pending, error)
 
     def rows(self, requests: Sequence[int]) -> list[tuple[RequestInput, int] | None]:
         """The input of each of these samples, and its row there; None if it has its outcome."""
@@ -235,10 +234,8 @@ class Requests:
         if (pending := self._pending.get(action.request)) is not None:
             logger.debug("request_id=%s rejected reason=%s %s", pending.request_id, action.reason, action.detail)
             self._close(action.request)
-            self._end(
-                pending,
-                RequestRejected.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s),
-            )
+            error = RequestRejected.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s)
+            self._end(pending, error)
 
     def leader_failed(self, request: int, error: Exception) -> None:
         """End the request of this sample with an error, because the leader itself failed."""

@@ -97,7 +97,8 @@ class Placement:
 
         If there is none, the worker becomes a spare if spares are wanted, or else gets an extra slot of the stage.
         """
-        if not self.has_free_slot(stage) and len(self.of_stage(None)) < self.spares_wanted:
+        is_full = not any(slot.free for slot in self.of_stage(stage))
+        if is_full and len(self.of_stage(None)) < self.spares_wanted:
             return self._new_slot(None)
         return self._slot_of_stage(stage)
 
@@ -166,10 +167,6 @@ class Placement:
     def empty_stages(self) -> list[int]:
         """The stages without a ready or joining worker."""
         return [stage for stage in range(self.num_stages) if next(self.workers(stage), None) is None]
-
-    def has_free_slot(self, stage: int) -> bool:
-        """Whether a slot of this stage is free."""
-        return any(slot.free for slot in self.of_stage(stage))
 
     def next_generation(self, world_name: str) -> int:
         """The generation of a world that is about to form. Starts at 1."""
