@@ -5,31 +5,33 @@ All code here runs on the event loop on which the member joined. The threads of 
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+import torch
+
+from multiworld.collectives.movement import all_gather_into_tensor
 from multiworld.control.query import ask
-from multiworld.elastic.errors import DesyncError, ElasticError, EvictedError, RendezvousError, ViewChangeError
-from multiworld.elastic.protocol.member_state import (
-    Action,
-    CloseView,
-    EndBoundary,
-    EndMembership,
-    EndReason,
-    FormView,
-    MemberState,
-    Send,
-    ViewReady,
+from multiworld.elastic.errors import ElasticError, EvictedError, RendezvousError, ViewChangeError
+from multiworld.elastic.protocol.member_state import Action, CloseView, EndMembership, FormView, MemberState, Send
+from multiworld.elastic.protocol.messages import (
+    Evicted,
+    Join,
+    MemberInfo,
+    MessageError,
+    Refused,
+    View,
+    decode,
+    encode,
 )
-from multiworld.elastic.protocol.messages import Evicted, MemberInfo, MessageError, View
 from multiworld.elastic.rendezvous_link import RendezvousLink
-from multiworld.errors import AskError, BrokenWorldException, Cause, WorldError
+from multiworld.errors import AskError, BrokenWorldException, Cause, WorldClosedError, WorldError
 from multiworld.manager import WorldManager
 from multiworld.texts import shown
+from multiworld.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +43,6 @@ _FLUSH_TIMEOUT_S = 1.0
 """Seconds that `close` waits until the queued messages are sent."""
 _SUSPECT_CAUSES = frozenset((Cause.EXIT, Cause.HANG, Cause.STALLED, Cause.TRANSPORT, Cause.LOCAL))
 """Causes that make the failed rank a suspect. LOCAL counts because a member that fails locally reports it to the others."""
-_ERRORS: dict[EndReason, type[ElasticError]] = {
-    "left": ElasticError,
-    "evicted": EvictedError,
-    "rendezvous": RendezvousError,
-    "view_change": ViewChangeError,
-    "desync": DesyncError,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +60,7 @@ class MemberConfig:
 
     addr: str
     port: int
-    secret: bytes | str
+    secret: bytes
     host: str
     form_timeout_s: float
     view_change_timeout_s: float
@@ -77,6 +72,9 @@ class MemberAgent:
     Attributes:
         state: the state of this member.
         error: why this process is no longer a member; None while it is one.
+
+    Args:
+        manager: owns the worlds of the views and the link. `close` closes it.
     """
 
     def __init__(self, manager: WorldManager, world_name: str, config: MemberConfig) -> None:
@@ -88,7 +86,6 @@ class MemberAgent:
         self._member = MemberInfo(self.state.id, "", 0)
         self._link: RendezvousLink | None = None
         self._changed = asyncio.Event()
-        self._boundary: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._forming: asyncio.Task[None] | None = None
 
@@ -104,7 +101,7 @@ class MemberAgent:
                 port = await asyncio.to_thread(self._manager.listen, host)
                 self._member = MemberInfo(self.state.id, host, port)
                 self._spawn(self._watch_world())
-                self._link = await self._connect_with_retry(timeout_s)
+                self._link = await self._connect(timeout_s)
                 self._spawn(self._receive_messages())
                 await self._wait_for_view(0)
         except TimeoutError:
@@ -114,8 +111,8 @@ class MemberAgent:
             raise RendezvousError(self._name, str(error)) from error
         self.raise_if_ended()
 
-    async def next_view(self, after: int) -> View:
-        """Wait until a view later than `after` is ready and return it.
+    async def next_view(self, after: int) -> int:
+        """Wait until a view later than `after` is ready and return its number.
 
         Raises ElasticError when this process is no longer a member. After `view_change_timeout_s` the member leaves with ViewChangeError.
         """
@@ -124,15 +121,9 @@ class MemberAgent:
                 await self._wait_for_view(after)
         except TimeoutError:
             detail = f"no view after {after} formed within {self._config.view_change_timeout_s:g} s"
-            self.leave("view_change", detail)
+            self.leave(ViewChangeError, detail)
         self.raise_if_ended()
-        return self.state.view
-
-    async def _wait_for_view(self, after: int) -> None:
-        """Wait until a view later than `after` is ready, or this process is no longer a member."""
-        while self.error is None and not (self.state.view.number > after and self.state.is_in(self.state.view.number)):
-            self._changed.clear()
-            await self._changed.wait()
+        return self.state.view.number
 
     async def wait_at_boundary(self, view_number: int) -> None:
         """Wait until all members of that view are at the boundary.
@@ -142,15 +133,48 @@ class MemberAgent:
             RendezvousError: the rendezvous server cannot be reached. If the view still works, this process stays a member.
             ElasticError: this process is no longer a member.
         """
+        state = self.state
+        with self.world_of(view_number):
+            before = state.boundaries
+            self.perform(state.enter_boundary(view_number))
+            await self._wait_until(lambda: not state.at_boundary)
+            self.raise_if_ended()
+            if state.boundaries == before:
+                if state.rendezvous_error is not None:
+                    raise RendezvousError(self._name, state.rendezvous_error)
+                raise self.view_ended(view_number)
+
+    async def all_gather(self, view_number: int, data: bytes) -> list[bytes]:
+        """All-gather `data`, of the same length on all members; return the data of every member, ordered by rank.
+
+        Raises BrokenWorldException when the view has ended, ElasticError when this process is no longer a member.
+        """
+        with self.world_of(view_number) as world:
+            if world is None or not data:
+                return [data] * len(self.state.view.members)
+            own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            gathered = torch.empty(world.size * len(data), dtype=torch.uint8)
+            await world.start(all_gather_into_tensor(world.ranks, gathered, own)).finish()
+        return [part.numpy().tobytes() for part in torch.split(gathered, len(data))]
+
+    @contextlib.contextmanager
+    def world_of(self, view_number: int) -> Iterator[World | None]:
+        """The world of this view, None in a view of one member, for operations in the context.
+
+        It is the world itself, not its name, because the world of the next view has the same name: an operation that starts after the end
+        of its view fails. Raises BrokenWorldException when the view has ended, ElasticError when this process is not a member.
+        """
         self.raise_if_ended()
-        if self.state.phase != "ready" or self.state.view.number != view_number:
+        if not self.state.is_in(view_number):
             raise self.view_ended(view_number)
-        self._boundary = asyncio.get_running_loop().create_future()
-        self.perform(self.state.enter_boundary(view_number))
+        world = self._manager.world(self._name) if len(self.state.view.members) > 1 else None
+        if world is not None and world.generation != view_number:
+            raise self.view_ended(view_number)
         try:
-            await self._boundary
-        finally:
-            self._boundary = None
+            yield world
+        except WorldClosedError:
+            self.raise_if_ended()
+            raise self.view_ended(view_number) from None
 
     def raise_if_ended(self) -> None:
         """Raise a copy of `error` if this process is no longer a member."""
@@ -161,18 +185,29 @@ class MemberAgent:
         """Return the error of an operation whose view has ended."""
         return BrokenWorldException(self._name, Cause.ABORTED, -1, f"view {view_number} has ended")
 
-    def leave(self, reason: EndReason, detail: str) -> None:
+    def leave(self, error: type[ElasticError], detail: str) -> None:
         """End the membership for a local reason; `raise_if_ended` raises from then on. Idempotent."""
-        self.perform(self.state.leave(reason, detail))
+        self.perform(self.state.leave(error, detail))
 
     async def close(self) -> None:
         """Leave the world and free all resources. Idempotent."""
-        self.leave("left", "this process left the world")
+        self.leave(ElasticError, "this process left the world")
         if self._link is not None:
             await self._link.close(_FLUSH_TIMEOUT_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._manager.aclose()
+
+    async def _wait_for_view(self, after: int) -> None:
+        """Wait until a view later than `after` is ready, or this process is no longer a member."""
+        await self._wait_until(lambda: self.state.view.number > after and self.state.is_in(self.state.view.number))
+
+    async def _wait_until(self, done: Callable[[], bool]) -> None:
+        """Wait until `done` is true, or this process is no longer a member."""
+        while self.error is None and not done():
+            self._changed.clear()
+            await self._changed.wait()
 
     # -- actions of the member state -----------------------------------------------------------------------------------
 
@@ -187,27 +222,13 @@ class MemberAgent:
                     self._close_view(view_number)
                 case FormView(view):
                     self._forming = self._spawn(self._form_world(view, self._forming))
-                case ViewReady(view):
-                    rank, size = view.rank_of(self.state.id), len(view.members)
-                    logger.info("world=%s view=%d rank=%d of %d", self._name, view.number, rank, size)
-                case EndBoundary(error):
-                    self._end_boundary(None if error is None else RendezvousError(self._name, error))
-                case EndMembership(reason, detail):
-                    if reason != "left":
+                case EndMembership(error, detail):
+                    if error is not ElasticError:
                         logger.warning("world=%s member=%s ended: %s", self._name, self.state.id, detail)
-                    self.error = _ERRORS[reason](self._name, detail)
+                    self.error = error(self._name, detail)
         self._changed.set()
 
-    def _end_boundary(self, error: WorldError | None) -> None:
-        if self._boundary is None or self._boundary.done():
-            return
-        if error is None:
-            self._boundary.set_result(None)
-        else:
-            self._boundary.set_exception(error)
-
     def _close_view(self, view_number: int) -> None:
-        self._end_boundary(self.view_ended(view_number))
         if self._forming is not None:
             self._forming.cancel()
         world = self._manager.worlds.get(self._name)
@@ -223,14 +244,15 @@ class MemberAgent:
             if size > 1:
                 await self._manager.initialize_world(
                     self._name, rank, size, "multiworld", first.host, first.port, self._config.form_timeout_s,
-                    generation=view.number, verify_collectives=False,
+                    generation=view.number,
                 )  # fmt: skip
         except (WorldError, OSError) as error:
             logger.info("world=%s view=%d did not form: %s", self._name, view.number, error)
-            failure = error if isinstance(error, BrokenWorldException) else None
-            self.perform(self.state.on_failed(view.number, suspect_of(self.state.id, view, failure)))
+            self.perform(self.state.on_failed(view.number, suspect_of(self.state.id, view, error)))
         else:
-            self.perform(self.state.on_formed(view.number))
+            logger.info("world=%s view=%d rank=%d of %d", self._name, view.number, rank, size)
+            self.state.on_formed(view.number)
+            self._changed.set()
 
     async def _watch_world(self) -> None:
         """Report to the member state that the world of the current view broke."""
@@ -257,7 +279,7 @@ class MemberAgent:
             logger.info("world=%s member=%s: %s", self._name, self.state.id, reason)
             await self._link.close()
             try:
-                self._link = await self._connect_with_retry(self._config.view_change_timeout_s)
+                self._link = await self._connect(self._config.view_change_timeout_s)
             except EvictedError as error:
                 self.perform(self.state.on_message(Evicted(error.message)))
             except (ElasticError, PermissionError) as error:
@@ -266,46 +288,28 @@ class MemberAgent:
             else:
                 self.perform(self.state.on_reconnected())
 
-    async def _connect_with_retry(self, timeout_s: float) -> RendezvousLink:
+    async def _connect(self, timeout_s: float) -> RendezvousLink:
         """Connect to the rendezvous server and retry for `timeout_s`. Raises EvictedError, RendezvousError, PermissionError."""
-        until_s = asyncio.get_running_loop().time() + timeout_s
+        config, until_s = self._config, asyncio.get_running_loop().time() + timeout_s
+        join = encode(Join(self._name, self._member, resume=self.state.phase != "waiting")).decode()
         while True:
             try:
-                return await self._connect()
-            except (AskError, WorldError, ValueError) as error:
-                if isinstance(error, ElasticError):
-                    raise
+                reply = await ask(config.addr, config.port, join, secret=config.secret, timeout_s=_CONNECT_TIMEOUT_S)
+                match decode(reply):
+                    case Evicted(reason):
+                        raise EvictedError(self._name, shown(reason))
+                    case Refused(reason):
+                        raise RendezvousError(self._name, f"refused: {shown(reason)}")
+                return await RendezvousLink.open(
+                    self._manager, self._name, self.state.id, 1, config.addr, config.port, _CONNECT_TIMEOUT_S
+                )
+            except ElasticError:
+                raise
+            except (AskError, WorldError, MessageError) as error:
                 if asyncio.get_running_loop().time() > until_s:
                     detail = f"the rendezvous server could not be reached for {timeout_s:g} s: {error}"
                     raise RendezvousError(self._name, detail) from None
             await asyncio.sleep(_RETRY_PAUSE_S)
-
-    async def _connect(self) -> RendezvousLink:
-        """Make one attempt to connect.
-
-        Raises:
-            EvictedError, RendezvousError, PermissionError: the rendezvous server refuses this member.
-            AskError, WorldError, ValueError: the attempt failed; another one may succeed.
-        """
-        config = self._config
-        secret = config.secret.encode() if isinstance(config.secret, str) else config.secret
-        request = {"elastic": self._name, "member": asdict(self._member), "resume": self.state.phase != "waiting"}
-        data = await ask(config.addr, config.port, json.dumps(request), secret=secret, timeout_s=_CONNECT_TIMEOUT_S)
-        match _parse_reply(data):
-            case "evicted", reason:
-                raise EvictedError(self._name, reason)
-            case "refused", reason:
-                raise RendezvousError(self._name, f"refused: {reason}")
-            case "retry", reason:
-                raise AskError(reason)
-            case _, link_name:
-                link = RendezvousLink(self._manager, link_name, 1)
-        try:
-            await link.open(config.addr, config.port, _CONNECT_TIMEOUT_S)
-        except BaseException:
-            await link.close()
-            raise
-        return link
 
     def _spawn(self, work: "asyncio._CoroutineLike[None]") -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -318,26 +322,16 @@ class MemberAgent:
         if not task.cancelled() and (error := task.exception()) is not None:
             # An internal error must not leave a call waiting.
             logger.error("world=%s: internal error of the member agent", self._name, exc_info=error)
-            self.leave("view_change", f"internal error: {error!r}")
+            self.leave(ViewChangeError, f"internal error: {error!r}")
 
 
-def _parse_reply(data: bytes) -> tuple[str, str]:
-    """Parse the reply of the rendezvous server: ("link", name), or ("retry" | "refused" | "evicted", reason). Raises ValueError."""
-    try:
-        [(kind, text)] = json.loads(data).items()
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"invalid reply of the rendezvous server: {data[:60]!r}") from error
-    if kind not in ("link", "retry", "refused", "evicted") or not isinstance(text, str):
-        raise ValueError(f"invalid reply of the rendezvous server: {data[:60]!r}")
-    return kind, shown(text)
-
-
-def suspect_of(member_id: str, view: View, failure: BrokenWorldException | None) -> str:
+def suspect_of(member_id: str, view: View, failure: Exception | None) -> str:
     """Return the id of the member that caused `failure`; "" if there is none, or if it is this member."""
-    if failure is None or failure.cause not in _SUSPECT_CAUSES or not 0 <= failure.rank < len(view.members):
-        return ""
-    suspect = view.members[failure.rank].id
-    return suspect if suspect != member_id else ""
+    match failure:
+        case BrokenWorldException(cause=cause, rank=rank) if cause in _SUSPECT_CAUSES and 0 <= rank < len(view.members):
+            suspect = view.members[rank].id
+            return suspect if suspect != member_id else ""
+    return ""
 
 
 def _local_host(addr: str, port: int) -> str:

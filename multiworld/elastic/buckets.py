@@ -5,13 +5,14 @@ values until then, and nothing has to be restored.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from multiworld.ops.buffers import check_dense
+from multiworld.ops.buffers import RecvBuffer, check_dense
+from multiworld.ops.validation import check_distinct
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
 BUCKET_BYTES = 1 << 20
@@ -22,14 +23,8 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors of one dtype and device that are reduced together.
+    """Tensors of one dtype and device that are reduced together."""
 
-    Attributes:
-        indices: indices of these tensors in the call, and of the empty tensors that share the outcome of this bucket.
-        tensors: the tensors that have elements.
-    """
-
-    indices: tuple[int, ...]
     tensors: tuple[Tensor, ...]
 
     @property
@@ -61,60 +56,28 @@ class Bucket:
 
 
 def make_buckets(name: str, tensors: Sequence[Tensor]) -> list[Bucket]:
-    """Group the tensors, in the given order, into buckets. Raises TypeError, ValueError.
-
-    Empty tensors belong to the first bucket, so that the members agree on their contributors as well. If all tensors are empty, that
-    bucket has one element of its own.
-    """
-    indexed = [(index, _checked(name, tensor)) for index, tensor in enumerate(tensors)]
-    _check_distinct(name, [tensor for _, tensor in indexed])
-    buckets: list[Bucket] = []
-    for _, group in itertools.groupby(indexed, lambda each: (each[1].dtype, each[1].device)):
-        buckets += _split(group)
-    empty = tuple(index for index, tensor in indexed if not tensor.numel())
-    if empty and not buckets:
-        buckets = [Bucket((), (torch.zeros(1),))]
-    if empty:
-        buckets[0] = replace(buckets[0], indices=buckets[0].indices + empty)
-    return buckets
-
-
-def _split(group: Iterator[tuple[int, Tensor]]) -> Iterator[Bucket]:
-    indices: list[int] = []
-    tensors: list[Tensor] = []
+    """Group the tensors, in the given order, into buckets. Raises TypeError, ValueError."""
+    writable = [_writable(name, tensor) for tensor in tensors]
+    check_distinct(name, writable)
+    buckets: list[list[Tensor]] = []
     size = 0
-    for index, tensor in group:
-        if not tensor.numel():
-            continue
-        if tensors and size + tensor.nbytes > BUCKET_BYTES:
-            yield Bucket(tuple(indices), tuple(tensors))
-            indices, tensors, size = [], [], 0
-        indices.append(index)
-        tensors.append(tensor)
+    for tensor in writable:
+        first = buckets[-1][0] if buckets else None
         size += tensor.nbytes
-    if tensors:
-        yield Bucket(tuple(indices), tuple(tensors))
+        if first is None or size > BUCKET_BYTES or (first.dtype, first.device) != (tensor.dtype, tensor.device):
+            buckets.append([])
+            size = tensor.nbytes
+        buckets[-1].append(tensor)
+    return [Bucket(tuple(each)) for each in buckets]
 
 
-def _checked(name: str, tensor: Tensor) -> Tensor:
+def _writable(name: str, tensor: Tensor) -> Tensor:
+    """Return the tensor, without its gradient. Raises TypeError, ValueError if a result cannot be written into it."""
     check_dense(name, tensor)
     if tensor.dtype not in DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TypeError(f"{name}: cannot reduce {tensor.dtype}; expected one of {known}")
-    if tensor.is_neg():
-        raise ValueError(
-            f"{name}: cannot write into a negated view, such as the imaginary part of a conjugate; call resolve_neg() first"
-        )
-    if torch._debug_has_internal_overlap(tensor) == 1:
-        raise ValueError(f"{name}: cannot write into an expanded tensor, strides {tensor.stride()}; clone it first")
-    return tensor.detach()
-
-
-def _check_distinct(name: str, tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError when two tensors begin at the same memory, because the second result would overwrite the first."""
-    filled = [(tensor.device, tensor.data_ptr()) for tensor in tensors if tensor.numel()]
-    if len(set(filled)) != len(filled):
-        raise ValueError(f"{name}: the same tensor was given twice")
+    return RecvBuffer(name, tensor, on_host=False).tensor
 
 
 class Workspace:
@@ -125,7 +88,7 @@ class Workspace:
 
     def allocate(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         """Return flat host memory for the result of each bucket."""
-        ends = list(itertools.accumulate((_aligned(bucket.nbytes) for bucket in buckets), initial=0))
+        ends = list(itertools.accumulate((-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in buckets), initial=0))
         if self._memory.numel() < ends[-1]:
             self._memory = torch.empty(ends[-1], dtype=torch.uint8)
         return [
@@ -135,7 +98,3 @@ class Workspace:
 
     def free(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

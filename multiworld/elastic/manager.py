@@ -25,11 +25,11 @@ class ElasticManager:
     def __init__(
         self, *, secret: bytes | str = b"", heartbeat_interval_s: float = 0.2, heartbeat_timeout_s: float = 1.0
     ) -> None:
-        self._secret = secret
+        self._secret = secret.encode() if isinstance(secret, str) else secret
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._worlds: dict[str, ElasticWorld] = {}
-        self._managers: dict[str, WorldManager] = {}  # includes worlds that are being joined or left
+        self._names: set[str] = set()  # includes worlds that are being joined or left
 
     async def __aenter__(self) -> "ElasticManager":
         return self
@@ -68,24 +68,24 @@ class ElasticManager:
             RendezvousError: the rendezvous server cannot be reached, or refuses this member.
             OSError: cannot listen at `host`.
         """
-        if world_name in self._managers:
+        if world_name in self._names:
             raise WorldExistsError(world_name, "this process is a member already; leave first")
+        self._names.add(world_name)
         manager = WorldManager(
             secret=self._secret,
             heartbeat_interval_s=self._heartbeat_interval_s,
             heartbeat_timeout_s=self._heartbeat_timeout_s,
+            verify_collectives=False,
         )
-        self._managers[world_name] = manager
         config = MemberConfig(addr, port, self._secret, host, form_timeout_s, view_change_timeout_s)
         agent = MemberAgent(manager, world_name, config)
         try:
             await agent.join(timeout_s)
         except BaseException:
             await agent.close()
-            await manager.aclose()
-            del self._managers[world_name]
+            self._names.discard(world_name)
             raise
-        world = self._worlds[world_name] = ElasticWorld(manager, world_name, agent)
+        world = self._worlds[world_name] = ElasticWorld(world_name, agent)
         return world
 
     def world(self, world_name: str) -> ElasticWorld:
@@ -97,10 +97,10 @@ class ElasticManager:
 
     async def leave(self, world_name: str) -> None:
         """Leave the world and free its resources. Idempotent: does nothing if this process is not a member."""
-        world, manager = self._worlds.get(world_name), self._managers.get(world_name)
-        if world is None or manager is None:
+        world = self._worlds.get(world_name)
+        if world is None:
             return
         await world.leave()
-        await manager.aclose()
         if self._worlds.get(world_name) is world:  # a concurrent call may have removed it
-            del self._worlds[world_name], self._managers[world_name]
+            del self._worlds[world_name]
+            self._names.discard(world_name)

@@ -5,7 +5,7 @@ survivors, is in multiworld/elastic/protocol/rounds.py.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,9 +15,10 @@ from torch.distributed import ReduceOp
 
 from multiworld.collectives.allreduce import bytes_sent
 from multiworld.collectives.reductions import AnyReduceOp, all_reduce_out
-from multiworld.elastic.buckets import Bucket, Workspace, make_buckets
+from multiworld.elastic.buckets import Workspace, make_buckets
 from multiworld.elastic.protocol.rounds import Round
-from multiworld.errors import WorldError
+from multiworld.errors import Cause, WorldError
+from multiworld.ops.operation import Operation
 from multiworld.world import World
 
 Status = Literal["pending", "done", "failed"]
@@ -95,120 +96,102 @@ class AllReduceOutcome:
     contributors: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The operations of one call. All members have the same, except for the values of the tensors.
+class AllReduceCall:
+    """The all-reduces of one call on one member: one for each bucket of tensors. All members make a matching call.
 
-    Attributes:
-        op: name of the reduction. AVG is the sum divided by the number of members that contributed, for integers rounded towards zero.
-    """
-
-    buckets: Sequence[Bucket]
-    op: str
-
-    @staticmethod
-    def of(tensors: Sequence[Tensor], op: AnyReduceOp) -> "Request":
-        """Check the arguments of a call. Raises TypeError, ValueError."""
-        for name, known in _OPS.items():
-            if op == known:
-                return Request(make_buckets("all_reduce", tensors), name)
-        raise ValueError(f"all_reduce: {op} is not supported, only {', '.join(_OPS)}")
-
-    @property
-    def signature(self) -> str:
-        """Describes the operations; equal on all members whose calls match."""
-        sizes = [
-            (str(bucket.dtype), bucket.indices, [tensor.numel() for tensor in bucket.tensors])
-            for bucket in self.buckets
-        ]
-        return f"{self.op} {sizes}"
-
-    async def reduce(
-        self, world: World, bucket: Bucket, result: Tensor, counters: ByteCounters, number: int | None = None
-    ) -> None:
-        """Reduce one bucket of all members into `result`, flat on the host. The tensors of the bucket are only read.
-
-        Args:
-            number: identifies the operation; None: the members start their operations in the same order.
-        Raises BrokenWorldException when the view has ended; `result` is undefined then.
-        """
-        truncated = self.op == "AVG" and not bucket.dtype.is_floating_point
-        op = ReduceOp.SUM if truncated else _OPS[self.op]
-        await world.start(all_reduce_out(bucket.operand(), result, op, number)).finish()
-        if truncated:
-            with torch.inference_mode():
-                result.div_(world.size, rounding_mode="trunc")
-        moved = bytes_sent(bucket.nbytes, world.size)
-        counters.sent += moved
-        counters.received += moved
-
-
-class RetryState:
-    """The execution of one call on one member.
+    AVG is the sum divided by the number of members that contributed, for integers rounded towards zero.
 
     Attributes:
         contributors: for each bucket, the number of members of the view in which it finished here last; 0 before.
         retries: how often unfinished operations were run again.
+
+    Raises TypeError, ValueError for invalid arguments.
     """
 
-    def __init__(self, request: Request, workspace: Workspace, counters: ByteCounters, max_in_flight: int) -> None:
-        self.contributors = [0] * len(request.buckets)
+    def __init__(self, tensors: Sequence[Tensor], op: AnyReduceOp) -> None:
+        names = [name for name, known in _OPS.items() if op == known]
+        if not names:
+            raise ValueError(f"all_reduce: {op} is not supported, only {', '.join(_OPS)}")
+        self.buckets = make_buckets("all_reduce", tensors)
+        self.counters = ByteCounters()
+        self.contributors = [0] * len(self.buckets)
         self.retries = 0
-        self._request = request
-        self._workspace = workspace
-        self._results = workspace.allocate(request.buckets)
-        self._counters = counters
-        self._max_in_flight = max_in_flight
+        self._op = names[0]
+        self._results: list[Tensor] = []
 
-    async def run(self, world: World, round_: Round) -> None:
+    def allocate(self, workspace: Workspace) -> None:
+        """Provide memory for the results, before operations are started. It is used until the call ends, or until `renew`."""
+        self._results = workspace.allocate(self.buckets)
+
+    @property
+    def signature(self) -> str:
+        """Describes the operations; equal on all members whose calls match."""
+        sizes = [(str(bucket.dtype), [tensor.numel() for tensor in bucket.tensors]) for bucket in self.buckets]
+        return f"{self._op} {sizes}"
+
+    def start(self, world: World, index: int, number: int | None = None) -> Operation:
+        """Start to reduce one bucket of all members. The tensors are only read.
+
+        Args:
+            number: identifies the operation; None: the members start their operations in the same order.
+        Raises BrokenWorldException when the view has ended; the result is undefined then.
+        """
+        bucket = self.buckets[index]
+        op = ReduceOp.SUM if self._is_truncated(index) else _OPS[self._op]
+        return world.start(all_reduce_out(bucket.operand(), self._results[index], op, number))
+
+    def on_finished(self, world: World, index: int) -> None:
+        """Count a bucket that finished on this member."""
+        self.contributors[index] = world.size
+        moved = bytes_sent(self.buckets[index].nbytes, world.size)
+        self.counters.sent += moved
+        self.counters.received += moved
+
+    async def run(self, world: World, round_: Round, max_in_flight: int) -> None:
         """Run the unfinished operations and mark those that finish. Wait for all operations in flight, even if some of them fail.
 
-        Raises WorldError when the view has ended.
+        Raises WorldError when the view has ended. Any other error ends the view.
         """
-        await run_window(round_.unfinished, self._max_in_flight, lambda index: self._reduce(world, index, round_))
+        window = asyncio.Semaphore(max_in_flight)
+        started: dict[int, Operation] = {}
+        failure: BaseException | None = None
+        try:
+            try:
+                for index in round_.unfinished:
+                    await window.acquire()
+                    started[index] = operation = self.start(world, index)
+                    operation.add_done_callback(lambda _: window.release())
+            except WorldError as error:
+                failure = error
+            if started:
+                await asyncio.wait([operation.future for operation in started.values()])
+        except BaseException:
+            world.fail(Cause.ABORTED, world.rank, "the call of this member ended")
+            raise
+        for index, operation in started.items():
+            if operation.status == "done":
+                self.on_finished(world, index)
+                round_.finished[index] = True
+            else:
+                failure = operation.future.exception()
+        if failure is not None:
+            raise failure
 
     def renew(self, round_: Round) -> None:
         """Allocate new memory for the unfinished results: operations of the previous view may still write to the old memory."""
         self.retries += 1
-        self._workspace.free()
         for index in round_.unfinished:
             self.contributors[index] = 0
             self._results[index] = torch.empty_like(self._results[index])
 
     def unpack(self, index: int) -> None:
         """Copy a result into its tensors. The operation has finished on all members."""
-        self._request.buckets[index].unpack(self._results[index])
+        result = self._results[index]
+        if self._is_truncated(index):
+            with torch.inference_mode():
+                result.div_(self.contributors[index], rounding_mode="trunc")
+        self.buckets[index].unpack(result)
 
-    async def _reduce(self, world: World, index: int, round_: Round) -> None:
-        bucket, result = self._request.buckets[index], self._results[index]
-        await self._request.reduce(world, bucket, result, self._counters)
-        self.contributors[index] = world.size
-        round_.finished[index] = True
-
-
-async def run_window(indices: Sequence[int], width: int, start: Callable[[int], Awaitable[None]]) -> None:
-    """Run `start(index)` for all indices, in order, at most `width` at once. After an error nothing more is started.
-
-    Waits until everything that was started has ended, then raises the first WorldError. Cancelling cancels what runs.
-    """
-    waiting = iter(indices)
-    running: set[asyncio.Future[None]] = set()
-    failure: WorldError | None = None
-    try:
-        while True:
-            while failure is None and len(running) < width and (index := next(waiting, None)) is not None:
-                running.add(asyncio.ensure_future(start(index)))
-            if not running:
-                break
-            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for each in done:
-                try:
-                    each.result()
-                except WorldError as error:
-                    failure = failure or error
-    finally:
-        for each in running:
-            each.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-    if failure is not None:
-        raise failure
+    def _is_truncated(self, index: int) -> bool:
+        """Whether the sum is divided by the number of contributors afterwards."""
+        return self._op == "AVG" and not self.buckets[index].dtype.is_floating_point

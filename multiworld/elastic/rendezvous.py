@@ -9,17 +9,27 @@ changes. With a `state_file` it can be killed and restarted at any time.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 from multiworld.elastic.protocol.coordinator import Action, Coordinator, Disconnect, Persist, SendTo
-from multiworld.elastic.protocol.messages import MemberInfo, MessageError, View, parse_member
-from multiworld.elastic.rendezvous_link import RendezvousLink, link_name
+from multiworld.elastic.protocol.messages import (
+    Admitted,
+    Evicted,
+    Join,
+    MemberInfo,
+    MessageError,
+    Refused,
+    View,
+    decode,
+    encode,
+)
+from multiworld.elastic.rendezvous_link import RendezvousLink
 from multiworld.elastic.state_file import StateFile
-from multiworld.errors import WorldError
+from multiworld.errors import AskError, WorldError
 from multiworld.manager import WorldManager
 from multiworld.texts import MAX_NAME_CHARS, is_name, shown
 
@@ -32,8 +42,23 @@ _FLUSH_TIMEOUT_S = 1.0
 """Seconds that closing a link waits until the queued messages are sent."""
 _SAVE_TIMEOUT_S = 5.0
 """Seconds to wait for the disk. After that a decision is sent although it is not stored."""
-_MAX_WORLDS = 10_000
-"""Maximum number of worlds, empty ones included. A new world replaces the one that has been empty for the longest time."""
+
+
+@dataclass(slots=True, eq=False)
+class _World:
+    """An elastic world, until it is empty.
+
+    Attributes:
+        links: by id of the member; None while the member connects.
+        order: decisions are sent in the order in which they were made.
+        timer: calls the coordinator at its next deadline.
+    """
+
+    name: str
+    coordinator: Coordinator
+    links: dict[str, RendezvousLink | None] = field(default_factory=dict)
+    order: asyncio.Lock = field(default_factory=asyncio.Lock)
+    timer: asyncio.TimerHandle | None = None
 
 
 class ElasticRendezvous:
@@ -68,23 +93,21 @@ class ElasticRendezvous:
         self._initial_members = initial_members
         self._regroup_timeout_s = regroup_timeout_s
         self._state = StateFile(state_file, _SAVE_TIMEOUT_S)
-        self._order: dict[str, asyncio.Lock] = {}  # decisions of a world are sent in the order in which they were made
         self._manager = WorldManager(
-            secret=secret, heartbeat_interval_s=heartbeat_interval_s, heartbeat_timeout_s=heartbeat_timeout_s
+            secret=secret,
+            heartbeat_interval_s=heartbeat_interval_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            verify_collectives=False,
         )
-        self._coordinators: dict[str, Coordinator] = {}
-        self._empty: dict[str, None] = {}  # ordered set: the world that became empty first comes first
+        self._worlds: dict[str, _World] = {}
         self._last_removed_view = 0
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._links: dict[tuple[str, str], RendezvousLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
     async def __aenter__(self) -> "ElasticRendezvous":
         """Load the state and listen. Raises OSError when it cannot listen or read the file, ValueError for an invalid state file."""
         for name, view in self._state.load().items():
-            self._coordinators[name] = self._make_coordinator(view)
-            self._update_timer(name)
+            self._update(self._add_world(name, view))
         self.port = self._manager.listen(self.addr, self.port)
         self._manager.answer(self.addr, self.port, self._reply)
         return self
@@ -93,10 +116,9 @@ class ElasticRendezvous:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._closing = True  # the links that end now must not count as lost members
-        for timer in self._timers.values():
-            timer.cancel()
-        for link in list(self._links.values()):
-            await link.close()
+        for world in self._worlds.values():
+            if world.timer is not None:
+                world.timer.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -108,85 +130,88 @@ class ElasticRendezvous:
         await asyncio.get_running_loop().create_future()
 
     def view(self, world_name: str) -> View:
-        """Return the current view of that world. Its number is 0 before the first view."""
-        coordinator = self._coordinators.get(world_name)
-        return coordinator.view if coordinator else View(0, ())
+        """Return the current view of that world. Its number is 0 if the world has no members."""
+        world = self._worlds.get(world_name)
+        return world.coordinator.view if world else View(0, ())
 
     def connected(self, world_name: str) -> int:
         """Return the number of connected members, new ones included, of that world."""
-        return sum(name == world_name for name, _ in self._links)
+        world = self._worlds.get(world_name)
+        return len(world.links) if world else 0
 
     def waiting(self, world_name: str) -> int:
         """Return the number of new members that wait until the members of that world are at a boundary."""
-        coordinator = self._coordinators.get(world_name)
-        return coordinator.waiting if coordinator else 0
+        world = self._worlds.get(world_name)
+        return world.coordinator.waiting if world else 0
 
     # -- members that join ---------------------------------------------------------------------------------------------
 
-    async def _reply(self, request: str, host: str) -> bytes:
-        """Answer a member that wants to join: the name of the two-member world for its link, or the reason of the rejection."""
+    async def _reply(self, question: str, host: str) -> bytes:
+        """Answer a member that wants to join, and serve its link. Raises AskError if it shall ask again."""
         try:
-            fields = json.loads(request)
-            name, member, resume = str(fields["elastic"]), parse_member(fields["member"]), fields["resume"] is True
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            logger.warning("invalid join request from %s: %s", host, shown(repr(error), 200))
-            return json.dumps({"refused": "not a join request of an elastic world"}).encode()
-        rejection = self._refusal(name, member.id, resume)
-        if rejection is not None:
-            return json.dumps(rejection).encode()
-        link = self._links[name, member.id] = RendezvousLink(self._manager, link_name(name, member.id), 0)
-        self._spawn(self._serve_member(name, member, link, self._coordinator(name)))
-        return json.dumps({"link": link.name}).encode()
+            join = decode(question)
+        except MessageError as error:
+            logger.warning("invalid join request from %s: %s", host, shown(str(error), 200))
+            join = None
+        if not isinstance(join, Join):
+            return encode(Refused("not a join request of an elastic world"))
+        if rejection := self._rejection(join):
+            return encode(rejection)
+        # View numbers continue after those of worlds that were removed, so that an old view is not mistaken for a new one.
+        world = self._worlds.get(join.world) or self._add_world(join.world, View(self._last_removed_view, ()))
+        world.links[join.member.id] = None
+        self._spawn(self._serve_member(world, join.member))
+        return encode(Admitted())
 
-    def _refusal(self, name: str, member_id: str, resume: bool) -> dict[str, str] | None:
-        """Return why a member cannot join: for now (`retry`), because it was evicted (`evicted`), or for good (`refused`); else None."""
-        if not is_name(name):
+    def _rejection(self, join: Join) -> Refused | Evicted | None:
+        """Return why a member cannot join, None if it can. Raises AskError if it can later."""
+        if not is_name(join.world):
             expected = f"1 to {MAX_NAME_CHARS} printable ASCII characters without spaces"
-            return {"refused": f"the name of the world is {name!r:.60}; expected {expected}"}
-        coordinator = self._coordinators.get(name)
-        if self._closing or (name, member_id) in self._links:
-            return {"retry": "the server is shutting down" if self._closing else "this member is connected already"}
-        if coordinator is None and len(self._coordinators) >= _MAX_WORLDS and not self._empty:
-            return {"refused": "too many worlds"}
-        if resume and (coordinator is None or not coordinator.view.number):
-            return {"refused": f"this rendezvous server knows no world {name!r}"}
-        if resume and coordinator is not None and not coordinator.may_resume(member_id):
-            return {"evicted": f"view {coordinator.view.number} does not include this member"}
+            return Refused(f"the name of the world is {join.world!r:.60}; expected {expected}")
+        world = self._worlds.get(join.world)
+        if self._closing or (world is not None and join.member.id in world.links):
+            raise AskError("the server is shutting down" if self._closing else "this member is connected already")
+        if join.resume and (world is None or not world.coordinator.view.number):
+            return Refused(f"this rendezvous server knows no world {join.world!r}")
+        if join.resume and world is not None and not world.coordinator.may_resume(join.member.id):
+            return Evicted(f"view {world.coordinator.view.number} does not include this member")
         return None
 
-    async def _serve_member(
-        self, name: str, member: MemberInfo, link: RendezvousLink, coordinator: Coordinator
-    ) -> None:
+    async def _serve_member(self, world: _World, member: MemberInfo) -> None:
         """Serve the link of one member until the link ends."""
-        now_s = asyncio.get_running_loop().time
+        coordinator, now_s = world.coordinator, asyncio.get_running_loop().time
+        link = None
         try:
-            await link.open(self.addr, self.port, _CONNECT_TIMEOUT_S)
-            logger.info("world=%s member=%s connected", name, member.id)
-            await self._perform(name, coordinator.on_join(member, now_s()))
+            link = world.links[member.id] = await RendezvousLink.open(
+                self._manager, world.name, member.id, 0, self.addr, self.port, _CONNECT_TIMEOUT_S
+            )
+            logger.info("world=%s member=%s connected", world.name, member.id)
+            await self._perform(world, coordinator.on_join(member, now_s()))
             while True:
-                await self._perform(name, coordinator.on_message(member.id, await link.receive(), now_s()))
+                await self._perform(world, coordinator.on_message(member.id, await link.receive(), now_s()))
         except (WorldError, OSError, MessageError) as error:
-            logger.info("world=%s member=%s disconnected: %s", name, member.id, error)
+            logger.info("world=%s member=%s disconnected: %s", world.name, member.id, error)
         finally:
-            del self._links[name, member.id]
-            await link.close()
+            del world.links[member.id]
+            if link is not None:
+                await link.close()
             if not self._closing:
-                await self._perform(name, coordinator.on_lost(member.id, now_s()))
+                await self._perform(world, coordinator.on_lost(member.id, now_s()))
 
     # -- actions of the coordinators -----------------------------------------------------------------------------------
 
-    async def _perform(self, name: str, actions: Sequence[Action]) -> None:
+    async def _perform(self, world: _World, actions: Sequence[Action]) -> None:
         """Save the views, then send the messages. Decisions are sent in the order in which they were made.
 
         It waits for the save, so a member that sends messages faster than the disk can save them is slowed down. Messages of other worlds,
         and decisions that are not stored, do not wait.
         """
-        self._update_timer(name)
         for action in actions:
             if isinstance(action, Persist):
-                logger.info("world=%s view=%d members=%s", name, action.view.number, ",".join(action.view.ids()))
-                self._state.store(name, action.view)
-        async with self._order.setdefault(name, asyncio.Lock()):
+                logger.info("world=%s view=%d members=%s", world.name, action.view.number, ",".join(action.view.ids()))
+                self._state.store(world.name, action.view)
+        self._update(world)
+        async with world.order:
             try:
                 if any(isinstance(action, Persist) for action in actions):
                     await self._state.flush()
@@ -196,53 +221,37 @@ class ElasticRendezvous:
             for action in actions:
                 match action:
                     case SendTo(member_id, message):
-                        if link := self._links.get((name, member_id)):
+                        if link := world.links.get(member_id):
                             link.send(message)
                     case Disconnect(member_id):
-                        if link := self._links.get((name, member_id)):
+                        if link := world.links.get(member_id):
                             self._spawn(link.close(_FLUSH_TIMEOUT_S))
 
-    def _update_timer(self, name: str) -> None:
-        """Set the timer of that world to its next deadline, and mark the world as empty if it has no members."""
-        coordinator = self._coordinators[name]
-        if timer := self._timers.pop(name, None):
-            timer.cancel()
+    def _update(self, world: _World) -> None:
+        """Set the timer of the world to its next deadline. Remove the world if it has no members."""
+        coordinator = world.coordinator
+        if world.timer is not None:
+            world.timer.cancel()
         if coordinator.deadline_s is not None:
-            self._timers[name] = asyncio.get_running_loop().call_at(
-                coordinator.deadline_s, lambda: self._spawn(self._tick(name))
-            )
-        if coordinator.empty and not self.connected(name):
-            self._empty.setdefault(name)
+            loop = asyncio.get_running_loop()
+            world.timer = loop.call_at(coordinator.deadline_s, lambda: self._spawn(self._tick(world)))
+        if coordinator.empty and not world.links and self._worlds.get(world.name) is world:
+            del self._worlds[world.name]
+            self._last_removed_view = max(self._last_removed_view, coordinator.view.number)
+            self._state.remove(world.name)
 
-    async def _tick(self, name: str) -> None:
-        if coordinator := self._coordinators.get(name):
-            await self._perform(name, coordinator.on_tick(asyncio.get_running_loop().time()))
+    async def _tick(self, world: _World) -> None:
+        await self._perform(world, world.coordinator.on_tick(asyncio.get_running_loop().time()))
 
-    def _coordinator(self, name: str) -> Coordinator:
-        """Return the coordinator of that world. If the world is new and there are too many, remove an empty one."""
-        if name not in self._coordinators:
-            if len(self._coordinators) >= _MAX_WORLDS:
-                self._remove_world(next(iter(self._empty)))
-            # Start after the view numbers of removed worlds, so that an old view cannot be mistaken for one of the new world.
-            self._coordinators[name] = self._make_coordinator(View(self._last_removed_view, ()))
-        self._empty.pop(name, None)
-        return self._coordinators[name]
-
-    def _make_coordinator(self, view: View) -> Coordinator:
-        return Coordinator(
+    def _add_world(self, name: str, view: View) -> _World:
+        coordinator = Coordinator(
             initial_members=self._initial_members,
             regroup_timeout_s=self._regroup_timeout_s,
             view=view,
             now_s=asyncio.get_running_loop().time(),
         )
-
-    def _remove_world(self, name: str) -> None:
-        self._last_removed_view = max(self._last_removed_view, self._coordinators.pop(name).view.number)
-        del self._empty[name]
-        self._order.pop(name, None)
-        if timer := self._timers.pop(name, None):
-            timer.cancel()
-        self._state.remove(name)
+        world = self._worlds[name] = _World(name, coordinator)
+        return world
 
     def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
         task = asyncio.get_running_loop().create_task(work)

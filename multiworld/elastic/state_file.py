@@ -4,8 +4,10 @@ The file is a JSON object that maps world names to views. Each write replaces th
 """
 
 import asyncio
+import contextlib
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from multiworld.elastic.protocol.messages import View, decode, encode
@@ -24,7 +26,7 @@ class StateFile:
         self._write_timeout_s = write_timeout_s
         self._views: dict[str, str] = {}
         self._saved = True  # the last write, or the one in progress, includes all changes
-        self._writing: asyncio.Future[None] | None = None
+        self._writer = ThreadPoolExecutor(1, "multiworld-state-file")  # one write at a time
 
     def load(self) -> dict[str, View]:
         """Return the stored views. Raises OSError, and ValueError when the file is not a state file."""
@@ -43,42 +45,44 @@ class StateFile:
 
     def remove(self, name: str) -> None:
         """Remove this world with the next `flush`."""
-        if self._views.pop(name, None) is not None:
-            self._saved = False
+        self._views.pop(name, None)
+        self._saved = False
 
     async def flush(self) -> None:
         """Wait until all changes are on the disk. After a failed write, the next call writes them again.
 
         Raises:
             RuntimeError: no thread can be started.
-            OSError: the write failed.
-            TimeoutError: the disk does not respond.
+            OSError: the write failed, or, as TimeoutError, the disk does not respond.
         """
         if self._path is None:
             return
-        while self._writing is not None or not self._saved:
-            if self._writing is None:
-                data, self._saved = json.dumps(self._views).encode(), True
-                self._writing = asyncio.ensure_future(asyncio.to_thread(_replace, self._path, data))
-            writing = self._writing
-            await asyncio.wait((writing,), timeout=self._write_timeout_s)
-            if not writing.done():
-                raise TimeoutError(f"the disk did not respond within {self._write_timeout_s:g} s")
-            if self._writing is writing:
-                self._writing = None
-            if writing.exception() is not None:
-                self._saved = False
-                writing.result()
+        writing = asyncio.get_running_loop().run_in_executor(self._writer, self._write, self._path)
+        try:
+            await asyncio.wait_for(writing, self._write_timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"the disk did not respond within {self._write_timeout_s:g} s") from None
 
     async def close(self) -> None:
-        """Wait for a write in progress, so that it does not overlap with the writes of the next owner of the file."""
-        if self._writing is not None:
-            await asyncio.wait((self._writing,), timeout=self._write_timeout_s)
+        """Write the last changes, and wait for a write in progress, so that it does not overlap with those of the next owner."""
+        with contextlib.suppress(OSError, RuntimeError):
+            await self.flush()
+        self._writer.shutdown(wait=False)
+
+    def _write(self, path: Path) -> None:
+        if self._saved:
+            return
+        self._saved = True  # before the copy: a change during the write is not in it
+        try:
+            _replace(path, json.dumps(self._views.copy()).encode())
+        except BaseException:
+            self._saved = False
+            raise
 
 
 def _view(text: str) -> View:
     """Raises ValueError."""
-    match decode(text.encode()):
+    match decode(text):
         case View() as view:
             return view
     raise ValueError(f"not a view: {text[:60]}")

@@ -3,34 +3,18 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from multiworld.collectives.movement import all_gather_into_tensor
 from multiworld.collectives.reductions import AnyReduceOp
 from multiworld.elastic.agent import MemberAgent
 from multiworld.elastic.buckets import Workspace
-from multiworld.elastic.errors import ElasticError
-from multiworld.elastic.operations import AllReduceHandle, AllReduceOutcome, ByteCounters, Request, RetryState
-from multiworld.elastic.protocol.commit_protocol import (
-    AllGather,
-    AwaitBoundary,
-    AwaitView,
-    RunOperations,
-    Step,
-    Steps,
-    ViewEnded,
-    agree,
-    pass_boundary,
-    run_round,
-)
+from multiworld.elastic.errors import DesyncError, ElasticError, ViewChangeError
+from multiworld.elastic.operations import AllReduceCall, AllReduceHandle, AllReduceOutcome
+from multiworld.elastic.protocol.commit_protocol import agree, pass_boundary, run_round
 from multiworld.elastic.protocol.rounds import Round, RoundMismatch
 from multiworld.errors import WorldError
-from multiworld.manager import WorldManager
-from multiworld.world import World
 
 _TAG_LIMIT = 1 << 28
 """Tags of `all_reduce_async` are below this limit."""
@@ -46,9 +30,8 @@ class ElasticWorld:
     RendezvousError of `update_membership`, see there.
     """
 
-    def __init__(self, manager: WorldManager, world_name: str, agent: MemberAgent) -> None:
+    def __init__(self, world_name: str, agent: MemberAgent) -> None:
         self.name = world_name
-        self._manager = manager
         self._agent = agent
         self._state = agent.state
         self._call_lock = asyncio.Lock()
@@ -97,12 +80,12 @@ class ElasticWorld:
             RendezvousError: the rendezvous server cannot be reached. If the current view still works, this process stays a member of it.
         """
         async with self._call("update_membership", timeout_s):
-            await self._perform_steps(pass_boundary(self._state))
+            await pass_boundary(self._agent)
             return await self.next_view(0)
 
     async def next_view(self, after: int) -> int:
         """Wait until a view later than `after`, which is broken, is ready; return its number. Raises ElasticError if none forms."""
-        return (await self._agent.next_view(after)).number
+        return await self._agent.next_view(after)
 
     async def leave(self) -> None:
         """Leave the world and free all resources. The others form the next view. Idempotent."""
@@ -136,9 +119,28 @@ class ElasticWorld:
         """
         if max_in_flight < 1:
             raise ValueError(f"all_reduce: max_in_flight must be at least 1, got {max_in_flight}")
-        request = Request.of(tensors, op)
+        call = AllReduceCall(tensors, op)
         async with self._call("all_reduce", timeout_s):
-            return await self._run(request, len(tensors), max_in_flight)
+            call.allocate(self._workspace)
+            round_ = Round(self._state.committed, len(call.buckets), call.signature)
+
+            async def run(view_number: int, is_retry: bool) -> None:
+                if is_retry:
+                    call.renew(round_)
+                    self._workspace.free()
+                with self._agent.world_of(view_number) as world:
+                    assert world is not None  # a member that is alone runs nothing
+                    await call.run(world, round_, max_in_flight)
+
+            success = await run_round(self._agent, round_, run)
+            contributors: list[int] = []
+            for index, bucket in enumerate(call.buckets):
+                size = call.contributors[index] if round_.finished[index] else 0
+                if size:
+                    call.unpack(index)
+                contributors += [size] * len(bucket.tensors)
+        counters = call.counters
+        return AllReduceOutcome(success, counters.sent, counters.received, call.retries, self.size, tuple(contributors))
 
     async def all_reduce_with_retry(
         self,
@@ -178,21 +180,23 @@ class ElasticWorld:
             raise ValueError(
                 f"all_reduce_async: an all-reduce with tag {tag} is in flight; await it or choose another tag"
             )
-        request = Request.of([tensor], op)
-        world, counters = self._view_world(self.view_number), ByteCounters()
-        self._async_tags.add(running)
+        call = AllReduceCall([tensor], op)
+        call.allocate(Workspace())
+        view_number = self.view_number
+        with self._agent.world_of(view_number):
+            self._async_tags.add(running)
 
         async def reduce() -> None:
             try:
-                for bucket in request.buckets if world is not None else ():
-                    assert world is not None
-                    result = torch.empty(bucket.count, dtype=bucket.dtype)
-                    await request.reduce(world, bucket, result, counters, tag)
-                    bucket.unpack(result)
+                with self._agent.world_of(view_number) as world:
+                    if world is not None:
+                        await call.start(world, 0, tag).finish()
+                        call.on_finished(world, 0)
+                        call.unpack(0)
             finally:
                 self._async_tags.discard(running)
 
-        return AllReduceHandle(reduce(), self.view_number, self.size, counters)
+        return AllReduceHandle(reduce(), view_number, self.size, call.counters)
 
     async def agree(self, finished: Sequence[bool]) -> list[bool]:
         """Return, for each operation, whether it finished on all members. If all did, the round is committed: the originals may be freed.
@@ -213,97 +217,9 @@ class ElasticWorld:
             if len(finished) != len(round_.finished):
                 raise ValueError(f"agree: {len(finished)} flags, the round has {len(round_.finished)}")
             round_.finished = list(finished)
-            view_number = self.view_number
-            try:
-                if await self._perform_steps(agree(self._state, round_, view_number)):
-                    self._round = None
-            except ViewEnded:
-                raise self._agent.view_ended(view_number) from None
+            if await agree(self._agent, round_, self.view_number):
+                self._round = None
             return list(round_.finished)
-
-    # -- inside --------------------------------------------------------------------------------------------------------
-
-    async def _run(self, request: Request, count: int, max_in_flight: int) -> AllReduceOutcome:
-        counters = ByteCounters()
-        round_ = Round(self._state.committed, len(request.buckets), request.signature)
-        retry = RetryState(request, self._workspace, counters, max_in_flight)
-        success = await self._perform_steps(run_round(self._state, round_), round_, retry)
-        contributors = [self.size if success else 0] * count
-        for index, bucket in enumerate(request.buckets):
-            size = retry.contributors[index] if round_.finished[index] else 0
-            if size:
-                retry.unpack(index)
-            for tensor_index in bucket.indices:
-                contributors[tensor_index] = size
-        return AllReduceOutcome(
-            success, counters.sent, counters.received, retry.retries, self.size, tuple(contributors)
-        )
-
-    async def _perform_steps(self, steps: Steps, round_: Round | None = None, retry: RetryState | None = None) -> bool:
-        """Perform the steps of a commit protocol and return its result.
-
-        Args:
-            round_, retry: the round and its operations, if the protocol runs any.
-        Raises:
-            ElasticError: this process is no longer a member, or the rendezvous server cannot be reached.
-            ViewEnded: the view has ended, and the protocol does not wait for another one.
-        """
-        result: Any = None
-        ended = False
-        while True:
-            try:
-                step = steps.throw(ViewEnded()) if ended else steps.send(result)
-            except StopIteration as stop:
-                return bool(stop.value)
-            except RoundMismatch as mismatch:
-                self._agent.leave("desync", f"rank {mismatch.rank}: {mismatch.detail}")
-                self._agent.raise_if_ended()
-            try:
-                result, ended = await self._perform(step, round_, retry), False
-            except ElasticError:
-                raise
-            except WorldError:
-                ended = True
-
-    async def _perform(self, step: Step, round_: Round | None, retry: RetryState | None) -> Any:
-        """Perform one step. Raises WorldError when the view has ended, ElasticError when this process is no longer a member."""
-        match step:
-            case AwaitView(after):
-                return await self.next_view(after)
-            case AllGather(view_number, data):
-                return await self._all_gather(self._view_world(view_number), data)
-            case AwaitBoundary(view_number):
-                await self._agent.wait_at_boundary(view_number)
-            case RunOperations(view_number, is_retry) if round_ is not None and retry is not None:
-                if is_retry:
-                    retry.renew(round_)
-                world = self._view_world(view_number)
-                assert world is not None  # a member that is alone runs nothing
-                await retry.run(world, round_)
-        return None
-
-    async def _all_gather(self, world: World | None, data: bytes) -> list[bytes]:
-        """All-gather `data`, of the same length on all members; return the data of every member, ordered by rank."""
-        if world is None or not data:
-            return [data] * self.size
-        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        gathered = torch.empty(world.size * len(data), dtype=torch.uint8)
-        await world.start(all_gather_into_tensor(world.ranks, gathered, own)).finish()
-        return [gathered[at : at + len(data)].numpy().tobytes() for at in range(0, gathered.numel(), len(data))]
-
-    def _view_world(self, view_number: int) -> World | None:
-        """Return the world of this view, None in a view of one member.
-
-        It is the world itself, not its name, because the world of the next view has the same name: an operation that starts after the end
-        of its view fails. Raises BrokenWorldException when the view has ended, ElasticError when this process is not a member.
-        """
-        self._agent.raise_if_ended()
-        if not self._state.is_in(view_number):
-            raise self._agent.view_ended(view_number)
-        world = self._manager.world(self.name) if self.size > 1 else None
-        if world is not None and world.generation != view_number:
-            raise self._agent.view_ended(view_number)
-        return world
 
     @contextlib.asynccontextmanager
     async def _call(self, what: str, timeout_s: float | None) -> AsyncIterator[None]:
@@ -314,9 +230,12 @@ class ElasticWorld:
                 async with asyncio.timeout(timeout_s):
                     yield
             except TimeoutError:
-                self._agent.leave("view_change", f"{what} took over {timeout_s:g} s")
+                self._agent.leave(ViewChangeError, f"{what} took over {timeout_s:g} s")
+                self._agent.raise_if_ended()
+            except RoundMismatch as mismatch:
+                self._agent.leave(DesyncError, f"rank {mismatch.rank}: {mismatch.detail}")
                 self._agent.raise_if_ended()
             except BaseException as error:
                 if not isinstance(error, WorldError | ValueError):
-                    self._agent.leave("left", f"{what} ended with {type(error).__name__}")
+                    self._agent.leave(ElasticError, f"{what} ended with {type(error).__name__}")
                 raise

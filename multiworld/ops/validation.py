@@ -124,7 +124,7 @@ def check_distinct(name: str, outputs: Sequence[Tensor]) -> None:
     """Raises ValueError when two tensors that are not empty start at the same address."""
     filled = [each.data_ptr() for each in outputs if each.numel()]
     if len(set(filled)) != len(filled):
-        raise ValueError(f"{name}: the results of several ranks use the same memory")
+        raise ValueError(f"{name}: two of the tensors for results use the same memory")
 
 
 def check_whole(name: str, ranks: Ranks, whole: Tensor, part: Tensor) -> None:

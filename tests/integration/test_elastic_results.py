@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import json
 import operator
 import os
 import threading
@@ -24,7 +23,7 @@ from multiworld.elastic import (
     ViewChangeError,
 )
 from multiworld.elastic.buckets import DTYPES
-from multiworld.elastic.protocol.messages import View
+from multiworld.elastic.protocol.messages import Admitted, Join, MemberInfo, View, decode, encode
 from multiworld.elastic.state_file import StateFile
 from tests.waiting import until
 
@@ -188,7 +187,7 @@ async def test_invalid_arguments_are_rejected_without_affecting_others(worlds: l
     for tensors, settings, error, words in (
         ([one], {"op": ReduceOp.BAND}, ValueError, "only SUM, AVG"),
         ([one], {"max_in_flight": 0}, ValueError, "at least 1"),
-        ([one, one], {}, ValueError, "given twice"),
+        ([one, one], {}, ValueError, "same memory"),
         ([torch.ones(3, dtype=torch.bool)], {}, TypeError, "expected one of float32"),
         ([torch.ones(1).expand(4)], {}, ValueError, "expanded"),
         ([torch.ones(4, dtype=torch.complex64).conj().imag], {}, ValueError, "negated view"),
@@ -237,34 +236,23 @@ async def test_slow_disk_delays_only_its_own_world_and_its_replies(
     async with ElasticRendezvous(state_file=tmp_path / "state") as rendezvous, ElasticManager() as manager:
         joining = asyncio.create_task(manager.join("w", port=rendezvous.port))
         await until(began.is_set)
-        question = json.dumps({"elastic": "other", "member": {"id": "m", "host": "h", "port": 1}, "resume": False})
-        assert "link" in json.loads(await ask("127.0.0.1", rendezvous.port, question))
+        question = encode(Join("other", MemberInfo("m", "h", 1), resume=False)).decode()
+        assert decode(await ask("127.0.0.1", rendezvous.port, question)) == Admitted()
         assert not ended.is_set(), "the rendezvous server was blocked"
         assert not joining.done(), "sent before it was persisted"
-        await rendezvous._perform("other", [])
-        assert not ended.is_set(), "a decision that is not stored waits for the disk"
         may_end.set()
         assert (await joining).size == 1
 
 
-async def test_oldest_worlds_without_members_are_dropped_when_there_are_too_many(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("multiworld.elastic.rendezvous._MAX_WORLDS", 2)
+async def test_world_without_members_is_forgotten_and_view_numbers_continue(tmp_path: Path) -> None:
     state = tmp_path / "state"
     async with ElasticRendezvous(state_file=state) as rendezvous, ElasticManager() as manager:
-
-        async def come_and_go(name: str) -> int:
-            number = (await manager.join(name, port=rendezvous.port)).view_number
+        numbers = []
+        for name in ("a", "a", "b"):
+            numbers.append((await manager.join(name, port=rendezvous.port)).view_number)
             await manager.leave(name)
-            await until(lambda: not rendezvous.connected(name))
-            return number
-
-        assert [await come_and_go(name) for name in ("a", "a", "b", "c")] == [1, 2, 1, 3], "view numbers only increase"
-        assert rendezvous.view("a") == View(0, ()), "the world that was empty for the longest time is dropped"
-        assert rendezvous.view("b").number == 1
-        assert set(StateFile(state, 1.0).load()) == {"b", "c"}
-        await manager.join("d", port=rendezvous.port)
-        await manager.join("e", port=rendezvous.port)
-        with pytest.raises(RendezvousError, match="too many worlds"):
-            await manager.join("f", port=rendezvous.port)
+            await until(lambda name=name: not rendezvous.connected(name))  # type: ignore[misc]
+            assert rendezvous.view(name) == View(0, ())
+        assert numbers == [1, 2, 3]
+        await manager.join("c", port=rendezvous.port)
+        assert set(StateFile(state, 1.0).load()) == {"c"}

@@ -13,32 +13,19 @@ import heapq
 import itertools
 import random
 import sys
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+from multiworld.elastic.errors import ElasticError, ViewChangeError
 from multiworld.elastic.protocol import coordinator, member_state
-from multiworld.elastic.protocol.commit_protocol import (
-    AllGather,
-    AwaitBoundary,
-    AwaitView,
-    RunOperations,
-    ViewEnded,
-    pass_boundary,
-    run_round,
-)
+from multiworld.elastic.protocol.commit_protocol import pass_boundary, run_round
 from multiworld.elastic.protocol.coordinator import Coordinator, Disconnect, Persist, SendTo
-from multiworld.elastic.protocol.member_state import (
-    CloseView,
-    EndBoundary,
-    EndMembership,
-    FormView,
-    MemberState,
-    Send,
-    ViewReady,
-)
+from multiworld.elastic.protocol.member_state import CloseView, EndMembership, FormView, MemberState, Send
 from multiworld.elastic.protocol.messages import Evicted, MemberInfo, Message, View, decode, encode
 from multiworld.elastic.protocol.rounds import Round
+from multiworld.errors import BrokenWorldException
 
 SILENCE_S = 1.2
 """When a silent member counts as lost: heartbeat_timeout_s plus one interval."""
@@ -98,84 +85,134 @@ class World:
     came: set[str] = field(default_factory=set)
     up: set[str] = field(default_factory=set)
     down: bool = False
-    parts: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
+    parts: dict[object, dict[str, Any]] = field(default_factory=dict)
     """Operation → member → operand."""
 
 
-@dataclass(eq=False)
-class Pending:
-    """What a member waits for in one view."""
+class Until:
+    """Awaitable: the program of a member continues when the condition is true."""
 
-    view_number: int
-    done: Callable[[Any], None]
-    over: Callable[[], None]
+    def __init__(self, condition: Callable[[], bool]) -> None:
+        self._condition = condition
+
+    def __await__(self) -> Generator[Callable[[], bool], None, None]:
+        yield self._condition
 
 
 class Member:
-    """A process."""
+    """A process, and the `Member` of its calls (see commit_protocol.py)."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.name = name
-        self.protocol = MemberState(name)
-        self.state = "running"
+        self.state = MemberState(name)
+        self.status = "running"
         """running, killed, done, or the reason of its failure."""
         self.harmed = False
-        self.started = False
         self.frozen = False
         self.cut = False
         self.held: list[Callable[[], None]] = []
         self.linked = True
         self.outcomes: dict[int, tuple[bool, dict[int, Value]]] = {}
-        self.pending: dict[object, Pending] = {}
-        self.exchanges: dict[int, int] = {}
-        self.values: dict[int, Value] = {}
-        self.round: Round | None = None
+        self.results: dict[object, dict[str, Any]] = {}
+        """Key of an all-gather or operation that finished here → member → operand."""
+        self._exchanges: Counter[int] = Counter()
         self._cluster = cluster
-        self._program: Generator[Any, Any, None] | None = None
+        self._program: Coroutine[Callable[[], bool], None, None] = self._calls()
+        self._condition: Callable[[], bool] | None = lambda: True
 
-    # -- the program -----------------------------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        self.started = True
-        self._program = self._calls()
-        self._advance(lambda: next(self._program))  # type: ignore[arg-type]
-
-    def _calls(self) -> Generator[Any, Any, None]:
-        while self.protocol.committed < CALLS:
-            number = self.protocol.committed
-            round_ = self.round = Round(number, OPERATIONS, f"call {number}")
-            self.values = {}
-            success = yield from run_round(self.protocol, round_)
-            self.outcomes[number] = success, {i: v for i, v in self.values.items() if round_.finished[i]}
-            if number % 2:
-                yield from pass_boundary(self.protocol)
-
-    def _advance(self, go: Callable[[], Any]) -> None:
-        try:
-            step = go()
-        except StopIteration:
-            self._end("done")
-            self._cluster.perform(self, self.protocol.leave("left", "done"))
-            return
-        self._cluster.step(self, step)
-
-    def resume(self, value: Any = None) -> None:
-        assert self._program is not None
-        if self.state == "running":
-            self._advance(lambda: self._program.send(value))  # type: ignore[union-attr]
-
-    def over(self) -> None:
-        """The awaited event cannot happen any more: the view has ended."""
-        if self.state == "running":
-            self._advance(lambda: self._program.throw(ViewEnded()))  # type: ignore[union-attr]
+    def poke(self) -> None:
+        """Continue the program if what it waits for has happened."""
+        while self.status == "running" and self._condition is not None and self._condition():
+            self._condition = None  # the program may cause events of this member
+            try:
+                self._condition = self._program.send(None)
+            except StopIteration:
+                self.status = "done"
+                self._cluster.perform(self, self.state.leave(ElasticError, "done"))
+            except ElasticError as error:
+                self.fail(str(error))
 
     def fail(self, reason: str) -> None:
-        if self.state == "running":
-            self._end(reason)
+        if self.status == "running":
+            self.status = reason
 
-    def _end(self, state: str) -> None:
-        self.state = state
-        self.pending.clear()
+    async def _calls(self) -> None:
+        await self.next_view(0)
+        while self.state.committed < CALLS:
+            number = self.state.committed
+            round_, values = Round(number, OPERATIONS, f"call {number}"), dict[int, Value]()
+
+            async def run(view_number: int, _is_retry: bool, round_: Round = round_, values: Any = values) -> None:
+                await self._run(view_number, round_, values)
+
+            success = await run_round(self, round_, run)
+            self.outcomes[number] = success, {i: v for i, v in values.items() if round_.finished[i]}
+            if number % 2:
+                await pass_boundary(self)
+
+    async def _run(self, view_number: int, round_: Round, values: dict[int, Value]) -> None:
+        """Like `AllReduceCall.run`: a limited number of concurrent operations; after a failure none is started, and all are awaited."""
+        started: dict[int, object] = {}
+
+        def in_flight() -> int:
+            return sum(key not in self.results for key in started.values()) if self.state.is_in(view_number) else 0
+
+        for index in round_.unfinished:
+            await Until(lambda: in_flight() < IN_FLIGHT)
+            if not self.state.is_in(view_number):
+                break
+            key: object = (view_number, "operation", round_.number, index)
+            started[index] = key
+            self._cluster.take_part(self, view_number, key, self.name)
+        await Until(lambda: not in_flight())
+        for index, key in started.items():
+            if key in self.results:
+                values[index] = view_number, frozenset(self.results[key])
+                round_.finished[index] = True
+        if not self.state.is_in(view_number):
+            raise self.view_ended(view_number)
+
+    # -- the steps of a call -----------------------------------------------------------------------------------------------------
+
+    async def next_view(self, after: int) -> int:
+        state, cluster, since_s = self.state, self._cluster, self._cluster.now_s
+        arrived: list[int] = []
+
+        def give_up() -> None:
+            if after and not arrived:
+                cluster.perform(self, state.leave(ViewChangeError, f"no view after {after}"))
+
+        cluster.at(self, VIEW_CHANGE_S, give_up)
+        await Until(lambda: state.view.number > after and state.is_in(state.view.number))
+        arrived.append(state.view.number)
+        if after and state.committed < CALLS:  # at the last boundary the members leave one after another
+            cluster.longest_view_change_s = max(cluster.longest_view_change_s, cluster.now_s - since_s)
+        return state.view.number
+
+    async def all_gather(self, view_number: int, data: bytes) -> list[bytes]:
+        self._exchanges[view_number] += 1
+        key = (view_number, "exchange", self._exchanges[view_number])
+        if self.state.is_in(view_number):
+            self._cluster.take_part(self, view_number, key, data)
+        await Until(lambda: key in self.results or not self.state.is_in(view_number))
+        if key not in self.results:
+            raise self.view_ended(view_number)
+        return list(self.results[key].values())
+
+    async def wait_at_boundary(self, view_number: int) -> None:
+        state = self.state
+        if state.phase != "ready" or state.view.number != view_number:
+            raise self.view_ended(view_number)
+        before = state.boundaries
+        self._cluster.perform(self, state.enter_boundary(view_number))
+        await Until(lambda: not state.at_boundary)
+        if state.boundaries == before:
+            if state.rendezvous_error is not None:
+                raise ElasticError("w", state.rendezvous_error)
+            raise self.view_ended(view_number)
+
+    def view_ended(self, view_number: int) -> BrokenWorldException:
+        return BrokenWorldException("w", f"view {view_number} has ended")
 
 
 class Cluster:
@@ -227,12 +264,12 @@ class Cluster:
 
     def check(self) -> None:
         for member in self.members.values():
-            assert member.state != "running", (
-                f"{member.name} waits forever, in {member.protocol.phase} of view {member.protocol.view.number}"
+            assert member.status != "running", (
+                f"{member.name} waits forever, in {member.state.phase} of view {member.state.view.number}"
             )
-            if member.state not in ("done", "killed"):
+            if member.status not in ("done", "killed"):
                 assert member.harmed or self.scenario.blames_the_innocent or self._came_too_late(member), (
-                    f"{member.name} failed without a fault: {member.state}"
+                    f"{member.name} failed without a fault: {member.status}"
                 )
         for number in range(CALLS):
             self._check_call(number)
@@ -244,7 +281,7 @@ class Cluster:
 
     def _came_too_late(self, member: Member) -> bool:
         """Whether a newcomer arrived after the others had left their last boundary."""
-        return not member.protocol.view.number
+        return not member.state.view.number
 
     def _check_call(self, number: int) -> None:
         seen: dict[int, Value] = {}
@@ -268,7 +305,7 @@ class Cluster:
         """Schedule an event of a process: dropped if it is killed by then, delayed if it is frozen."""
 
         def happen() -> None:
-            if member.state == "killed":
+            if member.status == "killed":
                 return
             if member.frozen:
                 member.held.append(happen)
@@ -283,15 +320,16 @@ class Cluster:
     def _join(self, name: str) -> None:
         member = self.members[name] = Member(self, name)
         self.say(f"{name} starts")
+        member.poke()
         self._connect(member)
         self.at(member, VIEW_CHANGE_S * 2, lambda: self._give_up_joining(member))
 
     def _give_up_joining(self, member: Member) -> None:
-        if not member.protocol.view.number:
-            self.perform(member, member.protocol.leave("view_change", "no view included this member"))
+        if not member.state.view.number:
+            self.perform(member, member.state.leave(ViewChangeError, "no view included this member"))
 
     def _alive(self) -> list[Member]:
-        return [member for member in self.members.values() if member.state == "running" and not member.frozen]
+        return [member for member in self.members.values() if member.status == "running" and not member.frozen]
 
     def _victim(self) -> Member | None:
         alive = self._alive()
@@ -300,7 +338,7 @@ class Cluster:
     def _kill(self) -> None:
         if member := self._victim():
             self.say(f"{member.name} is killed")
-            member.state, member.harmed = "killed", True
+            member.status, member.harmed = "killed", True
             self._lose_link(member, self._moment())
             self._down(member, "exit")
 
@@ -358,7 +396,7 @@ class Cluster:
         self._incarnation += 1
         self._tick_s = None
         for member in self.members.values():
-            if member.state == "running" and member.linked:
+            if member.status == "running" and member.linked:
                 member.linked = False
                 self.at(member, self._moment(), lambda member=member: self._reconnect(member))  # type: ignore[misc]
 
@@ -388,16 +426,14 @@ class Cluster:
 
     def _connect(self, member: Member) -> None:
         """Connect to the rendezvous server as the member agent does: retry until it responds."""
-        if member.state != "running":
+        if member.status != "running":
             return
         if self._coordinator is None or member.cut:
             self.at(member, 0.3, lambda: self._connect(member))
             return
-        resume = member.protocol.phase != "waiting"
+        resume = member.state.phase != "waiting"
         if resume and not self._coordinator.may_resume(member.name):
-            self.at(
-                member, self._moment(), lambda: self.perform(member, member.protocol.on_message(Evicted("given up")))
-            )
+            self.at(member, self._moment(), lambda: self.perform(member, member.state.on_message(Evicted("given up"))))
             return
         member.linked = True
         info, incarnation = MemberInfo(member.name, "host", 1), self._incarnation
@@ -406,17 +442,17 @@ class Cluster:
             if self._coordinator is not None and incarnation == self._incarnation and member.linked:
                 self._decided(self._coordinator.on_join(info, self.now_s))
                 if resume:
-                    self.at(member, self._moment(), lambda: self.perform(member, member.protocol.on_reconnected()))
+                    self.at(member, self._moment(), lambda: self.perform(member, member.state.on_reconnected()))
 
         self.after(self._in_order(member, True), arrive)
 
     def _reconnect(self, member: Member) -> None:
-        if member.state == "running":
+        if member.status == "running":
             self._connect(member)
             self.at(member, VIEW_CHANGE_S, lambda: None if member.linked else self._sever(member))
 
     def _sever(self, member: Member) -> None:
-        self.perform(member, member.protocol.on_rendezvous_lost("the rendezvous cannot be reached"))
+        self.perform(member, member.state.on_rendezvous_lost("the rendezvous cannot be reached"))
 
     def _lose_link(self, member: Member, after_s: float) -> None:
         if not member.linked:
@@ -455,7 +491,7 @@ class Cluster:
 
         def heard() -> None:
             if member.linked and incarnation == self._incarnation:
-                self.perform(member, member.protocol.on_message(copied))
+                self.perform(member, member.state.on_message(copied))
 
         self.at(member, self._in_order(member, False), heard)
 
@@ -480,28 +516,12 @@ class Cluster:
                     self._send(member, message)
                 case CloseView():
                     self._down(member, "left")
-                    self._broken(member)
                 case FormView(view):
                     self._form(member, view)
-                case ViewReady(view):
-                    self.say(f"{member.name} is ready in view {view.number}")
-                    if not member.started:
-                        member.start()
-                case EndBoundary(None):
-                    self._done(member, (member.protocol.view.number, "boundary"), None)
-                case EndBoundary(str(reason)):
-                    member.fail(reason)
                 case EndMembership(_, reason):
                     self.say(f"{member.name} is out: {reason}")
                     member.fail(reason)
-        waiting = member.pending.get("await")
-        if (
-            waiting is not None
-            and member.protocol.view.number > waiting.view_number
-            and member.protocol.is_in(member.protocol.view.number)
-        ):
-            del member.pending["await"]
-            waiting.done(member.protocol.view.number)
+        member.poke()
 
     def _send(self, member: Member, message: Message) -> None:
         if not member.linked:
@@ -513,83 +533,6 @@ class Cluster:
                 self._decided(self._coordinator.on_message(member.name, message, self.now_s))
 
         self.after(self._in_order(member, True), heard)
-
-    def step(self, member: Member, step: Any) -> None:
-        """Start the next steps of a member's program."""
-        match step:
-            case AwaitView(after):
-                since_s = self.now_s
-                self._wait(
-                    member, "await", after, lambda view_number: self._formed_after(member, since_s, after, view_number)
-                )
-                self.at(member, VIEW_CHANGE_S, lambda: self._give_up(member, after) if after else None)
-                self.perform(member, [])
-            case AllGather(view_number, data):
-                nth = member.exchanges[view_number] = member.exchanges.get(view_number, 0) + 1
-                self._take_part(
-                    member, view_number, ("exchange", nth), data, lambda said: member.resume(list(said.values()))
-                )
-            case RunOperations(view_number, _):
-                self._run(member, view_number)
-            case AwaitBoundary(view_number):
-                pending = member.pending[view_number, "boundary"] = Pending(
-                    view_number, lambda _: member.resume(), member.over
-                )
-                if member.protocol.phase == "ready" and member.protocol.view.number == view_number:
-                    self.perform(member, member.protocol.enter_boundary(view_number))
-                else:
-                    self.at(member, 0, lambda: self._overtaken(member, (view_number, "boundary"), pending))
-
-    def _formed_after(self, member: Member, since_s: float, after: int, view_number: int) -> None:
-        if after and member.protocol.committed < CALLS:  # at the last boundary the members leave one after another
-            self.longest_view_change_s = max(self.longest_view_change_s, self.now_s - since_s)
-        member.resume(view_number)
-
-    def _give_up(self, member: Member, after: int) -> None:
-        if (waiting := member.pending.get("await")) is not None and waiting.view_number == after:
-            self.perform(member, member.protocol.leave("view_change", f"no view after {after}"))
-
-    def _wait(self, member: Member, what: object, view_number: int, done: Callable[[Any], None]) -> None:
-        member.pending[what] = Pending(view_number, done, lambda: None)
-
-    def _done(self, member: Member, what: object, value: Any) -> None:
-        if waiting := member.pending.pop(what, None):
-            waiting.done(value)
-
-    def _run(self, member: Member, view_number: int) -> None:
-        """Like retry.py: a limited number of concurrent operations; after a failure none is started, and running ones are awaited."""
-        round_ = member.round
-        assert round_ is not None
-        todo = round_.unfinished
-        state = {"running": 0, "failed": False}
-
-        def settle(index: int, value: Value | None) -> None:
-            state["running"] -= 1
-            if value is None:
-                state["failed"] = True
-            else:
-                member.values[index] = value
-                round_.finished[index] = True
-            advance()
-
-        def begin(index: int) -> None:
-            state["running"] += 1
-            key = ("operation", round_.number, index)
-            self._take_part(
-                member, view_number, key, member.name, lambda parts: settle(index, (view_number, frozenset(parts.values()))),
-                lambda: settle(index, None),
-            )  # fmt: skip
-
-        def advance() -> None:
-            while todo and state["running"] < IN_FLIGHT and not state["failed"]:
-                begin(todo.pop(0))
-            if not state["running"]:
-                if state["failed"]:
-                    member.over()
-                else:
-                    member.resume()
-
-        advance()
 
     # -- the worlds of views -------------------------------------------------------------------------------------------------------------
 
@@ -608,19 +551,19 @@ class Cluster:
                 self.at(self.members[name], self._moment(), lambda name=name: self._up(self.members[name], world))  # type: ignore[misc]
 
     def _up(self, member: Member, world: World) -> None:
-        if not world.down and member.protocol.phase == "forming" and member.protocol.view.number == world.view.number:
+        if not world.down and member.state.phase == "forming" and member.state.view.number == world.view.number:
             world.up.add(member.name)
-            self.perform(member, member.protocol.on_formed(world.view.number))
+            self.say(f"{member.name} is ready in view {world.view.number}")
+            member.state.on_formed(world.view.number)
+            member.poke()
 
     def _failed(self, member: Member, view_number: int, suspect: str = "") -> None:
-        if member.protocol.view.number == view_number and member.state != "killed":
-            actions = member.protocol.on_failed(view_number, suspect)
-            self._broken(member)
-            self.perform(member, actions)
+        if member.state.view.number == view_number and member.status != "killed":
+            self.perform(member, member.state.on_failed(view_number, suspect))
 
     def _down(self, member: Member, cause: str) -> None:
         """A member is lost from the world of its view, and each other member detects it at its own time."""
-        world = self._worlds.get(member.protocol.view.number)
+        world = self._worlds.get(member.state.view.number)
         if world is None or world.down or member.name not in world.came:
             return
         world.down = True
@@ -642,42 +585,22 @@ class Cluster:
             other = self.members[name]
             self.at(other, SILENCE_S + self._moment(), lambda o=other, a=suspect: self._failed(o, world.view.number, a))  # type: ignore[misc]
 
-    def _take_part(
-        self, member: Member, view_number: int, key: tuple[object, ...], part: Any, done: Callable[[dict[str, Any]], None],
-        over: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+    def take_part(self, member: Member, view_number: int, key: object, part: Any) -> None:
+        """Start an operation. When all members have, it completes at each one at its own time, unless its view ends there before."""
         world = self._worlds[view_number]
-        pending = member.pending[view_number, key] = Pending(view_number, done, over or member.over)
-        if not member.protocol.is_in(view_number):
-            self.at(member, 0, lambda: self._overtaken(member, (view_number, key), pending))
-            return
         parts = world.parts.setdefault(key, {})
-        assert member.name not in parts, f"{member.name} takes part in {key} of view {view_number} twice"
+        assert member.name not in parts, f"{member.name} takes part in {key} twice"
         parts[member.name] = part
         if parts.keys() == set(world.view.ids()):
             ranked = {name: parts[name] for name in world.view.ids()}
             for name in ranked:
-                self._complete(self.members[name], (view_number, key), ranked)
+                other = self.members[name]
+                self.at(other, self._moment(), lambda other=other: self._complete(other, view_number, key, ranked))  # type: ignore[misc]
 
-    def _complete(self, member: Member, key: tuple[int, object], ranked: dict[str, Any]) -> None:
-        """Complete the operation at this member soon, unless it learns before that the world is broken."""
-
-        def complete() -> None:
-            if member.state == "running":
-                self._done(member, key, ranked)
-
-        self.at(member, self._moment(), complete)
-
-    def _overtaken(self, member: Member, key: tuple[int, object], pending: Pending) -> None:
-        if member.pending.get(key) is pending:
-            del member.pending[key]
-            pending.over()
-
-    def _broken(self, member: Member) -> None:
-        """Fail all operations in flight at this member."""
-        failed = [key for key in member.pending if isinstance(key, tuple)]
-        for key in failed:
-            self.at(member, 0, lambda key=key, pending=member.pending[key]: self._overtaken(member, key, pending))  # type: ignore[misc]
+    def _complete(self, member: Member, view_number: int, key: object, ranked: dict[str, Any]) -> None:
+        if member.state.is_in(view_number):
+            member.results[key] = ranked
+            member.poke()
 
 
 def replay(name: str, seed: int) -> Cluster:

@@ -36,7 +36,7 @@ def test_schedules_contain_the_intended_faults() -> None:
     assert any(cluster.persisted.number > 3 for cluster in clusters)
     assert any("n0" in cluster.persisted.ids() for cluster in clusters), "no newcomer was ever admitted"
     assert any(
-        member.state == "done" and len(member.outcomes) == CALLS
+        member.status == "done" and len(member.outcomes) == CALLS
         for cluster in clusters
         for member in cluster.members.values()
     )
@@ -77,7 +77,7 @@ def test_minority_without_the_rendezvous_does_not_continue() -> None:
     for seed in range(SCHEDULES):
         cluster: Cluster = replay("cuts", seed)
         for member in cluster.members.values():
-            if member.state == "done":
+            if member.status == "done":
                 continue
             for _, values in member.outcomes.values():
                 assert all(len(parts) > 1 for _, parts in values.values())

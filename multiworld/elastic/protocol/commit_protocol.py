@@ -1,108 +1,90 @@
-"""The steps of a call: exchange flags, run the unfinished operations, exchange again, until the round is committed. Pure.
+"""The steps of a call: exchange flags, run the unfinished operations, exchange again, until the round is committed.
 
-The generators yield steps and receive the results. The caller throws `ViewEnded` into them when the view has ended.
-multiworld/elastic/world.py and the simulation drive the same generators.
+No clock and no I/O: the steps that need them are methods of `Member`. The simulation runs the same functions with a member of its own.
 """
 
-from collections.abc import Generator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from multiworld.elastic.protocol.member_state import MemberState
 from multiworld.elastic.protocol.rounds import Round
+from multiworld.errors import BrokenWorldException
 
 
-class ViewEnded(Exception):  # noqa: N818 - control flow, not an error for the caller
-    """The step could not be completed because its view has ended."""
+class Member(Protocol):
+    """One member. All methods raise ElasticError when this process is no longer a member."""
+
+    state: MemberState
+
+    async def next_view(self, after: int) -> int:
+        """Wait until a view later than `after` is ready. Returns its number."""
+        ...
+
+    async def all_gather(self, view_number: int, data: bytes) -> list[bytes]:
+        """Return `data` of all members of that view, ordered by rank. Raises BrokenWorldException when the view has ended."""
+        ...
+
+    async def wait_at_boundary(self, view_number: int) -> None:
+        """Wait until all members of that view are at the boundary. Raises BrokenWorldException when the view has ended."""
+
+    def view_ended(self, view_number: int) -> BrokenWorldException:
+        """Return the error of an operation whose view has ended."""
+        ...
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitView:
-    """Wait until a view later than `after` is ready. The result is its number."""
+RunOperations = Callable[[int, bool], Awaitable[None]]
+"""Runs the unfinished operations of the round in a view and marks those that finish. It ends when no operation is in flight.
 
-    after: int
-
-
-@dataclass(frozen=True, slots=True)
-class AllGather:
-    """All-gather `data` in that view. The result is the data of all members, ordered by rank."""
-
-    view_number: int
-    data: bytes
+Arguments: number of the view; whether they ran before, in a view that broke. Raises BrokenWorldException when the view has ended.
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class RunOperations:
-    """Run the unfinished operations of the round in that view and mark those that finish. It ends when no operation is in flight.
-
-    Attributes:
-        retry: they ran before, in a view that broke.
-    """
-
-    view_number: int
-    retry: bool
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitBoundary:
-    """Report to the rendezvous server that this member is at a boundary of that view. It ends when all members are."""
-
-    view_number: int
-
-
-Step = AwaitView | AllGather | RunOperations | AwaitBoundary
-Steps = Generator[Step, Any, bool]
-
-
-def agree(state: MemberState, round_: Round, view_number: int) -> Steps:
+async def agree(member: Member, round_: Round, view_number: int) -> bool:
     """Mark the operations as finished that finished on all members of that view. Returns whether the round is committed.
 
-    Raises ViewEnded, RoundMismatch.
+    Raises BrokenWorldException, RoundMismatch.
     """
-    if round_.is_committed(state.committed):
+    if round_.is_committed(member.state.committed):
         return True
-    if not round_.flags_agree((yield AllGather(view_number, round_.summary()))):
-        round_.intersect((yield AllGather(view_number, round_.flags())))
+    if not round_.flags_agree(await member.all_gather(view_number, round_.summary())):
+        round_.intersect(await member.all_gather(view_number, round_.flags()))
     if not round_.complete:
         return False
-    if not state.commit_round(
-        view_number
-    ):  # this member has asked for the next view without reporting the round as committed
-        raise ViewEnded
+    if not member.state.commit_round(view_number):
+        # This member has asked for the next view without reporting the round as committed.
+        raise member.view_ended(view_number)
     return True
 
 
-def run_round(state: MemberState, round_: Round) -> Steps:
+async def run_round(member: Member, round_: Round, run: RunOperations) -> bool:
     """Run a round to its end, over as many views as necessary. Returns False if it is unfinished and no other member is left.
 
     Raises RoundMismatch.
     """
-    view_number, retry = (yield AwaitView(0)), False
+    view_number, is_retry = await member.next_view(0), False
     while True:
         try:
-            if (yield from agree(state, round_, view_number)):
+            if await agree(member, round_, view_number):
                 return True
-            if len(state.view.members) == 1 and state.commit_round(view_number):
+            if len(member.state.view.members) == 1 and member.state.commit_round(view_number):
                 return False
-            yield RunOperations(view_number, retry)
-        except ViewEnded:
-            view_number, retry = (yield AwaitView(view_number)), True
+            await run(view_number, is_retry)
+        except BrokenWorldException:
+            view_number, is_retry = await member.next_view(view_number), True
 
 
-def pass_boundary(state: MemberState) -> Steps:
+async def pass_boundary(member: Member) -> None:
     """Wait at a boundary between two rounds for all other members, so that waiting new members can be admitted.
 
     The members first exchange which call they are in, because a member that runs a round would never reach the boundary.
     Raises RoundMismatch.
     """
-    view_number, before = (yield AwaitView(0)), state.boundaries
-    while True:
+    state = member.state
+    view_number, before = await member.next_view(0), state.boundaries
+    while state.boundaries == before:
         try:
             boundary = Round(state.committed, 0, "update_membership")
-            boundary.flags_agree((yield AllGather(view_number, boundary.summary())))
-            yield AwaitBoundary(view_number)
-            return True
-        except ViewEnded:
-            view_number = yield AwaitView(view_number)
-            if state.boundaries > before:
-                return True
+            boundary.flags_agree(await member.all_gather(view_number, boundary.summary()))
+            await member.wait_at_boundary(view_number)
+        except BrokenWorldException:
+            view_number = await member.next_view(view_number)

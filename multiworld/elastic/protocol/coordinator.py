@@ -15,7 +15,7 @@ partition cannot both continue, and any number of members may be lost, rank 0 in
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from multiworld.elastic.protocol.messages import (
     BoundaryPassed,
@@ -57,26 +57,6 @@ class Disconnect:
 Action = SendTo | Persist | Disconnect
 
 
-@dataclass(slots=True)
-class _FailedViews:
-    """Views that ended without a lost member since the last committed round.
-
-    Attributes:
-        committed: number of committed rounds when the count began.
-        reporters: suspect → the members that suspect it.
-    """
-
-    committed: int = -1
-    count: int = 0
-    reporters: dict[str, set[str]] = field(default_factory=dict)
-
-    def add(self, requests: dict[str, NextViewRequest]) -> None:
-        self.count += 1
-        for member_id, request in requests.items():
-            if request.suspect in requests and request.suspect != member_id:
-                self.reporters.setdefault(request.suspect, set()).add(member_id)
-
-
 class Coordinator:
     """Decides the views of one elastic world.
 
@@ -86,6 +66,9 @@ class Coordinator:
             within which members must reconnect after a restart of the rendezvous server.
         view: the last stored view after a restart; None at the first start.
         now_s: the current time, on the clock of all `now_s` arguments.
+    Attributes:
+        view: the current view.
+        deadline_s: time of the next call of `on_tick`; None if there is no deadline.
     """
 
     def __init__(
@@ -104,8 +87,9 @@ class Coordinator:
         self._waiting: dict[str, MemberInfo] = {}  # new members, in the order in which they connected
         self._requests: dict[str, NextViewRequest] = {}
         self._view_ended = False
-        self._deadline_s: float | None = now_s + regroup_timeout_s if self._absent else None
-        self._failed_views = _FailedViews()
+        self.deadline_s: float | None = now_s + regroup_timeout_s if self._absent else None
+        # Requests of the views that ended without a lost member since the last committed round.
+        self._failed_views: list[dict[str, NextViewRequest]] = []
 
     @property
     def empty(self) -> bool:
@@ -116,11 +100,6 @@ class Coordinator:
     def waiting(self) -> int:
         """Number of new members that wait for admission."""
         return len(self._waiting)
-
-    @property
-    def deadline_s(self) -> float | None:
-        """Time of the next call of `on_tick`; None if there is no deadline."""
-        return self._deadline_s
 
     def may_resume(self, member_id: str) -> bool:
         """Return whether this member of the stored view may reconnect."""
@@ -161,7 +140,7 @@ class Coordinator:
         if member_id not in self._present:
             return self._decide(now_s)
         self._remove(member_id)
-        self._failed_views = _FailedViews()
+        self._failed_views = []
         return [*self._invalidate_view(now_s), *self._decide(now_s)]
 
     def on_tick(self, now_s: float) -> list[Action]:
@@ -198,16 +177,21 @@ class Coordinator:
 
     def _member_to_evict(self, present: list[MemberInfo]) -> str | None:
         """Return the member to evict because no view works with all members; None if too few views have failed."""
-        committed = max(request.committed for request in self._requests.values())
-        if committed > self._failed_views.committed:
-            self._failed_views = _FailedViews(committed)
-        self._failed_views.add(self._requests)
-        if self._failed_views.count < MAX_FAILED_VIEWS or len(present) < 2:
+        if any(request.committed > self.view.committed for request in self._requests.values()):
+            self._failed_views = []
+        self._failed_views.append(dict(self._requests))
+        if len(self._failed_views) < MAX_FAILED_VIEWS or len(present) < 2:
             return None
-        reports = Counter({suspect: len(reporters) for suspect, reporters in self._failed_views.reporters.items()})
-        self._failed_views = _FailedViews(committed)
+        suspicions = {
+            (request.suspect, member_id)
+            for requests in self._failed_views
+            for member_id, request in requests.items()
+            if request.suspect in requests and request.suspect != member_id
+        }
+        self._failed_views = []
+        suspected = Counter(suspect for suspect, _ in suspicions)
         newest_first = [member.id for member in reversed(present)]
-        return max(newest_first, key=reports.__getitem__)
+        return max(newest_first, key=suspected.__getitem__)
 
     def _install_view(self, members: Iterable[MemberInfo], *, at_boundary: bool) -> list[Action]:
         committed = max((request.committed for request in self._requests.values()), default=self.view.committed)
@@ -218,7 +202,7 @@ class Coordinator:
             self._waiting.pop(member.id, None)
         self._requests.clear()
         self._view_ended = False
-        self._deadline_s = None
+        self.deadline_s = None
         return [Persist(self.view), *(SendTo(member.id, self.view) for member in members)]
 
     def _invalidate_view(self, now_s: float) -> list[Action]:
@@ -231,14 +215,14 @@ class Coordinator:
 
     def _end_view(self, now_s: float) -> None:
         self._view_ended = True
-        if self._deadline_s is None:
-            self._deadline_s = now_s + self._regroup_timeout_s
+        if self.deadline_s is None:
+            self.deadline_s = now_s + self._regroup_timeout_s
 
     def _enforce_deadline(self, now_s: float) -> list[Action]:
         """After the deadline, stop waiting for members that did not reconnect, or evict those that did not ask for the next view."""
-        if self._deadline_s is None or now_s < self._deadline_s:
+        if self.deadline_s is None or now_s < self.deadline_s:
             return []
-        self._deadline_s = None
+        self.deadline_s = None
         actions: list[Action] = []
         if self._absent:
             self._absent.clear()

@@ -11,6 +11,7 @@ messages have no effect, even after this process was frozen.
 from dataclasses import dataclass
 from typing import Literal
 
+from multiworld.elastic.errors import ElasticError, EvictedError, RendezvousError
 from multiworld.elastic.protocol.messages import (
     BoundaryPassed,
     Evicted,
@@ -20,10 +21,9 @@ from multiworld.elastic.protocol.messages import (
     View,
     ViewInvalidated,
 )
+from multiworld.texts import shown
 
 Phase = Literal["waiting", "forming", "ready", "requested", "ended"]
-EndReason = Literal["left", "evicted", "rendezvous", "view_change", "desync"]
-"""Why this process is no longer a member: it left, was evicted, has no rendezvous, no view formed in time, or the calls differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +48,14 @@ class FormView:
 
 
 @dataclass(frozen=True, slots=True)
-class ViewReady:
-    """Operations may run in this view."""
-
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class EndBoundary:
-    """Complete the call that waits at the boundary.
-
-    Attributes:
-        error: why it fails: the rendezvous server cannot be reached, and the view continues. None if it succeeds.
-    """
-
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class EndMembership:
-    """This process is no longer a member."""
+    """This process is no longer a member. Its calls raise `error` with `detail`."""
 
-    reason: EndReason
+    error: type[ElasticError]
     detail: str
 
 
-Action = Send | CloseView | FormView | ViewReady | EndBoundary | EndMembership
+Action = Send | CloseView | FormView | EndMembership
 
 
 class MemberState:
@@ -83,6 +65,7 @@ class MemberState:
         view: the view that is ready, forming, or has ended.
         committed: number of rounds known to be committed.
         boundaries: number of boundaries known to be passed.
+        rendezvous_error: why the rendezvous server cannot be reached; None while it can.
     """
 
     def __init__(self, member_id: str) -> None:
@@ -92,11 +75,16 @@ class MemberState:
         self.committed = 0
         self.boundaries = 0
         self._request: NextViewRequest | None = None
-        self._rendezvous_error: str | None = None  # why the rendezvous server cannot be reached; None while it can
+        self.rendezvous_error: str | None = None
 
     def is_in(self, view_number: int) -> bool:
         """Return whether that view is the current one and operations may run in it."""
-        return self.view.number == view_number and (self.phase == "ready" or self._at_boundary)
+        return self.view.number == view_number and (self.phase == "ready" or self.at_boundary)
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the application waits at a boundary. This ends when all members are there, the view ends, or the rendezvous is lost."""
+        return self.phase == "requested" and self._request is not None and self._request.at_boundary
 
     # -- from the rendezvous server ------------------------------------------------------------------------------------
 
@@ -112,9 +100,10 @@ class MemberState:
                 return self._end_view() if self.is_in(number) or self.phase == "forming" else []
             case BoundaryPassed(number, boundaries) if number == current and boundaries > self.boundaries:
                 self.boundaries = boundaries
-                return self._end_boundary() if self._at_boundary else []
+                self._leave_boundary()
             case Evicted(reason=reason):
-                return self._end("evicted", f"the rendezvous server evicted this member after view {current}: {reason}")
+                detail = f"the rendezvous server evicted this member after view {current}: {shown(reason)}"
+                return self._end(EvictedError, detail)
         return []
 
     def on_reconnected(self) -> list[Action]:
@@ -123,19 +112,18 @@ class MemberState:
 
     def on_rendezvous_lost(self, detail: str) -> list[Action]:
         """The rendezvous server cannot be reached or does not know this member. The current view may continue, but no other follows."""
-        self._rendezvous_error = detail
+        self.rendezvous_error = detail
         if not self.is_in(self.view.number):
-            return self._end("rendezvous", detail)
-        return self._end_boundary(detail) if self._at_boundary else []
+            return self._end(RendezvousError, detail)
+        self._leave_boundary()
+        return []
 
     # -- from the world of the view ------------------------------------------------------------------------------------
 
-    def on_formed(self, view_number: int) -> list[Action]:
+    def on_formed(self, view_number: int) -> None:
         """The world of that view formed."""
-        if self.phase != "forming" or view_number != self.view.number:
-            return []
-        self.phase = "ready"
-        return [ViewReady(self.view)]
+        if self.phase == "forming" and view_number == self.view.number:
+            self.phase = "ready"
 
     def on_failed(self, view_number: int, suspect: str = "") -> list[Action]:
         """The world of that view broke or did not form. `suspect` is the id of the member that caused it, or ""."""
@@ -148,13 +136,11 @@ class MemberState:
     def enter_boundary(self, view_number: int) -> list[Action]:
         """The application is between two operations of that view, which must be ready: new members may be admitted.
 
-        The outcome is EndBoundary, or CloseView when the view ends first.
+        It waits until `at_boundary` is false. `boundaries` has increased then, unless the view has ended or the rendezvous is lost.
         """
         assert self.phase == "ready"
         assert self.view.number == view_number
-        if self._rendezvous_error is not None:
-            return [EndBoundary(self._rendezvous_error)]
-        return [self._request_next_view(at_boundary=True)]
+        return [self._request_next_view(at_boundary=True)] if self.rendezvous_error is None else []
 
     def commit_round(self, view_number: int) -> bool:
         """Count a round that was committed in that view. Returns False if the view has ended: its request does not report the round."""
@@ -163,23 +149,23 @@ class MemberState:
         self.committed += 1
         return True
 
-    def leave(self, reason: EndReason, detail: str) -> list[Action]:
+    def leave(self, error: type[ElasticError], detail: str) -> list[Action]:
         """End the membership for a local reason. Idempotent."""
-        return [Send(Leave()), *ending] if (ending := self._end(reason, detail)) else []
+        return [Send(Leave()), *ending] if (ending := self._end(error, detail)) else []
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _install_view(self, view: View) -> list[Action]:
         if self.id not in view.ids():  # a protocol error: the rendezvous server sends a view only to its members
-            return self._end("evicted", f"view {view.number} does not include this member")
+            return self._end(EvictedError, f"view {view.number} does not include this member")
         before, self.view, self.phase, self._request = self.view.number, view, "forming", None
         self.committed = max(self.committed, view.committed)
         self.boundaries = max(self.boundaries, view.boundaries)
         return [*([CloseView(before)] if before else []), FormView(view)]
 
     def _end_view(self, suspect: str = "") -> list[Action]:
-        if self._rendezvous_error is not None:
-            return self._end("rendezvous", self._rendezvous_error)
+        if self.rendezvous_error is not None:
+            return self._end(RendezvousError, self.rendezvous_error)
         return [CloseView(self.view.number), self._request_next_view(at_boundary=False, suspect=suspect)]
 
     def _request_next_view(self, *, at_boundary: bool, suspect: str = "") -> Send:
@@ -187,16 +173,12 @@ class MemberState:
         self.phase = "requested"
         return Send(self._request)
 
-    @property
-    def _at_boundary(self) -> bool:
-        return self.phase == "requested" and self._request is not None and self._request.at_boundary
+    def _leave_boundary(self) -> None:
+        if self.at_boundary:
+            self.phase, self._request = "ready", None
 
-    def _end_boundary(self, error: str | None = None) -> list[Action]:
-        self.phase, self._request = "ready", None
-        return [EndBoundary(error)]
-
-    def _end(self, reason: EndReason, detail: str) -> list[Action]:
+    def _end(self, error: type[ElasticError], detail: str) -> list[Action]:
         if self.phase == "ended":
             return []
         self.phase = "ended"
-        return [*([CloseView(self.view.number)] if self.view.number else []), EndMembership(reason, detail)]
+        return [*([CloseView(self.view.number)] if self.view.number else []), EndMembership(error, detail)]

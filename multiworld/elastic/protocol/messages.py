@@ -1,16 +1,14 @@
 """The messages between members of an elastic world and its rendezvous server. Pure: encoding and decoding only.
 
-member → server     NextViewRequest, Leave
-server → member     View, ViewInvalidated, BoundaryPassed, Evicted
+member → server     Join, NextViewRequest, Leave
+server → member     Admitted, Refused, View, ViewInvalidated, BoundaryPassed, Evicted
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
-from multiworld.texts import MAX_HOST_CHARS, is_name, shown
-
-MAX_MESSAGE_BYTES = 1 << 20
-"""Maximum length of a message; a view of a thousand members takes a tenth of it."""
+from multiworld.texts import MAX_HOST_CHARS, is_name
 
 
 class MessageError(ValueError):
@@ -29,6 +27,32 @@ class MemberInfo:
     id: str
     host: str
     port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A member asks for a link to the rendezvous server, before it is connected. The reply is Admitted, Refused or Evicted.
+
+    Attributes:
+        world: name of the elastic world.
+        resume: it is a member already and has lost its link.
+    """
+
+    world: str
+    member: MemberInfo
+    resume: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The member may open its link. It becomes a member of the world with the first view that includes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The member cannot join, and a retry will not help."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,47 +123,38 @@ class Evicted:
     reason: str
 
 
-Message = NextViewRequest | Leave | View | ViewInvalidated | BoundaryPassed | Evicted
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (NextViewRequest, Leave, View, ViewInvalidated, BoundaryPassed, Evicted)
-}
-_TYPES: dict[str, type] = {
-    "number": int,
-    "view_number": int,
-    "committed": int,
-    "boundaries": int,
-    "at_boundary": bool,
-    "suspect": str,
-    "reason": str,
-}
+Message = Join | Admitted | Refused | NextViewRequest | Leave | View | ViewInvalidated | BoundaryPassed | Evicted
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
 
 
 def encode(message: Message) -> bytes:
     return json.dumps({"kind": type(message).__name__, **asdict(message)}).encode()
 
 
-def decode(data: bytes) -> Message:
-    """Parse a message. Raises MessageError if the bytes are not a valid one."""
+def decode(data: bytes | str) -> Message:
+    """Parse a message. Raises MessageError if the data is not a valid one."""
     try:
-        fields = json.loads(data)
-        kind = _KINDS[fields.pop("kind")]
-        if kind is View:
-            fields["members"] = tuple(parse_member(each) for each in fields["members"])
-        if isinstance(fields.get("reason"), str):
-            fields["reason"] = shown(fields["reason"])
-        message = kind(**fields)
+        values = json.loads(data)
+        message: Message = _build(_KINDS[values.pop("kind")], values)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise MessageError(f"not a message: {data[:60]!r}") from error
-    if any(type(fields[name]) is not expected for name, expected in _TYPES.items() if name in fields):
-        raise MessageError(f"not a message: a field of {data[:60]!r} has the wrong type")
     return message
 
 
-def parse_member(fields: dict[str, object]) -> MemberInfo:
-    """Parse a `MemberInfo`. Raises MessageError if the fields are invalid."""
-    match fields:
-        case {"id": str(member_id), "host": str(host), "port": int(port)} if (
-            len(fields) == 3 and 0 < port < 65536 and is_name(member_id) and is_name(host, MAX_HOST_CHARS)
-        ):
-            return MemberInfo(member_id, host, port)
-    raise MessageError(f"not a member: {fields!r:.100}")
+def _build(kind: type[Any], values: dict[str, Any]) -> Any:
+    types = {field.name: field.type for field in fields(kind)}
+    return kind(**{name: _checked(types[name], value) for name, value in values.items()})
+
+
+def _checked(kind: Any, value: Any) -> Any:
+    """Convert the value of a field to the type of the field. Raises one of the errors that `decode` translates."""
+    if kind == tuple[MemberInfo, ...]:
+        return tuple(_checked(MemberInfo, each) for each in value)
+    if kind is MemberInfo:
+        member = _build(MemberInfo, value)
+        if not (is_name(member.id) and is_name(member.host, MAX_HOST_CHARS) and 0 < member.port < 65536):
+            raise ValueError(f"not a member: {value!r:.100}")
+        return member
+    if type(value) is not kind:
+        raise TypeError(f"not of type {kind}: {value!r:.100}")
+    return value

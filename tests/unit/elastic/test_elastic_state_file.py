@@ -1,6 +1,5 @@
 """The state file of a rendezvous server."""
 
-import asyncio
 import os
 import threading
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 
 from multiworld.elastic.protocol.messages import MemberInfo, View
 from multiworld.elastic.state_file import StateFile
+from tests.waiting import until
 
 
 def view(number: int) -> View:
@@ -76,9 +76,6 @@ async def test_flush_times_out_when_the_disk_does_not_respond(tmp_path: Path, mo
         with pytest.raises(TimeoutError, match="the disk did not respond"):
             await state.flush()
     answers.set()
-    async with asyncio.timeout(60):
-        await state.close()
-        while not path.exists():  # noqa: ASYNC110 - the time that `close` waits may be over first
-            await asyncio.sleep(0.01)
-    await state.flush()
+    await until(path.exists)
+    await state.close()
     assert loaded(path) == {"one": view(1)}
