@@ -129,32 +129,23 @@ reductions = st.one_of(
 
 
 @some
-@given(reduction=reductions)
-def test_all_reduce_gives_every_rank_the_reduction(crew: Crew, reduction: tuple[str, Case]) -> None:
+@given(reduction=reductions, to_root=st.booleans())
+def test_all_reduce_and_reduce_give_the_reduction_to_every_rank_or_the_root(
+    crew: Crew, reduction: tuple[str, Case], to_root: bool
+) -> None:
     name, case = reduction
-    values = case.values(powers=name == "PRODUCT")
+    values, op = case.values(powers=name == "PRODUCT"), getattr(ReduceOp, name)
 
     async def part(manager: WorldManager, world: World) -> Tensor:
         tensor = case.laid_out(values[world.rank])
-        await manager.communicator.all_reduce(tensor, getattr(ReduceOp, name), world.name)
+        if to_root:
+            await manager.communicator.reduce(tensor, case.root, op, world.name)
+        else:
+            await manager.communicator.all_reduce(tensor, op, world.name)
         return tensor
 
-    expected = reduced(name, values)
-    assert all(same(got, expected) for got in case.run(crew, part))
-
-
-@some
-@given(reduction=reductions)
-def test_reduce_gives_the_root_the_reduction(crew: Crew, reduction: tuple[str, Case]) -> None:
-    name, case = reduction
-    values = case.values(powers=name == "PRODUCT")
-
-    async def part(manager: WorldManager, world: World) -> Tensor:
-        tensor = case.laid_out(values[world.rank])
-        await manager.communicator.reduce(tensor, case.root, getattr(ReduceOp, name), world.name)
-        return tensor
-
-    assert same(case.run(crew, part)[case.root], reduced(name, values))
+    results, expected = case.run(crew, part), reduced(name, values)
+    assert all(same(got, expected) for got in (results[case.root : case.root + 1] if to_root else results))
 
 
 @some
@@ -186,75 +177,37 @@ def test_reduce_scatter_gives_each_rank_its_chunk_of_the_reduction(
         assert inputs_unchanged
 
 
+@pytest.mark.parametrize("name", ["broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter"])
 @some
-@given(case=cases(MOVED))
-def test_broadcast_gives_every_rank_the_root_tensor(crew: Crew, case: Case) -> None:
-    values = case.values()
-
-    async def part(manager: WorldManager, world: World) -> Tensor:
-        tensor = case.laid_out(values[world.rank])
-        await manager.communicator.broadcast(tensor, case.root, world.name)
-        return tensor
-
-    assert all(same(got, values[case.root]) for got in case.run(crew, part))
-
-
-@some
-@given(case=cases(MOVED))
-def test_all_gather_gives_every_rank_all_tensors(crew: Crew, case: Case) -> None:
-    values = case.values()
+@given(each=cases(MOVED))
+def test_tensors_arrive_unchanged_where_they_belong(crew: Crew, name: str, each: Case) -> None:
+    values = each.values()
 
     async def part(manager: WorldManager, world: World) -> list[Tensor]:
-        tensors, tensor = [case.blank() for _ in range(case.size)], case.laid_out(values[world.rank])
-        await manager.communicator.all_gather(tensors, tensor, world.name)
-        assert same(tensor, values[world.rank])
-        return tensors
+        here, at_root = manager.communicator, world.rank == each.root
+        own, blanks = each.laid_out(values[world.rank]), [each.blank() for _ in range(each.size)]
+        match name:
+            case "broadcast":
+                await here.broadcast(own, each.root, world.name)
+                return [own]
+            case "all_gather":
+                await here.all_gather(blanks, own, world.name)
+                return [*blanks, own]
+            case "all_gather_into_tensor":
+                whole = torch.zeros((each.size, *each.shape)).to(each.dtype)
+                await here.all_gather_into_tensor(whole, own, world.name)
+                return [*whole, own]
+            case "gather":
+                await here.gather(own, blanks if at_root else None, each.root, world.name)
+                return [*blanks, own] if at_root else [own]
+            case _:
+                sent = [each.laid_out(value) for value in values] if at_root else None
+                await here.scatter(blanks[0], sent, each.root, world.name)
+                return blanks[:1]
 
-    for tensors in case.run(crew, part):
-        assert all(same(got, expected) for got, expected in zip(tensors, values, strict=True))
-
-
-@some
-@given(case=cases(MOVED))
-def test_all_gather_into_tensor_gives_every_rank_one_combined_tensor(crew: Crew, case: Case) -> None:
-    values = case.values()
-
-    async def part(manager: WorldManager, world: World) -> Tensor:
-        output = torch.zeros((case.size, *case.shape)).to(case.dtype)
-        await manager.communicator.all_gather_into_tensor(output, case.laid_out(values[world.rank]), world.name)
-        return output
-
-    for output in case.run(crew, part):
-        assert all(same(got, expected) for got, expected in zip(output, values, strict=True))
-
-
-@some
-@given(case=cases(MOVED))
-def test_gather_gives_the_root_all_tensors(crew: Crew, case: Case) -> None:
-    values = case.values()
-
-    async def part(manager: WorldManager, world: World) -> list[Tensor]:
-        tensors = [case.blank() for _ in range(case.size)] if world.rank == case.root else None
-        await manager.communicator.gather(case.laid_out(values[world.rank]), tensors, case.root, world.name)
-        return tensors or []
-
-    tensors = case.run(crew, part)[case.root]
-    assert all(same(got, expected) for got, expected in zip(tensors, values, strict=True))
-
-
-@some
-@given(case=cases(MOVED))
-def test_scatter_gives_each_rank_its_tensor(crew: Crew, case: Case) -> None:
-    values = case.values()
-
-    async def part(manager: WorldManager, world: World) -> Tensor:
-        tensor = case.blank()
-        tensors = [case.laid_out(each) for each in values] if world.rank == case.root else None
-        await manager.communicator.scatter(tensor, tensors, case.root, world.name)
-        return tensor
-
-    results = case.run(crew, part)
-    assert all(same(got, expected) for got, expected in zip(results, values, strict=True))
+    for rank, results in enumerate(each.run(crew, part)):
+        expected = [*values, values[rank]] if len(results) > 1 else [values[each.root if name == "broadcast" else rank]]
+        assert all(same(got, value) for got, value in zip(results, expected, strict=True))
 
 
 @some
