@@ -37,6 +37,7 @@ from multiworld_serving.server.errors import (
 )
 from multiworld_serving.server.http.errors import error_response
 from multiworld_serving.server.http.open_request import while_connected
+from multiworld_serving.server.http.route import Endpoint, route
 from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.snapshots import PipelineSnapshot
@@ -108,7 +109,7 @@ class _Body(Struct):
 
 @dataclass(frozen=True)
 class AdminRoutes:
-    """The routes. `RequestMiddleware` authorizes requests before they arrive here."""
+    """The routes. `Application` authorizes requests before they arrive here."""
 
     service: Administration
 
@@ -116,10 +117,10 @@ class AdminRoutes:
         """The routes, for the application of the admin port."""
         models = "/v2/repository/models/{model}"
         return [
-            Route("/admin/rolling-restart", self.rolling_restart, methods=["POST"]),
-            Route("/v2/repository/index", _json_endpoint(self._index), methods=["POST"]),
-            Route(f"{models}/load", _json_endpoint(self._load), methods=["POST"]),
-            Route(f"{models}/unload", _json_endpoint(self._unload), methods=["POST"]),
+            route("/admin/rolling-restart", self.rolling_restart, "POST"),
+            route("/v2/repository/index", _json_endpoint(self._index), "POST"),
+            route(f"{models}/load", _json_endpoint(self._load), "POST"),
+            route(f"{models}/unload", _json_endpoint(self._unload), "POST"),
         ]
 
     async def rolling_restart(self, request: Request) -> Response:
@@ -172,9 +173,7 @@ async def _lines(steps: AsyncGenerator[RestartStep, None]) -> AsyncGenerator[str
         yield json.dumps({"state": "done", "restarted": done}) + "\n"
 
 
-def _json_endpoint(
-    handler: Callable[[Request, _Body], Awaitable[object]],
-) -> Callable[[Request], Awaitable[Response]]:
+def _json_endpoint(handler: Callable[[Request, _Body], Awaitable[object]]) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         try:
             return JSONResponse(await handler(request, await _body(request)))

@@ -1,29 +1,27 @@
-"""Creates the ASGI applications of the HTTP port, of the frontends and of the admin port."""
+"""The ASGI applications of the HTTP port and of the admin port."""
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+import logging
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.responses import Response
 from prometheus_client import CollectorRegistry
-from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Router
+from starlette.types import Message, Receive, Scope, Send
 
 from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.api.handler.route import HandlerRoute
 from multiworld_serving.server.api.inference import Inference
-from multiworld_serving.server.api.middleware import RequestMiddleware
-from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.api.oip.routes import V2Routes
+from multiworld_serving.server.api.openapi import openapi_document
 from multiworld_serving.server.api.operations import OperationsRoutes, Scrape, metrics_response
 from multiworld_serving.server.api.predict import NoPredictRoute, PredictRoute
 from multiworld_serving.server.auth.authorizer import (
@@ -35,39 +33,132 @@ from multiworld_serving.server.auth.authorizer import (
     is_admin_path,
     is_inference_path,
 )
-from multiworld_serving.server.daemon_threads import DaemonThreads
-from multiworld_serving.server.http.errors import DESCRIPTIONS, OtherPort, install_error_handlers
-from multiworld_serving.server.http.limits import RequestLimits
-from multiworld_serving.server.http.open_request import RequestGate
+from multiworld_serving.server.errors import RequestRejected
+from multiworld_serving.server.http.errors import (
+    INTERNAL_ERROR,
+    OtherPort,
+    error_response,
+    rejection_response,
+    routing_response,
+)
+from multiworld_serving.server.http.route import route
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.request_traces import RequestTraces
-from multiworld_serving.server.observability.requests import InferenceProtocol, Requests
-from multiworld_serving.server.predictor import Pipeline, ServedModel
+from multiworld_serving.server.observability.requests import InferenceProtocol, RequestRecord, Requests
+from multiworld_serving.server.predictor import Pipeline
 
-_KEY_SCHEME = "key"
-_ERROR_CONTENT = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
-_CHALLENGE = {"WWW-Authenticate": {"description": "How to send a key.", "schema": {"type": "string"}}}
+logger = logging.getLogger(__name__)
+
+_V2_INFER = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/infer")
 
 
-@dataclass(frozen=True)
-class Api:
-    """The HTTP API, and what the gRPC API shares with it.
+class Application:
+    """The application of a port. Handles everything that does not depend on the route: authorization, records, and errors.
+
+    Args:
+        permission_for: returns the permission that a path requires.
+        version: returns the name of the version that serves; None for the admin port, which has no inference requests.
+        other_port: the port with the paths that this one does not have.
+        lifespan: returns the context in which the port serves.
 
     Attributes:
-        app: its lifespan runs the event feed and the decoding threads.
-        inference: needs the decoding threads.
+        router: its routes.
     """
 
-    app: FastAPI
-    inference: Inference
-    requests: Requests
+    def __init__(
+        self,
+        routes: Sequence[BaseRoute],
+        *,
+        requests: Requests,
+        authorizer: Authorizer | None,
+        permission_for: Callable[[str], Permission],
+        version: Callable[[], str] | None = None,
+        other_port: OtherPort | None = None,
+        lifespan: Callable[[Any], AbstractAsyncContextManager[None]] | None = None,
+    ) -> None:
+        self.router = Router(routes, redirect_slashes=False, lifespan=lifespan)
+        self._requests = requests
+        self._authorizer = authorizer or Authorizer(ApiKeys(KeySet(), KeySet()))
+        self._permission_for = permission_for
+        self._version = version
+        self._other_port = other_port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond to a request. HEAD runs as GET and drops the body (RFC 9110, section 9.3.2)."""
+        if scope["type"] != "http":
+            await self.router(scope, receive, send)
+            return
+        if self._version is None:
+            record = self._requests.begin(scope, "", None)
+        else:
+            record = self._requests.begin(scope, self._version(), inference_protocol(scope["path"]))
+        started, status = False, record.status
+        to_head = scope["method"] == "HEAD"
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started, status
+            if message["type"] == "http.response.start":
+                started, status = True, message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.request_id.encode("ascii"))]
+            elif to_head:
+                return
+            try:
+                await send(message)
+                if to_head:  # end the response here: the body may be endless
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+            except RuntimeError as error:
+                # The connection has ended, for example after an invalid request behind this one. uvicorn writes to it, and uvloop
+                # raises. A client could fill the log with these tracebacks.
+                if "closed" not in str(error):
+                    raise
+
+        try:
+            try:
+                self._authorize(scope, record)
+                scope["app"] = self  # Starlette then raises HTTPException if there is no route
+                await self.router({**scope, "method": "GET"} if to_head else scope, receive, send_with_id)
+            except Exception as error:
+                if started:  # too late for an error response: the server logs the exception and closes the connection
+                    record.reason, record.status = "internal", 500
+                    raise
+                await self._error_response(error, scope, record)(scope, receive, send_with_id)
+            record.status = status
+        finally:
+            self._requests.end(scope, record)
+
+    def _authorize(self, scope: Scope, record: RequestRecord) -> None:
+        """Raises UnauthenticatedError or ForbiddenError."""
+        permission = self._permission_for(scope["path"])
+        record.key_name = self._authorizer.check(permission, scope)
+        if permission is Permission.ADMIN:
+            fields = {"method": scope["method"], "target": scope["path"][:256], "by": record.key_name}
+            logger.info("admin request", extra={**fields, "request_id": record.request_id})
+
+    def _error_response(self, error: Exception, scope: Scope, record: RequestRecord) -> Response:
+        if isinstance(error, HTTPException):
+            return routing_response(error, scope, record, self._other_port)
+        if not isinstance(error, RequestRejected):
+            logger.error("request failed request_id=%s path=%s", record.request_id, scope["path"], exc_info=error)
+            return error_response(500, INTERNAL_ERROR, "internal", record)
+        response = rejection_response(error, record)
+        if error.status == 401:
+            response.headers.append("WWW-Authenticate", 'Bearer realm="multiworld"')
+            if self._permission_for(scope["path"]) is Permission.ANY_KEY:  # browsers then ask for a password
+                response.headers.append("WWW-Authenticate", 'Basic realm="multiworld: the key as the password"')
+        return response
+
+
+def inference_protocol(path: str) -> InferenceProtocol | None:
+    """The inference protocol of a path; None if it is not inference. Probes and scrapes are not measured."""
+    if path == "/predict":
+        return "predict"
+    return "v2" if _V2_INFER.fullmatch(path) else None
 
 
 def create_api(
     pipeline: Pipeline,
-    model: ServedModel,
-    limits: RequestLimits,
+    inference: Inference,
     metrics: FrontendMetrics,
     feed: EventFeed | None = None,
     authorizer: Authorizer | None = None,
@@ -77,8 +168,8 @@ def create_api(
     admin_port: int | None = None,
     handler: HandlerProcesses | None = None,
     protocols: Sequence[InferenceProtocol] = ("predict", "v2"),
-) -> Api:
-    """Create the HTTP API.
+) -> Application:
+    """Create the HTTP API. Its lifespan runs the event feed and the decoding threads.
 
     Args:
         authorizer: checks permissions; None = no authentication.
@@ -90,12 +181,7 @@ def create_api(
         handler: decodes and encodes the bodies of /predict; None = /predict classifies images.
         protocols: those that are served, whose metrics exist from the start.
     """
-    feed = feed or EventFeed(metrics.requests)
-    gate = RequestGate(pipeline, limits)
-    threads = DaemonThreads(limits.decode_threads, "decode", max_waiting=limits.max_waiting_decodes)
-    fitting = limits.max_body_bytes // max(1, model.input_rows.max_row_bytes)
-    signature = Signature(model, max_rows=max(1, min(limits.max_rows, fitting)))
-    inference = Inference(gate, signature, threads)
+    feed, model = feed or EventFeed(metrics.requests), inference.signature.model
     predict: PredictRoute | HandlerRoute | NoPredictRoute = NoPredictRoute(model)
     if handler is not None:
         predict = HandlerRoute(inference, handler)
@@ -103,42 +189,32 @@ def create_api(
         predict = PredictRoute(inference)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with threads, feed.running(pipeline.snapshot):
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        async with inference.threads, feed.running(pipeline.snapshot):
             yield
 
-    app = FastAPI(
-        title="multiworld-serving",
-        summary="Model serving that survives the failure of its workers.",
-        version=importlib.metadata.version("multiworld-serving"),
-        lifespan=lifespan,
-        redirect_slashes=False,
-        docs_url=None,  # FastAPI's page loads scripts from a CDN; tools can use /openapi.json
-        redoc_url=None,
-    )
-    operations = OperationsRoutes(pipeline, model, scrape or metrics, feed, predict.summary)
-    # Not include_router(), which costs a fifth of the time of a small request.
-    for routes in (
-        predict.router().routes,
-        V2Routes(pipeline, inference, metrics.requests).routes(),
-        operations.router().routes,
-    ):
-        app.router.routes.extend(routes)
+    async def openapi(_: Request) -> Response:
+        needs_key = authorizer is not None and bool(authorizer.keys.inference)
+        return JSONResponse(
+            openapi_document(inference, pipeline.version, has_handler=handler is not None, needs_key=needs_key)
+        )
+
     metrics.requests.declare(model.name, model.version, protocols)
     metrics.requests.traces, metrics.requests.log_all = traces, access_log
-    authorizer = authorizer or _open_access()
-    app.add_middleware(
-        RequestMiddleware,
+    return Application(
+        [
+            route("/predict", predict.answer, "POST"),
+            *V2Routes(pipeline, inference, metrics.requests).routes(),
+            *OperationsRoutes(pipeline, model, scrape or metrics, feed, predict.summary).routes(),
+            route("/openapi.json", openapi),
+        ],
         requests=metrics.requests,
         authorizer=authorizer,
         permission_for=http_port_permission,
         version=lambda: pipeline.version.name,
+        other_port=None if admin_port is None else OtherPort("the admin port", admin_port, is_admin_path),
+        lifespan=lifespan,
     )
-    other = None if admin_port is None else OtherPort("the admin port", admin_port, is_admin_path)
-    install_error_handlers(app, other)
-    if authorizer.keys.inference:
-        _document_authentication(app)
-    return Api(app, inference, metrics.requests)
 
 
 def create_admin_app(
@@ -148,7 +224,7 @@ def create_admin_app(
     own: Scrape | None = None,
     http_port: int | None = None,
     page: OperationsRoutes | None = None,
-) -> ASGIApp:
+) -> Application:
     """Create the application of the admin port: metrics and admin endpoints.
 
     Args:
@@ -160,44 +236,10 @@ def create_admin_app(
     async def scrape(request: Request) -> Response:
         return await metrics_response(own if own is not None and "own" in request.query_params else metrics)
 
-    app = Starlette(routes=[Route("/metrics", scrape), *admin.routes(), *(page.admin_routes() if page else ())])
-    app.add_middleware(
-        RequestMiddleware,
+    return Application(
+        [route("/metrics", scrape), *admin.routes(), *(page.admin_routes() if page else ())],
         requests=Requests(CollectorRegistry()),
-        authorizer=authorizer or _open_access(),
+        authorizer=authorizer,
         permission_for=admin_port_permission,
+        other_port=None if http_port is None else OtherPort("the HTTP API", http_port, is_inference_path),
     )
-    install_error_handlers(app, None if http_port is None else OtherPort("the HTTP API", http_port, is_inference_path))
-    return app
-
-
-def _open_access() -> Authorizer:
-    return Authorizer(ApiKeys(KeySet(), KeySet()))
-
-
-def _document_authentication(app: FastAPI) -> None:
-    """Add to the OpenAPI document which paths require a key, and their 401 and 403 responses."""
-    plain = app.openapi
-
-    def described() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            _describe(plain())
-        return plain()
-
-    app.openapi = described  # type: ignore[method-assign]  # the way that FastAPI documents
-
-
-def _describe(document: dict[str, Any]) -> None:
-    scheme = {"type": "http", "scheme": "bearer", "description": "A key of --api-keys-file or --admin-keys-file."}
-    document.setdefault("components", {})["securitySchemes"] = {_KEY_SCHEME: scheme}
-    for path, operations in document["paths"].items():
-        if http_port_permission(path) is Permission.NOTHING:
-            continue
-        for operation in operations.values():
-            operation["security"] = [{_KEY_SCHEME: []}]
-            operation["responses"]["401"] = {
-                "description": DESCRIPTIONS[401],
-                "content": _ERROR_CONTENT,
-                "headers": _CHALLENGE,
-            }
-            operation["responses"]["403"] = {"description": DESCRIPTIONS[403], "content": _ERROR_CONTENT}

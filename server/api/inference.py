@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 import torch
@@ -18,8 +18,9 @@ from multiworld_serving.server.api.images import image_tensor
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.daemon_threads import DaemonThreads
 from multiworld_serving.server.errors import StageError, UnknownModelError
+from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.open_request import OpenRequest, RequestGate
-from multiworld_serving.server.predictor import Prediction, ServedModel
+from multiworld_serving.server.predictor import Prediction, Predictor, ServedModel
 
 T = TypeVar("T")
 
@@ -74,6 +75,16 @@ class Inference:
     gate: RequestGate
     signature: Signature
     threads: DaemonThreads
+
+    @classmethod
+    def of(cls, predictor: Predictor, model: ServedModel, limits: RequestLimits) -> Inference:
+        """The inference of this model with these limits. Its threads start on demand."""
+        fitting = limits.max_body_bytes // max(1, model.input_rows.max_row_bytes)
+        return cls(
+            RequestGate(predictor, limits),
+            Signature(model, max_rows=max(1, min(limits.max_rows, fitting))),
+            DaemonThreads(limits.decode_threads, "decode", max_waiting=limits.max_waiting_decodes),
+        )
 
     async def answer(
         self,
@@ -176,17 +187,3 @@ def prediction_headers(prediction: Prediction) -> dict[str, str]:
 def _quoted(name: str, safe: str) -> str:
     """Percent-encoded: a version may be a file name, and header values are limited to ASCII."""
     return quote(name, safe=safe)
-
-
-HEADER_DOCUMENTATION: dict[str, Any] = {
-    "X-Request-Id": {"description": "The client's id or a new one.", "schema": {"type": "string"}},
-    "X-Model-Version": {"description": "Version of the weights.", "schema": {"type": "string"}},
-    "X-Path": {
-        "description": "World that computed each stage, in order.",
-        "schema": {"type": "string"},
-    },
-    "X-Attempts": {
-        "description": "1 plus the number of retries.",
-        "schema": {"type": "integer"},
-    },
-}

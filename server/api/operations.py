@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Protocol
 
-from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, Field
+import msgspec
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from multiworld_serving.common.metrics import CONTENT_TYPE
-from multiworld_serving.server.http.errors import ErrorBody, error_documentation, rejection_response
+from multiworld_serving.server.http.errors import rejection_response
+from multiworld_serving.server.http.route import Endpoint, route
 from multiworld_serving.server.observability.event_feed import EventFeed, EventStream
 from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import Pipeline, ServedModel
 from multiworld_serving.server.readiness import readiness_error
-from multiworld_serving.server.snapshots import PipelineSnapshot
 
 _PAGE_PATH = "/status-page"
 _FILE_TYPES = {
@@ -48,27 +47,6 @@ class Scrape(Protocol):
         ...
 
 
-class Alive(BaseModel):
-    """The process is alive."""
-
-    alive: bool = True
-
-
-class Ready(BaseModel):
-    """Every stage has a replica that passed its join self-test."""
-
-    ready: bool = True
-    model: str
-    version: str
-
-
-class NotReady(ErrorBody):
-    """Why the service is not ready."""
-
-    ready: bool = False
-    missing_stages: list[int] = Field(description="Stages without a ready replica.")
-
-
 @dataclass(frozen=True)
 class OperationsRoutes:
     """The routes of the HTTP port that are not inference.
@@ -83,21 +61,19 @@ class OperationsRoutes:
     feed: EventFeed
     predict: str = ""
 
-    def router(self) -> APIRouter:
-        """The routes, documented for OpenAPI."""
-        router = APIRouter(tags=["operations"])
-        router.add_api_route("/", self.index, response_model=dict[str, Any])
-        router.add_api_route("/events", self.events, response_class=Response, responses=_EVENTS_DOCUMENTATION)
-        router.routes.extend(_file_routes())
-        router.add_api_route("/healthz", self.healthz, response_model=Alive)
-        ready_errors = error_documentation((503,))
-        ready_errors[503]["model"] = NotReady
-        router.add_api_route("/readyz", self.readyz, response_model=Ready, responses=ready_errors)
-        router.add_api_route("/status", self.status, response_model=PipelineSnapshot)
-        router.add_api_route("/metrics", self.scrape, response_class=Response, responses=_METRICS_DOCUMENTATION)
-        return router
+    def routes(self) -> list[Route]:
+        """The routes of the HTTP port."""
+        return [
+            route("/", self.index),
+            route("/events", self.events),
+            route("/healthz", self.healthz),
+            route("/readyz", self.readyz),
+            route("/status", self.status),
+            route("/metrics", self.scrape),
+            *_file_routes(),
+        ]
 
-    async def index(self, request: Request) -> Any:
+    async def index(self, request: Request) -> Response:
         """The list of endpoints; for browsers, the status page."""
         endpoints = {
             "GET /": "this list; for browsers, the status page",
@@ -126,7 +102,7 @@ class OperationsRoutes:
         async def index(request: Request) -> Response:
             return _index_response(request, self._listing(_ADMIN_ENDPOINTS))
 
-        return [Route("/", index), Route("/events", self.events), *_file_routes()]
+        return [route("/", index), route("/events", self.events), *_file_routes()]
 
     async def events(self, request: Request) -> Response:
         """Server-sent events: snapshot (`status`) and rates (`points`) every second, and events (`event`) as they happen."""
@@ -134,24 +110,24 @@ class OperationsRoutes:
         known = int(last_id) if last_id.isdecimal() and len(last_id) < 19 else 0
         return EventStream(self.feed, known)
 
-    async def healthz(self) -> Alive:
+    async def healthz(self, _: Request) -> Response:
         """Liveness of this process, regardless of the workers: restarting the leader would not repair them."""
-        return Alive()
+        return JSONResponse({"alive": True})
 
     async def readyz(self, request: Request) -> Response:
         """Readiness: every stage has a replica that passed its join self-test."""
         if self.predictor.ready:
-            return JSONResponse(Ready(model=self.model.name, version=self.predictor.version.name).model_dump())
+            return JSONResponse({"ready": True, "model": self.model.name, "version": self.predictor.version.name})
         snapshot = self.predictor.snapshot()
         missing = list(snapshot.missing_stages)
         record = RequestRecord.of(request.scope)
         return rejection_response(readiness_error(snapshot), record, ready=False, missing_stages=missing)
 
-    async def status(self) -> PipelineSnapshot:
+    async def status(self, _: Request) -> Response:
         """The current state of the pipeline: stages and replicas."""
-        return self.predictor.snapshot()
+        return Response(msgspec.json.encode(self.predictor.snapshot()), media_type="application/json")
 
-    async def scrape(self) -> Response:
+    async def scrape(self, _: Request) -> Response:
         """The metrics of all processes in Prometheus' text format."""
         return await metrics_response(self.metrics)
 
@@ -165,10 +141,10 @@ def _index_response(request: Request, listing: Mapping[str, Any]) -> Response:
 
 def _file_routes() -> list[Route]:
     """One route for each file of the page. No path comes from a client."""
-    return [Route(f"{_PAGE_PATH}/{file.name}", _file_endpoint(file.name)) for file in _FOLDER.iterdir()]
+    return [route(f"{_PAGE_PATH}/{file.name}", _file_endpoint(file.name)) for file in _FOLDER.iterdir()]
 
 
-def _file_endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
+def _file_endpoint(name: str) -> Endpoint:
     async def endpoint(_: Request) -> Response:
         return _file_response(name)
 
@@ -193,11 +169,4 @@ _ADMIN_ENDPOINTS = {
     "POST /v2/repository/index": "the versions of the model",
     "POST /v2/repository/models/MODEL/load": "load a version",
     "POST /v2/repository/models/MODEL/unload": "unload the model",
-}
-_METRICS_DOCUMENTATION: dict[int | str, dict[str, Any]] = {
-    200: {"description": "Metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}}
-}
-_EVENTS_DOCUMENTATION: dict[int | str, dict[str, Any]] = {
-    200: {"description": "Server-sent events.", "content": {"text/event-stream": {"schema": {"type": "string"}}}},
-    **error_documentation((429,)),
 }

@@ -6,60 +6,24 @@ import math
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 import torch
-from fastapi import APIRouter, Query
-from fastapi.responses import Response
-from pydantic import BaseModel, Field
 from starlette.requests import Request
+from starlette.responses import Response
 from torch import Tensor
 
 from multiworld_serving.server.api.form import FIELD, extract_image
-from multiworld_serving.server.api.inference import (
-    HEADER_DOCUMENTATION,
-    Inference,
-    InferRequest,
-    prediction_headers,
-)
-from multiworld_serving.server.errors import MediaTypeError, StageError, WrongPathError
-from multiworld_serving.server.http.errors import error_documentation
-from multiworld_serving.server.http.inference_route import Seconds, inference_router, timeout_parameter
+from multiworld_serving.server.api.inference import Inference, InferRequest, prediction_headers
+from multiworld_serving.server.errors import InvalidParameterError, MediaTypeError, StageError, WrongPathError
 from multiworld_serving.server.http.open_request import OpenRequest
+from multiworld_serving.server.http.route import client_timeout_s, query_parameters
 from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import Prediction, ServedModel
 
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
 FORM_TYPE = "multipart/form-data"
-
-
-class ClassProbability(BaseModel):
-    """One class and its probability."""
-
-    label: str
-    class_id: int = Field(ge=0)
-    probability: float = Field(ge=0, le=1)
-
-
-class Timings(BaseModel):
-    """Time spent in each phase, in milliseconds."""
-
-    total: float = Field(description="From the request's arrival to its response, including reading the body.")
-    decode: float = Field(description="Decoding, scaling and cropping the image, including waiting for a thread.")
-    queue: float = Field(description="Waiting in the leader, all stages together.")
-    compute: float = Field(description="Computing on the workers, all stages together.")
-    transfer: float = Field(description="On the links between leader and workers, both directions.")
-
-
-class PredictResponse(BaseModel):
-    """The response for one image."""
-
-    id: str = Field(description="The request id, as in X-Request-Id.")
-    model: str
-    version: str = Field(description="Version of the weights.")
-    predictions: list[ClassProbability] = Field(description="The most probable classes in descending order.")
-    timings_ms: Timings
 
 
 @dataclass(frozen=True)
@@ -69,19 +33,13 @@ class NoPredictRoute:
     summary: ClassVar[str] = ""
     model: ServedModel
 
-    def router(self) -> APIRouter:
-        """The route, not documented for OpenAPI."""
-        router = APIRouter()
-
-        @router.post("/predict", include_in_schema=False)
-        async def predict() -> Response:
-            missing = "labels" if self.model.image is not None else "an image as its input"
-            raise WrongPathError(
-                f"/predict classifies images, and the model {self.model.name!r} does not have {missing}; send its inputs to "
-                f"/v2/models/{self.model.name}/infer (described by GET /v2/models/{self.model.name}), or start the service with --handler"
-            )
-
-        return router
+    async def answer(self, _: Request) -> Response:
+        """Raises WrongPathError."""
+        missing = "labels" if self.model.image is not None else "an image as its input"
+        raise WrongPathError(
+            f"/predict classifies images, and the model {self.model.name!r} does not have {missing}; send its inputs to "
+            f"/v2/models/{self.model.name}/infer (described by GET /v2/models/{self.model.name}), or start the service with --handler"
+        )
 
 
 @dataclass(frozen=True)
@@ -92,42 +50,38 @@ class PredictRoute:
     """For the list of endpoints."""
     inference: Inference
 
-    def router(self) -> APIRouter:
-        """The route, documented for OpenAPI."""
-        labels, limits = len(self.inference.signature.model.labels), self.inference.gate.limits
-        top_k_query = Query(
-            min(limits.top_k, labels), ge=1, le=labels, description="Number of classes in the response."
+    async def answer(self, request: Request) -> Response:
+        """Classify one image: JPEG, PNG or WebP, as the field `image` of a form or as the body itself."""
+        content_type, inference, top_k = _supported_content_type(request), self.inference, self._top_k(request)
+        opened = OpenRequest(
+            inference.gate, RequestRecord.of(request.scope), request.receive, client_timeout_s(request)
         )
-        timeout_header = timeout_parameter(limits.timeout_s)
-        router = inference_router("inference")
 
-        @router.post(
-            "/predict",
-            response_model=PredictResponse,
-            responses={**_RESPONSE_DOCUMENTATION, **error_documentation((408, 413, 415, 422, 429, 500, 503, 504))},
-            openapi_extra={"requestBody": _BODY_DOCUMENTATION},
-        )
-        async def predict(request: Request, top_k: int = top_k_query, timeout_s: Seconds = timeout_header) -> Response:
-            """Classify one image: JPEG, PNG or WebP, as the field `image` of a form or as the body itself."""
-            content_type, inference = _supported_content_type(request), self.inference
-            opened = OpenRequest(inference.gate, RequestRecord.of(request.scope), request.receive, timeout_s)
+        async def parse(body: bytes) -> InferRequest:
+            return InferRequest(await inference.threads.run(partial(self._decode, body, content_type)))
 
-            async def parse(body: bytes) -> InferRequest:
-                return InferRequest(await inference.threads.run(partial(self._decode, body, content_type)))
+        async def encode(prediction: Prediction, _: InferRequest) -> Response:
+            return self._response(prediction, opened.record, top_k)
 
-            async def encode(prediction: Prediction, _: InferRequest) -> Response:
-                return self._response(prediction, opened.record, top_k)
+        return await inference.answer(opened, partial(opened.body, request.headers), parse, encode)
 
-            return await inference.answer(opened, partial(opened.body, request.headers), parse, encode)
-
-        return router
+    def _top_k(self, request: Request) -> int:
+        """The number of classes in the response. Raises InvalidParameterError."""
+        labels = len(self.inference.signature.model.labels)
+        given = query_parameters(request, ["top_k"]).get("top_k")
+        if given is None:
+            return min(self.inference.gate.limits.top_k, labels)
+        found = int(given) if given.isdecimal() and len(given) < 10 else 0
+        if not 1 <= found <= labels:
+            raise InvalidParameterError(f"query top_k: expected a number from 1 to {labels}, got {given[:64]!r}")
+        return found
 
     def _decode(self, body: bytes, content_type: str) -> Tensor:
         is_form = _media_type(content_type) == FORM_TYPE
         return self.inference.decode_image(extract_image(body, content_type) if is_form else body)[None]
 
     def _response(self, prediction: Prediction, record: RequestRecord, top_k: int) -> Response:
-        """The fields are those of `PredictResponse`."""
+        """The fields are those of `PredictResponse` in openapi.json."""
         now_s, model = time.monotonic(), self.inference.signature.model
         best = torch.topk(prediction.output[0], top_k)
         probabilities = best.values.tolist()
@@ -176,26 +130,3 @@ def _media_type(content_type: str) -> str:
 
 def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 3)
-
-
-_BINARY = {"type": "string", "format": "binary"}
-_BODY_DOCUMENTATION: dict[str, Any] = {
-    "required": True,
-    "content": {
-        FORM_TYPE: {
-            "schema": {
-                "type": "object",
-                "properties": {FIELD: _BINARY},
-                "required": [FIELD],
-                "additionalProperties": False,
-            }
-        },
-        **{image_type: {"schema": _BINARY} for image_type in IMAGE_TYPES},
-    },
-}
-_RESPONSE_DOCUMENTATION: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The most probable classes.",
-        "headers": HEADER_DOCUMENTATION,
-    }
-}

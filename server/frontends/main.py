@@ -26,8 +26,9 @@ from multiworld_serving.common.http.server import HttpServer, serving
 from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.server.api.admin import AdminRoutes
-from multiworld_serving.server.api.app import Api, create_admin_app, create_api
+from multiworld_serving.server.api.app import create_admin_app, create_api
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
+from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.api.operations import OperationsRoutes
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.auth.credential_reloader import (
@@ -40,7 +41,7 @@ from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.messages import Load
 from multiworld_serving.server.frontends.scrape import ServiceMetrics
-from multiworld_serving.server.http.limits import RequestLimits, max_connections, request_limits
+from multiworld_serving.server.http.limits import max_connections, request_limits
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.request_traces import RequestTraces
@@ -186,11 +187,10 @@ class _Frontend:
         settings, pool, metrics = self._settings, self._pool, self._metrics
         model = pool.model.result()
         authorizer = Authorizer(self._credentials.keys)
-        requests = request_limits(settings)
-        api = create_api(
+        inference = Inference.of(pool, model, request_limits(settings))
+        app = create_api(
             pool,
-            model,
-            requests,
+            inference,
             metrics,
             self._feed,
             authorizer,
@@ -211,10 +211,10 @@ class _Frontend:
         )
         connections = max_connections(settings)
         contexts = self._credentials.contexts
-        http = HttpServer(api.app, self._http, max_connections=connections, context=contexts["http_port"])
+        http = HttpServer(app, self._http, max_connections=connections, context=contexts["http_port"])
         admin = HttpServer(admin_app, self._admin, max_connections=connections, context=contexts["metrics_port"])
         self._http_server = http
-        grpc = self._grpc_port(api, authorizer, requests, connections)
+        grpc = self._grpc_port(inference, authorizer, connections)
         servers = {"http_port": http, "metrics_port": admin}
         CredentialReloader(settings, authorizer, servers, grpc.reload_tls if grpc else None).reload_on_sighup()
         async with serving(admin), serving(http), grpc or contextlib.nullcontext(), notify_systemd():
@@ -232,16 +232,17 @@ class _Frontend:
                 grpc.stop(settings.drain_timeout_s)
             pool.stopping = not settings.http_shares > 1
 
-    def _grpc_port(
-        self, api: Api, authorizer: Authorizer, requests: RequestLimits, connections: int
-    ) -> GrpcPort | None:
+    def _grpc_port(self, inference: Inference, authorizer: Authorizer, connections: int) -> GrpcPort | None:
         if self._grpc is None:
             return None
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its log has another format; clients cause lines of it
         # An extra, and 30 MB.
         from multiworld_serving.server.api.oip_grpc.server import GrpcPort  # noqa: PLC0415
 
-        return GrpcPort(self._pool, api, authorizer, self._grpc, requests, connections, self._credentials.grpc)
+        return GrpcPort(
+            *(self._pool, inference, self._metrics.requests, authorizer),
+            *(self._grpc, connections, self._credentials.grpc),
+        )
 
     def _on_change(self, snapshot: PipelineSnapshot) -> None:
         self._feed.observe(snapshot)

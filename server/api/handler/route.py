@@ -9,26 +9,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from fastapi import APIRouter
-from fastapi.responses import Response
 from starlette.requests import Request
+from starlette.responses import Response
 from torch import Tensor
 
 from multiworld_serving.models.bundle.nodes import DTYPES
 from multiworld_serving.models.errors import BundleError
 from multiworld_serving.server.api.handler import program
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
-from multiworld_serving.server.api.inference import (
-    HEADER_DOCUMENTATION,
-    Inference,
-    InferRequest,
-    output_tensors,
-    prediction_headers,
-)
+from multiworld_serving.server.api.inference import Inference, InferRequest, output_tensors, prediction_headers
 from multiworld_serving.server.errors import HandlerError, HandlerInputError
-from multiworld_serving.server.http.errors import error_documentation
-from multiworld_serving.server.http.inference_route import Seconds, inference_router, timeout_parameter
 from multiworld_serving.server.http.open_request import OpenRequest
+from multiworld_serving.server.http.route import client_timeout_s, query_parameters
 from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import Prediction
 
@@ -45,38 +37,23 @@ class HandlerRoute:
     inference: Inference
     handler: HandlerProcesses
 
-    def router(self) -> APIRouter:
-        """The route, documented for OpenAPI."""
-        router = inference_router("inference")
-        timeout_header = timeout_parameter(self.inference.gate.limits.timeout_s)
+    async def answer(self, request: Request) -> Response:
+        """Send the body to the handler, and its inputs to the model."""
+        query_parameters(request)
+        record, handler = RequestRecord.of(request.scope), self.handler
+        opened = OpenRequest(self.inference.gate, record, request.receive, client_timeout_s(request))
 
-        @router.post(
-            "/predict",
-            response_class=Response,
-            responses={
-                200: {"description": "What the handler returns.", "headers": HEADER_DOCUMENTATION},
-                **error_documentation((400, 408, 413, 429, 500, 503, 504)),
-            },
-            openapi_extra={"requestBody": {"required": True, "content": {"*/*": {}}}},
-        )
-        async def predict(request: Request, timeout_s: Seconds = timeout_header) -> Response:
-            """Send the body that the handler of this service expects."""
-            record, handler = RequestRecord.of(request.scope), self.handler
-            opened = OpenRequest(self.inference.gate, record, request.receive, timeout_s)
+        async def parse(body: bytes) -> InferRequest:
+            content_type = request.headers.get("content-type", "")
+            return self._request(await handler.call(program.decode, body, content_type))
 
-            async def parse(body: bytes) -> InferRequest:
-                content_type = request.headers.get("content-type", "")
-                return self._request(await handler.call(program.decode, body, content_type))
-
-            try:
-                return await self.inference.answer(
-                    opened, partial(opened.body, request.headers), parse, self._response, ahead=lambda: handler.waiting
-                )
-            except HandlerError as error:
-                logger.error("request_id=%s %s", record.request_id, error)  # noqa: TRY400 - the traceback is the handler's
-                raise HandlerError(_FAILED) from error
-
-        return router
+        try:
+            return await self.inference.answer(
+                opened, partial(opened.body, request.headers), parse, self._response, ahead=lambda: handler.waiting
+            )
+        except HandlerError as error:
+            logger.error("request_id=%s %s", record.request_id, error)  # noqa: TRY400 - the traceback is the handler's
+            raise HandlerError(_FAILED) from error
 
     def _request(self, arrays: dict[str, np.ndarray[Any, Any]]) -> InferRequest:
         model, max_rows = self.inference.signature.model, self.inference.signature.max_rows

@@ -16,13 +16,14 @@ import grpc
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.http.server import KEEP_ALIVE_S
-from multiworld_serving.server.api.app import Api
+from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.api.oip_grpc.calls import CallHandler
 from multiworld_serving.server.api.oip_grpc.codec import SERVICE
 from multiworld_serving.server.api.oip_grpc.service import InferenceService
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.tls import TlsFiles
+from multiworld_serving.server.observability.requests import Requests
 from multiworld_serving.server.predictor import Pipeline
 
 _MAX_AGE_S = 300.0
@@ -47,17 +48,17 @@ class GrpcPort:
     def __init__(
         self,
         pipeline: Pipeline,
-        api: Api,
+        inference: Inference,
+        requests: Requests,
         authorizer: Authorizer,
         reserved: socket.socket,
-        requests: RequestLimits,
         max_connections: int,
         tls: TlsFiles | None,
     ) -> None:
-        calls = CallHandler(pipeline, api.requests, authorizer, requests)
-        methods = InferenceService(pipeline, api.inference).handlers(calls)
+        calls = CallHandler(pipeline, requests, authorizer, inference.gate.limits)
+        methods = InferenceService(pipeline, inference).handlers(calls)
         self._handlers = grpc.method_handlers_generic_handler(SERVICE, methods)
-        self._options = _options(requests, max_connections)
+        self._options = _options(inference.gate.limits, max_connections)
         self._max_calls = max_connections
         self._address = Address(*reserved.getsockname()[:2])
         self._tls = tls

@@ -11,13 +11,13 @@ from typing import Any
 
 import httpx
 import torch
-from fastapi import FastAPI
 from PIL import Image
 from starlette.types import ASGIApp
 from torch import Tensor
 
 from multiworld_serving.server.administration import RestartStep
-from multiworld_serving.server.api.app import create_api
+from multiworld_serving.server.api.app import Application, create_api
+from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
@@ -123,7 +123,7 @@ class Repository:
 class RunningFrontend:
     """The started application, a client of it, and its dependencies."""
 
-    app: FastAPI
+    app: Application
     client: httpx.AsyncClient
     predictor: ColourPredictor
     metrics: FrontendMetrics
@@ -152,7 +152,7 @@ async def running_frontend(
     """The application with these limits, served in this process."""
     predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
     options: Any = {"authorizer": authorizer, "access_log": access_log, "admin_port": admin_port}
-    app = create_api(predictor, model, RequestLimits(**limits), metrics, **options).app
+    app = create_api(predictor, Inference.of(predictor, model, RequestLimits(**limits)), metrics, **options)
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),

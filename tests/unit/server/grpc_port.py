@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.common.http.listener import bind
-from multiworld_serving.server.api.app import create_api
+from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.api.oip_grpc.server import GrpcPort
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.http.limits import RequestLimits
@@ -54,13 +54,14 @@ async def running_grpc(
 ) -> AsyncIterator[RunningGrpc]:
     """The port with these limits, served in this process. With `root`, the client uses TLS."""
     predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
-    requests = RequestLimits(**limits)
-    api = create_api(predictor, model, requests, metrics, access_log=True, protocols=("predict", "v2", "grpc"))
+    inference = Inference.of(predictor, model, RequestLimits(**limits))
+    metrics.requests.declare(model.name, model.version, ("grpc",))
+    metrics.requests.log_all = True
     authorizer = authorizer or Authorizer(ApiKeys(KeySet(), KeySet()))
     with bind("127.0.0.1", 0, "--grpc-port", reserve=True) as reserved:
-        port = GrpcPort(predictor, api, authorizer, reserved, requests, 1000, tls)
+        port = GrpcPort(predictor, inference, metrics.requests, authorizer, reserved, 1000, tls)
         number: int = reserved.getsockname()[1]
-        async with api.app.router.lifespan_context(api.app), port, channel(number, root) as opened:
+        async with inference.threads, port, channel(number, root) as opened:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(opened)
             yield RunningGrpc(port, number, stub, predictor, metrics)
 

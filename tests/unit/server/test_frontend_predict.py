@@ -41,7 +41,7 @@ async def test_predict_answers_all_fields_of_a_form() -> None:
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/predict?topk=1", "unknown query parameter 'topk': did you mean top_k?"),
+        ("/predict?topk=1", "unknown query parameter 'topk': expected top_k"),
         ("/predict?top_k=1&zzz", "unknown query parameter 'zzz': expected top_k"),
         ("/v2/models/meancolour/infer?top_k=1", "unknown query parameter 'top_k': expected none"),
     ],

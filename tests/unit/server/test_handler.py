@@ -18,6 +18,7 @@ from multiworld_serving.common.config import UserError
 from multiworld_serving.server.api.app import create_api
 from multiworld_serving.server.api.handler import processes, program
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
+from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.errors import HandlerError, OverloadedError
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
@@ -71,7 +72,9 @@ class Handler:
 async def serving(file: Path, timeout_s: float = 60.0) -> AsyncIterator[httpx.AsyncClient]:
     """A frontend of the text model with this handler."""
     with HandlerProcesses(f"{file}:Handler", timeout_s) as handler:
-        app = create_api(TextPredictor(), TEXT, RequestLimits(), FrontendMetrics(), handler=handler).app
+        predictor = TextPredictor()
+        inference = Inference.of(predictor, TEXT, RequestLimits())
+        app = create_api(predictor, inference, FrontendMetrics(), handler=handler)
         transport = httpx.ASGITransport(app)
         async with (
             app.router.lifespan_context(app),
