@@ -26,7 +26,6 @@ from multiworld_serving.common.config.process import notify, notify_systemd, on_
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.observers import suppress_errors
-from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.common.wire.join import FrontendJoinRequest
 from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.models.optimize.tuning import Tuning
@@ -35,6 +34,7 @@ from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
+from multiworld_serving.server.observability.tracing import exporting_traces
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.predictor import ServedModel
 from multiworld_serving.server.versions.bundle_loader import BundleLoader, open_model
@@ -53,19 +53,15 @@ def run(settings: LeaderSettings) -> int:
     """
     raise_descriptor_limit()
     with contextlib.ExitStack() as stack:
-        tracing = start_tracing(
-            settings.otlp_endpoint,
-            service="multiworld-leader",
-            instance=f"{socket.gethostname()}-{os.getpid()}",
-            ratio=settings.trace_ratio,
-        )
-        stack.enter_context(close_on_exit(tracing))
+        process = f"{socket.gethostname()}-{os.getpid()}"
+        tracer = stack.enter_context(exporting_traces(settings, "multiworld-leader", process))
+        traces = None if tracer is None else BatchTraces(tracer)
         model, loader, plan = _prepare(settings)
         stack.callback(gc.unfreeze)
         release_free_memory()
         gc.freeze()  # the garbage collector need not scan torch's modules again
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, model, loader, plan, tracing))
+            return runner.run(_serve(settings, model, loader, plan, traces))
 
 
 def _prepare(settings: LeaderSettings) -> tuple[ServedModel, BundleLoader, VersionPlan]:
@@ -80,13 +76,12 @@ def _prepare(settings: LeaderSettings) -> tuple[ServedModel, BundleLoader, Versi
 
 
 async def _serve(
-    settings: LeaderSettings, model: ServedModel, loader: BundleLoader, plan: VersionPlan, tracing: Tracing | None
+    settings: LeaderSettings, model: ServedModel, loader: BundleLoader, plan: VersionPlan, traces: BatchTraces | None
 ) -> int:
     stop = asyncio.Event()
     on_stop_signal(stop.set)
     metrics = LeaderMetrics(build_labels(torch.__version__))
     reporter = _StartupReporter()
-    traces = BatchTraces(tracing) if tracing else None
 
     def changed() -> None:
         reporter.show(leader)

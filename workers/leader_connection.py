@@ -21,7 +21,6 @@ from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.exit_timer import EXIT_DEVICE_FAILED, EXIT_STUCK, GRACEFUL_EXIT_S, arm_exit_timer
 from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
-from multiworld_serving.workers.observability.traces import ComputeTraces
 from multiworld_serving.workers.session import Session
 from multiworld_serving.workers.settings import WorkerSettings
 
@@ -80,7 +79,6 @@ class LeaderConnection:
         stop: asyncio.Event,
         order: LeaderOrder,
         metrics: WorkerMetrics,
-        traces: ComputeTraces | None = None,
         edges: Edges | None = None,
         number: int = 0,
     ) -> None:
@@ -93,7 +91,6 @@ class LeaderConnection:
         self._stop = stop
         self._order = order
         self._metrics = metrics
-        self._traces = traces
         self._edges = edges
         self._session: Session | None = None
         self._wait_s = 0.0
@@ -146,9 +143,7 @@ class LeaderConnection:
 
     async def _serve_in(self, world: World, place: LeaderPlace) -> bool:
         """Serve in this world until it ends. Returns whether a stage was served."""
-        self._session = session = Session(
-            world, self._engine, self._stop.set, self._metrics, self._traces, place, self._edges
-        )
+        self._session = session = Session(world, self._engine, self._stop.set, self._metrics, place, self._edges)
         self._metrics.world_joined()
         try:
             ending = await session.run()

@@ -19,7 +19,6 @@ from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels
-from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.workers import exit_timer
 from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.device import check_device
@@ -28,7 +27,6 @@ from multiworld_serving.workers.leader_connection import LeaderConnection, Stuck
 from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.observability.gpu import GpuCollector
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
-from multiworld_serving.workers.observability.traces import ComputeTraces
 from multiworld_serving.workers.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -51,14 +49,12 @@ def run(settings: WorkerSettings) -> int:
     with contextlib.suppress(RuntimeError):  # torch allows it once per process
         torch.set_num_interop_threads(1)
     gc.freeze()  # the garbage collector need not scan torch's modules again
-    tracing = start_tracing(settings.otlp_endpoint, service="multiworld-worker", instance=settings.name)
-    with close_on_exit(tracing), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings, device, tracing))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings, device))
 
 
-async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracing | None) -> int:
+async def _serve(settings: WorkerSettings, device: torch.device) -> int:
     stop, engine = asyncio.Event(), Engine(device, _shared_cores(settings))
-    traces = ComputeTraces(tracing, settings.name, settings.device) if tracing else None
     metrics = WorkerMetrics(build_labels(torch.__version__))
     loop = asyncio.get_running_loop()
     exit_timer.handle_loop_errors(loop)
@@ -82,7 +78,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
                     )
                 )
                 connections.append(
-                    LeaderConnection(leader, settings, engine, manager, stop, order, metrics, traces, edges, number)
+                    LeaderConnection(leader, settings, engine, manager, stop, order, metrics, edges, number)
                 )
                 tasks.create_task(connections[-1].run())
     except* StuckError as errors:

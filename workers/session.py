@@ -17,7 +17,6 @@ from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import MAX_INPUTS_HEAD_BYTES, MAX_RELEASED, BatchInputs
 from multiworld_serving.common.wire.message import Header, Message, MessageKind, RowShape, WireError
-from multiworld_serving.common.wire.tracing import MAX_TRACE_BYTES, TraceContext, trace_contexts
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.exit_timer import (
@@ -30,7 +29,6 @@ from multiworld_serving.workers.incoming_assignment import IncomingAssignment
 from multiworld_serving.workers.incoming_inputs import InputLostError, fetch_inputs
 from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
 from multiworld_serving.workers.observability.metrics import Outcome, WorkerMetrics
-from multiworld_serving.workers.observability.traces import ComputeTraces
 from multiworld_serving.workers.stage_loader import StageLoader
 
 logger = logging.getLogger(__name__)
@@ -80,7 +78,6 @@ class Session:
         engine: Engine,
         on_restart: Callable[[], object] = lambda: None,
         metrics: WorkerMetrics | None = None,
-        traces: ComputeTraces | None = None,
         place: LeaderPlace | None = None,
         edges: Edges | None = None,
     ) -> None:
@@ -97,10 +94,7 @@ class Session:
         self._place.leave = lambda: self._start(self._leave_quietly())
         self._loader = StageLoader(engine, self.queue)
         self._metrics = metrics or WorkerMetrics()
-        self._traces = traces
         self._edges = edges
-        self._traced: tuple[int, list[TraceContext]] = (0, [])
-        """Number of the next batch, and the spans of its traced requests."""
         self._channel = Channel(world, LEADER_RANK, self._check)
         self._slots = asyncio.Semaphore(1)
         self._incoming: IncomingAssignment | None = None
@@ -149,9 +143,7 @@ class Session:
             await self._slots.acquire()
             message = await self._channel.receive()
             if message.kind in (MessageKind.BATCH, MessageKind.INPUTS):
-                traced, self._traced = self._traced, (0, [])
-                parents = traced[1] if traced[0] == message.batch else []
-                self._start(self._answer(message, parents))
+                self._start(self._answer(message))
             else:
                 self._slots.release()
                 self._handle(message)
@@ -184,8 +176,6 @@ class Session:
                 header.require_text()
             case MessageKind.WEIGHTS if self._incoming is not None and self._incoming.is_fetching:
                 header.require_batch(torch.uint8, (), 1, self._incoming.missing_bytes)
-            case MessageKind.TRACE:
-                header.require_batch(torch.uint8, (), 0, MAX_TRACE_BYTES)
             case MessageKind.UNLOAD | MessageKind.RESTART:
                 header.require_no_payload()
             case _:
@@ -220,8 +210,6 @@ class Session:
                     self._incoming = None
             case MessageKind.RELEASE if self._edges is not None and message.payload is not None:
                 self._edges.store.release(message.payload.tolist(), self)
-            case MessageKind.TRACE:
-                self._traced = (message.batch, trace_contexts(message.payload))
             case MessageKind.UNLOAD:
                 logger.info("world=%s unloaded version number %d", self._world.name, message.version)
                 self.queue.unload(message.version)
@@ -294,11 +282,11 @@ class Session:
                 await asyncio.sleep(_FAILURE_GRACE_S)
                 self._world.fail(Cause.ABORTED, self._world.rank, f"the stage cannot be loaded: {_describe(error)}")
 
-    async def _answer(self, message: Message, parents: list[TraceContext]) -> None:
+    async def _answer(self, message: Message) -> None:
         """Compute a batch and send RESULT or KEPT, FAILED when the stage raises, or INPUT_LOST. Counts the outcome."""
         outcome: Outcome = "discarded"
         try:
-            answer = await self._compute(message, parents)
+            answer = await self._compute(message)
             await self._channel.send(answer)
             outcome = _OUTCOMES.get(answer.kind, "answered")
             if self.device_failed:
@@ -309,10 +297,10 @@ class Session:
             self._metrics.batch_ended(message.stage, outcome)
             self._slots.release()
 
-    async def _compute(self, message: Message, parents: list[TraceContext]) -> Message:
+    async def _compute(self, message: Message) -> Message:
         """The result of a batch, or why there is none."""
         try:
-            return await self._result(message, parents)
+            return await self._result(message)
         except InputLostError as error:
             logger.warning("world=%s batch=%d stage=%d: %s", self._world.name, message.batch, message.stage, error)
             return error.lost.message(message.batch, message.stage, message.version)
@@ -326,20 +314,16 @@ class Session:
                 MessageKind.FAILED, _describe(error), batch=message.batch, stage=message.stage, version=message.version
             )
 
-    async def _result(self, message: Message, parents: list[TraceContext]) -> Message:
+    async def _result(self, message: Message) -> Message:
         """Compute a batch; returns RESULT or KEPT. The input is dropped on return: it may lie in memory of its producer."""
         inputs, batch = await self._input_of(message)
-        images, edges = len(batch), self._edges if inputs is not None and inputs.keep else None
+        edges = self._edges if inputs is not None and inputs.keep else None
         done = await self.queue.compute(
             *(message.version, message.stage, batch, self._expected(message).float32_as),
             edges.allocate if edges is not None else None,
         )
         output, compute_ns, waited_us = done.output, done.compute_ns, done.waited_us
         self._metrics.computed(message.stage, compute_ns / 1e9)
-        if self._traces is not None and parents:
-            self._traces.computed(
-                parents, stage=message.stage, images=images, compute_ns=compute_ns, waited_us=waited_us
-            )
         kind = MessageKind.RESULT
         if edges is not None and inputs is not None:
             number = edges.store.put(self, output, expires_s=inputs.expires_s or None)

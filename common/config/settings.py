@@ -69,13 +69,6 @@ class Settings(BaseSettings):
     """Secret that workers need to join."""
     token_file: Path | None = setting(None, "Access")
     """File with the join token on its first line; a leader accepts the token of any line and rereads the file at SIGHUP."""
-    otlp_endpoint: str | None = setting(
-        None,
-        "Logging",
-        pattern=r"^https?://[^\s]+$",
-        allowed="a URL with its path, such as http://127.0.0.1:4318/v1/traces",
-    )
-    """OTLP/HTTP URL that OpenTelemetry traces are sent to; by default there is no tracing."""
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Logging")
     """Minimum level to log."""
     log_format: Literal["text", "json"] = setting("text", "Logging")

@@ -59,7 +59,6 @@ class MessageKind(IntEnum):
     KEPT = 17  # worker → leader: the output for a batch of INPUTS stays at the worker, int64 [its id, *shape of a row]
     INPUT_LOST = 18  # worker → leader: the input of a batch of INPUTS could not be fetched (LostInput as JSON)
     RELEASE = 19  # leader → worker: these outputs are not needed any more (int64 [N])
-    TRACE = 10  # leader → worker: spans of the traced requests in the next batch (see multiworld_serving.common.wire.tracing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,8 @@ from multiworld_serving.server.http.errors import (
 from multiworld_serving.server.http.route import route
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.observability.request_traces import RequestTraces
 from multiworld_serving.server.observability.requests import InferenceProtocol, RequestRecord, Requests
+from multiworld_serving.server.observability.tracing import RequestTraces
 from multiworld_serving.server.predictor import Pipeline
 
 logger = logging.getLogger(__name__)

@@ -58,7 +58,7 @@ from multiworld_serving.server.frontends.messages import (
 )
 from multiworld_serving.server.frontends.request_tensors import KeptInput, RequestTensors
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.observability.request_traces import current_span_ids
+from multiworld_serving.server.observability.tracing import current_span_ids
 from multiworld_serving.server.predictor import ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot
 

@@ -24,7 +24,6 @@ from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving
 from multiworld_serving.common.metrics import build_labels
-from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app, create_api
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
@@ -44,7 +43,7 @@ from multiworld_serving.server.frontends.scrape import ServiceMetrics
 from multiworld_serving.server.http.limits import max_connections, request_limits
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.observability.request_traces import RequestTraces
+from multiworld_serving.server.observability.tracing import RequestTraces, exporting_traces
 from multiworld_serving.server.settings import EXAMPLE, FrontendSettings
 from multiworld_serving.server.snapshots import PipelineSnapshot
 
@@ -66,6 +65,12 @@ def run(settings: FrontendSettings) -> int:
     """
     raise_descriptor_limit()
     torch.set_num_threads(1)  # a frontend decodes images and computes nothing
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings))
+
+
+async def _serve(settings: FrontendSettings) -> int:
+    """Open what the process needs, and serve."""
     with contextlib.ExitStack() as stack:
         credentials = read_credentials(settings)
         http = stack.enter_context(_listener(settings.http_fd, settings.host, settings.http_port, "http_port"))
@@ -77,21 +82,16 @@ def run(settings: FrontendSettings) -> int:
             grpc = stack.enter_context(
                 _listener(settings.grpc_fd, settings.host, settings.grpc_port, "grpc_port", reserve=True)
             )
-        tracing = start_tracing(
-            settings.otlp_endpoint,
-            service="multiworld-frontend",
-            instance=f"{socket.gethostname()}-{os.getpid()}",
-            ratio=settings.trace_ratio,
-        )
-        stack.enter_context(close_on_exit(tracing))
+        process = f"{socket.gethostname()}-{os.getpid()}"
+        tracer = stack.enter_context(exporting_traces(settings, "multiworld-frontend", process))
         handler = None
         if settings.handler is not None:
             handler = stack.enter_context(HandlerProcesses(settings.handler, _HANDLER_TIMEOUT_S))
         gc.collect()
         gc.freeze()  # the garbage collector need not scan torch's modules again
         stack.callback(gc.unfreeze)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, credentials, tracing, http, admin, grpc, handler))
+        traces = None if tracer is None else RequestTraces(tracer)
+        return await _Frontend(settings, credentials, traces, http, admin, grpc, handler).serve()
 
 
 def _listener(fd: int | None, host: str, port: int, name: str, *, reserve: bool = False) -> socket.socket:
@@ -103,18 +103,6 @@ def _listener(fd: int | None, host: str, port: int, name: str, *, reserve: bool 
     return sock
 
 
-async def _serve(
-    settings: FrontendSettings,
-    credentials: Credentials,
-    tracing: Tracing | None,
-    http: socket.socket,
-    admin: socket.socket,
-    grpc: socket.socket | None,
-    handler: HandlerProcesses | None,
-) -> int:
-    return await _Frontend(settings, credentials, tracing, http, admin, grpc, handler).serve()
-
-
 class _Frontend:
     """One frontend process."""
 
@@ -122,7 +110,7 @@ class _Frontend:
         self,
         settings: FrontendSettings,
         credentials: Credentials,
-        tracing: Tracing | None,
+        traces: RequestTraces | None,
         http: socket.socket,
         admin: socket.socket,
         grpc: socket.socket | None,
@@ -142,7 +130,7 @@ class _Frontend:
         self._announced = False
         self._started_s = time.monotonic()
         self._http_server: HttpServer | None = None
-        self._traces = RequestTraces(tracing) if tracing else None
+        self._traces = traces
         self._scrape = ServiceMetrics(settings.name, self._metrics, self._pool, settings.supervisor_metrics_file)
 
     async def serve(self) -> int:

@@ -37,7 +37,7 @@ from multiworld_serving.server.frontends.messages import (
 from multiworld_serving.server.frontends.messages import Metrics as MetricsBody
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.observability.request_traces import remote_span
+from multiworld_serving.server.observability.tracing import remote_span
 from multiworld_serving.server.pipeline.inputs import RemoteInput, RequestInput
 from multiworld_serving.server.pipeline.requests import PendingRequest
 from multiworld_serving.server.predictor import Prediction, ServedModel

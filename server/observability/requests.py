@@ -17,7 +17,7 @@ from starlette.types import Scope
 
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.server.errors import STATUS_OF_REASON
-from multiworld_serving.server.observability.request_traces import RequestTraces
+from multiworld_serving.server.observability.tracing import RequestTraces
 from multiworld_serving.server.predictor import Prediction
 
 logger = logging.getLogger(__name__)

@@ -1,10 +1,10 @@
 """The trace spans of requests inside the pipeline:
 
-    POST /predict                     the request (server/observability/request_traces.py)
+    POST /predict                     the request (server/observability/tracing.py)
       stage 0                         from when its batch could have been sent to this stage until the stage returned it
         queue                         waiting in the leader
         transfer                      on the link and at the worker; one span per attempt
-          compute                     at the worker, which creates this span (workers/observability/traces.py)
+          compute                     at the worker; the leader takes its duration from the result
       stage 1 …
 
 A batch may contain requests of several traces. Each trace gets its own spans for the batch.
@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from multiworld_serving.common.observers import observer
-from multiworld_serving.common.tracing import Tracing
-from multiworld_serving.common.wire.tracing import TraceContext
 from multiworld_serving.server.replicas.worker import LinkId, Worker
 from multiworld_serving.server.scheduling.actions import SendBatch
 
@@ -28,10 +26,10 @@ from multiworld_serving.server.scheduling.actions import SendBatch
 class BatchTraces:
     """Creates the spans of batches that contain traced requests. Other batches cost one dictionary lookup."""
 
-    def __init__(self, tracing: Tracing) -> None:
+    def __init__(self, tracer: Any) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        self._tracer = tracing.tracer
+        self._tracer = tracer
         self._inside = set_span_in_context
         self._client = SpanKind.CLIENT
         self._status, self._error = Status, StatusCode.ERROR
@@ -51,8 +49,8 @@ class BatchTraces:
         """The request has its outcome."""
         self._requests.pop(request, None)
 
-    def sent(self, action: SendBatch, worker: Worker, version: str) -> list[TraceContext]:
-        """A batch is sent. Returns the trace contexts for the worker.
+    def sent(self, action: SendBatch, worker: Worker, version: str) -> None:
+        """A batch is sent.
 
         Args:
             version: the name of the version.
@@ -60,7 +58,7 @@ class BatchTraces:
         found = (self._requests[request] for request in action.requests if request in self._requests)
         requests = list(dict.fromkeys(found))  # a request may have several rows
         if not requests:
-            return []
+            return
         now_ns = time.time_ns()
         since_ns = now_ns - round(action.waited_s * 1e9)
         if action.batch not in self._stages:
@@ -74,12 +72,13 @@ class BatchTraces:
             transfers.append(
                 self._begin("transfer", stage, now_ns, _attributes(action, worker, version), kind=self._client)
             )
-        contexts = (transfer.get_span_context() for transfer in transfers)
-        return [TraceContext(context.trace_id, context.span_id) for context in contexts]
 
     def answered(self, batch: int, worker: Worker, compute_s: float, waited_s: float, transfer_s: float) -> None:
-        """A worker has returned a batch."""
+        """A worker has returned a batch. Half of the transfer counts as the way back."""
+        computed_ns = time.time_ns() - round(transfer_s / 2 * 1e9)
         for transfer in self._transfers.pop((batch, worker.id), ()):
+            facts = {"multiworld.worker": worker.name}
+            self._begin("compute", transfer, computed_ns - round(compute_s * 1e9), facts).end(computed_ns)
             transfer.set_attributes(
                 {
                     "multiworld.compute_s": compute_s,

@@ -389,10 +389,11 @@ class SchedulerDriver:
             self._lose_input(action.batch, action.replica, action.requests, holders)
             return
         if worker.state != "broken":  # otherwise the scheduler is about to receive `ReplicaLost`
-            traced = self._traces.sent(action, worker, plan.version.name) if self._traces is not None else ()
+            if self._traces is not None:
+                self._traces.sent(action, worker, plan.version.name)
             payload = self._payload(action, batch.input, worker)
             sent = SentBatch(action.batch, action.stage, plan.number, action.requests, action.replica, time.monotonic())
-            link.send(sent, payload, traced)
+            link.send(sent, payload)
             if nbytes := relayed_bytes(batch.input):
                 self._metrics.link(action.stage, worker.slot.index).sent_bytes.inc(nbytes)
         self._count_sent(action, worker)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,6 @@ from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import WORLD_BACKEND
 from multiworld_serving.common.wire.message import Header, Message, MessageKind, RowShape, WireError
-from multiworld_serving.common.wire.tracing import TraceContext, trace_message
 from multiworld_serving.server.replicas.worker import (
     AssignmentRefusedError,
     Ending,
@@ -111,8 +110,8 @@ class WorkerLink:
         finally:
             await self._free(manager)
 
-    def send(self, sent: SentBatch, payload: Tensor | BatchInputs, traced: Sequence[TraceContext] = ()) -> None:
-        """Send a batch, or where the worker fetches it, preceded by the trace contexts of its traced requests.
+    def send(self, sent: SentBatch, payload: Tensor | BatchInputs) -> None:
+        """Send a batch, or where the worker fetches it.
 
         Does not wait and does not raise when the link is broken; `on_state` reports the end of the link.
         """
@@ -122,8 +121,6 @@ class WorkerLink:
         else:
             sent.inputs = replace(payload, release=self._take_unused())
             message = sent.inputs.message(sent.batch, sent.stage, sent.version)
-        if traced:
-            self._post(trace_message(sent.batch, traced))
         self._post(message)
 
     def kept(self, message: Message, sent: SentBatch) -> tuple[int, RowShape]:

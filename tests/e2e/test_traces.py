@@ -154,9 +154,7 @@ def test_client_trace_has_a_span_per_stage_with_its_attributes(service: LocalSer
             assert parent.name.startswith(expected[span.name.split()[0]])
             assert parent.start_time_unix_nano <= span.start_time_unix_nano
             assert span.end_time_unix_nano <= parent.end_time_unix_nano
-        where = {"compute": "multiworld-worker", "POST /predict": "multiworld-frontend"}.get(
-            span.name, "multiworld-leader"
-        )
+        where = "multiworld-frontend" if span is request else "multiworld-leader"
         assert collector.services[span.span_id] == where
     for transfer in (span for span in spans if span.name == "transfer"):
         (compute,) = (span for span in spans if span.parent_span_id == transfer.span_id)

@@ -229,7 +229,6 @@ LEADERS_LIES: dict[str, tuple[RawMessage, str]] = {
         "WEIGHTS was not",
     ),
     "long order": (claim(MessageKind.ASSIGN, 0, torch.uint8, (1 << 30,), 1 << 30), "0 to 65536 rows"),
-    "long trace": (claim(MessageKind.TRACE, 0, torch.uint8, (1 << 30,), 1 << 30), "0 to 24576 rows"),
     "drop with a payload": (
         claim(MessageKind.UNLOAD, 0, torch.uint8, (1 << 30,), 1 << 30),
         "expected no payload",

@@ -1,21 +1,72 @@
-"""Spans of inference requests. The client's `traceparent` is their parent; spans of the pipeline are their children."""
+"""Traces with OpenTelemetry, which is optional (extra `otel`).
+
+Frontends create the spans of requests: the client's `traceparent` is their parent. The acting leader creates spans of stages below
+them; see `server.pipeline.batch_traces`. A background thread exports them over OTLP/HTTP. The exporter reads other options (headers,
+certificates, compression) from the OTEL_EXPORTER_OTLP_… environment variables.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
+import logging
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from multiworld_serving.common.config import UserError
 from multiworld_serving.common.observers import suppress_errors
-from multiworld_serving.common.tracing import Tracing
+from multiworld_serving.server.leader_settings import ServiceSettings
 
 if TYPE_CHECKING:
     from multiworld_serving.server.observability.requests import RequestRecord
 
+_EXPORT_TIMEOUT_S = 5
+_LAST_SPANS_MS = 2000
+"""Deadline for exporting the last spans at exit, in case the collector does not respond."""
+
 current_span: ContextVar[Any | None] = ContextVar("current_span", default=None)
 """The recorded span of the request that the current task handles."""
+
+
+@contextlib.contextmanager
+def exporting_traces(settings: ServiceSettings, program: str, process: str) -> Iterator[Any]:
+    """Export spans while the block runs. Yields OpenTelemetry's tracer; None if there is no endpoint.
+
+    Args:
+        program: `service.name` of the spans.
+        process: `service.instance.id` of the spans.
+    Raises:
+        UserError: OpenTelemetry is not installed.
+    """
+    if settings.otlp_endpoint is None:
+        yield None
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+    except ImportError as error:
+        raise UserError(
+            f"traces (--otlp-endpoint) need OpenTelemetry: pip install 'multiworld-serving[otel]' ({error})"
+        ) from error
+    version = importlib.metadata.version("multiworld-serving")
+    facts = {"service.name": program, "service.instance.id": process, "service.version": version}
+    sampler = ParentBased(TraceIdRatioBased(settings.trace_ratio))
+    provider = TracerProvider(sampler=sampler, resource=Resource.create(facts), shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(endpoint=settings.otlp_endpoint, timeout=_EXPORT_TIMEOUT_S)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    try:
+        yield provider.get_tracer("multiworld")
+    finally:
+        provider.force_flush(_LAST_SPANS_MS)
+        # Not provider.shutdown(), which waits for an export in progress with all its retries.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
 
 
 def remote_span(trace_id: int, span_id: int) -> Any:
@@ -28,11 +79,11 @@ def remote_span(trace_id: int, span_id: int) -> Any:
 class RequestTraces:
     """Creates a span per traced request: requests of traced clients, and the configured share of the others."""
 
-    def __init__(self, tracing: Tracing) -> None:
+    def __init__(self, tracer: Any) -> None:
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._tracer = tracing.tracer
+        self._tracer = tracer
         self._propagator = TraceContextTextMapPropagator()
         self._kind = SpanKind.SERVER
 
