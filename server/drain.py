@@ -1,8 +1,6 @@
 """Counts the open requests, so that shutdown and unloading can wait for them."""
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
 from typing import Protocol
 
 
@@ -30,15 +28,6 @@ class OpenRequests:
         self.remote: RemoteOpenRequests | None = None
         self.count = 0
         self._changed = asyncio.Event()
-
-    @contextlib.contextmanager
-    def track(self) -> Iterator[None]:
-        """Count one request while the block runs."""
-        self.begin()
-        try:
-            yield
-        finally:
-            self.end()
 
     def begin(self) -> None:
         """Count one request, until `end`."""

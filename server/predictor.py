@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -43,7 +42,7 @@ class ServedModel:
     name: str
     """For example "resnet50"."""
     version: str
-    """The first version: "IMAGENET1K_V2", "random:0", or a file's stem and digest. `Predictor.version` is the current one."""
+    """The first version: "IMAGENET1K_V2", "random:0", or a file's stem and digest. `Pipeline.version` is the current one."""
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     dimensions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -149,8 +148,30 @@ class Prediction:
     """Between leader and frontend: rows of the output that the frontend fetches."""
 
 
-class Predictor(Protocol):
-    """The pipeline for inference requests."""
+class Pipeline(Protocol):
+    """The leaders, as the HTTP and gRPC APIs use them."""
+
+    def begin(self) -> None:
+        """A request has begun: its first byte has arrived. A stopping service waits for its `end`.
+
+        Raises:
+            RequestRejected: the service is stopping or the model is unloaded. The request does not count.
+        """
+        ...
+
+    async def check(self, *, deadline_s: float, ahead: int) -> None:
+        """Check whether a request would be refused now, before work is spent on it.
+
+        Args:
+            ahead: number of other requests that are still being prepared.
+        Raises:
+            RequestRejected: as `predict` would.
+        """
+        ...
+
+    def admit(self) -> None:
+        """A request has passed its first `check`: a leader that drains still answers it."""
+        ...
 
     async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
         """Compute the samples of one request with one version.
@@ -166,32 +187,14 @@ class Predictor(Protocol):
         """
         ...
 
-    def request(self) -> AbstractContextManager[None]:
-        """Context of one request, from its first byte to its response. A stopping service waits for open requests.
-
-        Raises:
-            RequestRejected: on entry, if the service is stopping or the model is unloaded.
-        """
-        ...
-
-    async def check(self, *, deadline_s: float, ahead: int) -> None:
-        """Check whether a request would be refused now, before work is spent on it.
-
-        Args:
-            ahead: number of other requests that are still being prepared.
-        Raises:
-            RequestRejected: as `predict` would.
-        """
+    def end(self, *, admitted: bool) -> None:
+        """A request has ended."""
         ...
 
     @property
     def version(self) -> ModelVersion:
         """The version that serves new requests."""
         ...
-
-
-class Pipeline(Predictor, Protocol):
-    """The pipeline for administration and status."""
 
     @property
     def ready(self) -> bool:

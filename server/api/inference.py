@@ -20,7 +20,7 @@ from multiworld_serving.server.daemon_threads import DaemonThreads
 from multiworld_serving.server.errors import StageError, UnknownModelError
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.open_request import OpenRequest, RequestGate
-from multiworld_serving.server.predictor import Prediction, Predictor, ServedModel
+from multiworld_serving.server.predictor import Pipeline, Prediction, ServedModel
 
 T = TypeVar("T")
 
@@ -77,11 +77,11 @@ class Inference:
     threads: DaemonThreads
 
     @classmethod
-    def of(cls, predictor: Predictor, model: ServedModel, limits: RequestLimits) -> Inference:
+    def of(cls, pipeline: Pipeline, model: ServedModel, limits: RequestLimits) -> Inference:
         """The inference of this model with these limits. Its threads start on demand."""
         fitting = limits.max_body_bytes // max(1, model.input_rows.max_row_bytes)
         return cls(
-            RequestGate(predictor, limits),
+            RequestGate(pipeline, limits),
             Signature(model, max_rows=max(1, min(limits.max_rows, fitting))),
             DaemonThreads(limits.decode_threads, "decode", max_waiting=limits.max_waiting_decodes),
         )
@@ -105,11 +105,11 @@ class Inference:
         Raises:
             RequestRejected: the request is invalid, or at least one sample was rejected, and so the whole request is.
         """
-        predictor, record = self.gate.predictor, opened.record
+        record = opened.record
         ahead = ahead or (lambda: self.threads.waiting)
         async with opened:
             body = await receive()
-            await predictor.check(deadline_s=opened.deadline_s, ahead=ahead())
+            await opened.check(ahead())
             asked = await parse(body)
             del body
             record.adopt_client_id(asked.id or "")
@@ -118,7 +118,7 @@ class Inference:
             rows, asked = await self._decoded(opened, asked.rows), replace(asked, rows=())
             opened.release()
             record.input_s, opened.predicts = time.monotonic() - record.received_s, True
-            prediction = await predictor.predict(
+            prediction = await self.gate.pipeline.predict(
                 rows, key=asked.key, deadline_s=opened.deadline_s, request_id=record.request_id
             )
             del rows
@@ -135,8 +135,7 @@ class Inference:
     async def _decoded(self, opened: OpenRequest, rows: Tensor | Sequence[bytes]) -> Tensor:
         """The rows. A request decodes one image at a time, so that others wait for one image and not for a batch."""
         if len(rows) > 1:
-            ahead = self.threads.waiting + len(rows) - 1
-            await self.gate.predictor.check(deadline_s=opened.deadline_s, ahead=ahead)
+            await opened.check(self.threads.waiting + len(rows) - 1)
         if isinstance(rows, Tensor):
             return rows
         opened.hold(sum(map(len, rows)) + len(rows) * self.signature.model.input_rows.max_row_bytes)

@@ -18,14 +18,12 @@ The first answer wins: the world of a lost leader is broken, so a late answer ca
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 from torch import Tensor
@@ -33,7 +31,6 @@ from torch import Tensor
 from multiworld_serving.common.edges.edge import EdgeError, HolderUnreachableError
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.server.administration import Desired, RestartStep
-from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import (
     DeadlineError,
     DrainingError,
@@ -74,17 +71,6 @@ _CHECK_S = 1.0
 _TRY_ELSEWHERE = frozenset({"overloaded", "no_replica", "not_ready"})
 
 
-@dataclass
-class _OpenRequest:
-    """A request from its first byte to its response."""
-
-    admitted: bool = False
-    """A leader has admitted it: a leader that drains still answers it."""
-
-
-_open_request: ContextVar[_OpenRequest | None] = ContextVar("open_request", default=None)
-
-
 class LeaderPool:
     """Implements `multiworld_serving.server.predictor.Pipeline`.
 
@@ -94,6 +80,9 @@ class LeaderPool:
         on_change: called when the state of a leader has changed.
         clock: of the deadlines.
         edges: of this process; None: all tensors go through the leaders.
+
+    Attributes:
+        open_requests: number of requests that have begun and not ended.
     """
 
     def __init__(
@@ -105,7 +94,7 @@ class LeaderPool:
         edges: Edges | None = None,
     ) -> None:
         self.links: list[LeaderLink] = []
-        self.open_requests = OpenRequests()
+        self.open_requests = 0
         self.model: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         self.stopping = False
         self._grace_s = grace_s
@@ -127,79 +116,160 @@ class LeaderPool:
         self._clock = clock
         self._tensors = RequestTensors(edges)
 
-    # -- Predictor -------------------------------------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------------------------------
 
-    @property
-    def version(self) -> ModelVersion:
-        """The version that serves new requests."""
-        return self._version
+    def begin(self) -> None:
+        """See `Pipeline.begin`."""
+        if self.stopping:
+            raise DrainingError("this frontend is stopping and accepts no new requests; use another one")
+        if (rejection := self._unloaded()) is not None:
+            raise rejection
+        self.open_requests += 1
+
+    async def check(self, *, deadline_s: float, ahead: int) -> None:
+        """See `Pipeline.check`. Asks a leader only if one has rejected a request recently, or none is ready: it costs a round trip."""
+        if self._clock() < self._check_until_s or not self.ready:
+            await self._request(Check(ahead, 0.0), deadline_s)
+
+    def admit(self) -> None:
+        """See `Pipeline.admit`."""
+        self._admitted += 1
+
+    def end(self, *, admitted: bool) -> None:
+        """See `Pipeline.end`."""
+        self.open_requests -= 1
+        if admitted:
+            self._admitted -= 1
+            self._idle.set()
 
     async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
-        """See `Predictor.predict`."""
-        variable = self.model.result().input_rows.row_shape is None
-        ids = current_span_ids()
-        span = None if ids is None else (f"{ids[0]:x}", f"{ids[1]:x}")
-        row_bytes = rows.shape[1] if variable else 0
-        request = Predict(request_id, 0.0, span, key, len(rows), row_bytes=row_bytes)
-        with self._tensors.keeping(rows) as kept:
-            prediction, resent = await self._predict(request, deadline_s, kept)
-        return replace(prediction, attempts=prediction.attempts + resent)
+        """See `Pipeline.predict`."""
+        row_bytes = rows.shape[1] if self.model.result().input_rows.row_shape is None else 0
+        request = Predict(request_id, 0.0, current_span_ids(), key, len(rows), row_bytes=row_bytes)
+        kept_input = self._tensors.keep(rows)
+        try:
+            prediction = await self._predict(request, deadline_s, kept_input)
+        except BaseException:
+            self._tensors.expire(kept_input)
+            raise
+        self._tensors.release(kept_input)
+        return prediction
 
-    async def _predict(self, request: Predict, deadline_s: float, kept_input: KeptInput) -> tuple[Prediction, int]:
-        """Send a request until its answer has arrived. Returns it, and how often the request was sent again."""
-        rows = self.model.result().output_rows
-        fetches, unreachable, resent = self._tensors.fetches, None, 0
+    async def _predict(self, request: Predict, deadline_s: float, kept_input: KeptInput) -> Prediction:
+        """Send a request until its answer has arrived."""
+        rows, resent = self.model.result().output_rows, 0
+        request = msgspec.structs.replace(request, fetches=self._tensors.fetches)
         while True:
-            sent = msgspec.structs.replace(request, fetches=fetches, unreachable=unreachable)
-            reply, again = await self._request(sent, deadline_s, kept_input)
+            reply, again = await self._request(request, deadline_s, kept_input)
             resent += again
             answer: PredictReply = reply.body
             answer.check_kept(rows, request.rows)
             missing = request.rows - sum(len(part.at) for part in answer.kept)
-            sent_rows = parse_rows(reply.payload, missing, rows) if missing else None
-            if not answer.kept and sent_rows is not None:
-                return answer.prediction(sent_rows), resent
+            output = parse_rows(reply.payload, missing, rows) if missing else None
             try:
-                async with asyncio.timeout(max(0.0, deadline_s - self._clock()) + _DEADLINE_GRACE_S):
-                    output = await self._tensors.fetch(answer.kept, sent_rows, request.rows, rows.dtype)
-                    return answer.prediction(output), resent
+                if answer.kept or output is None:
+                    async with asyncio.timeout(max(0.0, deadline_s - self._clock()) + _DEADLINE_GRACE_S):
+                        output = await self._tensors.fetch(answer.kept, output, request.rows, rows.dtype)
+                return answer.prediction(output, resent)
             except TimeoutError as error:
                 raise DeadlineError("the answer could not be fetched before the deadline; try again") from error
             except EdgeError as lost:
                 logger.warning("request_id=%s the answer is lost: %s", request.request_id, lost)
                 self._check_resubmission(0, deadline_s, lost)
-                fetches, resent = False, resent + 1
+                resent += 1
                 unreachable = lost.holder if isinstance(lost, HolderUnreachableError) else None
+                request = msgspec.structs.replace(request, fetches=False, unreachable=unreachable)
                 self._metrics.resubmitted("answer_lost")
 
-    async def check(self, *, deadline_s: float, ahead: int) -> None:
-        """See `Predictor.check`. Asks a leader only if one has rejected a request recently, or none is ready: it costs a round trip."""
-        if self._clock() < self._check_until_s or not self.ready:
-            await self._request(Check(ahead, 0.0), deadline_s)
-        request = _open_request.get()
-        if request is not None and not request.admitted:
-            request.admitted = True
-            self._admitted += 1
+    async def _request(
+        self, body: Check | Predict, deadline_s: float, kept_input: KeptInput | None = None
+    ) -> tuple[Received, int]:
+        """Send a request to a leader, and to others as the table above says. Returns the reply and how often it was sent again."""
+        rejected: dict[LeaderLink, RequestRejected] = {}
+        failures = resent = 0
+        grace_until_s: float | None = None
+        while True:
+            link = self._choose(rejected, body)
+            if link is None:
+                if (reason := next(iter(rejected.values()), None) or self._unloaded()) is not None:
+                    raise reason
+                grace_until_s = grace_until_s or self._clock() + self._grace_s
+                await self._wait_for_change(min(grace_until_s, deadline_s), deadline_s)
+                continue
+            timeout_s = deadline_s - self._clock()
+            sent, payload = _message(body, timeout_s, link, kept_input)
+            try:
+                return await link.request(sent, payload, timeout_s=max(0.0, timeout_s) + _DEADLINE_GRACE_S), resent
+            except InputUnreachableError as error:
+                link.relays = True
+                self._check_resubmission(0, deadline_s, error)
+                self._metrics.resubmitted("relay")
+            except LinkLostError as lost:
+                failures += lost.failed and isinstance(body, Predict)
+                self._check_resubmission(failures, deadline_s, lost)
+                resent += 1
+                self._metrics.resubmitted("failed" if lost.failed else "left")
+            except RequestRejected as rejection:
+                self._check_until_s = self._clock() + _CHECK_S
+                if rejection.reason == "draining" and self._clock() < deadline_s:
+                    until_s = min(self._clock() + _DEADLINE_GRACE_S, deadline_s)
+                    await self._wait_for_change(until_s, deadline_s, strict=False)  # the leader sends its new state
+                elif rejection.reason not in _TRY_ELSEWHERE or rejected:
+                    raise
+                else:
+                    rejected[link] = rejection
+                    if self._choose(rejected, body) is not None:
+                        self._metrics.resubmitted(rejection.reason)
+            except TimeoutError as error:
+                raise DeadlineError("the leader did not reply before the deadline; try again") from error
 
-    @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
-        """See `Predictor.request`."""
-        if self.stopping:
-            raise DrainingError("this frontend is stopping and accepts no new requests; use another one")
-        if (rejection := self._unloaded()) is not None:
-            raise rejection
-        request = _OpenRequest()
-        token = _open_request.set(request)
+    def _check_resubmission(self, failures: int, deadline_s: float, lost: Exception) -> None:
+        """Raise if a request whose leader, input or answer was lost is not sent again."""
+        if failures >= _MAX_LEADER_FAILURES:
+            raise PoisonError(
+                f"{failures} leaders failed while they had this request; it is not sent to another one"
+            ) from lost
+        if self._clock() >= deadline_s:
+            raise DeadlineError(f"the deadline has passed, and before that: {lost}; try again") from lost
+
+    def _choose(self, rejected: Mapping[LeaderLink, object], body: Check | Predict) -> LeaderLink | None:
+        """The first ready leader. If no leader is ready, the first usable one."""
+        candidates = [link for link in self._current if link.usable and link not in rejected]
+        if self._was_ready:  # a leader that has just started would reject it, because its workers have not joined yet
+            candidates = [link for link in candidates if link.was_ready]
+        if not candidates and isinstance(body, Predict) and not rejected:
+            candidates = [link for link in self.links if link.state is not None and link.state.snapshot.draining]
+        return min(candidates, key=lambda link: link.state is None or not link.state.ready, default=None)
+
+    async def _wait_for_change(self, until_s: float, deadline_s: float, *, strict: bool = True) -> None:
+        """Wait for a change of a leader's state. If `strict`, raise when `until_s` passes first."""
+        changed = self._changed
         try:
-            with self.open_requests.track():
-                yield
-        finally:
-            _open_request.reset(token)
-            if request.admitted:
-                self._admitted -= 1
-                self._idle.set()
+            async with asyncio.timeout(max(0.0, until_s - self._clock())):
+                await changed.wait()
+        except TimeoutError:
+            if not strict:
+                return
+            if self._clock() >= deadline_s:
+                raise DeadlineError("no leader was reachable before the deadline; try again") from None
+            raise NotReadyError(
+                f"no leader has been reachable for {self._grace_s:g} s; wait until one has started",
+                retry_after_s=_RETRY_AFTER_S,
+            ) from None
 
-    # -- Pipeline --------------------------------------------------------------------------------------------------------------
+    def _unloaded(self) -> Exception | None:
+        """The rejection of a leader whose model is unloaded, if no leader is usable."""
+        states = [link.state for link in self._current if link.state is not None]
+        if any(state.rejection is None for state in states):
+            return None
+        return next((s.rejection.error() for s in states if s.rejection and s.snapshot.unloaded), None)
+
+    # -- the state of the service ----------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> ModelVersion:
+        """The version that serves new requests."""
+        return self._version
 
     @property
     def ready(self) -> bool:
@@ -337,102 +407,13 @@ class LeaderPool:
                 for wait in waits:
                     wait.cancel()
 
-    # -- requests --------------------------------------------------------------------------------------------------------------
 
-    async def _request(
-        self, body: Check | Predict, deadline_s: float, kept_input: KeptInput | None = None
-    ) -> tuple[Received, int]:
-        """Send a request to a leader, and to others as the table above says. Returns the reply and how often it was sent again."""
-        rejected: dict[LeaderLink, RequestRejected] = {}
-        failures = resent = 0
-        grace_until_s: float | None = None
-        while True:
-            link = self._choose(rejected, body)
-            if link is None:
-                if rejected:
-                    raise next(iter(rejected.values()))
-                if (unloaded := self._unloaded()) is not None:
-                    raise unloaded
-                grace_until_s = grace_until_s or self._clock() + self._grace_s
-                await self._wait_for_change(min(grace_until_s, deadline_s), deadline_s)
-                continue
-            try:
-                return await self._send(link, body, deadline_s, kept_input), resent
-            except LinkLostError as lost:
-                failures += lost.failed and isinstance(body, Predict)
-                self._check_resubmission(failures, deadline_s, lost)
-                resent += 1
-                self._metrics.resubmitted("failed" if lost.failed else "left")
-            except RequestRejected as rejection:
-                self._check_until_s = self._clock() + _CHECK_S
-                if rejection.reason == "draining" and self._clock() < deadline_s:
-                    until_s = min(self._clock() + _DEADLINE_GRACE_S, deadline_s)
-                    await self._wait_for_change(until_s, deadline_s, strict=False)  # the leader sends its new state
-                elif rejection.reason not in _TRY_ELSEWHERE or rejected:
-                    raise
-                else:
-                    rejected[link] = rejection
-                    if self._choose(rejected, body) is not None:
-                        self._metrics.resubmitted(rejection.reason)
-            except TimeoutError as error:
-                raise DeadlineError("the leader did not reply before the deadline; try again") from error
-
-    async def _send(
-        self, link: LeaderLink, body: Check | Predict, deadline_s: float, kept_input: KeptInput | None
-    ) -> Received:
-        """Send a request to this leader; again, with the input, if a worker cannot fetch it. Raises as `LeaderLink.request`."""
-        while True:
-            timeout_s = deadline_s - self._clock()
-            sent, payload = msgspec.structs.replace(body, timeout_s=timeout_s), memoryview(b"")
-            if kept_input is not None:
-                if kept_input.number is not None and not link.relays:
-                    sent = msgspec.structs.replace(sent, tensor=kept_input.number)
-                else:
-                    payload = rows_payload(kept_input.rows)
-            try:
-                return await link.request(sent, payload, timeout_s=max(0.0, timeout_s) + _DEADLINE_GRACE_S)
-            except InputUnreachableError as error:
-                link.relays = True
-                self._check_resubmission(0, deadline_s, error)
-                self._metrics.resubmitted("relay")
-
-    def _check_resubmission(self, failures: int, deadline_s: float, lost: Exception) -> None:
-        """Raise if a request whose leader, input or answer was lost is not sent again."""
-        if failures >= _MAX_LEADER_FAILURES:
-            raise PoisonError(
-                f"{failures} leaders failed while they had this request; it is not sent to another one"
-            ) from lost
-        if self._clock() >= deadline_s:
-            raise DeadlineError(f"the deadline has passed, and before that: {lost}; try again") from lost
-
-    def _choose(self, rejected: Mapping[LeaderLink, object], body: Check | Predict) -> LeaderLink | None:
-        """The first ready leader. If no leader is ready, the first usable one."""
-        candidates = [link for link in self._current if link.usable and link not in rejected]
-        if self._was_ready:  # a leader that has just started would reject it, because its workers have not joined yet
-            candidates = [link for link in candidates if link.was_ready]
-        if not candidates and isinstance(body, Predict) and not rejected:
-            candidates = [link for link in self.links if link.state is not None and link.state.snapshot.draining]
-        return min(candidates, key=lambda link: link.state is None or not link.state.ready, default=None)
-
-    async def _wait_for_change(self, until_s: float, deadline_s: float, *, strict: bool = True) -> None:
-        """Wait for a change of a leader's state. If `strict`, raise when `until_s` passes first."""
-        changed = self._changed
-        try:
-            async with asyncio.timeout(max(0.0, until_s - self._clock())):
-                await changed.wait()
-        except TimeoutError:
-            if not strict:
-                return
-            if self._clock() >= deadline_s:
-                raise DeadlineError("no leader was reachable before the deadline; try again") from None
-            raise NotReadyError(
-                f"no leader has been reachable for {self._grace_s:g} s; wait until one has started",
-                retry_after_s=_RETRY_AFTER_S,
-            ) from None
-
-    def _unloaded(self) -> Exception | None:
-        """The rejection of a leader whose model is unloaded, if no leader is usable."""
-        states = [link.state for link in self._current if link.state is not None]
-        if any(state.rejection is None for state in states):
-            return None
-        return next((s.rejection.error() for s in states if s.rejection and s.snapshot.unloaded), None)
+def _message(
+    body: Check | Predict, timeout_s: float, link: LeaderLink, kept_input: KeptInput | None
+) -> tuple[Check | Predict, memoryview]:
+    """A message for this leader: with the id of the input if workers can fetch it, and with the input if not."""
+    if not isinstance(body, Predict) or kept_input is None:
+        return msgspec.structs.replace(body, timeout_s=timeout_s), memoryview(b"")
+    if kept_input.number is None or link.relays:
+        return msgspec.structs.replace(body, timeout_s=timeout_s), rows_payload(kept_input.rows)
+    return msgspec.structs.replace(body, timeout_s=timeout_s, tensor=kept_input.number), memoryview(b"")

@@ -211,7 +211,7 @@ class _Frontend:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in ends:
                 end.cancel()
-            logger.info("stopping: waiting for %d open requests", pool.open_requests.count)
+            logger.info("stopping: waiting for %d open requests", pool.open_requests)
             http.set_graceful_timeout(
                 settings.drain_timeout_s
             )  # requests in flight are answered; new connections are not accepted
@@ -254,7 +254,7 @@ class _Frontend:
         while True:
             connections = 0 if self._http_server is None else self._http_server.connections
             self._metrics.connections.set(connections)
-            load = Load(connections, self._pool.open_requests.count)
+            load = Load(connections, self._pool.open_requests)
             for link in self._pool.links:
                 link.send(load)
             await asyncio.sleep(_LOAD_INTERVAL_S)

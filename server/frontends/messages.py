@@ -90,10 +90,10 @@ class PredictReply(Body, frozen=True):
     def of(cls, prediction: Prediction) -> PredictReply:
         return cls(*(getattr(prediction, field) for field in cls.__struct_fields__))
 
-    def prediction(self, output: Tensor) -> Prediction:
-        """The prediction with this output."""
-        fields = {field: getattr(self, field) for field in self.__struct_fields__}
-        return Prediction(output, **{**fields, "kept": ()})
+    def prediction(self, output: Tensor, resent: int) -> Prediction:
+        """The prediction with this output, of a request that the frontend sent again so often."""
+        fields = msgspec.structs.asdict(self)
+        return Prediction(output, **fields | {"kept": (), "attempts": self.attempts + resent})
 
     def check_kept(self, rows: RowFormat, count: int) -> None:
         """Raise ValueError unless rows of these shapes can be in an output of `count` rows, each once."""

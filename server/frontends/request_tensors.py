@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -40,19 +38,19 @@ class RequestTensors:
         """Whether this frontend can fetch answers."""
         return self._edges is not None
 
-    @contextlib.contextmanager
-    def keeping(self, rows: Tensor) -> Iterator[KeptInput]:
-        """Keep an input while the block runs, and a little longer if it raises."""
-        number = None if self._edges is None else self._edges.store.put(self, rows)
-        if self._edges is None or number is None:
-            yield KeptInput(rows, None)
-            return
-        try:
-            yield KeptInput(rows, number)
-        except BaseException:
-            self._edges.store.expire(number, _KEEP_S)
-            raise
-        self._edges.store.release((number,))
+    def keep(self, rows: Tensor) -> KeptInput:
+        """Keep an input until `release` or `expire`."""
+        return KeptInput(rows, None if self._edges is None else self._edges.store.put(self, rows))
+
+    def release(self, kept: KeptInput) -> None:
+        """The request has its answer."""
+        if self._edges is not None and kept.number is not None:
+            self._edges.store.release((kept.number,))
+
+    def expire(self, kept: KeptInput) -> None:
+        """The request ended without an answer: keep its input a little longer."""
+        if self._edges is not None and kept.number is not None:
+            self._edges.store.expire(kept.number, _KEEP_S)
 
     async def fetch(self, kept: tuple[KeptRows, ...], sent: Tensor | None, count: int, dtype: torch.dtype) -> Tensor:
         """The output of a request, [count, …]. Raises EdgeError; ValueError if its rows have several shapes.

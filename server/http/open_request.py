@@ -23,12 +23,12 @@ from multiworld_serving.server.errors import (
 )
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.requests import RequestRecord
-from multiworld_serving.server.predictor import Predictor
+from multiworld_serving.server.predictor import Pipeline
 
 T = TypeVar("T")
 
 DEADLINE_GRACE_S = 1.0
-"""The predictor enforces the deadline with a more precise error; this is the extra time that it gets to report it."""
+"""The pipeline enforces the deadline with a more precise error; this is the extra time that it gets to report it."""
 _WATCH_AFTER_S = 0.25
 """Age at which a request starts to watch whether its client disconnects. Most requests end earlier, and a task costs CPU time."""
 _RETRY_AFTER_S = 1.0
@@ -65,8 +65,8 @@ class RequestGate:
         held_bytes: bytes of all bodies in memory now.
     """
 
-    def __init__(self, predictor: Predictor, limits: RequestLimits) -> None:
-        self.predictor = predictor
+    def __init__(self, pipeline: Pipeline, limits: RequestLimits) -> None:
+        self.pipeline = pipeline
         self.limits = limits
         self.held_bytes = 0
         self.max_held_bytes = max(limits.max_held_bytes, limits.max_body_bytes)
@@ -82,7 +82,7 @@ class OpenRequest:
     Attributes:
         record: of the request.
         deadline_s: by `time.monotonic()`.
-        predicts: whether the predictor has the request. The block sets it.
+        predicts: whether the pipeline has the request. The block sets it.
 
     Raises:
         RequestRejected: on entry, if the service is stopping or the model is unloaded.
@@ -98,6 +98,7 @@ class OpenRequest:
         self._timeout_s = min(limit_s, timeout_s or limit_s)
         self.deadline_s = record.started_s + self._timeout_s
         self.predicts = False
+        self._admitted = False
         self._gate = gate
         self.record = record
         self._receive = receive
@@ -108,8 +109,7 @@ class OpenRequest:
         """Why the block was cancelled."""
 
     async def __aenter__(self) -> Self:
-        self._counted = self._gate.predictor.request()
-        self._counted.__enter__()
+        self._gate.pipeline.begin()
         task = asyncio.current_task()
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()
@@ -123,10 +123,17 @@ class OpenRequest:
         if self._watch is not None:
             self._watch.cancel()
         self.release()
-        self._counted.__exit__(kind, error, traceback)
+        self._gate.pipeline.end(admitted=self._admitted)
         ended = self._ended
         if ended is not None and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise ended from error
+
+    async def check(self, ahead: int) -> None:
+        """See `Pipeline.check`."""
+        await self._gate.pipeline.check(deadline_s=self.deadline_s, ahead=ahead)
+        if not self._admitted:
+            self._admitted = True
+            self._gate.pipeline.admit()
 
     async def body(self, headers: Headers, *, allow_empty: bool = False) -> bytes:
         """Receive the whole body. Its bytes count as held until `release`.

@@ -128,10 +128,9 @@ class RequestTraces:
         record.span.end()
 
 
-def current_span_ids() -> tuple[int, int] | None:
-    """Trace id and span id of the current request, the parent of the leader's spans."""
-    span = current_span.get()
-    if span is None:
+def current_span_ids() -> tuple[str, str] | None:
+    """Trace id and span id of the current request in hexadecimal digits, the parent of the leader's spans."""
+    if (span := current_span.get()) is None:
         return None
     context = span.get_span_context()
-    return (context.trace_id, context.span_id)
+    return f"{context.trace_id:x}", f"{context.span_id:x}"

@@ -19,7 +19,7 @@ from multiworld_serving.server.errors import BodyTimeoutError, BodyTooLargeError
 from multiworld_serving.server.http.errors import INTERNAL_ERROR
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.requests import InferenceProtocol, RequestRecord, Requests
-from multiworld_serving.server.predictor import Predictor
+from multiworld_serving.server.predictor import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +93,8 @@ class CallHandler:
         receiving: calls that receive a message at the same time: the memory for the largest messages is reserved for them.
     """
 
-    def __init__(self, predictor: Predictor, requests: Requests, authorizer: Authorizer, limits: RequestLimits) -> None:
-        self._predictor = predictor
+    def __init__(self, pipeline: Pipeline, requests: Requests, authorizer: Authorizer, limits: RequestLimits) -> None:
+        self._pipeline = pipeline
         self._requests = requests
         self._authorizer = authorizer
         self.limits = limits
@@ -114,7 +114,7 @@ class CallHandler:
 
         async def run(_: object, context: Any) -> bytes:
             scope = _scope(path, context)
-            record = self._requests.begin(scope, self._predictor.version.name, protocol)
+            record = self._requests.begin(scope, self._pipeline.version.name, protocol)
             call = Call(context, record, self)
             try:
                 record.key_name = self._authorizer.check(permission, scope)

@@ -177,3 +177,15 @@ def pool_of(leaders: int = 2, *, grace_s: float = 5.0, connected: bool = True) -
         for leader in made.leaders:
             leader.tells()
     yield made
+
+
+@contextmanager
+def open_request(pool: LeaderPool, *, admitted: bool = False) -> Iterator[None]:
+    """A request, from its first byte to its response, that passed the check if `admitted`."""
+    pool.begin()
+    if admitted:
+        pool.admit()
+    try:
+        yield
+    finally:
+        pool.end(admitted=admitted)

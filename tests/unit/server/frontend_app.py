@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,9 +58,14 @@ class ColourPredictor:
         probabilities = rows.float().mean(dim=(2, 3)).div(64).softmax(1)
         return Prediction(probabilities, MODEL.name, MODEL.version, 0.001, 0.002, 0.003, 2, ("stage0-0", "stage1-1"))
 
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        yield
+    def begin(self) -> None:
+        pass
+
+    def admit(self) -> None:
+        pass
+
+    def end(self, *, admitted: bool) -> None:
+        pass
 
     async def check(self, *, deadline_s: float, ahead: int) -> None:
         if self.rejection is not None:

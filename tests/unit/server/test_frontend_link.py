@@ -340,7 +340,7 @@ def test_predictions_images_and_models_round_trip() -> None:
     model = ServedModel.image_classifier("m", "v", ("ü",) * 1000, ImageSizes(18, 8))
     found = round_trip(PredictReply.of(answer))
     found.check_kept(model.output_rows, 2)
-    assert found.prediction(output) == replace(answer, kept=())
+    assert found.prediction(output, 0) == replace(answer, kept=())
     for rows, count, why in ((TEXT_MODEL.output_rows, 2, r"shape \(1000,\)"), (model.output_rows, 1, "at most once")):
         with pytest.raises(ValueError, match=why):
             found.check_kept(rows, count)

@@ -42,6 +42,7 @@ from multiworld_serving.server.pipeline.requests import PendingRequest
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.server.snapshots import PipelineSnapshot
+from tests.unit.server.fake_leaders import open_request
 from tests.waiting import until
 
 SECRET = "a-secret-of-this-test"
@@ -396,8 +397,7 @@ async def test_frontend_is_disconnected_when_its_frame_is_invalid(
 async def test_leader_that_drains_waits_for_the_requests_that_need_it() -> None:
     async with running() as service:
         pool = await service.frontend()
-        with pool.request():
-            await pool.check(deadline_s=time.monotonic() + 30, ahead=0)
+        with open_request(pool, admitted=True):
             service.leader.closed_by = DrainingError("stopping")
             draining = asyncio.create_task(service.leader.open_requests.wait_idle())
             await until(lambda: not any(link.usable for link in pool.links))
@@ -410,8 +410,7 @@ async def test_leader_that_drains_waits_for_the_requests_that_need_it() -> None:
 async def test_leader_that_drains_does_not_wait_for_a_frontend_that_is_lost() -> None:
     async with running() as service:
         pool = await service.frontend()
-        with pool.request():
-            await pool.check(deadline_s=time.monotonic() + 30, ahead=0)
+        with open_request(pool, admitted=True):
             service.leader.closed_by = DrainingError("stopping")
             draining = asyncio.create_task(service.leader.open_requests.wait_idle())
             await until(lambda: not any(link.usable for link in pool.links))

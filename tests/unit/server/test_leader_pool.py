@@ -26,7 +26,7 @@ from multiworld_serving.server.frontends.link import LinkLostError
 from multiworld_serving.server.frontends.messages import Check, Predict
 from multiworld_serving.server.predictor import ImageSizes, Prediction, ServedModel
 from multiworld_serving.server.snapshots import ServiceState
-from tests.unit.server.fake_leaders import FIRST, MODEL, desired, leader_state, pool_of
+from tests.unit.server.fake_leaders import FIRST, MODEL, desired, leader_state, open_request, pool_of
 from tests.waiting import until
 
 IMAGE = torch.arange(3 * 4 * 4, dtype=torch.uint8).view(3, 4, 4)
@@ -224,14 +224,13 @@ async def test_request_goes_to_another_leader_when_its_leader_begins_to_drain() 
 async def test_admitted_request_goes_to_the_leader_that_drains_when_there_is_no_other() -> None:
     with pool_of(1, grace_s=0.05) as made:
         [leader] = made.leaders
-        with made.pool.request():
-            await check(made.pool)
+        with open_request(made.pool, admitted=True):
             leader.tells_draining()
             await predict(made.pool)
         assert leader.sent() == 1
         with pytest.raises(NotReadyError):
             await check(made.pool)
-        assert leader.sent(Check) == 1, "a new request is not admitted there"
+        assert leader.sent(Check) == 0, "a new request is not admitted there"
 
 
 async def test_request_ends_at_its_deadline_when_the_leader_drains_forever() -> None:
@@ -248,9 +247,7 @@ async def test_leader_that_drains_is_idle_when_no_admitted_request_needs_it() ->
         pool, (first, second) = made.pool, made.leaders
         async with asyncio.timeout(10):
             await pool.wait_idle()
-            with pool.request():
-                await check(pool)
-                await check(pool)  # of a second image: the request counts once
+            with open_request(pool, admitted=True):
                 first.tells_draining()
                 await pool.wait_idle()  # the other leader takes it
                 second.tells_draining()
@@ -265,7 +262,7 @@ async def test_requests_are_rejected_at_once_when_the_model_is_unloaded() -> Non
     with pool_of(2, grace_s=60) as made:
         for leader in made.leaders:
             leader.tells_unloaded()
-        with pytest.raises(NotReadyError, match="the model is unloaded"), made.pool.request():
+        with pytest.raises(NotReadyError, match="the model is unloaded"), open_request(made.pool):
             raise AssertionError
         for request in (predict, check):
             with pytest.raises(NotReadyError, match="the model is unloaded"):
@@ -273,17 +270,17 @@ async def test_requests_are_rejected_at_once_when_the_model_is_unloaded() -> Non
         assert not any(leader.got for leader in made.leaders)
         assert not made.pool.ready
         made.leaders[1].tells(rejection=None, ready=True)
-        with made.pool.request():
+        with open_request(made.pool):
             await predict(made.pool)
 
 
 async def test_requests_are_rejected_when_the_frontend_stops() -> None:
     with pool_of(2) as made:
-        with made.pool.request():
-            assert made.pool.open_requests.count == 1
+        with open_request(made.pool):
+            assert made.pool.open_requests == 1
             made.pool.stopping = True
             await predict(made.pool)  # those that had begun are answered
-        with pytest.raises(DrainingError, match="this frontend is stopping"), made.pool.request():
+        with pytest.raises(DrainingError, match="this frontend is stopping"), open_request(made.pool):
             raise AssertionError
         assert not made.pool.ready
         assert made.pool.snapshot().draining
