@@ -79,8 +79,8 @@ class HttpServer(uvicorn.Server):
         """Set how long running requests may take after shutdown begins. Needed if the server was not drained before."""
         self.config.timeout_graceful_shutdown = math.ceil(seconds)
 
-    def reload_tls(self, context: ssl.SSLContext) -> None:
-        """Use this context for new connections. Open connections keep theirs. Only for a port that already uses TLS."""
+    def reload_tls(self, context: ssl.SSLContext | None) -> None:
+        """Use this context for new connections. Open connections keep theirs. A port with TLS gets one, and only such a port."""
         self._newest_context = context
 
     def _use_newest_context(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:

@@ -30,10 +30,10 @@ from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.api.operations import OperationsRoutes
 from multiworld_serving.server.auth.authorizer import Authorizer
-from multiworld_serving.server.auth.credential_reloader import (
-    CredentialReloader,
+from multiworld_serving.server.auth.credentials import (
     Credentials,
     read_credentials,
+    reload_on_sighup,
     warn_if_unprotected,
 )
 from multiworld_serving.server.frontends.leader_link import LeaderLink
@@ -198,13 +198,20 @@ class _Frontend:
             page=OperationsRoutes(pool, model, self._scrape, self._feed),
         )
         connections = max_connections(settings)
-        contexts = self._credentials.contexts
-        http = HttpServer(app, self._http, max_connections=connections, context=contexts["http_port"])
-        admin = HttpServer(admin_app, self._admin, max_connections=connections, context=contexts["metrics_port"])
+        tls = self._credentials
+        http = HttpServer(app, self._http, max_connections=connections, context=tls.http)
+        admin = HttpServer(admin_app, self._admin, max_connections=connections, context=tls.admin)
         self._http_server = http
         grpc = self._grpc_port(inference, authorizer, connections)
-        servers = {"http_port": http, "metrics_port": admin}
-        CredentialReloader(settings, authorizer, servers, grpc.reload_tls if grpc else None).reload_on_sighup()
+
+        def apply(credentials: Credentials) -> None:
+            authorizer.keys = credentials.keys
+            http.reload_tls(credentials.http)
+            admin.reload_tls(credentials.admin)
+            if grpc is not None:
+                grpc.reload_tls(credentials.grpc)
+
+        reload_on_sighup(settings, apply)
         async with serving(admin), serving(http), grpc or contextlib.nullcontext(), notify_systemd():
             logger.info("%s serves http=%s:%d", settings.name, *self._http.getsockname()[:2])
             ends = [asyncio.create_task(event.wait()) for event in (self._stop, http.stopped, admin.stopped)]

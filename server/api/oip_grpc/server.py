@@ -91,8 +91,8 @@ class GrpcPort:
         """Accept no more calls; end those in flight after `grace_s`. The block then waits for them. Only the first call counts."""
         self._stopping = self._stopping or asyncio.create_task(self._server.stop(grace_s))
 
-    def reload_tls(self, tls: TlsFiles) -> None:
-        """Use these files for new connections. Only for a port that already uses TLS."""
+    def reload_tls(self, tls: TlsFiles | None) -> None:
+        """Use these files for new connections. A port with TLS gets some, and only such a port."""
         self._tls = tls
 
     def _credentials(self, tls: TlsFiles) -> grpc.ServerCredentials:
