@@ -38,10 +38,10 @@ class DaemonThreads:
         self._max_threads = threads
         self._name = name
         self._max_waiting = max_waiting
-        self._queue: SimpleQueue[list[Callable[[], None]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
         self._threads = 0
         self._open = 0
-        """Calls that wait or run."""
+        """Calls in the queue or running, also those whose caller was cancelled."""
         self._ended = asyncio.Semaphore(0)
 
     @property
@@ -67,25 +67,9 @@ class DaemonThreads:
         if self._threads < self._max_threads:
             self._start_thread(loop)
         future: asyncio.Future[T] = loop.create_future()
-
-        def call() -> None:
-            try:
-                result = work()
-            except BaseException as error:  # noqa: BLE001 - passed to the caller through the future
-                loop.call_soon_threadsafe(self._complete, future, error, None)
-            else:
-                loop.call_soon_threadsafe(self._complete, future, None, result)
-
-        queued = [call]
         self._open += 1
-        self._queue.put(queued)
-        try:
-            return await future
-        finally:
-            if queued:  # no thread has taken the work
-                with contextlib.suppress(IndexError):
-                    queued.pop()
-                    self._open -= 1
+        self._queue.put((work, future))
+        return await future
 
     def close(self) -> None:
         """End each thread after the queued work. Does not wait."""
@@ -104,12 +88,18 @@ class DaemonThreads:
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             while (queued := self._queue.get()) is not None:
-                with contextlib.suppress(IndexError):
-                    queued.pop()()
-                del queued  # do not keep an image in memory until the next work arrives
+                work, future = queued
+                result = error = None
+                if not future.cancelled():
+                    try:
+                        result = work()
+                    except BaseException as raised:  # noqa: BLE001 - passed to the caller through the future
+                        error = raised
+                loop.call_soon_threadsafe(self._complete, future, result, error)
+                del queued, work, future, result, error  # do not keep an image in memory until the next work arrives
             loop.call_soon_threadsafe(self._ended.release)
 
-    def _complete(self, future: asyncio.Future[Any], error: BaseException | None, result: object) -> None:
+    def _complete(self, future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
         self._open -= 1
         if future.done():  # the caller was cancelled
             return

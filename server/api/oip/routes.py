@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -46,7 +47,7 @@ class V2Routes:
         models = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
         return [
             *(route(f"{model}/infer", self._infer, "POST") for model in models),
-            route("/v2", _json_endpoint(_server)),
+            route("/v2", _json_endpoint(lambda: server_metadata(_EXTENSIONS))),
             route("/v2/health/live", _json_endpoint(lambda: {"live": True})),
             route("/v2/health/ready", _json_endpoint(self._ready)),
             route("/v2/models/stats", _json_endpoint(self._statistics)),
@@ -78,10 +79,10 @@ class V2Routes:
         )
 
 
-def _server() -> object:
+def server_metadata(extensions: Sequence[str]) -> dict[str, Any]:
     """The server's name, version and protocol extensions."""
     version = importlib.metadata.version("multiworld-serving")
-    return {"name": "multiworld-serving", "version": version, "extensions": _EXTENSIONS}
+    return {"name": "multiworld-serving", "version": version, "extensions": extensions}
 
 
 def _json_endpoint(find: Callable[[], object], check: Callable[..., None] = lambda: None) -> Endpoint:

@@ -17,7 +17,6 @@ from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.http.server import KEEP_ALIVE_S
 from multiworld_serving.server.api.inference import Inference
-from multiworld_serving.server.api.oip_grpc.calls import CallHandler
 from multiworld_serving.server.api.oip_grpc.codec import SERVICE
 from multiworld_serving.server.api.oip_grpc.service import InferenceService
 from multiworld_serving.server.auth.authorizer import Authorizer
@@ -55,8 +54,7 @@ class GrpcPort:
         max_connections: int,
         tls: TlsFiles | None,
     ) -> None:
-        calls = CallHandler(pipeline, requests, authorizer, inference.gate.limits)
-        methods = InferenceService(pipeline, inference).handlers(calls)
+        methods = InferenceService(pipeline, inference, requests, authorizer).handlers()
         self._handlers = grpc.method_handlers_generic_handler(SERVICE, methods)
         self._options = _options(inference.gate.limits, max_connections)
         self._max_calls = max_connections
