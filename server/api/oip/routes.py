@@ -42,7 +42,7 @@ class V2Routes:
             "": lambda: self.inference.signature.metadata(self.predictor.version),
             "/config": lambda: self.inference.signature.config(self.predictor.version),
             "/stats": self._statistics,
-            "/ready": self._ready,
+            "/ready": lambda: {"name": self.inference.signature.model.name} | self._ready(),
         }
         models = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
         return [
@@ -62,10 +62,10 @@ class V2Routes:
     def _check(self, model: str, version: str | None = None) -> None:
         self.inference.signature.check_served(model, version, self.predictor.version)
 
-    def _ready(self) -> object:
+    def _ready(self) -> dict[str, Any]:
         if not self.predictor.ready:
             raise readiness_error(self.predictor.snapshot())
-        return {"name": self.inference.signature.model.name, "ready": True}
+        return {"ready": True}
 
     def _statistics(self) -> object:
         return {"model_stats": [self.requests.statistics(str(self.predictor.version.number))]}
