@@ -1,17 +1,13 @@
 """Requests that are wrong, byte by byte, and what a service of ResNet-18 with images of 32 pixels answers to them."""
 
 import gzip
-import json
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Any
 
 from multiworld_serving.testing.load.images import photo
 
 SIDE = 32
-_SHAPE = [1, 3, SIDE, SIDE]
-_VALUES = 3 * SIDE * SIDE
 _V2 = "/v2/models/resnet18/infer"
 BODY_LIMIT = 2**20
 """`max_body_bytes` of the service that is asked."""
@@ -53,23 +49,6 @@ def _image(body: bytes, **headers: str) -> bytes:
     return _http("/predict", body, **{"Content_Type": "image/png", **headers})
 
 
-def _tensor(**fields: Any) -> dict[str, Any]:
-    return {"name": "input", "datatype": "UINT8", "shape": _SHAPE, "data": [0] * _VALUES} | fields
-
-
-def _infer(inputs: list[dict[str, Any]], binary: bytes | None = None, **fields: Any) -> bytes:
-    text = json.dumps({"inputs": inputs, **fields}).encode()
-    if binary is None:
-        return _http(_V2, text)
-    return _http(_V2, text + binary, Inference_Header_Content_Length=str(len(text)))
-
-
-def _binary(datatype: str, shape: list[int], data: bytes, size: int | None = None) -> bytes:
-    parameters = {"binary_data_size": len(data) if size is None else size}
-    described = {"name": "input", "datatype": datatype, "shape": shape, "parameters": parameters}
-    return _infer([described], data)
-
-
 def _png(width: int, height: int) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -84,7 +63,6 @@ def _packed(body: bytes, encoding: str) -> bytes:
 
 _BAD = "400 invalid_inference_request"
 _RAW = "400"
-_NAN, _INF = (struct.pack("<f", value) * _VALUES for value in (float("nan"), float("inf")))
 
 _CHUNKED = "Transfer-Encoding: chunked"
 _TWO_S = "X-Request-Timeout-S: 2"
@@ -170,60 +148,18 @@ HOSTILE_REQUESTS = (
     HostileRequest("a model in another folder", _http("/v2/models/..%2fresnet18/infer"), "404 not_found"),
     HostileRequest("the method TRACE", _http("/predict", method="TRACE"), "405 method_not_allowed"),
     # bodies
-    HostileRequest("an empty body", _image(b""), "422 invalid_body"),
-    HostileRequest("a text for an image", _image(b"hello"), "422 invalid_image"),
-    HostileRequest("half an image", _image(photo()[:500], Content_Type="image/jpeg"), "422 invalid_image"),
     HostileRequest("an image of 400 megapixels in 1 KB", _image(_png(20_000, 20_000)), "413 image_too_large"),
-    HostileRequest("an image of 1 pixel", _image(_png(1, 1)), "422 invalid_image"),
     HostileRequest("a body above the limit", _image(bytes(BODY_LIMIT + 1)), "413 body_too_large"),
     HostileRequest(
         "10 TB announced",
         _http("/predict", Content_Type="image/png").replace(b"Content-Length: 0", b"Content-Length: 10000000000000"),
         "413 body_too_large",
     ),
-    HostileRequest("no content type", _http("/predict", photo()), "415 unsupported_media_type"),
-    HostileRequest(
-        "a compressed image", _image(gzip.compress(photo()), Content_Encoding="gzip"), "415 unsupported_media_type"
-    ),
-    HostileRequest(
-        "a form that is cut off",
-        _http(
-            "/predict",
-            b'--B\r\nContent-Disposition: form-data; name="image"\r\n\r\nabc',
-            Content_Type="multipart/form-data; boundary=B",
-        ),
-        "422 invalid_body",
-    ),
-    HostileRequest(
-        "a deadline that is not a number", _image(photo(), X_Request_Timeout_S="nan"), "422 invalid_parameter"
-    ),
     HostileRequest(
         "an endless request id", _http("/nothing", X_Request_Id="a" * 10_000, method="GET"), "404 not_found"
     ),
-    # the Open Inference Protocol
-    HostileRequest("invalid JSON", _http(_V2, b'{"inputs": ['), _BAD),
     HostileRequest("JSON 100,000 lists deep", _http(_V2, b"[" * 100_000), _BAD),
     HostileRequest("JSON of 300,000 lists", _http(_V2, b"[" + b"[]," * 300_000 + b"[]]"), _BAD),
-    HostileRequest("NaN in JSON", _http(_V2, b'{"inputs": NaN}'), _BAD),
-    HostileRequest("NaN in a tensor", _binary("FP32", _SHAPE, _NAN), _BAD),
-    HostileRequest("infinity in a tensor", _binary("FP32", _SHAPE, _INF), _BAD),
-    HostileRequest("a negative shape", _infer([_tensor(shape=[-1, 3, SIDE, SIDE])]), _BAD),
-    HostileRequest("a shape beyond 64 bits", _infer([_tensor(shape=[10**400, 3, SIDE, SIDE])]), _BAD),
-    HostileRequest("an enormous shape, no data", _binary("UINT8", [2**40, 3, SIDE, SIDE], b""), _BAD),
-    HostileRequest("shape and data that disagree", _infer([_tensor(shape=[2, 3, SIDE, SIDE])]), _BAD),
-    HostileRequest("a size that is not there", _binary("UINT8", _SHAPE, bytes(_VALUES), 2**40), _BAD),
-    HostileRequest("an element of 4 GiB", _binary("BYTES", [1], struct.pack("<I", 2**32 - 1)), _BAD),
-    HostileRequest("the wrong datatype", _infer([_tensor(datatype="FP64")]), _BAD),
-    HostileRequest("texts for numbers", _infer([_tensor(data=["0"] * _VALUES)]), _BAD),
-    HostileRequest("an input given twice", _infer([_tensor(), _tensor()]), _BAD),
-    HostileRequest("an unknown input", _infer([_tensor(name="image")]), _BAD),
-    HostileRequest("an unknown output", _infer([_tensor()], outputs=[{"name": "logits"}]), _BAD),
-    HostileRequest("shared memory", _infer([_tensor(parameters={"shared_memory_region": "r"})]), _BAD),
-    HostileRequest("an unknown model", _http("/v2/models/gpt/infer"), "404 unknown_model"),
-    HostileRequest("an unknown version", _http("/v2/models/resnet18/versions/99/infer"), "404 unknown_model"),
-    HostileRequest("gzip that is none", _packed(b"hello", "gzip"), _BAD),
-    HostileRequest("gzip that is deflate", _packed(zlib.compress(b"{}"), "gzip"), _BAD),
-    HostileRequest("an unknown compression", _packed(b"hello", "br"), "415 unsupported_media_type"),
     HostileRequest(
         "a gzip bomb: 500 MB in 500 KB", _packed(gzip.compress(bytes(500_000_000), 9), "gzip"), "413 body_too_large"
     ),

@@ -22,7 +22,7 @@ from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.server.administration import Desired, RestartFailedError, RestartStep
 from multiworld_serving.server.errors import STATUS_OF_REASON, OverloadedError, RequestRejected
 from multiworld_serving.server.frontends import link
-from multiworld_serving.server.frontends.link import MAX_BYTES, Kind, Link, LinkLostError, Received, decode, encode
+from multiworld_serving.server.frontends.link import Kind, Link, LinkLostError, Received, decode, encode
 from multiworld_serving.server.frontends.messages import (
     Check,
     Done,
@@ -242,27 +242,16 @@ async def test_link_fails_when_the_backlog_is_too_large(monkeypatch: pytest.Monk
         assert "did not read" in str(await running)
 
 
-@pytest.mark.parametrize("name", INVALID)
-async def test_link_ends_when_a_frame_is_invalid(name: str) -> None:
+async def test_link_ends_when_a_frame_is_invalid() -> None:
     async with linked() as ends:
         running = ends.run_leader()
         at_frontend = ends.run_frontend()
-        payload = torch.frombuffer(bytearray(INVALID[name]), dtype=torch.uint8)
+        payload = torch.frombuffer(bytearray(INVALID["no such type"]), dtype=torch.uint8)
         await Channel(ends.frontend.world, 0, lambda _: None).send(Message(MessageKind.FRAMES, payload=payload))
         lost = await running
         assert lost.failed
         assert "invalid message" in str(lost)
         await at_frontend
-
-
-async def test_link_ends_when_what_a_frame_says_is_invalid() -> None:
-    def refuse(received: Received) -> None:
-        raise ValueError("of it")
-
-    async with linked(refuse) as ends:
-        running = ends.run_leader()
-        ends.frontend.send(Check(0, 1.0))
-        assert "of it" in str(await running)
 
 
 async def test_call_gets_its_reply_or_an_exception_and_a_stream_its_steps() -> None:
@@ -312,16 +301,6 @@ async def test_call_gets_its_reply_or_an_exception_and_a_stream_its_steps() -> N
         assert not ends.frontend._replies
         with pytest.raises(LinkLostError, match="not connected"):
             await ends.frontend.call(Check(0, 1.0), timeout_s=30)
-
-
-async def test_largest_image_fits_into_a_frame() -> None:
-    async with linked() as ends:
-        ends.run_leader()
-        payload = bytes(3 * 4096 * 4096)
-        assert len(payload) < MAX_BYTES
-        ends.frontend.reply(1, Predict("r", 1.0), payload, Kind.MESSAGE)
-        await until(lambda: ends.at_leader)
-    assert len(ends.at_leader[0].payload) == len(payload)
 
 
 # -- what frames say -----------------------------------------------------------------------------------------------------------

@@ -163,18 +163,6 @@ async def test_deadline_passes_while_the_request_waits_for_a_leader() -> None:
         await predict(made.pool, timeout_s=0.05)
 
 
-async def test_request_is_withdrawn_when_its_client_goes_away() -> None:
-    with pool_of(2) as made:
-        made.leaders[0].answers = [asyncio.Event()]
-        waiting = asyncio.create_task(predict(made.pool))
-        await until(lambda: made.leaders[0].got)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert made.leaders[0].cancelled == 1
-        assert made.leaders[1].got == []
-
-
 # -- a leader rejects ----------------------------------------------------------------------------------------------------------
 
 ELSEWHERE = [OverloadedError("full", retry_after_s=0.5), NoReplicaError("none"), NotReadyError("not yet")]
