@@ -8,7 +8,6 @@ import logging
 import os
 import random
 import socket
-from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 from multiworld import AskError, WorldError, WorldManager, ask
@@ -19,17 +18,13 @@ from multiworld_serving.common.wire.join import WORLD_BACKEND, FrontendJoinReque
 from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.server.frontends.link import Link, LinkLostError, Received, Reply
 from multiworld_serving.server.frontends.messages import (
-    Check,
     Done,
     Follow,
     LeaderState,
     Load,
     Metrics,
-    Operation,
-    Predict,
     Quiesce,
     Scrape,
-    Step,
     Welcome,
 )
 from multiworld_serving.server.settings import FrontendSettings
@@ -120,22 +115,13 @@ class LeaderLink:
 
     # -- messages --------------------------------------------------------------------------------------------------------------
 
-    async def request(
-        self, body: Check | Predict | Scrape, payload: memoryview | bytes = b"", *, timeout_s: float
-    ) -> Received:
-        """See `Link.call`."""
-        return await self._connected().call(body, payload, timeout_s=timeout_s)
-
-    def operate(self, operation: Operation) -> AsyncGenerator[Step | Done, None]:
-        """Run an administrative operation; see `Link.stream`. Raises one of `OPERATION_ERRORS`, or LinkLostError."""
-        return self._connected().stream(operation)
-
     def send(self, body: Follow | Load) -> None:
         """Send a message without a reply; does nothing while the leader is not connected."""
         if self._link is not None:
             self._link.send(body)
 
-    def _connected(self) -> Link:
+    def connected(self) -> Link:
+        """The link. Raises LinkLostError while there is none."""
         if self._link is None:
             raise LinkLostError("not connected", failed=False)
         return self._link

@@ -145,41 +145,43 @@ class LeaderPool:
     async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
         """See `Pipeline.predict`."""
         row_bytes = rows.shape[1] if self.model.result().input_rows.row_shape is None else 0
-        request = Predict(request_id, 0.0, current_span_ids(), key, len(rows), row_bytes=row_bytes)
-        kept_input = self._tensors.keep(rows)
+        fetches = self._tensors.fetches
+        request = Predict(request_id, 0.0, current_span_ids(), key, len(rows), row_bytes=row_bytes, fetches=fetches)
+        kept_input, resent = self._tensors.keep(rows), 0
         try:
-            prediction = await self._predict(request, deadline_s, kept_input)
+            while True:
+                reply, again = await self._request(request, deadline_s, kept_input)
+                resent += again
+                try:
+                    output = await self._output(reply, request.rows, deadline_s)
+                    break
+                except EdgeError as lost:
+                    logger.warning("request_id=%s the answer is lost: %s", request.request_id, lost)
+                    self._check_resubmission(0, deadline_s, lost)
+                    resent += 1
+                    unreachable = lost.holder if isinstance(lost, HolderUnreachableError) else None
+                    request = msgspec.structs.replace(request, fetches=False, unreachable=unreachable)
+                    self._metrics.resubmitted("answer_lost")
         except BaseException:
             self._tensors.expire(kept_input)
             raise
         self._tensors.release(kept_input)
-        return prediction
+        answer: PredictReply = reply.body
+        return answer.prediction(output, resent)
 
-    async def _predict(self, request: Predict, deadline_s: float, kept_input: KeptInput) -> Prediction:
-        """Send a request until its answer has arrived."""
-        rows, resent = self.model.result().output_rows, 0
-        request = msgspec.structs.replace(request, fetches=self._tensors.fetches)
-        while True:
-            reply, again = await self._request(request, deadline_s, kept_input)
-            resent += again
-            answer: PredictReply = reply.body
-            answer.check_kept(rows, request.rows)
-            missing = request.rows - sum(len(part.at) for part in answer.kept)
-            output = parse_rows(reply.payload, missing, rows) if missing else None
-            try:
-                if answer.kept or output is None:
-                    async with asyncio.timeout(max(0.0, deadline_s - self._clock()) + _DEADLINE_GRACE_S):
-                        output = await self._tensors.fetch(answer.kept, output, request.rows, rows.dtype)
-                return answer.prediction(output, resent)
-            except TimeoutError as error:
-                raise DeadlineError("the answer could not be fetched before the deadline; try again") from error
-            except EdgeError as lost:
-                logger.warning("request_id=%s the answer is lost: %s", request.request_id, lost)
-                self._check_resubmission(0, deadline_s, lost)
-                resent += 1
-                unreachable = lost.holder if isinstance(lost, HolderUnreachableError) else None
-                request = msgspec.structs.replace(request, fetches=False, unreachable=unreachable)
-                self._metrics.resubmitted("answer_lost")
+    async def _output(self, reply: Received, count: int, deadline_s: float) -> Tensor:
+        """The output of a request with so many rows: from the reply, and from workers that keep it. Raises EdgeError, DeadlineError."""
+        rows, answer = self.model.result().output_rows, reply.body
+        answer.check_kept(rows, count)
+        missing = count - sum(len(part.at) for part in answer.kept)
+        output = parse_rows(reply.payload, missing, rows) if missing else None
+        if output is not None and not answer.kept:
+            return output
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - self._clock()) + _DEADLINE_GRACE_S):
+                return await self._tensors.fetch(answer.kept, output, count, rows.dtype)
+        except TimeoutError as error:
+            raise DeadlineError("the answer could not be fetched before the deadline; try again") from error
 
     async def _request(
         self, body: Check | Predict, deadline_s: float, kept_input: KeptInput | None = None
@@ -199,7 +201,8 @@ class LeaderPool:
             timeout_s = deadline_s - self._clock()
             sent, payload = _message(body, timeout_s, link, kept_input)
             try:
-                return await link.request(sent, payload, timeout_s=max(0.0, timeout_s) + _DEADLINE_GRACE_S), resent
+                limit_s = max(0.0, timeout_s) + _DEADLINE_GRACE_S
+                return await link.connected().call(sent, payload, timeout_s=limit_s), resent
             except InputUnreachableError as error:
                 link.relays = True
                 self._check_resubmission(0, deadline_s, error)
@@ -324,7 +327,7 @@ class LeaderPool:
             raise NotReadyError("no leader is connected; wait until one is", retry_after_s=_RETRY_AFTER_S)
         revision = 1 + (0 if self._desired is None else self._desired.revision)
         try:
-            async with aclosing(link.operate(Operation(operation, weights, revision))) as steps:
+            async with aclosing(link.connected().stream(Operation(operation, weights, revision))) as steps:
                 async for step in steps:
                     yield step
         except LinkLostError as error:

@@ -161,7 +161,8 @@ class Link:
         number = self._expect_reply(partial(_settle, future))
         try:
             async with asyncio.timeout(timeout_s):
-                await self.wait_writable()
+                if not self._writable.is_set():
+                    await self.wait_writable()
                 self.send_encoded(encode(Kind.MESSAGE, number, body, payload))
                 return await future
         finally:

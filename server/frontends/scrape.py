@@ -47,7 +47,7 @@ class ServiceMetrics:
 
 async def _scrape(link: LeaderLink, *, others: bool) -> list[tuple[str, str]]:
     try:
-        reply = await link.request(Scrape(others), timeout_s=_TIMEOUT_S)
+        reply = await link.connected().call(Scrape(others), timeout_s=_TIMEOUT_S)
     except (LinkLostError, RequestRejected, TimeoutError):
         return []
     (_, own), *rest = _split(bytes(reply.payload), reply.body.texts)

@@ -16,7 +16,7 @@ from multiworld_serving.server.administration import Desired
 from multiworld_serving.server.errors import DrainingError, NotReadyError
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.frontends.link import Kind, LinkLostError, Received
+from multiworld_serving.server.frontends.link import Kind, Link, LinkLostError, Received
 from multiworld_serving.server.frontends.messages import (
     Check,
     Done,
@@ -108,7 +108,10 @@ class FakeLeader(LeaderLink):
     def is_lost(self) -> None:
         self._on_lost()
 
-    async def request(
+    def connected(self) -> Link:
+        return cast(Link, self)
+
+    async def call(
         self, body: Check | Predict | Scrape, payload: memoryview | bytes = b"", *, timeout_s: float
     ) -> Received:
         self.got.append((body, bytes(payload)))
@@ -134,7 +137,7 @@ class FakeLeader(LeaderLink):
         probabilities = memoryview(bytearray(rows_payload(found.output)))
         return Received(Kind.REPLY, 1, PredictReply.of(found), probabilities)
 
-    async def operate(self, operation: Operation) -> AsyncGenerator[Step | Done, None]:
+    async def stream(self, operation: Operation) -> AsyncGenerator[Step | Done, None]:
         self.operations.append(operation.operation)
         await asyncio.sleep(0)
         if operation.operation == "load-version":

@@ -248,7 +248,7 @@ async def test_frontend_with_the_same_name_replaces_the_former() -> None:
     async with running() as service:
         former = await service.frontend()
         service.leader.proceed = asyncio.Event()
-        waiting = asyncio.create_task(service.links["frontend-0"].request(REQUEST, PIXELS, timeout_s=30))
+        waiting = asyncio.create_task(service.links["frontend-0"].connected().call(REQUEST, PIXELS, timeout_s=30))
         await until(lambda: service.leader.got)
         [session] = service.sessions._sessions
         # The former one would join again and again: it is as good as dead.

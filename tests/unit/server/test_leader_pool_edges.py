@@ -44,10 +44,10 @@ class EdgeLeader(FakeLeader):
         pool.links.append(self)
         self.tells()
 
-    async def request(
+    async def call(
         self, body: Check | Predict | Scrape, payload: memoryview | bytes = b"", *, timeout_s: float
     ) -> Received:
-        reply = await super().request(body, payload, timeout_s=timeout_s)
+        reply = await super().call(body, payload, timeout_s=timeout_s)
         assert isinstance(body, Predict)
         number = body.tensor
         assert (number is None) == bool(payload)
