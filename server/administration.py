@@ -8,32 +8,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.predictor import ModelVersion
 
 
-class OperationInProgressError(Exception):
+class OperationInProgressError(RequestRejected, reason="busy", status=409):
     """Another operation is in progress. Nothing has changed; try again when it has ended."""
 
 
-class InvalidWeightsError(Exception):
+class InvalidWeightsError(RequestRejected, reason="invalid_weights", status=400):
     """The leader cannot load these weights: it raised a `models.ModelError` with the same message. Nothing has changed."""
 
 
-class VersionFailedError(Exception):
+class VersionFailedError(RequestRejected, reason="version_failed", status=500):
     """The workers cannot serve this version. Nothing has changed."""
 
 
-class RestartFailedError(Exception):
+class RestartFailedError(RequestRejected, reason="restart_failed", status=500):
     """A worker did not leave, or did not join again. The remaining workers were not restarted."""
-
-
-OPERATION_ERRORS: dict[str, type[Exception]] = {
-    "invalid_weights": InvalidWeightsError,
-    "busy": OperationInProgressError,
-    "version_failed": VersionFailedError,
-    "restart_failed": RestartFailedError,
-}
-"""Errors of administrative operations, by their name in a reply."""
 
 
 class Desired(NamedTuple):

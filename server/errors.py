@@ -6,6 +6,7 @@
     ├── NoReplicaError              no_replica       retry: a stage had no replica for long, or the input was lost too often
     ├── NotReadyError               not_ready        retry: the pipeline has not been ready yet
     ├── DrainingError               draining         retry elsewhere: this leader is stopping
+    ├── InputUnreachableError       relay            a frontend sends the request again, with the input
     ├── PoisonError                 poison           do not retry: this request broke every world it was sent to
     ├── StageError                  stage_error      a stage raised an exception on this request
     ├── HandlerError                handler_failed   the user's handler failed on this request
@@ -31,10 +32,6 @@ This is the only place that gives a reason its HTTP status.
 from __future__ import annotations
 
 from typing import ClassVar, Final
-
-
-class InputUnreachableError(Exception):
-    """A leader's reply to a frontend: a worker could not fetch the image; send the request again, with the image."""
 
 
 class RequestRejected(Exception):  # noqa: N818 (an outcome of a request, not a fault of ours: the name the contract gives)
@@ -92,6 +89,10 @@ class NotReadyError(RequestRejected, reason="not_ready", status=503, retry_after
 
 class DrainingError(RequestRejected, reason="draining", status=503, retry_after_s=1.0):
     """The leader is stopping and takes no new requests."""
+
+
+class InputUnreachableError(RequestRejected, reason="relay", status=503):
+    """Only between a leader and a frontend, which sends the request again, with the input: a worker could not fetch it."""
 
 
 class PoisonError(RequestRejected, reason="poison", status=500):
@@ -173,5 +174,8 @@ def _leaves(root: type[RequestRejected] = RequestRejected) -> dict[str, type[Req
     return found
 
 
-STATUS_OF_REASON: Final = {reason: leaf.status for reason, leaf in _leaves().items()} | {"internal": 500}
-"""The HTTP status of every reason, and of an unexpected exception."""
+STATUS_OF_REASON: Final = {
+    **{reason: leaf.status for reason, leaf in _leaves().items() if leaf is not InputUnreachableError},
+    "internal": 500,
+}
+"""The HTTP status of every reason of an inference request, and of an unexpected exception. `administration` adds other reasons."""

@@ -22,11 +22,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from multiworld_serving.server.administration import (
-    InvalidWeightsError,
     OperationInProgressError,
     RestartFailedError,
     RestartStep,
-    VersionFailedError,
 )
 from multiworld_serving.server.api.oip.metadata import repository_index
 from multiworld_serving.server.errors import (
@@ -35,21 +33,14 @@ from multiworld_serving.server.errors import (
     MediaTypeError,
     UnknownModelError,
 )
-from multiworld_serving.server.http.errors import error_response
 from multiworld_serving.server.http.open_request import while_connected
 from multiworld_serving.server.http.route import Endpoint, route
-from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.snapshots import PipelineSnapshot
 
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 * 1024
-_REASONS: dict[type[Exception], tuple[int, str]] = {
-    InvalidWeightsError: (400, "invalid_weights"),
-    OperationInProgressError: (409, "busy"),
-    VersionFailedError: (500, "version_failed"),
-}
 
 
 class Administration(Protocol):
@@ -59,7 +50,7 @@ class Administration(Protocol):
         """The state of the pipeline."""
 
     async def load_version(self, weights: str | None) -> ModelVersion:
-        """Load a version; None = the weights of the settings. Raises one of `OPERATION_ERRORS`."""
+        """Load a version; None = the weights of the settings. Raises one of the errors of `administration`."""
 
     async def unload(self) -> None:
         """Unload the model."""
@@ -180,9 +171,6 @@ def _json_endpoint(handler: Callable[[Request, _Body], Awaitable[object]]) -> En
         except msgspec.MsgspecError as error:
             says = "send the name of a version as `weights`: random:SEED, or a path below --weights-dir"
             raise InferenceRequestError(f"the body is invalid ({error}); {says}") from error
-        except tuple(_REASONS) as error:
-            status, reason = next(found for kind, found in _REASONS.items() if isinstance(error, kind))
-            return error_response(status, str(error), reason, RequestRecord.of(request.scope))
 
     return endpoint
 

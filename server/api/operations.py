@@ -13,12 +13,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from multiworld_serving.common.metrics import CONTENT_TYPE
+from multiworld_serving.server.api.oip.metadata import readiness_error
 from multiworld_serving.server.http.errors import rejection_response
 from multiworld_serving.server.http.route import Endpoint, route
 from multiworld_serving.server.observability.event_feed import EventFeed, EventStream
 from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import Pipeline, ServedModel
-from multiworld_serving.server.readiness import readiness_error
 
 _PAGE_PATH = "/status-page"
 _FILE_TYPES = {

@@ -3,7 +3,7 @@
 frontend: main.py                 HTTP server and admin port; start reading here
           leader_pool.py          which leader gets a request, and what happens to it when that leader is lost
           leader_link.py          joins one leader and exchanges messages with it
-          scrape.py, merge_metrics.py    the metrics of all processes
+          scrape.py               the metrics of all processes
 leader:   sessions.py             admits frontends and handles their messages
 both:     link.py, messages.py    messages on the world of a frontend and a leader, requests and replies, and their content
 

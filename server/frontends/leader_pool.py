@@ -303,7 +303,7 @@ class LeaderPool:
     # -- administration: by the acting leader ----------------------------------------------------------------------------------
 
     async def load_version(self, weights: str | None) -> ModelVersion:
-        """Load a version. Raises one of `OPERATION_ERRORS`, or NotReadyError if no leader is connected or the leader is lost."""
+        """Load a version. Raises an error of `administration`, or NotReadyError if no leader is connected or the leader is lost."""
         done = [each async for each in self._operate("load-version", weights)][-1]
         assert isinstance(done, Done)
         assert done.version is not None, "the leader loaded it"

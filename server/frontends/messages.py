@@ -12,14 +12,12 @@ from torch import Tensor
 
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError, ModelError
-from multiworld_serving.server.administration import OPERATION_ERRORS, Desired, RestartStep
-from multiworld_serving.server.errors import InputUnreachableError, RequestRejected
+from multiworld_serving.server.administration import Desired, RestartStep
+from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.predictor import KeptRows, ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot
 
 _INTERNAL = "internal"
-_REASONS: dict[str, type[Exception]] = {"relay": InputUnreachableError, **OPERATION_ERRORS}
-"""Of replies that are no `RequestRejected`."""
 OperationName = Literal["load-version", "unload", "rolling-restart"]
 MAX_KEY_CHARS = 1000
 _MAX_ROW = 1 << 31
@@ -120,9 +118,6 @@ class Rejection(Body, frozen=True):
             return cls(error.reason, error.detail, error.retry_after_s)
         if isinstance(error, ModelError):
             return cls("invalid_weights", str(error))
-        reasons = (reason for reason, kind in _REASONS.items() if isinstance(error, kind))
-        if (reason := next(reasons, None)) is not None:
-            return cls(reason, str(error))
         return cls(_INTERNAL, f"the leader failed ({type(error).__name__}); see its log")
 
     @property
@@ -134,8 +129,6 @@ class Rejection(Body, frozen=True):
         """The exception."""
         if self.is_internal:
             return RuntimeError(self.detail)
-        if self.reason in _REASONS:
-            return _REASONS[self.reason](self.detail)
         return RequestRejected.for_reason(self.reason, self.detail, retry_after_s=self.retry_after_s)
 
 

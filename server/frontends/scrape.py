@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,11 +12,11 @@ from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.link import LinkLostError
-from multiworld_serving.server.frontends.merge_metrics import merge_metrics
 from multiworld_serving.server.frontends.messages import Scrape
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 
 _TIMEOUT_S = 3.0
+_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.+)")
 
 
 class ServiceMetrics:
@@ -59,3 +60,26 @@ def _split(payload: bytes, sizes: Iterable[tuple[str, int]]) -> Iterable[tuple[s
     for name, size in sizes:
         yield str(name), payload[at : at + size].decode(errors="replace")
         at += size
+
+
+def merge_metrics(texts: Iterable[tuple[str, str]]) -> str:
+    """Merge expositions in Prometheus' text format.
+
+    Args:
+        texts: name of a process, and its metrics.
+    """
+    families: dict[str, list[str]] = {}
+    for process, text in texts:
+        family = ""
+        label = 'process="' + process.replace("\\", r"\\").replace('"', r"\"") + '"'
+        for line in text.splitlines():
+            if line.startswith("# HELP "):
+                family = line.split(" ", 3)[2]
+                families.setdefault(family, [line])
+            elif line.startswith("# TYPE "):
+                if len(families.setdefault(family, [])) == 1:
+                    families[family].append(line)
+            elif line and not line.startswith("#") and (match := _SAMPLE.fullmatch(line)) is not None:
+                name, labels, value = match.groups()
+                families.setdefault(family, []).append(f"{name}{{{label}{',' + labels if labels else ''}}} {value}")
+    return "".join(f"{line}\n" for lines in families.values() for line in lines)

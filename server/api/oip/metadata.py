@@ -8,9 +8,8 @@ from typing import Any
 
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.server.api.oip.tensors import DATATYPES
-from multiworld_serving.server.errors import UnknownModelError
+from multiworld_serving.server.errors import DrainingError, NotReadyError, RequestRejected, UnknownModelError
 from multiworld_serving.server.predictor import ModelVersion, ServedModel
-from multiworld_serving.server.readiness import readiness_error
 from multiworld_serving.server.snapshots import PipelineSnapshot
 
 _PLATFORM = "pytorch_multiworld"
@@ -116,3 +115,12 @@ def repository_index(snapshot: PipelineSnapshot, *, only_ready: bool = False) ->
     if snapshot.version_loading is not None:
         versions.append({"name": snapshot.model, "version": "", "state": "LOADING", "reason": snapshot.version_loading})
     return [version for version in versions if version["state"] == "READY" or not only_ready]
+
+
+def readiness_error(snapshot: PipelineSnapshot) -> RequestRejected:
+    """The error that says what is missing."""
+    if snapshot.draining:
+        return DrainingError("the server is stopping and accepts no new requests; use another one")
+    if snapshot.unloaded:
+        return NotReadyError("the model is unloaded; an administrator must load it first")
+    return NotReadyError(f"not ready: {'; '.join(snapshot.reasons)}; wait for workers to join")

@@ -17,13 +17,12 @@ from multiworld_serving.server.api.inference import Inference, InferRequest, enc
 from multiworld_serving.server.api.oip.compression import accepted_encoding, content_encoding, pack, unpack
 from multiworld_serving.server.api.oip.infer_request import parse_infer_request
 from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH, build_response
-from multiworld_serving.server.api.oip.metadata import repository_index
+from multiworld_serving.server.api.oip.metadata import readiness_error, repository_index
 from multiworld_serving.server.errors import InferenceRequestError
 from multiworld_serving.server.http.open_request import OpenRequest
 from multiworld_serving.server.http.route import Endpoint, client_timeout_s, query_parameters, route
 from multiworld_serving.server.observability.requests import RequestRecord, Requests
 from multiworld_serving.server.predictor import Pipeline, Prediction
-from multiworld_serving.server.readiness import readiness_error
 
 _EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "statistics"]
 

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from multiworld_serving.server import errors
-from multiworld_serving.server.errors import STATUS_OF_REASON, RequestRejected
+from multiworld_serving.server.errors import RequestRejected
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, Connection, image_bytes, running_frontend
 
 LABELS = {"model": MODEL.name, "version": MODEL.version, "protocol": "predict"}
@@ -47,8 +47,7 @@ def _leaves(kind: type[RequestRejected]) -> list[type[RequestRejected]]:
 
 
 @pytest.mark.parametrize("kind", _leaves(RequestRejected))
-def test_every_refusal_has_a_status_and_is_found_by_its_reason(kind: type[RequestRejected]) -> None:
-    assert kind.reason in STATUS_OF_REASON
+def test_every_refusal_is_found_by_its_reason(kind: type[RequestRejected]) -> None:
     original = RequestRejected.for_reason(kind.reason, "why", retry_after_s=1.5)
     assert type(original) is kind
     assert (original.detail, original.retry_after_s, str(original)) == ("why", 1.5, "why")
