@@ -5,8 +5,7 @@ Frontends do not import what performs the operations (`leader.py`): it loads the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.predictor import ModelVersion
@@ -44,16 +43,3 @@ class Desired(NamedTuple):
     def rank(self) -> tuple[int, str]:
         """Orders what was decided. Operations on the two sides of a cut network have the same revision: then the name decides."""
         return self.revision, self.version.name
-
-
-@dataclass(frozen=True, slots=True)
-class RestartStep:
-    """Progress of one worker: `left_s` is the time until it left, `back_s` the time until its slot was ready again."""
-
-    worker: str
-    slot: str
-    state: Literal["restarting", "restarted"]
-    number: int
-    total: int
-    left_s: float | None = None
-    back_s: float | None = None

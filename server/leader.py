@@ -14,7 +14,7 @@ from types import TracebackType
 
 from multiworld import WorldManager
 from multiworld_serving.common.observers import suppress_errors
-from multiworld_serving.server.administration import Desired, OperationInProgressError, RestartStep, VersionFailedError
+from multiworld_serving.server.administration import Desired, OperationInProgressError, VersionFailedError
 from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import DrainingError, NotReadyError, RequestRejected
@@ -23,7 +23,7 @@ from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.operations import Operations
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
-from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.predictor import ModelVersion, RestartStep
 from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.events import Drain

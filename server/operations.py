@@ -12,11 +12,10 @@ from multiworld_serving.server.administration import (
     Desired,
     OperationInProgressError,
     RestartFailedError,
-    RestartStep,
     VersionFailedError,
 )
 from multiworld_serving.server.daemon_threads import DaemonThreads
-from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.predictor import ModelVersion, RestartStep
 from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.replicas.worker import Worker
 from multiworld_serving.server.snapshots import RolloutProgress

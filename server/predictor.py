@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -122,6 +122,19 @@ class KeptRows(NamedTuple):
     """Of a row."""
 
 
+@dataclass(frozen=True, slots=True)
+class RestartStep:
+    """Progress of one worker: `left_s` is the time until it left, `back_s` the time until its slot was ready again."""
+
+    worker: str
+    slot: str
+    state: Literal["restarting", "restarted"]
+    number: int
+    total: int
+    left_s: float | None = None
+    back_s: float | None = None
+
+
 @dataclass(frozen=True)
 class Prediction:
     """The model's outputs for the samples of a request, and how they were computed. All samples were computed by one version."""
@@ -203,4 +216,16 @@ class Pipeline(Protocol):
 
     def snapshot(self) -> PipelineSnapshot:
         """State of the pipeline now. Cheap: may be called several times a second."""
+        ...
+
+    async def load_version(self, weights: str | None) -> ModelVersion:
+        """Load a version; None = the weights of the settings. Raises one of the errors of `administration`."""
+        ...
+
+    async def unload(self) -> None:
+        """Unload the model. Raises OperationInProgressError."""
+        ...
+
+    def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
+        """Restart every worker in turn. Raises OperationInProgressError or RestartFailedError."""
         ...

@@ -13,7 +13,6 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 import msgspec
 from msgspec import Struct
@@ -24,7 +23,6 @@ from starlette.routing import Route
 from multiworld_serving.server.administration import (
     OperationInProgressError,
     RestartFailedError,
-    RestartStep,
 )
 from multiworld_serving.server.api.oip.metadata import repository_index
 from multiworld_serving.server.errors import (
@@ -35,28 +33,11 @@ from multiworld_serving.server.errors import (
 )
 from multiworld_serving.server.http.open_request import while_connected
 from multiworld_serving.server.http.route import Endpoint, route
-from multiworld_serving.server.predictor import ModelVersion
-from multiworld_serving.server.snapshots import PipelineSnapshot
+from multiworld_serving.server.predictor import Pipeline, RestartStep
 
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 * 1024
-
-
-class Administration(Protocol):
-    """The service, for administrators."""
-
-    def snapshot(self) -> PipelineSnapshot:
-        """The state of the pipeline."""
-
-    async def load_version(self, weights: str | None) -> ModelVersion:
-        """Load a version; None = the weights of the settings. Raises one of the errors of `administration`."""
-
-    async def unload(self) -> None:
-        """Unload the model."""
-
-    def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
-        """Restart every worker in turn. Raises OperationInProgressError or RestartFailedError."""
 
 
 class _Text(Struct):
@@ -102,7 +83,7 @@ class _Body(Struct):
 class AdminRoutes:
     """The routes. `Application` authorizes requests before they arrive here."""
 
-    service: Administration
+    service: Pipeline
 
     def routes(self) -> list[Route]:
         """The routes, for the application of the admin port."""

@@ -215,7 +215,7 @@ class LeaderLink:
                 if number:
                     link.reply(number, Done())
             case Scrape():
-                link.reply(number, Metrics(()), self._pool.scrape())
+                link.reply(number, Metrics((("", self._pool.metrics.text().decode()),)))
             case Quiesce():
                 link.handle(number, self._quiesce())
             case Welcome(model=model):

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from multiworld_serving.common.edges.edge import EdgeError, HolderUnreachableError
 from multiworld_serving.common.edges.edges import Edges
-from multiworld_serving.server.administration import Desired, RestartStep
+from multiworld_serving.server.administration import Desired
 from multiworld_serving.server.errors import (
     DeadlineError,
     DrainingError,
@@ -56,7 +56,7 @@ from multiworld_serving.server.frontends.messages import (
 from multiworld_serving.server.frontends.request_tensors import KeptInput, RequestTensors
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.tracing import current_span_ids
-from multiworld_serving.server.predictor import ModelVersion, Prediction, ServedModel
+from multiworld_serving.server.predictor import ModelVersion, Prediction, RestartStep, ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot
 
 logger = logging.getLogger(__name__)
@@ -76,12 +76,12 @@ class LeaderPool:
 
     Args:
         grace_s: how long a request waits while no leader is usable.
-        metrics: of this frontend.
         on_change: called when the state of a leader has changed.
         clock: of the deadlines.
         edges: of this process; None: all tensors go through the leaders.
 
     Attributes:
+        metrics: of this frontend.
         open_requests: number of requests that have begun and not ended.
     """
 
@@ -98,7 +98,7 @@ class LeaderPool:
         self.model: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         self.stopping = False
         self._grace_s = grace_s
-        self._metrics = metrics
+        self.metrics = metrics
         self._on_change = on_change
         self._admitted = 0
         self._changed = asyncio.Event()
@@ -161,7 +161,7 @@ class LeaderPool:
                     resent += 1
                     unreachable = lost.holder if isinstance(lost, HolderUnreachableError) else None
                     request = msgspec.structs.replace(request, fetches=False, unreachable=unreachable)
-                    self._metrics.resubmitted("answer_lost")
+                    self.metrics.resubmitted("answer_lost")
         except BaseException:
             self._tensors.expire(kept_input)
             raise
@@ -206,12 +206,12 @@ class LeaderPool:
             except InputUnreachableError as error:
                 link.relays = True
                 self._check_resubmission(0, deadline_s, error)
-                self._metrics.resubmitted("relay")
+                self.metrics.resubmitted("relay")
             except LinkLostError as lost:
                 failures += lost.failed and isinstance(body, Predict)
                 self._check_resubmission(failures, deadline_s, lost)
                 resent += 1
-                self._metrics.resubmitted("failed" if lost.failed else "left")
+                self.metrics.resubmitted("failed" if lost.failed else "left")
             except RequestRejected as rejection:
                 self._check_until_s = self._clock() + _CHECK_S
                 if rejection.reason == "draining" and self._clock() < deadline_s:
@@ -222,7 +222,7 @@ class LeaderPool:
                 else:
                     rejected[link] = rejection
                     if self._choose(rejected, body) is not None:
-                        self._metrics.resubmitted(rejection.reason)
+                        self.metrics.resubmitted(rejection.reason)
             except TimeoutError as error:
                 raise DeadlineError("the leader did not reply before the deadline; try again") from error
 
@@ -356,10 +356,10 @@ class LeaderPool:
         self._spread_desired()
         self._changed.set()
         self._changed = asyncio.Event()
-        self._metrics.leaders.set(sum(link.usable for link in self._current))
-        self._metrics.leaders_configured.set(len(self.links))
+        self.metrics.leaders.set(sum(link.usable for link in self._current))
+        self.metrics.leaders_configured.set(len(self.links))
         snapshot = self.snapshot()
-        self._metrics.service_state(snapshot.state)
+        self.metrics.service_state(snapshot.state)
         if any(link.state is not None for link in self.links):
             self._on_change(snapshot)
 
@@ -394,10 +394,6 @@ class LeaderPool:
             )
         for link in self.links:
             link.ambiguous = link.name is not None and counts[link.name] > 1
-
-    def scrape(self) -> bytes:
-        """This frontend's metrics as text."""
-        return self._metrics.text()
 
     async def wait_idle(self) -> None:
         """Wait until no admitted request needs a leader that drains: there are none, or another leader is usable."""

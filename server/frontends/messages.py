@@ -12,9 +12,9 @@ from torch import Tensor
 
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError, ModelError
-from multiworld_serving.server.administration import Desired, RestartStep
+from multiworld_serving.server.administration import Desired
 from multiworld_serving.server.errors import RequestRejected
-from multiworld_serving.server.predictor import KeptRows, ModelVersion, Prediction, ServedModel
+from multiworld_serving.server.predictor import KeptRows, ModelVersion, Prediction, RestartStep, ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot
 
 _INTERNAL = "internal"
@@ -173,9 +173,9 @@ class Scrape(Body, frozen=True):
 
 
 class Metrics(Body, frozen=True):
-    """Metrics as text in the payload: name of the process and bytes of its text."""
+    """Name and metrics of each process; a frontend does not name itself."""
 
-    texts: tuple[tuple[str, int], ...]
+    texts: tuple[tuple[str, str], ...]
 
 
 class Load(Body, frozen=True):

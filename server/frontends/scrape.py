@@ -51,15 +51,8 @@ async def _scrape(link: LeaderLink, *, others: bool) -> list[tuple[str, str]]:
         reply = await link.connected().call(Scrape(others), timeout_s=_TIMEOUT_S)
     except (LinkLostError, RequestRejected, TimeoutError):
         return []
-    (_, own), *rest = _split(bytes(reply.payload), reply.body.texts)
+    (_, own), *rest = reply.body.texts
     return [(link.label or str(link.address), own), *rest]
-
-
-def _split(payload: bytes, sizes: Iterable[tuple[str, int]]) -> Iterable[tuple[str, str]]:
-    at = 0
-    for name, size in sizes:
-        yield str(name), payload[at : at + size].decode(errors="replace")
-        at += size
 
 
 def merge_metrics(texts: Iterable[tuple[str, str]]) -> str:

@@ -238,7 +238,7 @@ class FrontendSession:
     async def scrape(self) -> str:
         """The frontend's metrics as text; empty if it does not reply in time."""
         reply = await self.ask(Scrape(), _SCRAPE_S)
-        return "" if reply is None else str(reply.payload, "utf-8")
+        return "" if reply is None else str(reply.body.texts[0][1])
 
     def _receive(self, received: Received) -> None:
         number = received.number
@@ -328,8 +328,7 @@ class FrontendSession:
         texts = [(self._sessions.name, (await self._sessions.metrics.scrape()).decode())]
         if others:
             texts += await self._sessions.scrape_others(self)
-        sizes = tuple((name, len(text.encode())) for name, text in texts)
-        return MetricsBody(sizes), "".join(text for _, text in texts).encode()
+        return MetricsBody(tuple(texts)), b""
 
 
 def _reply_of(found: Prediction | Exception) -> Reply:

@@ -50,21 +50,6 @@ def image_input(tensor: InputTensor, data: memoryview | None, signature: Signatu
     return values if datatype == "UINT8" else _grey_levels(name, values)
 
 
-def image_from_raw(body: bytes, signature: Signature) -> Tensor:
-    """The image of a request without JSON (`Inference-Header-Content-Length: 0`): UINT8, shaped as in the metadata.
-
-    Raises:
-        InferenceRequestError: its size is wrong.
-    """
-    shape, expected = list(signature.image_shape), signature.model.input_rows.max_row_bytes
-    if len(body) != expected:
-        raise InferenceRequestError(
-            f"without JSON the body is one image, UINT8 {shape}: {expected} bytes, "
-            f"not {len(body)}; send image files to /predict, or as BYTES with JSON"
-        )
-    return tensor_values(InputTensor(signature.model.inputs[0].name, "UINT8", [1, *shape]), memoryview(body))
-
-
 def _wrong_shape(name: str, shape: list[int], signature: Signature) -> str:
     channels, height, width = signature.image_shape
     hint = "resize and crop first, or send image files as BYTES"

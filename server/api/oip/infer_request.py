@@ -15,7 +15,7 @@ from torch import Tensor
 
 from multiworld_serving.models.errors import BundleError
 from multiworld_serving.server.api.inference import InferRequest, OutputOptions
-from multiworld_serving.server.api.oip.image_input import image_from_raw, image_input
+from multiworld_serving.server.api.oip.image_input import image_input
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.api.oip.tensors import BINARY_ONLY, DATATYPES, InputTensor, abbreviated, input_tensor
 from multiworld_serving.server.errors import InferenceRequestError
@@ -76,8 +76,6 @@ def parse_infer_request(body: bytes, json_bytes: int | None, signature: Signatur
     """
     if json_bytes == 0:
         outputs = [OutputOptions(index, binary=True) for index in range(len(signature.model.outputs))]
-        if signature.model.image is not None:
-            return InferRequest(image_from_raw(body, signature), "", outputs)
         return InferRequest(*_raw_row(body, signature), outputs)
     if json_bytes is not None and json_bytes > len(body):
         raise InferenceRequestError(

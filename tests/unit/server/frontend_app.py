@@ -15,13 +15,12 @@ from PIL import Image
 from starlette.types import ASGIApp
 from torch import Tensor
 
-from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.api.app import Application, create_api
 from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
+from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, RestartStep, ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, ReplicaState, StageSnapshot
 
 SIDE = 16
@@ -71,6 +70,15 @@ class ColourPredictor:
         if self.rejection is not None:
             raise self.rejection
 
+    async def load_version(self, weights: str | None) -> ModelVersion:
+        raise NotImplementedError
+
+    async def unload(self) -> None:
+        raise NotImplementedError
+
+    def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
+        raise NotImplementedError
+
     async def asked_times(self, times: int) -> None:
         """Wait until this many more requests have reached the predictor."""
         for _ in range(times):
@@ -93,11 +101,10 @@ class ColourPredictor:
 
 
 @dataclass
-class Repository:
+class Repository(ColourPredictor):
     """Records load requests, and fails on demand."""
 
-    failure: Exception | None = None
-    asked: list[str | None] = field(default_factory=list)
+    loaded: list[str | None] = field(default_factory=list)
     unloaded: bool = False
     loading: str | None = None
     steps: tuple[RestartStep | Exception, ...] = ()
@@ -109,7 +116,7 @@ class Repository:
             yield step
 
     async def load_version(self, weights: str | None) -> ModelVersion:
-        self.asked.append(weights)
+        self.loaded.append(weights)
         if self.failure is not None:
             raise self.failure
         return ModelVersion(2, weights or "own")

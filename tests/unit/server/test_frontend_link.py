@@ -19,7 +19,7 @@ from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.join import WORLD_BACKEND
 from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.models.bundle.manifest import TensorSpec
-from multiworld_serving.server.administration import Desired, RestartFailedError, RestartStep
+from multiworld_serving.server.administration import Desired, RestartFailedError
 from multiworld_serving.server.errors import STATUS_OF_REASON, OverloadedError, RequestRejected
 from multiworld_serving.server.frontends import link
 from multiworld_serving.server.frontends.link import Kind, Link, LinkLostError, Received, decode, encode
@@ -37,7 +37,7 @@ from multiworld_serving.server.frontends.messages import (
     parse_rows,
     rows_payload,
 )
-from multiworld_serving.server.predictor import ImageSizes, KeptRows, ModelVersion, Prediction, ServedModel
+from multiworld_serving.server.predictor import ImageSizes, KeptRows, ModelVersion, Prediction, RestartStep, ServedModel
 from multiworld_serving.server.snapshots import (
     FailureSnapshot,
     FrontendSnapshot,

@@ -22,7 +22,6 @@ from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.wire.join import RELEASE
 from multiworld_serving.server.administration import (
     Desired,
-    RestartStep,
 )
 from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import DrainingError, OverloadedError, RequestRejected
@@ -38,7 +37,7 @@ from multiworld_serving.server.observability.frontend_metrics import FrontendMet
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.relays import Relays
 from multiworld_serving.server.pipeline.requests import PendingRequest
-from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
+from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, RestartStep, ServedModel
 from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.server.snapshots import PipelineSnapshot
 from tests.unit.server.fake_leaders import open_request

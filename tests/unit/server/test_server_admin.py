@@ -12,13 +12,12 @@ from multiworld_serving.server.administration import (
     InvalidWeightsError,
     OperationInProgressError,
     RestartFailedError,
-    RestartStep,
     VersionFailedError,
 )
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.predictor import ModelVersion, RestartStep
 from tests.unit.server.frontend_app import Connection, Repository
 
 RESTART = "/admin/rolling-restart"
@@ -71,7 +70,7 @@ async def test_weights_are_accepted_in_every_place_of_a_load_request(body: bytes
     async with client(repository) as operators:
         response = await operators.post(LOAD, content=body)
     assert response.status_code == 200
-    assert repository.asked == [weights]
+    assert repository.loaded == [weights]
     assert response.json() == {"name": "m", "version": "2", "weights": weights or "own"}
 
 
@@ -93,7 +92,7 @@ async def test_invalid_load_request_changes_nothing(body: bytes, status: int, sa
         response = await operators.post(LOAD, content=body)
     assert response.status_code == status
     assert says in response.json()["error"]
-    assert repository.asked == []
+    assert repository.loaded == []
 
 
 @pytest.mark.parametrize(

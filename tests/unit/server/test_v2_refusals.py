@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "data and size": (request((GOOD_BINARY[0] | {"data": VALUES}, DATA)), "has both `data` and `binary_data_size`"),
     "size right, shape not": (request(binary_tensor("UINT8", SHAPE, DATA[:-1])), "requires 768 bytes of data, not 767"),
     "elements left": (request(binary_tensor("BYTES", [1], elements(FILE, b"x"))), "5 bytes of data left over"),
-    "raw too short": (sent(DATA[:-1], Inference_Header_Content_Length="0"), "768 bytes, not 767"),
+    "raw too short": (sent(DATA[:-1], Inference_Header_Content_Length="0"), "768 bytes of data, not 767"),
     "shared memory in": (request(tensor("UINT8", SHAPE, parameters={"shared_memory_region": "r"})), "not supported"),
     "shared memory out": (request(GOOD, outputs=wanting(shared_memory_region="r")), "shared memory is not supported"),
     "input parameters a list": (

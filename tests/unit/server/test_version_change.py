@@ -18,13 +18,12 @@ from multiworld_serving.server.administration import (
     Desired,
     OperationInProgressError,
     RestartFailedError,
-    RestartStep,
     VersionFailedError,
 )
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.operations import Operations
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
-from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.predictor import ModelVersion, RestartStep
 from multiworld_serving.server.replicas import reconcile
 from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.replicas.worker import Ending, LinkEndedError, SelfTestError, Worker
