@@ -49,6 +49,7 @@ from multiworld_serving.server.frontends.messages import (
     OperationName,
     Predict,
     PredictReply,
+    Rejection,
     Step,
     parse_rows,
     rows_payload,
@@ -109,6 +110,10 @@ class LeaderPool:
         """The connected leaders that serve `_desired`. If no leader serves it, the leaders that failed to load it."""
         self._acting: LeaderLink | None = None
         """The first ready leader of `_current`. If none is ready, the first one."""
+        self._candidates: list[LeaderLink] = []
+        """The leaders that get requests, in this order."""
+        self._unloaded: Rejection | None = None
+        """The rejection of a leader whose model is unloaded, if no leader is usable."""
         self._last = PipelineSnapshot("", "", False, False, 0.0, 0, 0, ())
         self._version = ModelVersion(0, "")
         self._check_until_s = 0.0
@@ -122,8 +127,8 @@ class LeaderPool:
         """See `Pipeline.begin`."""
         if self.stopping:
             raise DrainingError("this frontend is stopping and accepts no new requests; use another one")
-        if (rejection := self._unloaded()) is not None:
-            raise rejection
+        if self._unloaded is not None:
+            raise self._unloaded.error()
         self.open_requests += 1
 
     async def check(self, *, deadline_s: float, ahead: int) -> None:
@@ -193,8 +198,10 @@ class LeaderPool:
         while True:
             link = self._choose(rejected, body)
             if link is None:
-                if (reason := next(iter(rejected.values()), None) or self._unloaded()) is not None:
-                    raise reason
+                if rejected:
+                    raise next(iter(rejected.values()))
+                if self._unloaded is not None:
+                    raise self._unloaded.error()
                 grace_until_s = grace_until_s or self._clock() + self._grace_s
                 await self._wait_for_change(min(grace_until_s, deadline_s), deadline_s)
                 continue
@@ -236,13 +243,13 @@ class LeaderPool:
             raise DeadlineError(f"the deadline has passed, and before that: {lost}; try again") from lost
 
     def _choose(self, rejected: Mapping[LeaderLink, object], body: Check | Predict) -> LeaderLink | None:
-        """The first ready leader. If no leader is ready, the first usable one."""
-        candidates = [link for link in self._current if link.usable and link not in rejected]
-        if self._was_ready:  # a leader that has just started would reject it, because its workers have not joined yet
-            candidates = [link for link in candidates if link.was_ready]
-        if not candidates and isinstance(body, Predict) and not rejected:
-            candidates = [link for link in self.links if link.state is not None and link.state.snapshot.draining]
-        return min(candidates, key=lambda link: link.state is None or not link.state.ready, default=None)
+        """The first candidate that has not rejected the request. If there is none, an admitted request goes to a leader that drains."""
+        for link in self._candidates:
+            if link not in rejected:
+                return link
+        if rejected or isinstance(body, Check):
+            return None
+        return next((link for link in self.links if link.state is not None and link.state.snapshot.draining), None)
 
     async def _wait_for_change(self, until_s: float, deadline_s: float, *, strict: bool = True) -> None:
         """Wait for a change of a leader's state. If `strict`, raise when `until_s` passes first."""
@@ -259,13 +266,6 @@ class LeaderPool:
                 f"no leader has been reachable for {self._grace_s:g} s; wait until one has started",
                 retry_after_s=_RETRY_AFTER_S,
             ) from None
-
-    def _unloaded(self) -> Exception | None:
-        """The rejection of a leader whose model is unloaded, if no leader is usable."""
-        states = [link.state for link in self._current if link.state is not None]
-        if any(state.rejection is None for state in states):
-            return None
-        return next((s.rejection.error() for s in states if s.rejection and s.snapshot.unloaded), None)
 
     # -- the state of the service ----------------------------------------------------------------------------------------------
 
@@ -354,6 +354,7 @@ class LeaderPool:
         self._was_ready |= leader.was_ready
         self._find_ambiguous_names()
         self._spread_desired()
+        self._find_candidates()
         self._changed.set()
         self._changed = asyncio.Event()
         self.metrics.leaders.set(sum(link.usable for link in self._current))
@@ -382,6 +383,15 @@ class LeaderPool:
         self._acting = min(self._current, key=lambda link: link.state is None or not link.state.ready, default=None)
         if self._acting is not None and self._acting.state is not None:
             self._version = self._acting.state.version
+
+    def _find_candidates(self) -> None:
+        """Update which leaders get requests: the ready ones, then those that are usable."""
+        usable = [(link, link.state) for link in self._current if link.state is not None and link.usable]
+        unloaded = (link.state.rejection for link in self._current if link.state and link.state.snapshot.unloaded)
+        self._unloaded = None if usable else next(unloaded, None)
+        if self._was_ready:  # a leader that has just started would reject them, because its workers have not joined yet
+            usable = [(link, state) for link, state in usable if link.was_ready]
+        self._candidates = [link for link, state in sorted(usable, key=lambda each: not each[1].ready)]
 
     def _find_ambiguous_names(self) -> None:
         counts = Counter(link.name for link in self.links)
