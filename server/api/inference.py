@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TypeVar
 from urllib.parse import quote
@@ -43,7 +43,7 @@ class OutputOptions:
     binary: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class InferRequest:
     """A parsed request.
 
@@ -115,7 +115,7 @@ class Inference:
             record.adopt_client_id(asked.id or "")
             if asked.timeout_s is not None:
                 opened.shorten(asked.timeout_s)
-            rows, asked = await self._decoded(opened, asked.rows), replace(asked, rows=())
+            rows, asked.rows = await self._decoded(opened, asked.rows), ()
             opened.release()
             record.input_s, opened.predicts = time.monotonic() - record.received_s, True
             prediction = await self.gate.pipeline.predict(

@@ -113,7 +113,7 @@ class OpenRequest:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, self.deadline_s - time.monotonic()), self._expire)
+        self._arm()
         return self
 
     async def __aexit__(
@@ -170,7 +170,6 @@ class OpenRequest:
         """The body is complete. Watches the client from now on."""
         self._receiving = False
         self.record.received_s = time.monotonic()
-        self._arm()
 
     def hold(self, more_bytes: int) -> None:
         """Count further bytes as held until `release`, such as those of a decompressed body.
@@ -189,6 +188,7 @@ class OpenRequest:
     def shorten(self, timeout_s: float) -> None:
         """Use this timeout since the request's arrival if it is shorter."""
         self.deadline_s = min(self.deadline_s, self.record.started_s + timeout_s)
+        self._timer.cancel()
         self._arm()
 
     def _hold(self, more_bytes: int) -> None:
@@ -213,12 +213,11 @@ class OpenRequest:
         return self.deadline_s + (DEADLINE_GRACE_S if self.predicts else 0.0)
 
     def _arm(self) -> None:
-        """Set the timer to the end of the request, or to the time from which its client is watched."""
-        at_s = self._end_s
-        if self._receive is not None and not self._receiving and self._watch is None:
-            at_s = min(at_s, self.record.received_s + _WATCH_AFTER_S)
-        self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, at_s - time.monotonic()), self._expire)
+        """Set the timer to the end of the request, or to when its client can be watched."""
+        wait_s = max(0.0, self._end_s - time.monotonic())
+        if self._receive is not None and self._watch is None:
+            wait_s = min(wait_s, _WATCH_AFTER_S)
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self._expire)
 
     def _expire(self) -> None:
         """The timer has ended: watch the client, or cancel the block."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -114,7 +114,9 @@ async def infer(
 
     def parsed(body: bytes) -> InferRequest:
         plain = body if encoding is None else unpack(body, encoding, inference.gate.limits.max_body_bytes)
-        return replace(parse_infer_request(plain, json_bytes, signature), version=version)
+        asked = parse_infer_request(plain, json_bytes, signature)
+        asked.version = version
+        return asked
 
     async def parse(body: bytes) -> InferRequest:
         return await inference.threads.run(partial(parsed, body))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -121,7 +120,9 @@ def parse_infer_message(body: bytes, signature: Signature, now: ModelVersion) ->
         ],
     }
     asked, data = _with_values(infer_body(request, signature), message)
-    return replace(infer_request(asked, data, signature), version=None if version is None else int(version))
+    found = infer_request(asked, data, signature)
+    found.version = None if version is None else int(version)
+    return found
 
 
 def infer_message(prediction: Prediction, asked: InferRequest, *, signature: Signature) -> bytes:
