@@ -63,18 +63,7 @@ async def test_infer_is_answered_logged_and_counted_as_over_http(caplog: pytest.
 
 
 def test_every_reason_has_a_status_code() -> None:
-    codes = {reason: STATUS_CODES[status].name for reason, status in STATUS_OF_REASON.items()}
-    for reason, code in {
-        "overloaded": "RESOURCE_EXHAUSTED",
-        "deadline": "DEADLINE_EXCEEDED",
-        "unknown_model": "NOT_FOUND",
-        "not_ready": "UNAVAILABLE",
-        "invalid_image": "INVALID_ARGUMENT",
-        "stage_error": "INTERNAL",
-        "cancelled": "CANCELLED",
-        "forbidden": "PERMISSION_DENIED",
-    }.items():
-        assert codes[reason] == code
+    assert set(STATUS_OF_REASON.values()) <= STATUS_CODES.keys()
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,7 @@ HOSTILE: dict[str, tuple[bytes, int | None]] = {
     "nested lists": (b"[" + b"[]," * 1_000_000 + b"[]]", None),
     "objects": (b"[" + b"{}," * 1_000_000 + b"{}]", None),
     "values": (b"[" + b"1.5," * 1_100_000 + b"0]", None),
+    "fields": (b"{" + b",".join(b'"%d":1' % number for number in range(20_001)) + b"}", None),
     "deep": (b"[" * 3_000_000, None),
 }
 

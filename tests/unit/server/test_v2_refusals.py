@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -57,13 +57,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "not JSON": (text(b"hello"), "not valid JSON"),
     "half a surrogate": (text(b'{"id": "\\ud800"}'), "not valid JSON"),
     "deep": (text(b"[" * 15_000), "not valid JSON"),
-    "a number": (text(b"7"), "Expected `object`, got `int`"),
     "inputs empty": (text(b'{"inputs": []}'), "length >= 1"),
     "input a text": (text(b'{"inputs": ["input"]}'), "Expected `object`, got `str` - at `$.inputs[0]`"),
     "unknown input": (request(GOOD | {"name": "image"}), "no input 'image'; the model's only input is 'input'"),
     "input twice": (text(json.dumps({"inputs": [GOOD, GOOD]}).encode()), "given 2 times"),
     "no shape": (request({"name": "input", "datatype": "UINT8", "data": VALUES}), "missing required field `shape`"),
-    "shape of floats": (request(GOOD | {"shape": [1.0, 3, SIDE, SIDE]}), "Expected `int`, got `float`"),
     "no batch dimension": (request(GOOD | {"shape": SHAPE[1:]}), "put the batch dimension in front"),
     "channels last": (request(GOOD | {"shape": [1, SIDE, SIDE, 3]}), "put the channels before"),
     "shape endless": (request(GOOD | {"shape": [1] * 20_000}), "..."),
@@ -75,7 +73,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         request(GOOD | {"data": [[[[0] * 15] * 16] * 3]}),
         "not into lists of 16 everywhere at dimension 3",
     ),
-    "data an object": (request(GOOD | {"data": {}}), "Expected `array | null`, got `object`"),
     "data of texts": (request(GOOD | {"data": ["1"] * 768}), "must be numbers for UINT8, and has str"),
     "data of truth": (request(GOOD | {"data": [True] * 768}), "has bool"),
     "UINT8 of 256": (request(GOOD | {"data": [256] * 768}), "values outside 0 to 255"),
@@ -100,20 +97,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "raw too short": (sent(DATA[:-1], Inference_Header_Content_Length="0"), "768 bytes of data, not 767"),
     "shared memory in": (request(tensor("UINT8", SHAPE, parameters={"shared_memory_region": "r"})), "not supported"),
     "shared memory out": (request(GOOD, outputs=wanting(shared_memory_region="r")), "shared memory is not supported"),
-    "input parameters a list": (
-        request(tensor("UINT8", SHAPE, parameters=[1])),
-        "got `array` - at `$.inputs[0].parameters`",
-    ),
-    "outputs an object": (request(GOOD, outputs={}), "Expected `array | null`"),
     "unknown output": (request(GOOD, outputs=[{"name": "logits"}]), "no output 'logits'; the model's only output is"),
     "output twice": (request(GOOD, outputs=wanting() * 2), "requested 2 times"),
-    "classes negative": (
-        request(GOOD, outputs=wanting(classification=-1)),
-        "Expected `int` >= 0 - at `$.outputs[0]",
-    ),
-    "timeout negative": (request(GOOD, parameters={"timeout": -1}), "`$.parameters.timeout`"),
     "sequence": (request(GOOD, parameters={"sequence_id": 7}), "for stateful models"),
-    "id a number": (request(GOOD, id=7), "Expected `str | null`, got `int` - at `$.id`"),
     "not gzip": (sent(b"hello", Content_Encoding="gzip"), "the body is not gzip"),
     "gzip cut": (sent(gzip.compress(bytes(999))[:-9], Content_Encoding="gzip"), "is truncated"),
     "gzip twice": (sent(gzip.compress(b"{}") * 2, Content_Encoding="gzip"), "bytes follow the end"),
@@ -131,26 +117,6 @@ async def test_infer_returns_400_with_the_reason(frontend: RunningFrontend, name
     assert len(error["error"]) < 400
     assert frontend.predictor.request_ids == []
     await frontend.assert_serves()
-
-
-def too_many_values() -> dict[str, Any]:
-    return text(b'{"data": [' + b"0," * 1_000_001 + b"0]}")
-
-
-def too_many_lists() -> dict[str, Any]:
-    return text(b"[" + b"[]" * 20_001 + b"]")
-
-
-def too_many_fields() -> dict[str, Any]:
-    return text(b"{" + b",".join(b'"%d":1' % number for number in range(20_001)) + b"}")
-
-
-@pytest.mark.parametrize("body", [too_many_values, too_many_lists, too_many_fields])
-async def test_infer_rejects_expensive_json_before_parsing(body: Callable[[], dict[str, Any]]) -> None:
-    async with running_frontend() as frontend:
-        response = await frontend.client.post(INFER, **body())
-    assert response.status_code == 400
-    assert "send the numbers as binary data" in response.json()["error"]
 
 
 def bomb(encoding: str, size: int) -> dict[str, Any]:
@@ -220,25 +186,6 @@ async def test_infer_returns_500_when_the_model_returns_nan() -> None:
     async with running_frontend(Broken()) as frontend:
         response = await frontend.client.post(INFER, **request(GOOD))
     assert (response.status_code, response.json()["reason"]) == (500, "stage_error")
-
-
-async def test_bodies_of_both_protocols_share_one_limit() -> None:
-    begun = asyncio.Event()
-    body = request(GOOD)["content"]
-
-    async def stalled() -> AsyncIterator[bytes]:
-        yield body[:-1]
-        begun.set()
-        await asyncio.Event().wait()
-
-    async with running_frontend(max_body_bytes=len(body), max_held_bytes=len(body)) as frontend:
-        first = asyncio.create_task(frontend.client.post(INFER, content=stalled()))
-        await begun.wait()
-        refused = await frontend.client.post("/predict", files={"image": image_bytes()})
-        assert refused.status_code == 429
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await frontend.assert_serves()
 
 
 async def test_decompressed_bytes_count_while_other_bodies_are_held() -> None:
