@@ -39,8 +39,6 @@ _CONNECT_TIMEOUT_S = 5.0
 """Seconds that one attempt to connect to the rendezvous server may take."""
 _RETRY_PAUSE_S = 0.2
 """Seconds between two attempts to connect to the rendezvous server."""
-_FLUSH_TIMEOUT_S = 1.0
-"""Seconds that `close` waits until the queued messages are sent."""
 _SUSPECT_CAUSES = frozenset((Cause.EXIT, Cause.HANG, Cause.STALLED, Cause.TRANSPORT, Cause.LOCAL))
 """Causes that make the failed rank a suspect. LOCAL counts because a member that fails locally reports it to the others."""
 
@@ -192,8 +190,6 @@ class MemberAgent:
     async def close(self) -> None:
         """Leave the world and free all resources. Idempotent."""
         self.leave(ElasticError, "this process left the world")
-        if self._link is not None:
-            await self._link.close(_FLUSH_TIMEOUT_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -226,6 +222,8 @@ class MemberAgent:
                     if error is not ElasticError:
                         logger.warning("world=%s member=%s ended: %s", self._name, self.state.id, detail)
                     self.error = error(self._name, detail)
+                    if self._link is not None:
+                        self._link.close()
         self._changed.set()
 
     def _close_view(self, view_number: int) -> None:
@@ -267,8 +265,8 @@ class MemberAgent:
 
     async def _receive_messages(self) -> None:
         """Receive messages from the rendezvous server. After a lost connection, reconnect for up to `view_change_timeout_s`."""
+        assert self._link is not None
         while self.error is None:
-            assert self._link is not None
             try:
                 while True:
                     self.perform(self.state.on_message(await self._link.receive()))
@@ -277,7 +275,7 @@ class MemberAgent:
             if self.error is not None:
                 return
             logger.info("world=%s member=%s: %s", self._name, self.state.id, reason)
-            await self._link.close()
+            self._link.close()
             try:
                 self._link = await self._connect(self._config.view_change_timeout_s)
             except EvictedError as error:
@@ -287,6 +285,7 @@ class MemberAgent:
                 return
             else:
                 self.perform(self.state.on_reconnected())
+        self._link.close()  # the membership may have ended while the link was opened
 
     async def _connect(self, timeout_s: float) -> RendezvousLink:
         """Connect to the rendezvous server and retry for `timeout_s`. Raises EvictedError, RendezvousError, PermissionError."""

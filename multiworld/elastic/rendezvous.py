@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from multiworld.elastic.protocol.coordinator import Action, Coordinator, Disconnect, Persist, SendTo
+from multiworld.elastic.protocol.coordinator import Action, Coordinator, Persist, SendTo
 from multiworld.elastic.protocol.messages import (
     Admitted,
     Evicted,
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_PORT = 29600
 _CONNECT_TIMEOUT_S = 10.0
 """Seconds that an accepted member may take to connect."""
-_FLUSH_TIMEOUT_S = 1.0
-"""Seconds that closing a link waits until the queued messages are sent."""
 _SAVE_TIMEOUT_S = 5.0
 """Seconds to wait for the disk. After that a decision is sent although it is not stored."""
 
@@ -194,7 +192,7 @@ class ElasticRendezvous:
         finally:
             del world.links[member.id]
             if link is not None:
-                await link.close()
+                link.close()
             if not self._closing:
                 await self._perform(world, coordinator.on_lost(member.id, now_s()))
 
@@ -219,13 +217,8 @@ class ElasticRendezvous:
                 # The decision is sent all the same. A restart before the next successful write loses it.
                 logger.error("the state file cannot be written: %s", error)  # noqa: TRY400
             for action in actions:
-                match action:
-                    case SendTo(member_id, message):
-                        if link := world.links.get(member_id):
-                            link.send(message)
-                    case Disconnect(member_id):
-                        if link := world.links.get(member_id):
-                            self._spawn(link.close(_FLUSH_TIMEOUT_S))
+                if isinstance(action, SendTo) and (link := world.links.get(action.member_id)):
+                    link.send(action.message)
 
     def _update(self, world: _World) -> None:
         """Set the timer of the world to its next deadline. Remove the world if it has no members."""

@@ -1,6 +1,5 @@
 """The connection between a member and the rendezvous server: a world of two, so each end detects the loss of the other by heartbeats."""
 
-import asyncio
 import contextlib
 
 import torch
@@ -58,9 +57,7 @@ class RendezvousLink:
         view = await self._world.recv_view(check, 1 - self._world.rank)
         return decode(view.data.numpy().tobytes())
 
-    async def close(self, grace_s: float = 0.0) -> None:
-        """Close the connection after waiting up to `grace_s` seconds until the messages are sent. Idempotent."""
-        if self._unsent and grace_s:
-            await asyncio.wait([operation.future for operation in self._unsent], timeout=grace_s)
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
         if self._manager.worlds.get(self._world.name) is self._world:
             self._manager.remove_world(self._world.name)

@@ -21,7 +21,7 @@ from typing import Any
 from multiworld.elastic.errors import ElasticError, ViewChangeError
 from multiworld.elastic.protocol import coordinator, member_state
 from multiworld.elastic.protocol.commit_protocol import pass_boundary, run_round
-from multiworld.elastic.protocol.coordinator import Coordinator, Disconnect, Persist, SendTo
+from multiworld.elastic.protocol.coordinator import Coordinator, Persist, SendTo
 from multiworld.elastic.protocol.member_state import CloseView, EndMembership, FormView, MemberState, Send
 from multiworld.elastic.protocol.messages import Evicted, MemberInfo, Message, View, decode, encode
 from multiworld.elastic.protocol.rounds import Round
@@ -479,8 +479,6 @@ class Cluster:
                     self.persisted = view
                 case SendTo(name, message):
                     self._tell(self.members[name], message)
-                case Disconnect(name):
-                    self._lose_link(self.members[name], 1.0)
         self._set_tick()
 
     def _tell(self, member: Member, message: Message) -> None:
@@ -521,6 +519,7 @@ class Cluster:
                 case EndMembership(_, reason):
                     self.say(f"{member.name} is out: {reason}")
                     member.fail(reason)
+                    self._lose_link(member, 0)
         member.poke()
 
     def _send(self, member: Member, message: Message) -> None:

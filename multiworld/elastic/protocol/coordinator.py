@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from multiworld.elastic.protocol.messages import (
     BoundaryPassed,
     Evicted,
-    Leave,
     MemberInfo,
     Message,
     NextViewRequest,
@@ -47,14 +46,7 @@ class Persist:
     view: View
 
 
-@dataclass(frozen=True, slots=True)
-class Disconnect:
-    """Close the connection to this member."""
-
-    member_id: str
-
-
-Action = SendTo | Persist | Disconnect
+Action = SendTo | Persist
 
 
 class Coordinator:
@@ -130,12 +122,10 @@ class Coordinator:
                 if not message.at_boundary:
                     self._end_view(now_s)
                 return self._decide(now_s)
-            case Leave():
-                return [*self.on_lost(member_id, now_s), Disconnect(member_id)]
         return []
 
     def on_lost(self, member_id: str, now_s: float) -> list[Action]:
-        """The connection to a member ended."""
+        """The connection to a member ended: the member left, or is lost."""
         self._waiting.pop(member_id, None)
         if member_id not in self._present:
             return self._decide(now_s)
@@ -235,7 +225,7 @@ class Coordinator:
 
     def _evict(self, member_id: str, reason: str) -> list[Action]:
         self._remove(member_id)
-        return [SendTo(member_id, Evicted(reason)), Disconnect(member_id)]
+        return [SendTo(member_id, Evicted(reason))]
 
     def _remove(self, member_id: str) -> None:
         self._present.discard(member_id)

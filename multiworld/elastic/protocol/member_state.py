@@ -15,7 +15,6 @@ from multiworld.elastic.errors import ElasticError, EvictedError, RendezvousErro
 from multiworld.elastic.protocol.messages import (
     BoundaryPassed,
     Evicted,
-    Leave,
     Message,
     NextViewRequest,
     View,
@@ -49,7 +48,7 @@ class FormView:
 
 @dataclass(frozen=True, slots=True)
 class EndMembership:
-    """This process is no longer a member. Its calls raise `error` with `detail`."""
+    """This process is no longer a member. Close the link to the rendezvous server. Calls raise `error` with `detail`."""
 
     error: type[ElasticError]
     detail: str
@@ -151,7 +150,7 @@ class MemberState:
 
     def leave(self, error: type[ElasticError], detail: str) -> list[Action]:
         """End the membership for a local reason. Idempotent."""
-        return [Send(Leave()), *ending] if (ending := self._end(error, detail)) else []
+        return self._end(error, detail)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

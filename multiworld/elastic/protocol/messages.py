@@ -1,6 +1,6 @@
 """The messages between members of an elastic world and its rendezvous server. Pure: encoding and decoding only.
 
-member → server     Join, NextViewRequest, Leave
+member → server     Join, NextViewRequest
 server → member     Admitted, Refused, View, ViewInvalidated, BoundaryPassed, Evicted
 """
 
@@ -74,11 +74,6 @@ class NextViewRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
-    """A member leaves on purpose."""
-
-
-@dataclass(frozen=True, slots=True)
 class View:
     """The agreed list of members, ordered by rank. The oldest member comes first.
 
@@ -118,12 +113,12 @@ class BoundaryPassed:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """The world continues without this member."""
+    """The world continues without this member, which closes its link."""
 
     reason: str
 
 
-Message = Join | Admitted | Refused | NextViewRequest | Leave | View | ViewInvalidated | BoundaryPassed | Evicted
+Message = Join | Admitted | Refused | NextViewRequest | View | ViewInvalidated | BoundaryPassed | Evicted
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
 
 
