@@ -122,48 +122,24 @@ def test_world_breaks_with_timeout_when_an_operation_takes_too_long(
 
 
 async def test_bootstrap_timeout_does_not_limit_operations() -> None:
-    """A member that starts a collective later than the bootstrap timeout is slow, not failed."""
+    """A member that starts an operation later than the bootstrap timeout is slow, not failed."""
     bootstrap_timeout_s = 4.0
     async with WorldManager() as first, WorldManager() as second:
         port = first.listen()
 
-        def operations(manager: WorldManager, rank: int, name: str) -> dict[str, object]:
-            here, pair = manager.communicator, [torch.zeros(2000), torch.zeros(2000)]
-            lists = (pair, None) if rank == 0 else (None, pair)
-            one = torch.zeros(2000)
-            return {
-                "broadcast": lambda: here.broadcast(one, 0, name),
-                "all_reduce": lambda: here.all_reduce(one, world_name=name),
-                "reduce": lambda: here.reduce(one, 0, world_name=name),
-                "all_gather": lambda: here.all_gather(pair, one, name),
-                "all_gather_into_tensor": lambda: here.all_gather_into_tensor(torch.zeros(4000), one, name),
-                "gather": lambda: here.gather(one, lists[0], 0, name),
-                "scatter": lambda: here.scatter(one, lists[0], 0, name),
-                "reduce_scatter": lambda: here.reduce_scatter(one, pair, world_name=name),
-                "reduce_scatter_tensor": lambda: here.reduce_scatter_tensor(one, torch.zeros(4000), world_name=name),
-                "all_to_all": lambda: here.all_to_all(pair, [one, one], name),
-                "barrier": lambda: here.barrier(name),
-                "recv": lambda: here.recv(one, 1, name) if rank == 0 else here.send(one, 0, name),
-            }
-
-        async def work(manager: WorldManager, rank: int, kind: str, checked: bool) -> None:
-            name = f"{kind}-{checked}"
+        async def work(manager: WorldManager, rank: int, checked: bool) -> None:
+            name, here = f"checked-{checked}", manager.communicator
             await manager.initialize_world(
                 name, rank, 2, port=port, timeout=bootstrap_timeout_s, verify_collectives=checked
             )
             if rank == 1:
                 await asyncio.sleep(bootstrap_timeout_s + 0.5)
-            await operations(manager, rank, name)[kind]()  # type: ignore[operator]
+            message = torch.zeros(2000)
+            exchange = here.recv(message, 1, name) if rank == 0 else here.send(message, 0, name)
+            await asyncio.gather(here.all_reduce(torch.zeros(2000), world_name=name), exchange)
 
-        kinds = operations(first, 0, "")
-        await asyncio.gather(
-            *(
-                work(manager, rank, kind, checked)
-                for rank, manager in enumerate((first, second))
-                for kind in kinds
-                for checked in (False, True)
-            )
-        )
+        members = enumerate((first, second))
+        await asyncio.gather(*(work(manager, rank, checked) for rank, manager in members for checked in (False, True)))
 
 
 @BOTH
