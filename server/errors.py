@@ -148,7 +148,7 @@ class WrongPathError(InvalidRequestError, reason="wrong_path", status=404):
 
 
 class HandlerInputError(InvalidRequestError, reason="invalid_input", status=400):
-    """The handler does not accept the body, or the model does not take what it contains."""
+    """The handler does not accept the body, or the model does not take what it contains, such as an index out of range."""
 
 
 class UnauthenticatedError(InvalidRequestError, reason="unauthenticated", status=401):

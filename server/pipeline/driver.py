@@ -5,6 +5,7 @@ The scheduler decides; the driver holds the tensors, the clock and the futures. 
 
 import asyncio
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -58,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 _UNCLAIMED_S = 10.0
 """How long a worker keeps the output of the last stage for frontends that do not fetch it."""
+_CAUSED_BY_INPUT = re.compile(r"\bindex\b.* out of (range|bounds)")
+"""In the errors of torch's operators for an index that the model does not have, such as a number of a word."""
 _WHY_BROKEN = {
     "hang": "no answer within hang_timeout_s",
     "error": "batches that fail there succeed elsewhere",
@@ -237,7 +240,7 @@ class SchedulerDriver:
         logger.warning("world=%s generation=%d batch=%d failed: %s", *worker.id, sent.batch, error)
         if self._traces is not None:
             self._traces.failed(sent.batch, worker, error)
-        self.submit_event(BatchFailed(sent.batch, sent.replica, error))
+        self.submit_event(BatchFailed(sent.batch, sent.replica, error, by_input=bool(_CAUSED_BY_INPUT.search(error))))
 
     # -- events and actions of the scheduler ---------------------------------------------------------------------------------
 

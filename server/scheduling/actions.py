@@ -10,7 +10,9 @@ from multiworld_serving.server.scheduling.events import BatchId, ReplicaId, Requ
 SendKind: TypeAlias = Literal["first", "reroute", "retry", "hedge"]
 """first: new at this stage; reroute: the replica was lost; retry: the stage raised; hedge: a second attempt of a late batch."""
 
-Reason: TypeAlias = Literal["overloaded", "deadline", "no_replica", "not_ready", "draining", "poison", "stage_error"]
+Reason: TypeAlias = Literal[
+    "overloaded", "deadline", "no_replica", "not_ready", "draining", "poison", "stage_error", "invalid_input"
+]
 
 
 class Rejection(NamedTuple):

@@ -100,6 +100,8 @@ class BatchFailed:
     error: str
     sent: bool = True
     """False if the driver failed to send the batch. This is not a failure of the replica, and a retry elsewhere would not help."""
+    by_input: bool = False
+    """The model does not take the input: another replica would raise too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ The rules:
   `max_attempts - 1` broken worlds its requests are isolated: each starts again, alone in its batch and alone on its replica. A request
   that breaks a world alone is rejected as poison. A replica that was draining, or was lost with cause "left", does not count.
 - A batch whose stage raised is retried once, on another replica. Then its requests are isolated; a request whose stage raises again
-  is rejected as stage_error. A batch that the driver failed to send is isolated at once.
+  is rejected as stage_error. A batch that the driver failed to send is isolated at once, and so is one whose input the model does not
+  take, such as an index out of range. A request that fails so alone is rejected as invalid_input, without another attempt.
 - Work for a stage without replicas waits `recovery_grace_s`, counted from when the stage lost its last replica. Then it is rejected, and
   so are new requests until the stage has a replica. Requests whose version lost a stage are requeued: they start again under
   another complete version.
@@ -320,10 +321,12 @@ class Scheduler:
         self._failures.attempt_failed(attempt)
         if batch.in_flight:  # a hedge, or the attempt that was hedged
             batch.retried = True
+        elif event.by_input and len(batch.rows) == 1:
+            self._lifecycle.reject_all(batch, "invalid_input", f"the model does not take this input: {event.error}")
         elif batch.isolated:
             what = "stage {} raised" if event.sent else "the batch could not be sent to stage {}"
             self._lifecycle.reject_all(batch, "stage_error", f"{what.format(batch.stage)}: {event.error}")
-        elif not event.sent or batch.retried or not batch.pool.has_other(attempt.replica):
+        elif not event.sent or event.by_input or batch.retried or not batch.pool.has_other(attempt.replica):
             self._lifecycle.isolate(batch)
         else:
             batch.retried = True

@@ -98,6 +98,9 @@ def test_killed_workers_cost_no_request_of_a_transformer_with_variable_lengths(t
         assert (answer.status_code, answer.json()) == (200, {"long words": 2})
         refused = httpx.post(f"{service.url}/predict", content="one", timeout=60)
         assert (refused.status_code, refused.json()["error"]) == (400, "expected at least two words")
+        unknown = httpx.post(f"{service.url}/predict", content=f"a {'x' * 60}", timeout=60)
+        assert (unknown.status_code, unknown.json()["reason"]) == (400, "invalid_input")
+        assert "index out of range" in unknown.json()["error"]
         assert client.predict_body(b"a transformer answers", content_type="text/plain") == b'{"long words": 2}'
 
         def call() -> None:

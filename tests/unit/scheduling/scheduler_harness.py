@@ -78,8 +78,8 @@ class SchedulerHarness:
     def input_lost(self, send: SendBatch) -> list[Action]:
         return self.handle(InputLost(send.batch, send.replica))
 
-    def failed(self, send: SendBatch, error: str = "ValueError: no") -> list[Action]:
-        return self.handle(BatchFailed(send.batch, send.replica, error))
+    def failed(self, send: SendBatch, error: str = "ValueError: no", *, by_input: bool = False) -> list[Action]:
+        return self.handle(BatchFailed(send.batch, send.replica, error, by_input=by_input))
 
     def not_sent(self, send: SendBatch) -> list[Action]:
         return self.handle(BatchFailed(send.batch, send.replica, "MemoryError: no room", sent=False))

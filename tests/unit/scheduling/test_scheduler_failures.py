@@ -201,6 +201,21 @@ def test_only_the_failing_request_is_refused_when_the_stage_raises_again() -> No
     assert driver.scheduler.open_requests == 0
 
 
+@pytest.mark.parametrize(("requests", "sent"), [(1, 1), (3, 4)])
+def test_input_that_the_model_does_not_take_is_computed_alone_at_most_once(requests: int, sent: int) -> None:
+    driver = SchedulerHarness(max_batch_size=requests, batch_timeout_s=1.0)
+    pending = sends(driver.arrive(requests))
+    outcome, count = [], 0
+    while pending:
+        send, count = pending.pop(0), count + 1
+        actions = driver.failed(send, "index 9", by_input=True) if 1 in send.requests else driver.done(send)
+        outcome += actions
+        pending += sends(actions)
+    assert count == sent
+    assert rejected(outcome) == {1: "invalid_input"}
+    assert sorted(answered(outcome)) == list(range(2, requests + 1))
+
+
 def test_requests_succeed_when_a_stage_is_empty_for_less_than_the_grace() -> None:
     driver = SchedulerHarness(stages=2, replicas=1, recovery_grace_s=5.0)
     send = only(driver.done(only(driver.arrive(), SendBatch)), SendBatch)
