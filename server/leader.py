@@ -54,6 +54,7 @@ class Leader:
         open_requests: requests that have begun; `drain` waits for them.
         desired: what the leaders of the group are to serve, as far as this one knows.
         served: what it serves.
+        closed: why new requests are refused although replicas may be ready (draining, or unloaded); None if they are not.
         obstacle: why it cannot serve what is desired; empty if it does, or tries for the first time.
     """
 
@@ -79,10 +80,11 @@ class Leader:
             **settings.heartbeats,
         )
         config = scheduler_config(settings, len(plan.stages))
-        self.driver = SchedulerDriver(
-            model, config, metrics, self._versions, suppress_errors(self._after_event), traces
+        after_event = suppress_errors(lambda: self._registry.after_event())  # noqa: PLW0108 - it is made below
+        self.driver = SchedulerDriver(model, config, metrics, self._versions, after_event, traces)
+        self._registry: WorkerRegistry = WorkerRegistry(
+            self._versions, settings, metrics, self.manager, self.driver, self._changed
         )
-        self._registry = WorkerRegistry(self._versions, settings, metrics, self.manager, self.driver, self._changed)
         self._operations = Operations(
             self._registry, self._versions, loader, settings.join_timeout_s, self._into_service
         )
@@ -91,7 +93,7 @@ class Leader:
         self.served = self.desired = Desired(0, plan.version, plan.digest)
         self.obstacle = ""
         self._following: asyncio.Task[None] | None = None
-        self._closed: RequestRejected | None = None
+        self.closed: RequestRejected | None = None
         self._notifying: asyncio.Handle | None = None
         self._started_s = time.monotonic()
 
@@ -128,7 +130,7 @@ class Leader:
     @property
     def ready(self) -> bool:
         """See `Pipeline.ready`."""
-        return self.driver.scheduler.ready and self._closed is None
+        return self.driver.scheduler.ready and self.closed is None
 
     def snapshot(self) -> PipelineSnapshot:
         """See `Pipeline.snapshot`."""
@@ -137,7 +139,7 @@ class Leader:
             model=self._versions.model,
             version=self.version.name,
             ready=self.ready,
-            draining=isinstance(self._closed, DrainingError),
+            draining=isinstance(self.closed, DrainingError),
             uptime_s=time.monotonic() - self._started_s,
             queue_depth=scheduler.queue_depth,
             requests_in_flight=scheduler.open_requests,
@@ -146,7 +148,7 @@ class Leader:
             version_number=self.version.number,
             version_loading=rollout.plan.version.name if rollout.plan else None,
             rollout=self._operations.progress,
-            unloaded=isinstance(self._closed, NotReadyError),
+            unloaded=isinstance(self.closed, NotReadyError),
         )
 
     def report_capacity(self) -> CapacityReport:
@@ -166,10 +168,6 @@ class Leader:
         if found is None:
             return None
         return RequestRejected.for_reason(found.reason, found.detail, retry_after_s=found.retry_after_s)
-
-    def closed_error(self) -> RequestRejected | None:
-        """Why new requests are refused although replicas may be ready (draining, or unloaded); None if they are not."""
-        return self._closed
 
     # -- joining -------------------------------------------------------------------------------------------------------------
 
@@ -252,7 +250,7 @@ class Leader:
 
     def _take_out_of_service(self, desired: Desired) -> None:
         self.served = desired
-        self._closed = self._closed or NotReadyError("the model is unloaded; an administrator must load it first")
+        self.closed = self.closed or NotReadyError("the model is unloaded; an administrator must load it first")
         logger.warning("the model is unloaded: requests are refused until it is loaded")
         self._changed()
 
@@ -260,8 +258,8 @@ class Leader:
         """The version of `desired` serves from now on."""
         self.served = desired
         self.desired, self.obstacle = max(self.desired, desired, key=lambda each: each.rank), ""
-        if isinstance(self._closed, NotReadyError):
-            self._closed = None
+        if isinstance(self.closed, NotReadyError):
+            self.closed = None
             logger.info("the model is in service again")
         self._changed()
 
@@ -278,13 +276,10 @@ class Leader:
             logger.warning("stopping with %d requests unanswered", self.open_requests.count)
 
     def _stop(self) -> None:
-        self._closed = DrainingError("the server is stopping and accepts no new requests; use another one")
+        self.closed = DrainingError("the server is stopping and accepts no new requests; use another one")
         self._registry.stop()
 
     # -- changes -------------------------------------------------------------------------------------------------------------
-
-    def _after_event(self) -> None:
-        self._registry.after_event()
 
     def _changed(self) -> None:
         """Call `on_change` soon, once for all changes until then."""

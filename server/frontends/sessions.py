@@ -122,7 +122,6 @@ class FrontendSessions:
     def state(self) -> LeaderState:
         """See `LeaderState`."""
         leader = self.leader
-        closed = leader.closed_error()
         frontends = tuple(session.snapshot() for session in self._sessions)
         snapshot = replace(
             leader.snapshot(),
@@ -138,7 +137,7 @@ class FrontendSessions:
             served=leader.served,
             obstacle=leader.obstacle,
             ready=leader.ready,
-            rejection=None if closed is None else Rejection.of(closed),
+            rejection=None if leader.closed is None else Rejection.of(leader.closed),
             snapshot=snapshot,
         )
 

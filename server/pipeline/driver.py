@@ -251,7 +251,7 @@ class SchedulerDriver:
             asyncio.get_running_loop().call_soon(self._submit_arrivals)
 
     def _submit_arrivals(self) -> None:
-        arrived, self._arrivals = [each for each in self._arrivals if each.request in self.requests], []
+        arrived, self._arrivals = [each for each in self._arrivals if each.request in self.requests.pending], []
         if arrived:
             self.submit_event(arrived)
 

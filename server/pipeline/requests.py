@@ -127,6 +127,7 @@ class Requests:
 
     Attributes:
         has_begun: whether there has been a request.
+        pending: by the id of each sample that has no outcome.
     """
 
     def __init__(
@@ -146,18 +147,11 @@ class Requests:
         self._traces = traces
         self._ids = count()
         self.has_begun = False
-        self._pending: dict[int, PendingRequest] = {}
-        """By the id of each sample that has no outcome."""
-
-    def __len__(self) -> int:
-        return len(self._pending)
-
-    def __contains__(self, request: int) -> bool:
-        return request in self._pending
+        self.pending: dict[int, PendingRequest] = {}
 
     def close(self) -> None:
         """End all requests with `DrainingError`."""
-        for pending in set(self._pending.values()):
+        for pending in set(self.pending.values()):
             self._end(pending, DrainingError("the server has stopped; send the request again"))
 
     def begin(self, pending: PendingRequest, rows: int) -> None:
@@ -173,7 +167,7 @@ class Requests:
     def report_lost(self) -> None:
         """End the requests that should have had an outcome some time ago. The scheduler must never let that happen."""
         due_s = time.monotonic() - _LOST_AFTER_S
-        for pending in {each for each in self._pending.values() if each.deadline_s < due_s}:
+        for pending in {each for each in self.pending.values() if each.deadline_s < due_s}:
             self._metrics.lost.inc()
             logger.error("request_id=%s lost: neither answer nor error by its deadline", pending.request_id)
             error = DeadlineError("no answer by the deadline; this is a bug of the server, please report it")
@@ -181,16 +175,16 @@ class Requests:
 
     def rows(self, requests: Sequence[int]) -> list[tuple[RequestInput, int] | None]:
         """The input of each of these samples, and its row there; None if it has its outcome."""
-        found = ((self._pending.get(request), request) for request in requests)
+        found = ((self.pending.get(request), request) for request in requests)
         return [None if pending is None else (pending.input, pending.open[request]) for pending, request in found]
 
     def fetchers(self, requests: Sequence[int]) -> set[str | None]:
         """The frontends that fetch the outputs of these samples themselves; None if the leader needs one."""
-        return {pending.fetcher for request in requests if (pending := self._pending.get(request)) is not None}
+        return {pending.fetcher for request in requests if (pending := self.pending.get(request)) is not None}
 
     def hand_back(self, requests: Sequence[int], holders: Collection[str]) -> None:
         """End those of the requests whose input is at one of `holders`: a worker cannot fetch it."""
-        for pending in filter(None, map(self._pending.get, requests)):
+        for pending in filter(None, map(self.pending.get, requests)):
             if isinstance(pending.input, RemoteInput) and pending.input.holder in holders:
                 self._end(pending, InputUnreachableError("a worker cannot fetch the input from its frontend"))
 
@@ -198,7 +192,7 @@ class Requests:
         """The requests that are answered: each with its samples in this batch, and their rows."""
         found: dict[int, tuple[PendingRequest, list[int], list[int]]] = {}
         for request, row in action.rows:
-            pending = self._pending.get(request)
+            pending = self.pending.get(request)
             if pending is None:
                 self._metrics.duplicates.inc()
                 continue
@@ -231,7 +225,7 @@ class Requests:
 
     def reject(self, action: Reject) -> None:
         """End a request with the scheduler's reason."""
-        if (pending := self._pending.get(action.request)) is not None:
+        if (pending := self.pending.get(action.request)) is not None:
             logger.debug("request_id=%s rejected reason=%s %s", pending.request_id, action.reason, action.detail)
             self._close(action.request)
             error = RequestRejected.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s)
@@ -239,7 +233,7 @@ class Requests:
 
     def leader_failed(self, request: int, error: Exception) -> None:
         """End the request of this sample with an error, because the leader itself failed."""
-        if (pending := self._pending.get(request)) is not None:
+        if (pending := self.pending.get(request)) is not None:
             self._end(pending, _failure_of_leader(error))
 
     def _submit_samples(self, pending: PendingRequest, samples: Sequence[int]) -> None:
@@ -247,7 +241,7 @@ class Requests:
         ids = [next(self._ids) for _ in samples]
         for request, at in zip(ids, samples, strict=True):
             pending.open[request] = at
-            self._pending[request] = pending
+            self.pending[request] = pending
             if self._traces is not None:
                 self._traces.request_started(request, pending.span)
         self._arrive(RequestArrived(ids[0], pending.deadline_s, pending.key, len(ids)))
@@ -278,7 +272,7 @@ class Requests:
         """Forget a sample that has its outcome."""
         if self._traces is not None:
             self._traces.request_ended(request)
-        if (pending := self._pending.pop(request, None)) is not None:
+        if (pending := self.pending.pop(request, None)) is not None:
             del pending.open[request]
 
 

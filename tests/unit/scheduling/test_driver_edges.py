@@ -238,4 +238,4 @@ async def test_request_is_withdrawn_when_its_future_is_cancelled() -> None:
     assert bench.driver.scheduler.open_requests == 1
     asked.cancel()
     await asyncio.sleep(0)
-    assert (bench.driver.scheduler.open_requests, len(bench.driver.requests)) == (0, 0)
+    assert (bench.driver.scheduler.open_requests, len(bench.driver.requests.pending)) == (0, 0)

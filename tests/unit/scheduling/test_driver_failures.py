@@ -1,6 +1,7 @@
 """SchedulerDriver: a failing action, or false times from a worker, affects no other request, and every request gets an outcome."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch import Tensor
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.common.wire.message import Message, MessageKind
-from multiworld_serving.server.errors import StageError
+from multiworld_serving.server.errors import RequestRejected, StageError
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.predictor import Prediction
@@ -259,7 +260,7 @@ async def test_rows_of_one_request_are_answered_together_in_their_order() -> Non
     assert isinstance(found, Prediction)
     assert found.output.tolist() == [[at] for at in range(20)]
     assert found.batch_size == bench.driver.scheduler.config.max_batch_size
-    assert (len(bench.driver.requests), bench.driver._batches) == (0, {})
+    assert (len(bench.driver.requests.pending), bench.driver._batches) == (0, {})
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "fails"])
@@ -277,7 +278,7 @@ async def test_other_rows_of_a_request_are_withdrawn_when_it_ends(ends: str) -> 
     assert bench.driver.scheduler.open_requests == (
         0 if ends == "cancelled" else 1
     )  # the scheduler itself has closed number 3
-    assert len(bench.driver.requests) == 0
+    assert len(bench.driver.requests.pending) == 0
 
 
 async def test_all_rows_of_a_request_are_computed_by_one_version_when_it_changes_meanwhile() -> None:
@@ -294,3 +295,19 @@ async def test_all_rows_of_a_request_are_computed_by_one_version_when_it_changes
     assert found.output.tolist() == [[at] for at in range(20)]
     assert found.version_number == 2
     assert line.sent.empty()
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+async def test_request_without_an_outcome_is_counted_as_lost(
+    forgets: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench()
+    if forgets:  # a bug, which must never happen
+        monkeypatch.setattr(bench.driver.requests, "reject", lambda action: None)
+    asked = begin(bench.driver, IMAGE[None], 1, deadline_s=time.monotonic() - 1, request_id="r1")
+    await asyncio.sleep(0)
+    with caplog.at_level(logging.CRITICAL):
+        bench.driver.requests.report_lost()
+    with pytest.raises(RequestRejected):
+        await asked
+    assert bench.metrics.registry.get_sample_value("multiworld_requests_lost_total") == forgets

@@ -64,7 +64,7 @@ class FakeLeader:
         self.ready = True
         self.failure: Exception | None = None
         self.rejects_with: RequestRejected | None = None
-        self.closed_by: RequestRejected | None = None
+        self.closed: RequestRejected | None = None
         self.proceed: asyncio.Event | None = None
         self.got: list[tuple[float, str]] = []
         self.ahead: list[int] = []
@@ -95,11 +95,8 @@ class FakeLeader:
         self.ahead.append(ahead)
         return self.rejects_with
 
-    def closed_error(self) -> RequestRejected | None:
-        return self.closed_by
-
     def snapshot(self) -> PipelineSnapshot:
-        return PipelineSnapshot("m", "v1", self.ready, self.closed_by is not None, 1.0, 0, len(self.got), ())
+        return PipelineSnapshot("m", "v1", self.ready, self.closed is not None, 1.0, 0, len(self.got), ())
 
     async def load_version(self, weights: str | None, revision: int) -> ModelVersion:
         if self.failure is not None:
@@ -343,7 +340,7 @@ async def test_leader_that_drains_waits_for_the_requests_that_need_it() -> None:
     async with running() as service:
         pool = await service.frontend()
         with open_request(pool, admitted=True):
-            service.leader.closed_by = DrainingError("stopping")
+            service.leader.closed = DrainingError("stopping")
             draining = asyncio.create_task(service.leader.open_requests.wait_idle())
             await until(lambda: not any(link.usable for link in pool.links))
             await asyncio.sleep(0.05)
@@ -356,7 +353,7 @@ async def test_leader_that_drains_does_not_wait_for_a_frontend_that_is_lost() ->
     async with running() as service:
         pool = await service.frontend()
         with open_request(pool, admitted=True):
-            service.leader.closed_by = DrainingError("stopping")
+            service.leader.closed = DrainingError("stopping")
             draining = asyncio.create_task(service.leader.open_requests.wait_idle())
             await until(lambda: not any(link.usable for link in pool.links))
             await service.stop_frontend()
