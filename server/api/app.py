@@ -22,7 +22,7 @@ from multiworld_serving.server.api.handler.route import HandlerRoute
 from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.api.oip.routes import V2Routes
 from multiworld_serving.server.api.openapi import openapi_document
-from multiworld_serving.server.api.operations import OperationsRoutes, Scrape, metrics_response
+from multiworld_serving.server.api.operations import Scrape, StatusPage, metrics_response, operations_routes
 from multiworld_serving.server.api.predict import NoPredictRoute, PredictRoute
 from multiworld_serving.server.auth.authorizer import (
     ApiKeys,
@@ -175,7 +175,7 @@ def create_api(
         authorizer: checks permissions; None = no authentication.
         traces: creates a span per traced request; None = no tracing.
         feed: the leader calls its `observe` for each state change; without one, events are up to a second late.
-        scrape: the metrics to serve; None = `metrics` alone.
+        scrape: returns the metrics to serve; None = `metrics` alone.
         access_log: log all requests; otherwise failed inference requests only.
         admin_port: number of the admin port, for requests that belong there.
         handler: decodes and encodes the bodies of /predict; None = /predict classifies images.
@@ -193,19 +193,26 @@ def create_api(
         async with inference.threads, feed.running(pipeline.snapshot):
             yield
 
-    async def openapi(_: Request) -> Response:
+    def document() -> dict[str, Any]:
         needs_key = authorizer is not None and bool(authorizer.keys.inference)
-        return JSONResponse(
-            openapi_document(inference, pipeline.version, has_handler=handler is not None, needs_key=needs_key)
-        )
+        return openapi_document(inference, pipeline.version, has_handler=handler is not None, needs_key=needs_key)
 
+    async def openapi(_: Request) -> Response:
+        return JSONResponse(document())
+
+    endpoints = {
+        f"{method.upper()} {path}": operation["summary"]
+        for path, operations in document()["paths"].items()
+        for method, operation in operations.items()
+    }
     metrics.requests.declare(model.name, model.version, protocols)
     metrics.requests.traces, metrics.requests.log_all = traces, access_log
     return Application(
         [
             route("/predict", predict.answer, "POST"),
             *V2Routes(pipeline, inference, metrics.requests).routes(),
-            *OperationsRoutes(pipeline, model, scrape or metrics, feed, predict.summary).routes(),
+            *operations_routes(pipeline, scrape or metrics.scrape),
+            *StatusPage(pipeline, feed).routes(endpoints),
             route("/openapi.json", openapi),
         ],
         requests=metrics.requests,
@@ -217,27 +224,39 @@ def create_api(
     )
 
 
+_ADMIN_ENDPOINTS = {
+    "GET /": "this list; for browsers, the status page with operator actions",
+    "GET /events": "state and events as server-sent events",
+    "GET /metrics": "Prometheus metrics",
+    "POST /admin/rolling-restart": "restart all workers in turn",
+    "POST /v2/repository/index": "the versions of the model",
+    "POST /v2/repository/models/MODEL/load": "load a version",
+    "POST /v2/repository/models/MODEL/unload": "unload the model",
+}
+
+
 def create_admin_app(
-    metrics: Scrape,
+    scrape: Scrape,
     admin: AdminRoutes,
     authorizer: Authorizer | None = None,
     own: Scrape | None = None,
     http_port: int | None = None,
-    page: OperationsRoutes | None = None,
+    page: StatusPage | None = None,
 ) -> Application:
     """Create the application of the admin port: metrics and admin endpoints.
 
     Args:
         page: serves the status page.
-        own: the metrics of this process alone, for `GET /metrics?own=true`.
+        scrape: returns the metrics of all processes.
+        own: returns the metrics of this process alone, for `GET /metrics?own=true`.
         http_port: number of the port of the HTTP API, for requests that belong there.
     """
 
-    async def scrape(request: Request) -> Response:
-        return await metrics_response(own if own is not None and "own" in request.query_params else metrics)
+    async def metrics(request: Request) -> Response:
+        return await metrics_response(own if own is not None and "own" in request.query_params else scrape)
 
     return Application(
-        [route("/metrics", scrape), *admin.routes(), *(page.admin_routes() if page else ())],
+        [route("/metrics", metrics), *admin.routes(), *(page.routes(_ADMIN_ENDPOINTS) if page else ())],
         requests=Requests(CollectorRegistry()),
         authorizer=authorizer,
         permission_for=admin_port_permission,

@@ -6,7 +6,6 @@ import math
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import msgspec
 import torch
@@ -30,7 +29,6 @@ FORM_TYPE = "multipart/form-data"
 class NoPredictRoute:
     """POST /predict of a model that does not classify images: tells where to send requests."""
 
-    summary: ClassVar[str] = ""
     model: ServedModel
 
     async def answer(self, _: Request) -> Response:
@@ -46,8 +44,6 @@ class NoPredictRoute:
 class PredictRoute:
     """The route POST /predict of a model that classifies images, and its dependencies."""
 
-    summary: ClassVar[str] = "classify an image: curl -F image=@photo.jpg http://HOST:PORT/predict"
-    """For the list of endpoints."""
     inference: Inference
 
     async def answer(self, request: Request) -> Response:

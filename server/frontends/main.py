@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,7 @@ from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app, create_api
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.api.inference import Inference
-from multiworld_serving.server.api.operations import OperationsRoutes
+from multiworld_serving.server.api.operations import StatusPage
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.auth.credentials import (
     Credentials,
@@ -39,7 +40,7 @@ from multiworld_serving.server.auth.credentials import (
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.messages import Load
-from multiworld_serving.server.frontends.scrape import ServiceMetrics
+from multiworld_serving.server.frontends.scrape import scrape_service
 from multiworld_serving.server.http.limits import max_connections, request_limits
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
@@ -131,7 +132,7 @@ class _Frontend:
         self._started_s = time.monotonic()
         self._http_server: HttpServer | None = None
         self._traces = traces
-        self._scrape = ServiceMetrics(settings.name, self._metrics, self._pool, settings.supervisor_metrics_file)
+        self._scrape = partial(scrape_service, settings.name, self._pool, settings.supervisor_metrics_file)
 
     async def serve(self) -> int:
         settings = self._settings
@@ -193,9 +194,9 @@ class _Frontend:
             self._scrape,
             AdminRoutes(pool),
             authorizer,
-            own=metrics,
+            own=metrics.scrape,
             http_port=self._http.getsockname()[1],
-            page=OperationsRoutes(pool, model, self._scrape, self._feed),
+            page=StatusPage(pool, self._feed),
         )
         connections = max_connections(settings)
         tls = self._credentials

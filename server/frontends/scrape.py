@@ -13,37 +13,27 @@ from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.link import LinkLostError
 from multiworld_serving.server.frontends.messages import Scrape
-from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 
 _TIMEOUT_S = 3.0
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.+)")
 
 
-class ServiceMetrics:
-    """Collects the metrics of this frontend, of all leaders, and of the other frontends through the first leader that is connected.
+async def scrape_service(name: str, pool: LeaderPool, supervisor_file: Path | None = None) -> bytes:
+    """Metrics of this frontend, of all leaders, and of the other frontends through the first leader that is connected.
+
+    A process that does not reply in time is left out.
 
     Args:
         name: of this frontend.
         supervisor_file: file with the metrics of the supervisor, if there is one.
     """
-
-    def __init__(
-        self, name: str, metrics: FrontendMetrics, pool: LeaderPool, supervisor_file: Path | None = None
-    ) -> None:
-        self._name = name
-        self._metrics = metrics
-        self._pool = pool
-        self._supervisor_file = supervisor_file
-
-    async def scrape(self) -> bytes:
-        """The metrics in Prometheus' text format. A process that does not reply in time is left out."""
-        links = [link for link in self._pool.links if link.state is not None]
-        found = await asyncio.gather(*(_scrape(link, others=link is links[0]) for link in links))
-        own = [(self._name, self._metrics.text().decode())]
-        if self._supervisor_file is not None:
-            with contextlib.suppress(OSError):
-                own.append(("supervisor", self._supervisor_file.read_text()))
-        return merge_metrics([*own, *(each for texts in found for each in texts)]).encode()
+    links = [link for link in pool.links if link.state is not None]
+    found = await asyncio.gather(*(_scrape(link, others=link is links[0]) for link in links))
+    own = [(name, pool.metrics.text().decode())]
+    if supervisor_file is not None:
+        with contextlib.suppress(OSError):
+            own.append(("supervisor", supervisor_file.read_text()))  # noqa: ASYNC240 - a small file
+    return merge_metrics([*own, *(each for texts in found for each in texts)]).encode()
 
 
 async def _scrape(link: LeaderLink, *, others: bool) -> list[tuple[str, str]]:

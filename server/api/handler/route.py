@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ _FAILED = "the handler failed on this request; search the log for the request id
 class HandlerRoute:
     """The route POST /predict of a service with a handler, and its dependencies."""
 
-    summary: ClassVar[str] = "any body that the handler decodes"
     inference: Inference
     handler: HandlerProcesses
 

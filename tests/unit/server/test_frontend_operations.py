@@ -61,7 +61,7 @@ async def test_metrics_are_the_same_on_both_ports() -> None:
     async with running_frontend() as frontend:
         await frontend.assert_serves()
         on_http_port = await frontend.client.get("/metrics")
-        transport = httpx.ASGITransport(create_admin_app(frontend.metrics, ADMIN))
+        transport = httpx.ASGITransport(create_admin_app(frontend.metrics.scrape, ADMIN))
         async with httpx.AsyncClient(transport=transport, base_url="http://metrics") as client:
             on_metrics_port = await client.get("/metrics")
             nowhere = await client.get("/predict")
@@ -93,7 +93,7 @@ async def test_openapi_describes_every_route_but_the_files_of_the_status_page() 
 
 
 async def test_request_for_the_other_port_is_told_where_it_is() -> None:
-    admin = create_admin_app(FrontendMetrics(), ADMIN, http_port=8000)
+    admin = create_admin_app(FrontendMetrics().scrape, ADMIN, http_port=8000)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(admin), base_url="http://admin") as client:
         inference = await client.post("/predict")
         unknown = await client.get("/predic")

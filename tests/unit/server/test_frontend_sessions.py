@@ -29,7 +29,7 @@ from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.link import LinkLostError
 from multiworld_serving.server.frontends.messages import Done, Follow, Load, Predict
-from multiworld_serving.server.frontends.scrape import ServiceMetrics
+from multiworld_serving.server.frontends.scrape import scrape_service
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.main import _answerer
@@ -409,7 +409,7 @@ async def test_any_frontend_has_the_metrics_of_all_processes(tmp_path: Any) -> N
     file.write_text("# HELP restarts_total Restarts.\n# TYPE restarts_total counter\nrestarts_total 3\n")
     async with running() as service:
         pool, _ = await service.frontend("a"), await service.frontend("b")
-        text = (await ServiceMetrics("a", FrontendMetrics(), pool, file).scrape()).decode()
+        text = (await scrape_service("a", pool, file)).decode()
         lines = text.splitlines()
         assert 'multiworld_frontends{process="leader-0"} 2.0' in lines
         assert {'multiworld_http_connections{process="a"} 0.0', 'multiworld_http_connections{process="b"} 0.0'} <= set(
@@ -426,9 +426,9 @@ async def test_metrics_are_served_without_those_of_a_process_that_does_not_reply
         pool, other = await service.frontend("a"), await service.frontend("b")
         service.links["b"]._link._receive = lambda received: None  # type: ignore[union-attr]
         assert other.ready
-        text = (await ServiceMetrics("a", FrontendMetrics(), pool, tmp_path / "missing").scrape()).decode()
+        text = (await scrape_service("a", pool, tmp_path / "missing")).decode()
         assert 'process="leader-0"' in text
         assert 'process="b"' not in text
-    text = (await ServiceMetrics("a", FrontendMetrics(), pool).scrape()).decode()
+    text = (await scrape_service("a", pool)).decode()
     assert 'process="a"' in text
     assert 'process="leader-0"' not in text

@@ -10,10 +10,10 @@ import httpx
 
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
-from multiworld_serving.server.api.operations import OperationsRoutes
+from multiworld_serving.server.api.operations import StatusPage
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from tests.unit.server.frontend_app import MODEL, ColourPredictor, Repository, running_frontend
+from tests.unit.server.frontend_app import ColourPredictor, Repository, running_frontend
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 PAGE = files("multiworld_serving.server.api") / "status_page"
@@ -81,8 +81,8 @@ def test_page_has_nothing_inline_and_every_reference_has_its_target() -> None:
 
 async def test_admin_port_serves_the_page_and_says_that_it_offers_actions() -> None:
     metrics = FrontendMetrics()
-    page_routes = OperationsRoutes(ColourPredictor(), MODEL, metrics, EventFeed(metrics.requests))
-    app = create_admin_app(metrics, AdminRoutes(Repository()), page=page_routes)
+    page_routes = StatusPage(ColourPredictor(), EventFeed(metrics.requests))
+    app = create_admin_app(metrics.scrape, AdminRoutes(Repository()), page=page_routes)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as client:
         page = await client.get("/", headers={"Accept": BROWSER})
         listing = await client.get("/", headers={"Accept": "application/json"})
