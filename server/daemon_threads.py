@@ -17,7 +17,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_RETRY_AFTER_S = 1.0
 _CLOSE_S = 5.0
 """Maximum wait at shutdown for work that runs."""
 
@@ -59,10 +58,7 @@ class DaemonThreads:
             RuntimeError: the system cannot start a thread, and none runs yet.
         """
         if self._open >= self._max_threads + self._max_waiting:
-            raise OverloadedError(
-                f"{self.waiting} images wait to be decoded, which is the limit; try again later",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+            raise OverloadedError(f"{self.waiting} images wait to be decoded, which is the limit; try again later")
         loop = asyncio.get_running_loop()
         if self._threads < self._max_threads:
             self._start_thread(loop)

@@ -66,7 +66,6 @@ _MAX_LEADER_FAILURES = 2
 """Leaders that may fail with the same request before it is rejected as poison."""
 _DEADLINE_GRACE_S = 0.5
 """The leader enforces the deadline with a more precise error; this is the extra time that it gets to report it."""
-_RETRY_AFTER_S = 1.0
 _CHECK_S = 1.0
 """How long after a rejection requests are checked before their inputs are decoded."""
 _TRY_ELSEWHERE = frozenset({"overloaded", "no_replica", "not_ready"})
@@ -263,8 +262,7 @@ class LeaderPool:
             if self._clock() >= deadline_s:
                 raise DeadlineError("no leader was reachable before the deadline; try again") from None
             raise NotReadyError(
-                f"no leader has been reachable for {self._grace_s:g} s; wait until one has started",
-                retry_after_s=_RETRY_AFTER_S,
+                f"no leader has been reachable for {self._grace_s:g} s; wait until one has started"
             ) from None
 
     # -- the state of the service ----------------------------------------------------------------------------------------------
@@ -324,16 +322,14 @@ class LeaderPool:
     async def _operate(self, operation: OperationName, weights: str | None = None) -> AsyncGenerator[Step | Done, None]:
         link = self._acting or next((link for link in self.links if link.state is not None), None)
         if link is None:
-            raise NotReadyError("no leader is connected; wait until one is", retry_after_s=_RETRY_AFTER_S)
+            raise NotReadyError("no leader is connected; wait until one is")
         revision = 1 + (0 if self._desired is None else self._desired.revision)
         try:
             async with aclosing(link.connected().stream(Operation(operation, weights, revision))) as steps:
                 async for step in steps:
                     yield step
         except LinkLostError as error:
-            raise NotReadyError(
-                f"leader {link.name} was lost during {operation} ({error}); try again", retry_after_s=_RETRY_AFTER_S
-            ) from error
+            raise NotReadyError(f"leader {link.name} was lost during {operation} ({error}); try again") from error
 
     # -- links -----------------------------------------------------------------------------------------------------------------
 

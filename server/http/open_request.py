@@ -31,7 +31,6 @@ DEADLINE_GRACE_S = 1.0
 """The pipeline enforces the deadline with a more precise error; this is the extra time that it gets to report it."""
 _WATCH_AFTER_S = 0.25
 """Age at which a request starts to watch whether its client disconnects. Most requests end earlier, and a task costs CPU time."""
-_RETRY_AFTER_S = 1.0
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
@@ -203,10 +202,7 @@ class OpenRequest:
     def _check_memory(self, more_bytes: int) -> None:
         limit = self._gate.max_held_bytes
         if self._gate.held_bytes + more_bytes > limit:
-            raise OverloadedError(
-                f"request bodies fill the {limit} bytes reserved for them; try again later",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+            raise OverloadedError(f"request bodies fill the {limit} bytes reserved for them; try again later")
 
     @property
     def _end_s(self) -> float:

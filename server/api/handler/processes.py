@@ -98,9 +98,7 @@ class HandlerProcesses:
             HandlerError: another error, or the process ended or did not return in time; it is replaced.
         """
         if self._free.locked() and self.waiting >= self._max_waiting:
-            raise OverloadedError(
-                f"{self.waiting} bodies wait for the handler, which is the limit; try again later", retry_after_s=1.0
-            )
+            raise OverloadedError(f"{self.waiting} bodies wait for the handler, which is the limit; try again later")
         self.waiting += 1
         try:
             await self._free.acquire()
