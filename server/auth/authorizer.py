@@ -13,7 +13,6 @@ import ipaddress
 import re
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -78,13 +77,6 @@ class ApiKeys:
     admin: KeySet
 
 
-class Principal(NamedTuple):
-    """The holder of a valid key."""
-
-    name: str
-    is_admin: bool
-
-
 class Authorizer:
     """Checks permissions. `keys` may be replaced while it is in use."""
 
@@ -105,19 +97,18 @@ class Authorizer:
         headers = Headers(scope=scope)
         if permission is Permission.ADMIN:
             return self._check_admin(scope, headers)
-        principal = self._principal(_presented_key(headers, scope["method"]))
-        if principal is None:
-            raise UnauthenticatedError(_KEY_REQUIRED)
-        if principal.is_admin and permission is Permission.INFERENCE:
+        admin, user = self._holders(_presented_key(headers, scope["method"]))
+        if admin is not None and permission is Permission.INFERENCE:
             raise ForbiddenError("an admin key does not permit inference; send a key of --api-keys-file")
-        return principal.name
+        if (name := admin or user) is None:
+            raise UnauthenticatedError(_KEY_REQUIRED)
+        return name
 
     def _check_admin(self, scope: Scope, headers: Headers) -> str:
-        presented = _bearer(headers)
-        principal = self._principal(presented)
-        if principal is not None and principal.is_admin:
-            return principal.name
-        if principal is not None:
+        admin, user = self._holders(_bearer(headers))
+        if admin is not None:
+            return admin
+        if user is not None:
             raise ForbiddenError("an inference key does not permit admin requests; send a key of --admin-keys-file")
         if self.keys.admin:
             raise UnauthenticatedError("no valid admin key; send one as `Authorization: Bearer KEY`")
@@ -127,13 +118,11 @@ class Authorizer:
             )
         return "this machine"
 
-    def _principal(self, presented: bytes | None) -> Principal | None:
+    def _holders(self, presented: bytes | None) -> tuple[str | None, str | None]:
+        """The names of the administrator and of the user with this key."""
         if presented is None:
-            return None
-        admin, inference = self.keys.admin.name_of(presented), self.keys.inference.name_of(presented)
-        if admin is not None:
-            return Principal(admin, is_admin=True)
-        return None if inference is None else Principal(inference, is_admin=False)
+            return None, None
+        return self.keys.admin.name_of(presented), self.keys.inference.name_of(presented)
 
 
 _BROWSER_AND_PROXY_HEADERS = ("origin", "sec-fetch-site", "via", "forwarded", "x-forwarded-for", "x-real-ip")
