@@ -28,7 +28,7 @@ from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.events import Drain
 from multiworld_serving.server.snapshots import PipelineSnapshot
-from multiworld_serving.server.versions.bundle_loader import BundleLoader
+from multiworld_serving.server.versions.model_source import ModelSource
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Leader:
         settings: LeaderSettings,
         metrics: LeaderMetrics,
         *,
-        loader: BundleLoader | None = None,
+        loader: ModelSource | None = None,
         traces: BatchTraces | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:

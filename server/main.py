@@ -37,7 +37,7 @@ from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.observability.tracing import exporting_traces
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.predictor import ServedModel
-from multiworld_serving.server.versions.bundle_loader import BundleLoader, open_model
+from multiworld_serving.server.versions.model_source import ModelSource
 from multiworld_serving.server.versions.version_table import VersionPlan
 
 logger = logging.getLogger(__name__)
@@ -64,19 +64,20 @@ def run(settings: LeaderSettings) -> int:
             return runner.run(_serve(settings, model, loader, plan, traces))
 
 
-def _prepare(settings: LeaderSettings) -> tuple[ServedModel, BundleLoader, VersionPlan]:
+def _prepare(settings: LeaderSettings) -> tuple[ServedModel, ModelSource, VersionPlan]:
     """Load the model and split it into stages. Afterwards the weights are in files and not in memory."""
     logger.info("loading %s with weights %s", settings.model, settings.weights)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
-    tuning = Tuning(settings.precision, settings.optimize, settings.edge_dtype)
+    source = ModelSource(settings)
     try:
-        return open_model(settings, tuning)
+        model, plan = source.open(Tuning(settings.precision, settings.optimize, settings.edge_dtype))
+        return model, source, plan
     finally:
         torch.set_num_threads(1)  # from now on only the workers compute
 
 
 async def _serve(
-    settings: LeaderSettings, model: ServedModel, loader: BundleLoader, plan: VersionPlan, traces: BatchTraces | None
+    settings: LeaderSettings, model: ServedModel, loader: ModelSource, plan: VersionPlan, traces: BatchTraces | None
 ) -> int:
     stop = asyncio.Event()
     on_stop_signal(stop.set)

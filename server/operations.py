@@ -19,7 +19,7 @@ from multiworld_serving.server.predictor import ModelVersion, RestartStep
 from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.replicas.worker import Worker
 from multiworld_serving.server.snapshots import RolloutProgress
-from multiworld_serving.server.versions.bundle_loader import BundleLoader
+from multiworld_serving.server.versions.model_source import ModelSource
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Operations:
         self,
         registry: WorkerRegistry,
         versions: VersionTable,
-        loader: BundleLoader | None,
+        loader: ModelSource | None,
         timeout_s: float,
         on_switch: Callable[[Desired], None],
     ) -> None:
@@ -93,7 +93,7 @@ class Operations:
             desire: makes what the switch is for, or raises VersionFailedError.
         Raises:
             OperationInProgressError: another operation is in progress.
-            models.ModelError: see `BundleLoader.load`.
+            models.ModelError: see `ModelSource.load`.
             VersionFailedError: a worker could not load it or failed the self-test, or too many were lost. Nothing has changed.
         """
         change = asyncio.create_task(self._change(weights, desire))

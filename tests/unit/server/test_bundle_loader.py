@@ -8,7 +8,7 @@ from multiworld_serving.models.errors import BundleError, ModelError, WeightsErr
 from multiworld_serving.models.optimize.tuning import NO_TUNING
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes
-from multiworld_serving.server.versions.bundle_loader import open_model
+from multiworld_serving.server.versions.model_source import ModelSource
 from multiworld_serving.server.versions.stage_weights import FileRange, StageWeights
 from multiworld_serving.server.versions.version_table import VersionTable
 from tests.bundles import CLASSES, SIZE, classifier_bundle
@@ -24,13 +24,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def settings(folder: Path, **changed: object) -> LeaderSettings:
+def source(folder: Path, **changed: object) -> ModelSource:
     values: dict[str, object] = {"model": str(folder / "one"), "weights_dir": folder, "max_batch_size": 8}
-    return LeaderSettings(**values | changed)  # type: ignore[arg-type]
+    return ModelSource(LeaderSettings(**values | changed))  # type: ignore[arg-type]
 
 
 def test_served_model_is_described_by_the_manifest(folder: Path) -> None:
-    served, _, plan = open_model(settings(folder, stages=3), NO_TUNING)
+    served, plan = source(folder, stages=3).open(NO_TUNING)
     assert (served.name, served.version, served.image) == ("classifier", "1", ImageSizes(SIZE, SIZE))
     assert len(served.labels) == CLASSES
     assert [stage.spec.index for stage in plan.stages] == [0, 1, 2]
@@ -38,7 +38,8 @@ def test_served_model_is_described_by_the_manifest(folder: Path) -> None:
 
 
 def test_version_of_the_same_interface_is_loaded(folder: Path) -> None:
-    _, loader, plan = open_model(settings(folder), NO_TUNING)
+    loader = source(folder)
+    _, plan = loader.open(NO_TUNING)
     versions = VersionTable(plan)
     assert loader.load("one", versions) is plan
     assert loader.load(None, versions) is plan
@@ -49,7 +50,8 @@ def test_version_of_the_same_interface_is_loaded(folder: Path) -> None:
 
 
 def test_version_with_another_interface_is_refused_with_the_difference(folder: Path) -> None:
-    _, loader, plan = open_model(settings(folder), NO_TUNING)
+    loader = source(folder)
+    _, plan = loader.open(NO_TUNING)
     with pytest.raises(
         BundleError,
         match=r"classifier@3 has other labels than the service: labels label 0 and label 1.*the bundle has labels none",
@@ -59,18 +61,21 @@ def test_version_with_another_interface_is_refused_with_the_difference(folder: P
 
 @pytest.mark.parametrize("name", ["bundles/two", "random:1", "x" * 1000])
 def test_missing_bundle_is_named_with_the_folder_when_a_version_is_loaded(folder: Path, name: str) -> None:
-    _, loader, plan = open_model(settings(folder), NO_TUNING)
+    loader = source(folder)
+    _, plan = loader.open(NO_TUNING)
     with pytest.raises(BundleError, match=f"there is no bundle '{name[:64]}' in --weights-dir {folder};"):
         loader.load(name, VersionTable(plan))
 
 
 @pytest.mark.parametrize("name", ["../two", "/etc/passwd", "missing", "two\0", "x" * 2000])
 def test_only_bundles_below_the_folder_are_loaded(folder: Path, name: str) -> None:
-    _, loader, plan = open_model(settings(folder, weights_dir=folder / "one"), NO_TUNING)
+    loader = source(folder, weights_dir=folder / "one")
+    _, plan = loader.open(NO_TUNING)
     with pytest.raises(ModelError) as refused:
         loader.load(name, VersionTable(plan))
     assert "\n" not in str(refused.value)
-    without = open_model(settings(folder, weights_dir=None), NO_TUNING)[1]
+    without = source(folder, weights_dir=None)
+    without.open(NO_TUNING)
     with pytest.raises(WeightsError, match="--weights-dir"):
         without.load("two", VersionTable(plan))
 
@@ -85,7 +90,7 @@ def test_only_bundles_below_the_folder_are_loaded(folder: Path, name: str) -> No
 )
 def test_settings_that_do_not_fit_the_bundle_are_refused(folder: Path, changed: dict[str, object], what: str) -> None:
     with pytest.raises(ModelError, match=what):
-        open_model(settings(folder, **changed), NO_TUNING)
+        source(folder, **changed).open(NO_TUNING)
 
 
 def test_weights_are_read_in_chunks_that_make_up_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

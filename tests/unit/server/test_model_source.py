@@ -17,8 +17,8 @@ from multiworld_serving.models.errors import ModelError, WeightsError
 from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.models.optimize.tuning import NO_TUNING
 from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.versions.bundle_loader import BundleLoader, open_model
 from multiworld_serving.server.versions.model_files import available_weights
+from multiworld_serving.server.versions.model_source import ModelSource
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 pytestmark = pytest.mark.timeout(600)  # an export takes six seconds of CPU time
@@ -43,14 +43,15 @@ def _cache(folder: Path) -> object:
         yield
 
 
-def opened(folder: Path, **changed: object) -> tuple[BundleLoader, VersionPlan]:
+def opened(folder: Path, **changed: object) -> tuple[ModelSource, VersionPlan]:
     values: dict[str, object] = {
         "model": MODEL,
         "weights": str(folder / "same (1).safetensors"),
         "weights_dir": folder,
         "image_size": 64,
     }
-    served, loader, plan = open_model(LeaderSettings(**values | changed), NO_TUNING)  # type: ignore[arg-type]
+    loader = ModelSource(LeaderSettings(**values | changed))  # type: ignore[arg-type]
+    served, plan = loader.open(NO_TUNING)
     assert [each.name for each in (*served.inputs, *served.outputs)] == ["input", "probabilities"]
     return loader, plan
 

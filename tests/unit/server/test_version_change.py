@@ -31,7 +31,7 @@ from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.server.snapshots import RolloutProgress
-from multiworld_serving.server.versions.bundle_loader import BundleLoader
+from multiworld_serving.server.versions.model_source import ModelSource
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 from tests.waiting import until
@@ -103,7 +103,7 @@ class Service:
         none = cast(Any, None)
         self.registry = WorkerRegistry(self.versions, settings, metrics, none, self.driver, lambda: None)
         self.loader, self.switched = Loader(), list[Desired]()
-        loader = cast(BundleLoader, self.loader)
+        loader = cast(ModelSource, self.loader)
         self.operations = Operations(self.registry, self.versions, loader, WAIT_S, self.switched.append)
         self.links = [self.join("a"), self.join("b")]
 
