@@ -10,7 +10,7 @@ from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes
 from multiworld_serving.server.versions.model_source import ModelSource
 from multiworld_serving.server.versions.stage_weights import FileRange, StageWeights
-from multiworld_serving.server.versions.version_table import VersionTable
+from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 from tests.bundles import CLASSES, SIZE, classifier_bundle
 
 
@@ -29,6 +29,11 @@ def source(folder: Path, **changed: object) -> ModelSource:
     return ModelSource(LeaderSettings(**values | changed))  # type: ignore[arg-type]
 
 
+def opened(folder: Path, **changed: object) -> tuple[ModelSource, VersionPlan]:
+    loader = source(folder, **changed)
+    return loader, loader.open(NO_TUNING)[1]
+
+
 def test_served_model_is_described_by_the_manifest(folder: Path) -> None:
     served, plan = source(folder, stages=3).open(NO_TUNING)
     assert (served.name, served.version, served.image) == ("classifier", "1", ImageSizes(SIZE, SIZE))
@@ -38,8 +43,7 @@ def test_served_model_is_described_by_the_manifest(folder: Path) -> None:
 
 
 def test_version_of_the_same_interface_is_loaded(folder: Path) -> None:
-    loader = source(folder)
-    _, plan = loader.open(NO_TUNING)
+    loader, plan = opened(folder)
     versions = VersionTable(plan)
     assert loader.load("one", versions) is plan
     assert loader.load(None, versions) is plan
@@ -50,8 +54,7 @@ def test_version_of_the_same_interface_is_loaded(folder: Path) -> None:
 
 
 def test_version_with_another_interface_is_refused_with_the_difference(folder: Path) -> None:
-    loader = source(folder)
-    _, plan = loader.open(NO_TUNING)
+    loader, plan = opened(folder)
     with pytest.raises(
         BundleError,
         match=r"classifier@3 has other labels than the service: labels label 0 and label 1.*the bundle has labels none",
@@ -61,21 +64,18 @@ def test_version_with_another_interface_is_refused_with_the_difference(folder: P
 
 @pytest.mark.parametrize("name", ["bundles/two", "random:1", "x" * 1000])
 def test_missing_bundle_is_named_with_the_folder_when_a_version_is_loaded(folder: Path, name: str) -> None:
-    loader = source(folder)
-    _, plan = loader.open(NO_TUNING)
+    loader, plan = opened(folder)
     with pytest.raises(BundleError, match=f"there is no bundle '{name[:64]}' in --weights-dir {folder};"):
         loader.load(name, VersionTable(plan))
 
 
 @pytest.mark.parametrize("name", ["../two", "/etc/passwd", "missing", "two\0", "x" * 2000])
 def test_only_bundles_below_the_folder_are_loaded(folder: Path, name: str) -> None:
-    loader = source(folder, weights_dir=folder / "one")
-    _, plan = loader.open(NO_TUNING)
+    loader, plan = opened(folder, weights_dir=folder / "one")
     with pytest.raises(ModelError) as refused:
         loader.load(name, VersionTable(plan))
     assert "\n" not in str(refused.value)
-    without = source(folder, weights_dir=None)
-    without.open(NO_TUNING)
+    without, _ = opened(folder, weights_dir=None)
     with pytest.raises(WeightsError, match="--weights-dir"):
         without.load("two", VersionTable(plan))
 
