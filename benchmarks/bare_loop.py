@@ -77,7 +77,7 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     stage, shape = whole_model(chosen.model, None)
     tuning = Tuning(chosen.precision, chosen.optimize)
-    made = optimize(stage, shape, chosen.batch_size, tuning, chosen.device).module
+    made = optimize(stage, chosen.batch_size, tuning, chosen.device).module
     noise = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (chosen.batch_size, *shape), dtype=torch.uint8, generator=noise).to(chosen.device)
     for seconds in map(float, sys.stdin) if chosen.on_demand else [chosen.seconds]:

@@ -8,36 +8,28 @@ from multiworld_serving.models.errors import StageError
 _Score = tuple[float, float]
 
 
-def partition(
-    costs: Sequence[float],
-    num_stages: int,
-    boundaries: Sequence[float],
-    transfers: Sequence[float] | None = None,
-) -> list[tuple[int, int]]:
+def partition(costs: Sequence[float], num_stages: int, transfers: Sequence[float]) -> list[tuple[int, int]]:
     """Partition blocks into `num_stages` contiguous stages that minimise the cost of the slowest stage.
 
-    Ties are broken by the least data moved between stages, then by the most even partition (smallest sum of squared stage costs).
+    Ties are broken by the least cost of transfers, then by the most even partition (smallest sum of squared stage costs).
 
     Args:
         costs: cost of each block, >= 0, in any unit.
         num_stages: from 1 to the number of blocks.
-        boundaries: data moved after each block except the last, in any unit.
-        transfers: cost of receiving or sending the tensor at each boundary, in the unit of `costs`, added to the stages on both
-            sides. None: 0.
+        transfers: cost of sending or receiving the tensor after each block except the last, in the unit of `costs`, added to the
+            stages on both sides.
     Returns:
         (first, end) of each stage, end exclusive, in order.
     Raises:
         StageError: `num_stages` is out of range.
     """
-    if isinstance(num_stages, bool) or not 1 <= num_stages <= len(costs):
+    if not 1 <= num_stages <= len(costs):
         raise StageError(
-            f"{num_stages} stages, but the model has {len(costs)} blocks; expected 1 to {len(costs)} stages"
+            f"{num_stages} stages, but the model can be cut into at most {len(costs)}; choose 1 to {len(costs)} stages"
         )
-    assert len(boundaries) == len(costs) - 1
-    assert transfers is None or len(transfers) == len(boundaries)
-    cost_of = _StageCost(costs, transfers or [0.0] * len(boundaries))
-    ends = _best_ends(cost_of, num_stages, _slowest_stage(cost_of, num_stages), boundaries)
-    return list(pairwise([0, *ends]))
+    assert len(transfers) == len(costs) - 1
+    cost_of = _StageCost(costs, transfers)
+    return list(pairwise([0, *_best_ends(cost_of, num_stages, _slowest_stage(cost_of, num_stages))]))
 
 
 class _StageCost:
@@ -46,10 +38,10 @@ class _StageCost:
     def __init__(self, costs: Sequence[float], transfers: Sequence[float]) -> None:
         self.num_blocks = len(costs)
         self._before = list(accumulate(costs, initial=0))
-        self._crossing = [0.0, *transfers, 0.0]
+        self.crossing = [0.0, *transfers, 0.0]
 
     def __call__(self, first: int, end: int) -> float:
-        return self._before[end] - self._before[first] + self._crossing[first] + self._crossing[end]
+        return self._before[end] - self._before[first] + self.crossing[first] + self.crossing[end]
 
 
 def _slowest_stage(cost_of: _StageCost, num_stages: int) -> float:
@@ -64,7 +56,7 @@ def _slowest_stage(cost_of: _StageCost, num_stages: int) -> float:
     return slowest[num_blocks]
 
 
-def _best_ends(cost_of: _StageCost, num_stages: int, limit: float, boundaries: Sequence[float]) -> tuple[int, ...]:
+def _best_ends(cost_of: _StageCost, num_stages: int, limit: float) -> tuple[int, ...]:
     """Ends of the stages of the best partition without a stage above `limit`.
 
     This is a second pass because the tie-breakers are additive only among partitions within the limit: a prefix that is not the fastest
@@ -79,8 +71,7 @@ def _best_ends(cost_of: _StageCost, num_stages: int, limit: float, boundaries: S
                 cost = cost_of(start, end)
                 if cost > limit:
                     continue  # a later boundary may be cheaper to cross
-                crossing = boundaries[end - 1] if end < num_blocks else 0
-                candidate = ((moved + crossing, squares + cost * cost), (*ends, end))
+                candidate = ((moved + cost_of.crossing[end], squares + cost * cost), (*ends, end))
                 if end not in following or candidate < following[end]:
                     following[end] = candidate
         best = following

@@ -32,7 +32,6 @@ class IncomingAssignment:
         self.task = StageTask(
             self.spec,
             TensorFile.in_memory(),
-            self.assignment.sample_shape,
             self.assignment.max_batch_size,
             Tuning(self.assignment.precision, self.assignment.optimize),
         )

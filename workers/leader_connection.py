@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 import time
+from dataclasses import dataclass
 from typing import NoReturn
 
 from multiworld import AskError, Cause, JoinError, World, WorldError, WorldManager, ask
@@ -59,39 +60,39 @@ def _end_stuck(reason: str, status: int = EXIT_STUCK) -> NoReturn:
     raise StuckError(reason, status)
 
 
-class LeaderConnection:
-    """Joins one leader, serves it, and rejoins. Connections of a worker share the engine, its stages, and the order of the leaders.
+@dataclass(frozen=True)
+class WorkerProcess:
+    """What the connections of a worker to all its leaders share.
 
-    Args:
-        leader: where it listens; `settings` may know another address before each attempt to join.
-        manager: used by this connection only, because two leaders may use the same world name.
+    Attributes:
         stop: set when the process must end. A restart request from a leader sets it too.
         edges: of this process; None: all tensors go through the leaders.
-        number: position of the leader in `settings.leaders`.
     """
 
-    def __init__(
-        self,
-        leader: Address,
-        settings: WorkerSettings,
-        engine: Engine,
-        manager: WorldManager,
-        stop: asyncio.Event,
-        order: LeaderOrder,
-        metrics: WorkerMetrics,
-        edges: Edges | None = None,
-        number: int = 0,
-    ) -> None:
-        self._leader = leader
-        self._number = number
-        self._is_only_leader = len(settings.leaders) == 1
-        self._settings = settings
-        self._engine = engine
+    settings: WorkerSettings
+    engine: Engine
+    stop: asyncio.Event
+    order: LeaderOrder
+    metrics: WorkerMetrics
+    edges: Edges | None = None
+
+
+class LeaderConnection:
+    """Joins one leader, serves it, and rejoins.
+
+    Args:
+        manager: used by this connection only, because two leaders may use the same world name.
+        leader: where it listens; the settings may know another address before each attempt to join.
+        number: its position in `settings.leaders`.
+    """
+
+    def __init__(self, worker: WorkerProcess, manager: WorldManager, leader: Address, number: int = 0) -> None:
+        self._worker = worker
+        self._settings = worker.settings
         self._manager = manager
-        self._stop = stop
-        self._order = order
-        self._metrics = metrics
-        self._edges = edges
+        self._number = number
+        self._leader = leader
+        self._is_only_leader = len(worker.settings.leaders) == 1
         self._session: Session | None = None
         self._wait_s = 0.0
         """Minimum pause before the next join, as the leader's last offer said."""
@@ -109,7 +110,7 @@ class LeaderConnection:
             StuckError: the stage hangs, the process is out of memory, or the GPU has failed.
         """
         failures = 0
-        while not self._stop.is_set():
+        while not self._worker.stop.is_set():
             served = False
             stay = asyncio.create_task(self.serve_once())
             try:
@@ -132,19 +133,20 @@ class LeaderConnection:
         """Join one world and serve in it until it ends. Returns whether a stage was served."""
         await _check_thread_start()
         self._leader = self._settings.leader_at(self._number, self._leader)
-        with self._order.attempt(self._number):
+        with self._worker.order.attempt(self._number):
             offer = await self._ask()
             self._wait_s = offer.wait_ms / 1000
             if not offer.world:
                 return False
             world = await self._join(offer)
-            with self._order.linked(self._number, offer.leader) as place:
+            with self._worker.order.linked(self._number, offer.leader) as place:
                 return await self._serve_in(world, place)
 
     async def _serve_in(self, world: World, place: LeaderPlace) -> bool:
         """Serve in this world until it ends. Returns whether a stage was served."""
-        self._session = session = Session(world, self._engine, self._stop.set, self._metrics, place, self._edges)
-        self._metrics.world_joined()
+        worker = self._worker
+        self._session = session = Session(world, worker.engine, worker.stop.set, worker.metrics, place, worker.edges)
+        worker.metrics.world_joined()
         try:
             ending = await session.run()
             logger.log(
@@ -155,12 +157,12 @@ class LeaderConnection:
                 world.generation,
                 ending.cause,
             )
-            self._metrics.world_ended(ending.cause)
+            worker.metrics.world_ended(ending.cause)
             await self._raise_if_stuck(session)
             return session.serving
         finally:
             self._session = None
-            self._metrics.world_left()
+            worker.metrics.world_left()
             await self._manager.close_world(world.name)
 
     async def _join(self, offer: JoinOffer) -> World:
@@ -184,19 +186,19 @@ class LeaderConnection:
             ) from error
 
     async def _ask(self) -> JoinOffer:
-        settings, edge = self._settings, "" if self._edges is None else self._edges.holder
+        settings, edge = self._settings, "" if self._worker.edges is None else self._worker.edges.holder
 
         async def question() -> str:
-            await self._order.until_earlier_leaders_assigned(self._number)
+            await self._worker.order.until_earlier_leaders_assigned(self._number)
             return JoinRequest(
                 settings.name,
                 settings.device,
                 settings.advertise_host,
                 os.getpid(),
-                self._order.parts,
-                self._order.obeyed(self._number),
+                self._worker.order.parts,
+                self._worker.order.obeyed(self._number),
                 edge,
-                free_memory_mb(self._engine.device),
+                free_memory_mb(self._worker.engine.device),
             ).to_json()
 
         try:
@@ -217,7 +219,7 @@ class LeaderConnection:
 
     async def _end_or_stop(self, stay: asyncio.Task[bool]) -> None:
         """Wait until `stay` ends. When `stop` is set, tell the leader, wait until it has rerouted its batches, and cancel `stay`."""
-        stop = asyncio.create_task(self._stop.wait())
+        stop = asyncio.create_task(self._worker.stop.wait())
         try:
             await asyncio.wait({stay, stop}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -258,7 +260,7 @@ class LeaderConnection:
         if pause_s:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
-                    await self._stop.wait()
+                    await self._worker.stop.wait()
 
 
 async def _check_thread_start() -> None:

@@ -23,7 +23,7 @@ from multiworld_serving.workers import exit_timer
 from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.device import check_device
 from multiworld_serving.workers.compute.engine import Engine
-from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError
+from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError, WorkerProcess
 from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.observability.gpu import GpuCollector
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
@@ -66,7 +66,8 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
             limit_s = settings.loop_stall_timeout_s + exit_timer.LOOP_BLOCKED_MARGIN_S
             stack.enter_context(exit_timer.exit_when_blocked(loop, limit_s))
             edges = await _open_edges(stack, settings, metrics)
-            connections, order = list[LeaderConnection](), LeaderOrder()
+            worker = WorkerProcess(settings, engine, stop, LeaderOrder(), metrics, edges)
+            connections = list[LeaderConnection]()
             await _start_metrics_port(stack, settings, metrics, engine, connections)
             for number, leader in enumerate(settings.leaders):
                 manager = await stack.enter_async_context(
@@ -77,9 +78,7 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
                         **settings.heartbeats,
                     )
                 )
-                connections.append(
-                    LeaderConnection(leader, settings, engine, manager, stop, order, metrics, edges, number)
-                )
+                connections.append(LeaderConnection(worker, manager, leader, number))
                 tasks.create_task(connections[-1].run())
     except* StuckError as errors:
         (ending, *_) = (error for error in errors.exceptions if isinstance(error, StuckError))

@@ -91,7 +91,7 @@ class Session:
         self._world = world
         self._on_restart = on_restart
         self._place = place or LeaderPlace(LeaderOrder(), 0, "")
-        self._place.leave = lambda: self._start(self._leave_quietly())
+        self._place.leave = lambda: self._start(self.leave())
         self._loader = StageLoader(engine, self.queue)
         self._metrics = metrics or WorkerMetrics()
         self._edges = edges
@@ -132,11 +132,12 @@ class Session:
 
     async def leave(self) -> None:
         """Tell the leader that this worker leaves. The leader sends no new batches, and closes the world after the last answer."""
-        await self._channel.send(Message(MessageKind.LEAVING))
+        await self._tell(Message(MessageKind.LEAVING))
 
-    async def _leave_quietly(self) -> None:
+    async def _tell(self, message: Message) -> None:
+        """Send a message, if the world has not ended."""
         with contextlib.suppress(BrokenWorldException, WorldClosedError):
-            await self.leave()
+            await self._channel.send(message)
 
     async def _serve(self) -> NoReturn:
         while True:
@@ -154,14 +155,13 @@ class Session:
         A leader that knows the latter does not take this worker for hung.
         """
         obeyed: str | None = None
-        with contextlib.suppress(BrokenWorldException, WorldClosedError):
-            while True:
-                await asyncio.sleep(_REPORT_S)
-                if self.queue.has_not_begun:
-                    await self._channel.send(Message(MessageKind.BUSY))
-                if obeyed != self._place.obeyed:
-                    obeyed = self._place.obeyed
-                    await self._channel.send(Message.from_text(MessageKind.OBEYS, obeyed))
+        while True:
+            await asyncio.sleep(_REPORT_S)
+            if self.queue.has_not_begun:
+                await self._tell(Message(MessageKind.BUSY))
+            if obeyed != self._place.obeyed:
+                obeyed = self._place.obeyed
+                await self._tell(Message.from_text(MessageKind.OBEYS, obeyed))
 
     def _check(self, header: Header) -> None:
         """Reject a header that the leader may not send now; see `Channel`. Raises WireError."""
@@ -193,7 +193,7 @@ class Session:
         match message.kind:
             case MessageKind.ASSIGN if self._incoming is None:
                 incoming = IncomingAssignment(message)
-                spec, shape, most = incoming.spec, incoming.task.sample_shape, incoming.task.max_batch_size
+                spec, shape, most = incoming.spec, incoming.assignment.sample_shape, incoming.task.max_batch_size
                 if not self._place.accepts(incoming.assignment.digest):
                     self._start(self._refuse(incoming))
                     return
@@ -264,23 +264,20 @@ class Session:
         )
         release_free_memory()
         ready = {"warm_up_s": round(load_s, 3), "execution_mode": str(made.mode), "why": made.why}
-        with contextlib.suppress(BrokenWorldException, WorldClosedError):
-            await self._channel.send(incoming.reply(MessageKind.READY, json.dumps(ready)))
+        await self._tell(incoming.reply(MessageKind.READY, json.dumps(ready)))
 
     async def _refuse(self, incoming: IncomingAssignment) -> None:
         text = f"it obeys leader {self._place.obeyed}, which has not assigned this version of the stage with equal settings"
         logger.info("world=%s stage=%d refused: %s", self._world.name, incoming.spec.index, text)
-        with contextlib.suppress(BrokenWorldException, WorldClosedError):
-            await self._channel.send(incoming.reply(MessageKind.REFUSED, text))
+        await self._tell(incoming.reply(MessageKind.REFUSED, text))
 
     async def _fail(self, incoming: IncomingAssignment, error: Exception) -> None:
         """Report that a stage cannot be loaded. Without another stage to serve, the world ends."""
-        with contextlib.suppress(BrokenWorldException, WorldClosedError):
-            await self._channel.send(incoming.reply(MessageKind.FAILED, _describe(error)))
-            if not self.serving:
-                # The leader ends the world after reading the reason. Breaking it here at once could overtake that message.
-                await asyncio.sleep(_FAILURE_GRACE_S)
-                self._world.fail(Cause.ABORTED, self._world.rank, f"the stage cannot be loaded: {_describe(error)}")
+        await self._tell(incoming.reply(MessageKind.FAILED, _describe(error)))
+        if not self.serving:
+            # The leader ends the world after reading the reason. Breaking it here at once could overtake that message.
+            await asyncio.sleep(_FAILURE_GRACE_S)
+            self._world.fail(Cause.ABORTED, self._world.rank, f"the stage cannot be loaded: {_describe(error)}")
 
     async def _answer(self, message: Message) -> None:
         """Compute a batch and send RESULT or KEPT, FAILED when the stage raises, or INPUT_LOST. Counts the outcome."""

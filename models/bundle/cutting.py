@@ -138,12 +138,7 @@ def _cut(
     starts = [0, *(position + 1 for position in positions)]
     blocks_s = [sum(costs_s[start : end + 1]) for start, end in zip(starts, ends, strict=True)]
     sizes = [found[position] for position in positions]
-    transfers = [size / _LINK_BYTES_PER_S for size in sizes]
-    if num_stages > len(blocks_s):
-        raise StageError(
-            f"{num_stages} stages, but the model can be cut into at most {len(blocks_s)}; choose 1 to {len(blocks_s)} stages"
-        )
-    ranges = partition(blocks_s, num_stages, [float(size) for size in sizes], transfers)
+    ranges = partition(blocks_s, num_stages, [size / _LINK_BYTES_PER_S for size in sizes])
     return Cut(
         tuple(positions[end - 1] for _, end in ranges[:-1]),
         tuple(sum(blocks_s[first:end]) for first, end in ranges),

@@ -24,7 +24,7 @@ from multiworld_serving.models.bundle.manifest import (
     lengths_to_check,
     spec_of,
 )
-from multiworld_serving.models.bundle.nodes import DTYPES, bundle_errors
+from multiworld_serving.models.bundle.nodes import BATCH, DTYPES, bundle_errors
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError, StageError, WeightsError
 from multiworld_serving.models.weights.tensor_file import TensorEntry, TensorFile, file_head
@@ -110,13 +110,12 @@ class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True
         except BundleError as error:
             raise StageError(f"{error} (do leader and worker run the same release?)") from error
 
-    def example(self, count: int, sample_shape: tuple[int, ...]) -> Tensor:
-        """Rows of zeros, with variable dimensions of their largest lengths. They have `sample_shape` or fewer bytes."""
-        tensors = []
-        for tensor in self.inputs:
-            dims = [dim if isinstance(dim, int) else self.dimensions[str(dim)][1] for dim in tensor.shape[1:]]
-            tensors.append(torch.zeros((count, *dims), dtype=DTYPES[tensor.dtype]))
-        return self.input_rows.pack(tensors)
+    def example(self, count: int) -> Tensor:
+        """Rows of zeros, with variable dimensions of their largest lengths."""
+        lengths = {BATCH: count} | {name: most for name, (_, most) in self.dimensions.items() if name != BATCH}
+        shapes = ([dim if isinstance(dim, int) else lengths[str(dim)] for dim in each.shape] for each in self.inputs)
+        zeros = [torch.zeros(shape, dtype=DTYPES[each.dtype]) for shape, each in zip(shapes, self.inputs, strict=True)]
+        return self.input_rows.pack(zeros)
 
 
 class BundleStage(nn.Module):

@@ -39,7 +39,6 @@ class CompiledStage(nn.Module):
     def __init__(
         self,
         stage: BundleStage,
-        sample_shape: tuple[int, ...],
         max_batch_size: int,
         tuning: Tuning,
         device: torch.device,
@@ -50,8 +49,8 @@ class CompiledStage(nn.Module):
         self.spec = stage.spec
         self.mode = ExecutionMode("compiled", tuning.stage_precision(device))
         self.sizes = batch_sizes(max_batch_size)
-        self._sample_shape, self._device = sample_shape, device
-        self._folded = folded(stage, Workload(sample_shape, max_batch_size, (1,)), self.mode.dtype)
+        self._device = device
+        self._folded = folded(stage, Workload(max_batch_size, (1,)), self.mode.dtype)
         place(self._folded.module, device)
         self._reference: list[BundleStage] = [stage]  # a list, so that it is no submodule
         self._code: dict[int, Callable[..., tuple[Tensor, ...]]] = {}
@@ -62,7 +61,7 @@ class CompiledStage(nn.Module):
         Raises:
             CompileError: there is no compiler, it fails, or the result is not accurate.
         """
-        rows = example_rows(self.spec, size, self._sample_shape)
+        rows = example_rows(self.spec, size)
         body = self._folded.module
         # A module of its own, because its code is cached without guards: these compare shapes, which are fixed, and numbers of threads.
         module = fx.GraphModule(body, copy.deepcopy(body.graph))

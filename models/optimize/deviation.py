@@ -14,7 +14,7 @@ bfloat16 and 1e-3 in float16."""
 _LEAST_PROBABILITY = 1e-30
 
 
-def example_rows(spec: BundleStageSpec, count: int, sample_shape: tuple[int, ...]) -> Tensor:
+def example_rows(spec: BundleStageSpec, count: int) -> Tensor:
     """Deterministic rows: random pixels, random activations after a ReLU, and 1 for other integers: an index, or a mask."""
     generator = torch.Generator().manual_seed(1)
 
@@ -25,9 +25,7 @@ def example_rows(spec: BundleStageSpec, count: int, sample_shape: tuple[int, ...
             return tensor.random_(0, 256, generator=generator)
         return torch.ones_like(tensor)
 
-    return spec.input_rows.pack(
-        [filled(tensor) for tensor in spec.input_rows.unpack(spec.example(count, sample_shape))]
-    )
+    return spec.input_rows.pack([filled(tensor) for tensor in spec.input_rows.unpack(spec.example(count))])
 
 
 def deviation(output: Tensor, expected: Tensor, *, probabilities: bool = False) -> float:

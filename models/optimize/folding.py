@@ -40,7 +40,7 @@ def folded(
     """
     with torch.inference_mode(mode=False), torch.no_grad():
         module = graph_of(stage)
-        example = stage.spec.example(_SHAPE_ROWS, workload.sample_shape)
+        example = stage.spec.example(_SHAPE_ROWS)
         propagate(module, stage.spec.input_rows.unpack(example))
         fold_batch_norm(module)
         _use_channels_last(module)

@@ -46,15 +46,13 @@ _NO_ACTIVATION: Activation = ("none", [], "")
 
 @dataclass(frozen=True)
 class Workload:
-    """Input shapes and thread counts to optimize for. Others work too, but may be slower.
+    """Batch sizes and thread counts to optimize for. Others work too, but may be slower.
 
     Attributes:
-        sample_shape: shape of one sample of the input.
         max_batch_size: largest batch size; layouts are chosen for this size and for 1.
         threads: numbers of threads that may compute a batch.
     """
 
-    sample_shape: tuple[int, ...]
     max_batch_size: int
     threads: tuple[int, ...]
 
@@ -105,7 +103,6 @@ class PackedWeight:
                     if same is packed:
                         kept.append(packed)
                     self._layouts[threads, is_batch] = same
-        self.num_layouts = len(kept)
         self._otherwise = same
 
     def wanted_for(self, is_batch: bool) -> Tensor:

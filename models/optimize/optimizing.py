@@ -31,7 +31,6 @@ class OptimizedStage:
 
 def optimize(
     stage: BundleStage,
-    sample_shape: tuple[int, ...],
     max_batch_size: int,
     tuning: Tuning,
     device: torch.device,
@@ -43,13 +42,12 @@ def optimize(
 
     Args:
         stage: on the CPU, with weights. It may become part of the result.
-        sample_shape: shape of one row of its input; with variable dimensions of the longest.
         threads: numbers of threads that may compute a batch on a CPU; weight layouts depend on them. Empty: torch's current number.
     """
     mode, why = ExecutionMode("fused", tuning.stage_precision(device)), "asked for"
     if tuning.optimize != "eager":
-        workload = Workload(sample_shape, max_batch_size, threads or (torch.get_num_threads(),))
-        example = example_rows(stage.spec, min(max_batch_size, _CHECKED_ROWS), sample_shape)
+        workload = Workload(max_batch_size, threads or (torch.get_num_threads(),))
+        example = example_rows(stage.spec, min(max_batch_size, _CHECKED_ROWS))
         try:
             with torch.inference_mode():
                 expected = stage(example)

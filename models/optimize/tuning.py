@@ -11,7 +11,6 @@ from multiworld_serving.models.errors import StageError
 
 Precision = Literal["float32", "bfloat16", "float16", "auto"]
 Optimize = Literal["eager", "fused", "compile"]
-StagePrecision = Literal["float32", "bfloat16", "float16"]
 Method = Literal["eager", "fused", "compiled"]
 
 _EDGE_DTYPES = ("float32", "bfloat16", "float16")
@@ -46,17 +45,11 @@ class Tuning:
         if self.optimize == "eager" and self.precision in ("bfloat16", "float16"):
             raise StageError(f"optimize eager computes in float32, not in {self.precision}; choose optimize fused")
 
-    def stage_precision(self, device: torch.device) -> StagePrecision:
+    def stage_precision(self, device: torch.device) -> str:
         """The precision of the blocks of a stage on this device."""
-        match self.precision:
-            case "bfloat16":
-                return "bfloat16"
-            case "float16":
-                return "float16"
-            case "auto" if self.optimize != "eager" and has_native_bfloat16(device):
-                return "bfloat16"
-            case _:
-                return "float32"
+        if self.precision != "auto":
+            return self.precision
+        return "bfloat16" if self.optimize != "eager" and has_native_bfloat16(device) else "float32"
 
 
 NO_TUNING = Tuning()
@@ -74,12 +67,13 @@ class ExecutionMode:
     """
 
     method: Method
-    precision: StagePrecision = "float32"
+    precision: str = "float32"
 
     @property
     def dtype(self) -> torch.dtype:
         """dtype of weights and activations inside the stage."""
-        return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.precision, torch.float32)
+        found: torch.dtype = getattr(torch, self.precision)
+        return found
 
     def __str__(self) -> str:
         return f"{self.method}/{self.precision}"

@@ -5,7 +5,6 @@ import io
 import pickle
 import re
 import warnings
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from multiworld_serving.models.errors import WeightsError
-from multiworld_serving.models.weights import SUFFIXES
 
 MAX_FILE_BYTES = 4 * 2**30
 """The largest model has 0.5 GB of weights, and less than this limit with gradients and optimiser state."""
@@ -54,29 +52,28 @@ def read_checkpoint(path: str) -> Checkpoint:
     parse = _parse_safetensors if file.suffix.lower() == ".safetensors" else _parse_torch
     sha256 = hashlib.sha256(content).hexdigest()
     stem = _NOT_IN_VERSIONS.sub("_", file.stem).lstrip("_.:+-")[:_STEM_CHARACTERS] or "weights"
-    return Checkpoint(clean_state_dict(parse(content, path), path), version=f"{stem}-{sha256[:12]}")
+    return Checkpoint(_state_dict(parse(content, path), path), version=f"{stem}-{sha256[:12]}")
 
 
-def clean_state_dict(data: Any, origin: str) -> dict[str, Tensor]:
-    """Unwrap the content of a checkpoint and remove prefixes of training. Returns a plain dict from name to tensor.
-
-    Raises:
-        WeightsError: `data` contains no tensors by name.
-    """
+def _state_dict(data: Any, origin: str) -> dict[str, Tensor]:
+    """Tensors by name, without wrappers and prefixes of training."""
     for wrapper in _WRAPPERS:
         if isinstance(data, Mapping) and isinstance(data.get(wrapper), Mapping):
             data = data[wrapper]
     if not isinstance(data, Mapping) or not data:
-        raise WeightsError(
-            f"{origin} contains {_describe(data)}; expected a state dict (name to tensor): {_HOW_TO_SAVE}"
-        )
+        found = "an empty dict" if isinstance(data, Mapping) else f"a {type(data).__name__}"
+        raise WeightsError(f"{origin} contains {found}; expected a state dict (name to tensor): {_HOW_TO_SAVE}")
     for name, value in data.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise WeightsError(
-                f"{origin} contains {_describe(value)} under {name!r}; "
-                f"expected a state dict (name to tensor): {_HOW_TO_SAVE}"
+                f"{origin} contains a {type(value).__name__} under {name!r}; expected a state dict (name to tensor): {_HOW_TO_SAVE}"
             )
-    return _without_prefixes(dict(data))
+    tensors = dict(data)
+    for _ in _PREFIXES:  # prefixes may be nested: "module._orig_mod.conv1.weight"
+        for prefix in _PREFIXES:
+            if all(name.startswith(prefix) for name in tensors):
+                tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def load_state(module: nn.Module, tensors: Mapping[str, Tensor], origin: str, owner: str) -> None:
@@ -102,21 +99,11 @@ def load_state(module: nn.Module, tensors: Mapping[str, Tensor], origin: str, ow
         raise WeightsError(f"{origin} does not fit {owner}: {' '.join(str(error).split())[:400]}") from error
 
 
-def _without_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    for _ in _PREFIXES:  # prefixes may be nested: "module._orig_mod.conv1.weight"
-        for prefix in _PREFIXES:
-            if all(name.startswith(prefix) for name in tensors):
-                tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return tensors
-
-
 def _read_bytes(file: Path) -> bytes:
     # Read once, so that hash and tensors are of the same content even if the file is replaced meanwhile.
     try:
-        if not file.exists():
-            raise WeightsError(f"weights file {file} does not exist; check the path (seen from {Path.cwd()})")
         if not file.is_file():
-            raise WeightsError(f"{file} is not a file; expected one of {', '.join(SUFFIXES)}")
+            raise WeightsError(f"there is no file {file} with weights; check the path (seen from {Path.cwd()})")
         if file.stat().st_size > MAX_FILE_BYTES:
             raise WeightsError(f"{file} is larger than {MAX_FILE_BYTES >> 30} GiB, {_HOW_TO_SAVE}")
         return file.read_bytes()
@@ -140,22 +127,14 @@ def _parse_torch(content: bytes, path: str) -> Any:
         with warnings.catch_warnings(action="ignore"):  # torch warns about pickle protocols
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        whole = zipfile.is_zipfile(io.BytesIO(content))
-        what = "contains" if whole else "is damaged, or contains"
         raise WeightsError(
-            f"{path} {what} something other than tensors, such as a whole pickled model or code, which is never loaded; "
+            f"{path} is damaged, or contains something other than tensors, such as a whole pickled model or code, which is never loaded; "
             f"{_HOW_TO_SAVE}"
         ) from error
     except Exception as error:  # a damaged pickle can raise any exception
         raise WeightsError(
             f"{path} is not a whole PyTorch checkpoint ({_first_line(error)}); copy or download it again"
         ) from error
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "an empty dict" if not value else "a dict"
-    return f"a {type(value).__name__}"
 
 
 def _first_line(error: BaseException) -> str:

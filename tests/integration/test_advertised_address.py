@@ -11,7 +11,7 @@ from multiworld_serving.common.config import load
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinOffer, JoinRequest
 from multiworld_serving.workers.compute.engine import Engine
-from multiworld_serving.workers.leader_connection import LeaderConnection
+from multiworld_serving.workers.leader_connection import LeaderConnection, WorkerProcess
 from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.settings import WorkerSettings
@@ -26,9 +26,8 @@ async def member_of(port: int) -> AsyncIterator[None]:
     settings = load(WorkerSettings, {"leader": f"127.0.0.1:{port}", "advertise_host": "gpu7", "join_timeout_s": "0.5"})
     engine, stop = Engine(torch.device("cpu")), asyncio.Event()
     async with WorldManager(verify_collectives=False) as manager:
-        tie = LeaderConnection(
-            Address("127.0.0.1", port), settings, engine, manager, stop, LeaderOrder(), WorkerMetrics()
-        )
+        worker = WorkerProcess(settings, engine, stop, LeaderOrder(), WorkerMetrics())
+        tie = LeaderConnection(worker, manager, Address("127.0.0.1", port))
         task = asyncio.create_task(tie.run())
         try:
             yield

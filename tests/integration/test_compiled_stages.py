@@ -31,7 +31,7 @@ LARGEST = 3
 
 def compiled(plan: StagePlan, precision: str) -> CompiledStage:
     stage = load_bundle_stage(plan.spec, sent_weights(plan))
-    return CompiledStage(stage, plan.input_shape, LARGEST, Tuning(precision, "compile"), CPU)
+    return CompiledStage(stage, LARGEST, Tuning(precision, "compile"), CPU)
 
 
 async def loaded(plan: StagePlan, engine: Engine) -> LoadedStage:
@@ -74,7 +74,7 @@ def test_compiled_stage_equals_the_reference_for_every_batch_size_and_number_of_
         for threads in (1, 2):
             torch.set_num_threads(threads)
             for rows in range(1, LARGEST + 1):
-                batch = example_rows(plan.spec, rows, plan.input_shape)
+                batch = example_rows(plan.spec, rows)
                 given = batch.clone()
                 output, expected = made(batch), stage(batch)
                 assert output.shape == expected.shape
@@ -109,7 +109,7 @@ async def test_stage_serves_while_it_is_compiled_and_then_changes_to_the_code(tm
     stage, queue, served = await loaded(plan, engine), engine.new_queue(), 0
     assert str(stage.optimized.mode) == "fused/float32"
     queue.serve(1, stage)
-    batch = example_rows(plan.spec, 2, plan.input_shape)
+    batch = example_rows(plan.spec, 2)
     before = (await queue.compute(1, 0, batch)).output
     while str(stage.optimized.mode) == "fused/float32":
         async with asyncio.timeout(60):
@@ -140,7 +140,7 @@ async def test_stage_is_not_compiled_without_enough_memory(
 async def test_stage_that_is_no_longer_served_is_not_compiled_further(tmp_path: Path) -> None:
     (plan,) = bundle_plan(classifier_bundle(tmp_path / "bundle"), 1, Tuning(optimize="compile"))
     engine = Engine(CPU)
-    task = StageTask(plan.spec, sent_weights(plan), plan.input_shape, LARGEST, Tuning(optimize="compile"))
+    task = StageTask(plan.spec, sent_weights(plan), LARGEST, Tuning(optimize="compile"))
     asked = iter((True, False))
     assert await engine.new_queue().compile(task, lambda: next(asked)) is None
     gc.collect()

@@ -36,7 +36,7 @@ async def test_engine_matches_the_reference(optimize: str) -> None:
     engine = Engine(torch.device("cuda", 0))
     (plan,) = resnet_plan("random:0", 1, image_size=64)
     queue, shape = engine.new_queue(), plan.input_shape
-    task = StageTask(plan.spec, sent_weights(plan), shape, LARGEST, Tuning(optimize=optimize))
+    task = StageTask(plan.spec, sent_weights(plan), LARGEST, Tuning(optimize=optimize))
     stage = await queue.load(task)
     if optimize == "compile":
         compiled = await queue.compile(task, lambda: True)

@@ -43,6 +43,7 @@ class _Job:
     call: Callable[[], Any]
     future: asyncio.Future[Any]
     is_batch: bool = False
+    begun_s: float = 0.0
 
 
 class Engine:
@@ -67,7 +68,6 @@ class Engine:
         self._changed = threading.Condition()
         self._closed = False
         self._current: _Job | None = None
-        self._current_since_s = 0.0
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
@@ -95,13 +95,17 @@ class Engine:
         """Whether a job of any queue is running."""
         return self._current is not None
 
-    def state_of(self, queue: "EngineQueue") -> tuple[_Job | None, float, bool]:
-        """The running job if it is of this queue, since when it runs, and whether jobs of this queue wait for one of another queue."""
+    def current_of(self, queue: "EngineQueue") -> _Job | None:
+        """The running job if it is of this queue."""
+        current = self._current
+        return current if current is not None and current.queue is queue else None
+
+    def waits(self, queue: "EngineQueue") -> bool:
+        """Whether jobs of this queue wait for one of another queue."""
         with self._changed:
             current = self._current
-            if current is None or current.queue is queue:
-                return current, self._current_since_s, False
-            return None, 0.0, any(job.queue is queue for job in self._jobs)
+            others = current is not None and current.queue is not queue
+            return others and any(job.queue is queue for job in self._jobs)
 
     @property
     def threads(self) -> tuple[int, ...]:
@@ -140,9 +144,10 @@ class Engine:
                 if self._closed:
                     return None
                 self._changed.wait()
-            self._current = self._jobs.popleft()
-            self._current_since_s = time.monotonic()
-            return self._current
+            job = self._jobs.popleft()
+            job.begun_s = time.monotonic()
+            self._current = job
+            return job
 
     def _work(self) -> None:
         if self.device.type == "cuda":
@@ -190,18 +195,18 @@ class EngineQueue:
     @property
     def busy_s(self) -> float:
         """Seconds that the current job of this queue has been running; 0 if none is."""
-        job, since_s, _ = self._engine.state_of(self)
-        return 0.0 if job is None else time.monotonic() - since_s
+        job = self._engine.current_of(self)
+        return 0.0 if job is None else time.monotonic() - job.begun_s
 
     @property
     def has_not_begun(self) -> bool:
         """Whether jobs of this queue wait while a job of another queue runs."""
-        return self._engine.state_of(self)[2]
+        return self._engine.waits(self)
 
     @property
     def is_loading(self) -> bool:
         """Whether the current job of this queue loads a stage rather than computes a batch."""
-        job = self._engine.state_of(self)[0]
+        job = self._engine.current_of(self)
         return job is not None and not job.is_batch
 
     async def load(self, task: StageTask) -> LoadedStage:
@@ -216,7 +221,7 @@ class EngineQueue:
 
         def build() -> OptimizedStage:
             stage = load_bundle_stage(task.spec, task.weights)
-            return optimize(stage, task.sample_shape, task.max_batch_size, task.tuning, engine.device, engine.threads)
+            return optimize(stage, task.max_batch_size, task.tuning, engine.device, engine.threads)
 
         return await self._warmed_up(task, await engine.run(self, build))
 
@@ -238,7 +243,7 @@ class EngineQueue:
             sizes = len(batch_sizes(task.max_batch_size))  # each has the weights in its own layout
             check_memory(_COMPILER_BYTES + (_COPIES_OF_WEIGHTS + sizes) * task.weights.size)
             stage = load_bundle_stage(task.spec, task.weights)
-            return CompiledStage(stage, task.sample_shape, task.max_batch_size, task.tuning, self._engine.device)
+            return CompiledStage(stage, task.max_batch_size, task.tuning, self._engine.device)
 
         made: CompiledStage = await compiler.run(queue, build)
         for size in made.sizes:
@@ -294,16 +299,15 @@ class EngineQueue:
         """Run the shapes that batches will have, and find out how many threads to compute them on."""
         engine, module, counts = self._engine, optimized.module, self._engine.threads
 
-        def example(batch_size: int) -> Tensor:
-            return task.spec.example(batch_size, task.sample_shape)
-
-        await engine.run(self, partial(self._timed_s, module, example(task.max_batch_size), counts[0]))
+        await engine.run(self, partial(self._timed_s, module, task.spec.example(task.max_batch_size), counts[0]))
         for threads in reversed(counts):  # the last one is the time of a row on the fewest threads
-            row_s = await engine.run(self, partial(self._timed_s, module, example(1), threads))
+            row_s = await engine.run(self, partial(self._timed_s, module, task.spec.example(1), threads))
         found: list[Threads] = ["share", "share"]
         for index, batch_size in enumerate((1, task.max_batch_size)):
             if len(counts) > 1 and batch_size * row_s <= _SMALL_BATCH_S:
-                found[index] = await engine.run(self, partial(self._threads_of_small, module, example(batch_size)))
+                found[index] = await engine.run(
+                    self, partial(self._threads_of_small, module, task.spec.example(batch_size))
+                )
         return LoadedStage(task.spec, optimized, BatchThreads(*found))
 
     def _threads_of_small(self, module: nn.Module, batch: Tensor) -> Threads:

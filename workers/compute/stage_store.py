@@ -18,15 +18,10 @@ _LONGEST_TURN_S = 30.0
 
 @dataclass(frozen=True)
 class StageTask:
-    """A stage that is to be loaded.
-
-    Attributes:
-        sample_shape: of one row of its input.
-    """
+    """A stage that is to be loaded."""
 
     spec: BundleStageSpec
     weights: TensorFile
-    sample_shape: tuple[int, ...]
     max_batch_size: int
     tuning: Tuning = NO_TUNING
 

@@ -60,32 +60,24 @@ OPERATORS = {
     "memory without a value": call("aten.empty.memory_format", [[1, 4, 6, 6]]),
     "another namespace": call("prims.add.default", [X, X]),
     "attribute walk": call("aten.__class__.__init__", [X]),
-    "attribute walk through dots": call("aten.add.Tensor.__globals__.x", [X, X]),
     "module": call("os.system.default", ["id"]),
-    "operator with a line break": call("aten.add.Tensor\n", [X, X]),
-    "operator that is not text": call(["aten.add.Tensor"], [X, X]),  # type: ignore[arg-type]
     "enormous name": call("aten." + "a" * 100_000 + ".default", [X]),
 }
 ARGUMENTS = {
     "unknown argument": call("aten.relu.default", [X], {"inplace": True}),
     "argument that is code": call("aten.relu.default", [X], {"x=__import__('os')": 1}),
     "argument that is no identifier": call("aten.relu.default", [X], {"a.b": 1}),
-    "argument that is a keyword": call("aten.relu.default", [X], {"import": 1}),
     "argument twice": call("aten.add.Tensor", [X, X], {"other": X}),
     "too many arguments": call("aten.relu.default", [X, X, X]),
     "too few arguments": call("aten.add.Tensor", [X]),
     "nested arguments": call("aten.cat.default", [[[[[[[[[[X]]]]]]]]]]),
     "enormous list": call("aten.cat.default", [[X] * 100_000]),
-    "enormous text": call("aten.relu.default", ["x" * 100_000]),
     "enormous integer": call("aten.sum.dim_IntList", [X, [1 << 70]]),
     "unknown literal": call("aten.relu.default", [{"eval": "1"}]),
-    "two literals in one": call("aten.relu.default", [{"value": "x", "float": "1"}]),
     "element type by attribute": call("aten.zeros_like.default", [X], {"dtype": {"dtype": "ops"}}),
     "layout by attribute": call("aten.zeros_like.default", [X], {"layout": {"layout": "_mkldnn"}}),
     "device by name": call("aten.zeros_like.default", [X], {"device": {"device": "cuda:7"}}),
-    "float that is not one": call("aten.add.Scalar", [X, {"float": "__import__"}]),
     "float as JSON": call("aten.add.Scalar", [X, 0.5]),
-    "value that is not text": call("aten.relu.default", [{"value": [[[]]]}]),
 }
 ORDER = {
     "cycle": [
@@ -120,12 +112,10 @@ ORDER = {
 SHAPES = {
     "wrong shape": call("aten.relu.default", [X], shape=["batch", 4, 6, 7]),
     "wrong rank": call("aten.relu.default", [X], shape=["batch", 4]),
-    "fixed batch": call("aten.relu.default", [X], shape=[2, 4, 6, 6]),
     "wrong element type": call("aten.eq.Tensor", [X, X]),
     "several tensors as one": call("aten.max.dim", [X, 1]),
     "negative dimension": call("aten.relu.default", [X], shape=["batch", -4, 6, 6]),
     "enormous dimension": call("aten.relu.default", [X], shape=["batch", 1 << 50, 6, 6]),
-    "too many dimensions": call("aten.relu.default", [X], shape=[1] * 100),
     "terabytes": call("aten.ones.default", [[1 << 39, 16]], shape=[1 << 39, 16]),
     "overflow of a size": call("aten.ones.default", [[1 << 39, 1 << 39]], shape=[1 << 39, 1 << 39]),
     "weights of batch norm that are too short": [
@@ -136,13 +126,10 @@ INTEGERS = {
     "enormous power": integer("pow", [10, 1 << 61]),
     "repeated squaring": integer("mul", [], times=100),
     "large exponent": integer("pow", [{"value": "n0"}, 100]),
-    "text times a number": integer("mul", ["x", 1 << 33]),
     "list times a number": integer("mul", [[1], 1 << 33]),
     "format of a text": integer("mod", ["%9999999999d", 5]),
     "tensor": integer("mul", [X, 2]),
-    "too few": integer("add", [1]),
     "unknown": integer("__import__", [1, 2]),
-    "picks from a list": integer("getitem", [[1], 0]),
     "length of an integer": integer("length", [{"value": "n0"}, 0]),
 }
 HOSTILE = {

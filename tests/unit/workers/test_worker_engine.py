@@ -12,7 +12,7 @@ from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.workers.compute.engine import Engine, EngineQueue
 from multiworld_serving.workers.compute.stage_store import StageTask
 from tests.resnets import plan_of, sent_stage, sent_weights
-from tests.unit.models.models_loaded import IMAGE_SIZE, images, loaded
+from tests.unit.models.models_loaded import images, loaded
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ async def test_stage_is_computed_in_the_assigned_execution_mode(engine: Engine) 
         expected = sent_stage(plan)(batch)
     outputs = {}
     for ordered in ("eager", "fused"):
-        made = await queue.load(StageTask(spec, weights, (3, IMAGE_SIZE, IMAGE_SIZE), 2, Tuning(optimize=ordered)))
+        made = await queue.load(StageTask(spec, weights, 2, Tuning(optimize=ordered)))
         queue.serve(1, made)
         assert str(made.optimized.mode) == f"{ordered}/float32"
         outputs[ordered] = (await queue.compute(1, 0, batch)).output
