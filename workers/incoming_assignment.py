@@ -22,6 +22,7 @@ class IncomingAssignment:
     Attributes:
         task: what to load. Its weights arrive with `add`.
         is_fetching: whether FETCH_WEIGHTS was sent.
+        complete: set when all weights have arrived.
     Raises:
         WireError, models.StageError: the message is invalid.
     """
@@ -37,15 +38,15 @@ class IncomingAssignment:
         )
         self.is_fetching = False
         self._arrived = 0
-        self._complete = asyncio.Event()
+        self.complete = asyncio.Event()
 
     @property
     def missing_bytes(self) -> int:
         """Bytes of weights that have not arrived yet."""
         return self.assignment.weights_bytes - self._arrived
 
-    def add(self, message: Message) -> bool:
-        """Append a chunk of weights. Returns whether it was the last. Raises WireError for more bytes than announced."""
+    def add(self, message: Message) -> None:
+        """Append a chunk of weights. Raises WireError for more bytes than announced."""
         announced = self.assignment.weights_bytes
         size = 0 if message.payload is None else message.payload.nbytes
         if message.payload is None or size > self.missing_bytes:
@@ -53,12 +54,7 @@ class IncomingAssignment:
         self.task.weights.write(message.payload.numpy().data, self._arrived)
         self._arrived += size
         if not self.missing_bytes:
-            self._complete.set()
-        return self._complete.is_set()
-
-    async def complete(self) -> None:
-        """Wait until all weights have arrived."""
-        await self._complete.wait()
+            self.complete.set()
 
     def check_weights(self) -> None:
         """Raise StageError for other weights than announced. Blocks for up to a second."""

@@ -206,7 +206,8 @@ class Session:
                 self._place.assigned(incoming.assignment.version, spec, incoming.assignment.digest)
                 self._start(self._serve_assignment(incoming))
             case MessageKind.WEIGHTS if self._incoming is not None:
-                if self._incoming.add(message):
+                self._incoming.add(message)
+                if self._incoming.complete.is_set():
                     self._incoming = None
             case MessageKind.RELEASE if self._edges is not None and message.payload is not None:
                 self._edges.store.release(message.payload.tolist(), self)

@@ -50,7 +50,7 @@ class StageLoader:
             if len(stages):  # the kernel's OOM killer would end the stages that serve as well
                 check_memory(_COPIES_OF_WEIGHTS * incoming.assignment.weights_bytes)
             await fetch()
-            await incoming.complete()
+            await incoming.complete.wait()
             began_s = time.monotonic()
             await self._engine.run(self._queue, incoming.check_weights)
             stage = await self._queue.load(task)

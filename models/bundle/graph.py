@@ -154,25 +154,24 @@ class Graph:
 
     @cached_property
     def _crossing(self) -> list[tuple[str, ...] | None]:
-        last_use = {name: len(self.nodes) for name in self.outputs}
-        for position in reversed(range(len(self.nodes))):
-            for name in self.nodes[position].operands:
-                last_use.setdefault(name, position)
         recomputed = self._recomputed
-        dimensions_needed: list[set[str]] = [set() for _ in self.nodes]
-        needed = set().union(
-            *(self._dimensions_of(self.by_name[name], set()) for name in self.outputs if name in recomputed)
-        )
-        for position in reversed(range(len(self.nodes))):
-            dimensions_needed[position] = set(needed)
-            needed |= self._dimensions_of(self.nodes[position], recomputed)
+        last_use = {name: len(self.nodes) for name in self.outputs}
+        needed: set[str] = set().union(*(recomputed.get(name, ()) for name in self.outputs))
+        dimensions_needed: list[set[str]] = []
+        for position, node in reversed(list(enumerate(self.nodes))):
+            dimensions_needed.append(needed)
+            if node.name not in recomputed:
+                needed = needed.union(*(recomputed.get(name, ()) for name in node.operands))
+            for name in node.operands:
+                last_use.setdefault(name, position)
+        dimensions_needed.reverse()
         found: list[tuple[str, ...] | None] = []
         live: dict[str, Node] = {}
         for position, node in enumerate(self.nodes):
             if last_use.get(node.name, -1) > position and node.name not in recomputed:
                 live[node.name] = node
             for name in node.operands:
-                if last_use.get(name, -1) <= position:
+                if last_use[name] <= position:
                     live.pop(name, None)
             rows = [each for each in live.values() if isinstance(each, TensorNode) and each.has_rows]
             dimensions = {dim for each in rows for dim in each.shape}
@@ -181,23 +180,13 @@ class Graph:
         return found
 
     @cached_property
-    def _recomputed(self) -> set[str]:
-        """Names of the nodes that depend on weights and sizes only. Each stage that needs them computes them again."""
-        found: set[str] = set()
+    def _recomputed(self) -> dict[str, set[str]]:
+        """The nodes that depend on weights and sizes only, with the dimensions of these sizes. Each stage that needs them computes them."""
+        found: dict[str, set[str]] = {}
         for node in self.nodes:
-            if not isinstance(node, Input) and found.issuperset(node.operands):
-                found.add(node.name)
-        return found
-
-    def _dimensions_of(self, node: Node, recomputed: set[str]) -> set[str]:
-        """The variable dimensions that a node needs, directly or through recomputed nodes."""
-        found, pending = set(), list(node.operands) if node.name not in recomputed else []
-        while pending:
-            operand = self.by_name[pending.pop()]
-            if isinstance(operand, Size):
-                found.add(operand.dimension)
-            elif operand.name in recomputed:
-                pending += operand.operands
+            if not isinstance(node, Input) and all(name in found for name in node.operands):
+                own = {node.dimension} if isinstance(node, Size) else set()
+                found[node.name] = own.union(*(found[name] for name in node.operands))
         return found
 
     def cut(self, positions: Sequence[int]) -> tuple[Graph, ...]:

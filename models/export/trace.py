@@ -82,7 +82,7 @@ def capture(
             raise ExportError(_why(error)) from error
     assert isinstance(whole, fx.GraphModule)
     _remove_checks(whole)
-    return _Writer(whole, names, [batch.__name__, *(each.__name__ for each in further.values())], shapes).write()
+    return _Writer(whole, names, shapes).write()
 
 
 @contextmanager
@@ -120,13 +120,7 @@ def _remove_checks(module: fx.GraphModule) -> None:
 class _Writer:
     """Writes an fx graph as nodes."""
 
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        names: Sequence[str],
-        dimensions: Sequence[str],
-        shapes: Sequence[Mapping[int, Any]],
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, names: Sequence[str], shapes: Sequence[Mapping[int, Any]]) -> None:
         self._module = module
         self._names = names
         self._shapes = shapes

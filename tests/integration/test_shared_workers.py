@@ -139,10 +139,10 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     add = IncomingAssignment.add
 
-    def counted(self: IncomingAssignment, message: Message) -> bool:
+    def counted(self: IncomingAssignment, message: Message) -> None:
         assert message.payload is not None
         sizes.append(message.payload.nbytes)
-        return add(self, message)
+        add(self, message)
 
     monkeypatch.setattr(IncomingAssignment, "add", counted)
     return sizes
