@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import tracemalloc
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -91,24 +90,11 @@ def test_result_is_a_contiguous_writable_uint8_tensor() -> None:
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
 def test_image_is_upright_for_every_exif_orientation(orientation: int, file_format: str) -> None:
-    upright = Image.new("RGB", (40, 40), "black")
-    upright.paste("red", (0, 0, 20, 20))
-    upright.paste("blue", (20, 0, 40, 20))
-    lay_down: dict[int, Callable[[Image.Image], Image.Image]] = {
-        1: lambda image: image,
-        2: lambda image: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
-        3: lambda image: image.transpose(Image.Transpose.ROTATE_180),
-        4: lambda image: image.transpose(Image.Transpose.FLIP_TOP_BOTTOM),
-        5: lambda image: image.transpose(Image.Transpose.TRANSPOSE),
-        6: lambda image: image.transpose(Image.Transpose.ROTATE_90),
-        7: lambda image: image.transpose(Image.Transpose.TRANSVERSE),
-        8: lambda image: image.transpose(Image.Transpose.ROTATE_270),
-    }
     exif = Image.Exif()
     exif[0x0112] = orientation
-    tensor = decode(file_of(lay_down[orientation](upright), file_format, exif=exif), resize_size=40, crop_size=40)
-    corners = tensor[:, [8, 8, 32, 32], [8, 32, 8, 32]].T > 128
-    assert corners.tolist() == [[True, False, False], [False, False, True], [False] * 3, [False] * 3]
+    data = file_of(picture(44, 40), file_format, exif=exif)
+    upright = file_of(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
+    assert (decode(data, resize_size=40).int() - decode(upright, resize_size=40).int()).abs().max() <= 1
 
 
 MODES = {
