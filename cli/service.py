@@ -171,11 +171,10 @@ def read_status(clients: "deque[httpx.Client]") -> "httpx.Response":
 
 
 @contextmanager
-def http_errors(url: str, *, option: str = "--url", timeout_s: float | None = None) -> Iterator[None]:
+def http_errors(url: str, *, timeout_s: float | None = None) -> Iterator[None]:
     """Translate the exceptions of httpx in the block into ServiceError.
 
     Args:
-        option: the option that gives the URL.
         timeout_s: the timeout of the request, if an option gives it.
     """
     import httpx
@@ -191,14 +190,11 @@ def http_errors(url: str, *, option: str = "--url", timeout_s: float | None = No
             advice = "give its CA with --ca-file, and use a host name that the certificate contains"
             raise ServiceUnreachableError(f"the certificate of {url} cannot be verified: {error}; {advice}") from error
         if "SSL" in str(error):
-            advice = f"if the service has no certificate, give a URL with http:// with {option}"
+            advice = "if the service has no certificate, give a URL with http:// with --url"
             raise ServiceUnreachableError(f"no TLS connection to {url} ({error}): {advice}") from error
-        advice = f"start the service with `multiworld serve`, or give its URL with {option}"
+        advice = "start the service with `multiworld serve`, or give its URL with --url"
         raise ServiceUnreachableError(f"nothing answers at {url} ({error}): {advice}") from error
     except httpx.TransportError as error:
-        if isinstance(error, httpx.RemoteProtocolError) and "illegal" in str(error):
-            advice = f"it may be the join port of workers; give the URL of the HTTP API with {option}"
-            raise ServiceError(f"{url} does not answer with HTTP: {advice}") from error
         if isinstance(error, httpx.TimeoutException) and timeout_s is not None:
             raise ServiceError(f"{url} did not answer within {timeout_s:g} s; increase --timeout-s") from error
         raise ServiceUnavailableError(f"the connection to {url} failed: {error or type(error).__name__}") from error

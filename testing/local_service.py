@@ -17,6 +17,7 @@ import httpx
 from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.deploy.processes.programs import PROGRAM
+from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 
 _STOP_S = 30.0
 
@@ -55,7 +56,7 @@ def start_program(arguments: Sequence[str]) -> "subprocess.Popen[str]":
     )
 
 
-class LocalService:
+class LocalService(RunningService):
     """`multiworld serve` with local workers on free ports of 127.0.0.1, as `with LocalService(stages=2) as service`.
 
     Args:
@@ -77,7 +78,7 @@ class LocalService:
         credentials: ClientCredentials = NO_CREDENTIALS,
         **settings: object,
     ) -> None:
-        self.credentials = credentials
+        super().__init__("", credentials=credentials)
         defaults = {"http_port": 0, "join_port": 0, "metrics_port": 0, "log_format": "json"}
         chosen = defaults | settings
         self._arguments = [part for name, value in chosen.items() for part in _option(name, value)]
@@ -88,7 +89,6 @@ class LocalService:
         self._changed = threading.Condition()
         self._reader: threading.Thread | None = None
         self._ended = False
-        self.url = ""
         self.metrics_url = ""
         self.join_address = ""
         self.grpc_address: str | None = None
@@ -161,11 +161,6 @@ class LocalService:
                     return status
             time.sleep(0.05)
         raise ServiceFailedError("not every replica became ready:\n" + self._log_tail())
-
-    def status(self) -> dict[str, Any]:
-        """Return the document of GET /status."""
-        found: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=30.0, **self.credentials.options).json()
-        return found
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric over all series with these labels; 0 if there are none."""

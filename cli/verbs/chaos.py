@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from multiworld_serving.common.config import ClientCredentials
     from multiworld_serving.testing.chaos.campaign import CampaignResult
     from multiworld_serving.testing.chaos.report import Report, Row
-    from multiworld_serving.testing.chaos.system.system_under_test import SystemUnderTest
+    from multiworld_serving.testing.chaos.system.system_under_test import RunningService
     from multiworld_serving.testing.load.statistics import Spread
 
 EPILOG = """
@@ -58,7 +58,7 @@ class ServiceOptions:
         value("NAME=VALUE", "Setting of the started service, as for `multiworld serve`; may be repeated.", "--set"),
     ] = None
 
-    def open(self, credentials: "ClientCredentials") -> "AbstractContextManager[SystemUnderTest]":
+    def open(self, credentials: "ClientCredentials") -> "AbstractContextManager[RunningService]":
         """Return the service, for the duration of a block. Raises UserError for options that exclude each other."""
         from multiworld_serving.testing.chaos.system.containers import ComposeProject
         from multiworld_serving.testing.chaos.system.system_under_test import RunningService

@@ -16,7 +16,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from multiworld_serving.common.wire.join import Holder
+from multiworld_serving.common.wire.join import Holder, JsonMessage
 from multiworld_serving.common.wire.message import MAX_TEXT_BYTES, Message, MessageKind, WireError, bytes_tensor
 
 ALL_ROWS = -1
@@ -162,7 +162,7 @@ _FIELDS = msgspec.json.Decoder(
 """Fields of an INPUTS message, in the order of `BatchInputs.message`."""
 
 
-class LostInput(msgspec.Struct, frozen=True):
+class LostInput(JsonMessage, frozen=True, forbid_unknown_fields=True):
     """Why a worker could not get the input of a batch.
 
     Attributes:
@@ -177,13 +177,4 @@ class LostInput(msgspec.Struct, frozen=True):
 
     def message(self, batch: int, stage: int, version: int) -> Message:
         """The INPUT_LOST message."""
-        text = msgspec.json.encode(self).decode()
-        return Message.from_text(MessageKind.INPUT_LOST, text, batch=batch, stage=stage, version=version)
-
-    @classmethod
-    def parse(cls, message: Message) -> LostInput:
-        """Decode. Raises WireError."""
-        try:
-            return msgspec.json.decode(message.text(), type=cls)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            raise WireError(f"INPUT_LOST is invalid: {error!s:.200}") from error
+        return Message.from_text(MessageKind.INPUT_LOST, self.to_json(), batch=batch, stage=stage, version=version)

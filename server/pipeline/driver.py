@@ -190,7 +190,7 @@ class SchedulerDriver:
         elif message.kind is MessageKind.FAILED:
             self._on_failed(link.worker, sent, message.reason())
         elif message.kind is MessageKind.INPUT_LOST:
-            self._on_input_lost(link.worker, sent, LostInput.parse(message))
+            self._on_input_lost(link.worker, sent, LostInput.from_json(message.text()))
         else:
             self._on_result(link, message, sent)
 

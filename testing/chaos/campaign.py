@@ -20,7 +20,7 @@ from multiworld_serving.testing.chaos.system.containers import (
     processes_unavailable_reason,
 )
 from multiworld_serving.testing.chaos.system.processes import Resources, resources
-from multiworld_serving.testing.chaos.system.system_under_test import SystemUnderTest
+from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.requests import ReferenceRequest, count_indistinguishable, served_requests
 
@@ -97,7 +97,7 @@ class CampaignResult:
     """Why the campaign ended early; empty if it did not."""
 
 
-def run(system: SystemUnderTest, plan: Plan, *, log: Callable[[str], None] = lambda _line: None) -> CampaignResult:
+def run(system: RunningService, plan: Plan, *, log: Callable[[str], None] = lambda _line: None) -> CampaignResult:
     """Inject the planned faults into a service under load.
 
     Args:
@@ -144,7 +144,7 @@ def run(system: SystemUnderTest, plan: Plan, *, log: Callable[[str], None] = lam
     return found
 
 
-def _resources(system: SystemUnderTest) -> dict[str, Resources]:
+def _resources(system: RunningService) -> dict[str, Resources]:
     """Return threads, descriptors and memory of the processes of the service that run now, by name and process id."""
     found: dict[str, Resources] = {}
     with suppress(httpx.HTTPError, ContainerError):
@@ -159,7 +159,7 @@ def _resources(system: SystemUnderTest) -> dict[str, Resources]:
 
 
 def _available_faults(
-    plan: Plan, system: SystemUnderTest, start: Snapshot, found: CampaignResult, log: Callable[[str], None]
+    plan: Plan, system: RunningService, start: Snapshot, found: CampaignResult, log: Callable[[str], None]
 ) -> list[Fault]:
     """Return the faults that are possible on this machine and service; log the others, on one line."""
     for fault in plan.faults:
@@ -178,12 +178,12 @@ def left_out(skipped: Mapping[str, str]) -> str:
     return "left out: " + "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())
 
 
-def unavailable_reason(fault: Fault, system: SystemUnderTest, now: Snapshot) -> str:
+def unavailable_reason(fault: Fault, system: RunningService, now: Snapshot) -> str:
     """Return why this fault is not possible on this machine and service now; empty if it is."""
     return fault.unavailable_reason() or missing_targets_reason(fault, now) or _unreachable_reason(fault, system, now)
 
 
-def _unreachable_reason(fault: Fault, system: SystemUnderTest, now: Snapshot) -> str:
+def _unreachable_reason(fault: Fault, system: RunningService, now: Snapshot) -> str:
     in_containers = isinstance(system, ComposeProject)
     if fault.of == "container":
         return "" if in_containers else "needs containers: give their project with --compose"
@@ -197,14 +197,14 @@ def _unreachable_reason(fault: Fault, system: SystemUnderTest, now: Snapshot) ->
     return f"the processes of {', '.join(unknown)} are not known: {hint}" if unknown else ""
 
 
-def _unknown_process_reason(scope: Scope, system: SystemUnderTest) -> str:
+def _unknown_process_reason(scope: Scope, system: RunningService) -> str:
     if scope in ("leader", "frontend") and not system.child_pids(scope):
         return f"no {scope} on this machine is a process of `multiworld serve`"
     return ""
 
 
 def _inject_all(
-    system: SystemUnderTest,
+    system: RunningService,
     observer: Observer,
     faults: Sequence[Fault],
     request: ReferenceRequest,

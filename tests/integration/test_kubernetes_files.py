@@ -127,21 +127,6 @@ def test_frontends_and_workers_connect_to_every_leader_by_its_stable_name() -> N
     assert join["publishNotReadyAddresses"], "a leader is ready only with its workers"
 
 
-def test_updates_take_one_pod_at_a_time_and_pods_of_a_lost_node_are_replaced_soon() -> None:
-    overlay = of_base()
-    assert find(overlay, "StatefulSet", "multiworld-leader")["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
-    frontends = find(overlay, "Deployment", "multiworld-frontend")["spec"]
-    assert frontends["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
-    for name in PROGRAMS:
-        assert find(overlay, "PodDisruptionBudget", name)["spec"]["maxUnavailable"] == 1
-        spec = pod(overlay, name)["spec"]
-        tolerated = {each["key"]: each.get("tolerationSeconds") for each in spec["tolerations"]}
-        assert {"node.kubernetes.io/not-ready": 15, "node.kubernetes.io/unreachable": 15}.items() <= tolerated.items()
-        port = "http" if name == "multiworld-frontend" else "metrics"
-        for probe, path in (("readinessProbe", "/readyz"), ("startupProbe", "/healthz"), ("livenessProbe", "/healthz")):
-            assert spec["containers"][0][probe]["httpGet"] == {"path": path, "port": port}
-
-
 def ports(template: Resource) -> list[Resource]:
     return [port for container in template["spec"]["containers"] for port in container["ports"]]
 

@@ -70,7 +70,7 @@ class Heard:
             case MessageKind.FAILED:
                 self.failures.put_nowait((message.batch, message.text()))
             case MessageKind.INPUT_LOST:
-                self.lost.put_nowait((message.batch, LostInput.parse(message)))
+                self.lost.put_nowait((message.batch, LostInput.from_json(message.text())))
             case _:
                 self.results.put_nowait(message)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from multiworld_serving.testing.chaos.observer import Observer, Replica, ReplicaKey, Snapshot
 from multiworld_serving.testing.chaos.system.containers import ComposeProject, Container, ContainerError
 from multiworld_serving.testing.chaos.system.processes import Process
-from multiworld_serving.testing.chaos.system.system_under_test import SystemUnderTest
+from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 from multiworld_serving.testing.load.requests import ReferenceRequest
 
 WAIT_S = 180.0
@@ -32,7 +32,7 @@ class FaultContext:
         lost_s: time when the loss of the affected leader was observed (`time.time()`); None before it.
     """
 
-    system: SystemUnderTest
+    system: RunningService
     observer: Observer
     targets: Sequence[Replica]
     heartbeat_timeout_s: float

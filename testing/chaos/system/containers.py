@@ -18,6 +18,7 @@ from typing import Any
 
 from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
 from multiworld_serving.testing.chaos.system.processes import parent, status_fields
+from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 
 HTTP_PORT = "8000/tcp"
 """Port of the HTTP API in the container of a frontend."""
@@ -110,8 +111,8 @@ class Container:
             docker("network", "connect", *names, network, self.id)
 
 
-class ComposeProject:
-    """A service that runs as a Docker Compose project. Implements `SystemUnderTest`.
+class ComposeProject(RunningService):
+    """A service that runs as a Docker Compose project.
 
     Args:
         name: name of the project, as in `docker compose ls`.
@@ -130,9 +131,8 @@ class ComposeProject:
         credentials: ClientCredentials = NO_CREDENTIALS,
     ) -> None:
         self.name = name
-        self.credentials = credentials
         self._environment = environment
-        self.url = f"http://{self.frontend.http}"
+        super().__init__(f"http://{self.frontend.http}", credentials=credentials)
 
     @property
     def pid(self) -> int | None:
@@ -174,7 +174,7 @@ class ComposeProject:
         raise ContainerError(f"project {self.name}: worker {worker} runs in none of its containers")
 
     def worker_pids(self) -> dict[str, int]:
-        """See `SystemUnderTest.worker_pids`: the children of the first process of each container."""
+        """See `RunningService.worker_pids`: the children of the first process of each container."""
         return {
             f"{container.hostname}-{inner}": pid
             for container in self.containers()
@@ -182,7 +182,7 @@ class ComposeProject:
         }
 
     def child_pids(self, kind: str) -> dict[int, int]:
-        """See `SystemUnderTest.child_pids`."""
+        """None are known."""
         return {}
 
     def compose(self, *arguments: str) -> None:

@@ -16,7 +16,7 @@ from multiworld_serving.common.wire.inputs import (
     row_refs,
     row_refs_tensor,
 )
-from multiworld_serving.common.wire.message import Message, MessageKind, WireError
+from multiworld_serving.common.wire.message import MessageKind, WireError
 
 FORM = (torch.uint8, (3, 2, 2), 8)
 HOLDER = "10.0.0.1:4000/abc"
@@ -84,6 +84,6 @@ def test_references_and_lost_inputs_round_trip() -> None:
     refs = [RowRef(1, ALL_ROWS), RowRef(2**40, 7)]
     assert row_refs(row_refs_tensor(refs)) == refs
     lost = LostInput((HOLDER, "b"), (HOLDER,), "why")
-    assert LostInput.parse(lost.message(3, 0, 1)) == lost
+    assert LostInput.from_json(lost.message(3, 0, 1).text()) == lost
     with pytest.raises(WireError):
-        LostInput.parse(Message.from_text(MessageKind.INPUT_LOST, "[1, 2]"))
+        LostInput.from_json("[1, 2]")

@@ -2,16 +2,12 @@
 
 import contextlib
 import json
-import socket
-import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import httpx
 import pytest
 
 from multiworld_serving.cli.main import main
-from multiworld_serving.cli.service import ServiceError, http_errors
 from tests.http_server import QuietHandler, serving
 
 RESTARTING = {"worker": "w0", "slot": "s0.r0", "state": "restarting", "number": 1, "total": 2}
@@ -109,21 +105,3 @@ def test_only_an_admin_key_is_sent_and_never_the_join_token(monkeypatch: pytest.
         monkeypatch.setenv("MULTIWORLD_API_KEY", "the-admin-key")
         assert main(["rolling-restart", "--url", admin_url]) == 0
     assert Port.credentials == [None, "Bearer the-admin-key"]
-
-
-def test_url_of_the_join_port_is_refused_with_a_hint() -> None:
-    """A world manager sends its greeting before it reads anything."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def greet() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.sendall(b"\x00\x01multiworld\r\n" * 4)
-                connection.recv(4096)
-
-        thread = threading.Thread(target=greet)
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(ServiceError, match="it may be the join port of workers"), http_errors(url):
-            httpx.get(url, timeout=30)
-        thread.join()

@@ -221,25 +221,6 @@ async def test_request_goes_to_the_next_url_at_once_when_the_first_fails(
     assert script.requests[0]["X-Request-Id"] == other.requests[0]["X-Request-Id"]
 
 
-@both
-async def test_request_goes_to_the_next_url_when_nothing_listens_at_the_first(script: Script, predict: Predict) -> None:
-    script.answers = [GOOD]
-    with served() as ended:
-        pass
-    assert (await predict(ended, script)).tries == 2
-
-
-@both
-@pytest.mark.parametrize("status", [400, 401, 404, 422, 500, 504])
-async def test_permanent_error_is_not_sent_to_another_url(
-    script: Script, other: Script, predict: Predict, status: int
-) -> None:
-    script.answers, other.answers = [rejection(status, "no")], [GOOD]
-    with pytest.raises(ClientError):
-        await predict(script, other)
-    assert not other.requests
-
-
 def test_calls_stay_at_one_url_and_its_connection_until_it_fails(script: Script, other: Script) -> None:
     script.answers = [GOOD, GOOD, None, GOOD]
     other.answers = [GOOD, GOOD, None, GOOD]

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from multiworld_serving.common.observers import observer, suppress_errors
+from multiworld_serving.common.observers import observer
 
 
 @observer
@@ -35,11 +35,3 @@ def test_failing_observer_is_logged_once_and_called_again(caplog: pytest.LogCapt
         "Observer.heard failed",
     ]
     assert "BrokenPipeError: it" in caplog.text
-
-
-def test_errors_are_suppressed_but_not_the_end_of_the_program() -> None:
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        suppress_errors(stop)()

@@ -88,11 +88,6 @@ def test_grpc_port_is_refused_without_its_packages(
     assert str(raised.value) == "--grpc-port requires: pip install 'multiworld-serving[grpc]'"
 
 
-def test_grpc_port_differs_from_the_others() -> None:
-    with pytest.raises(SettingsError, match="http_port and grpc_port are both 8000"):
-        load(ServeSettings, {"grpc_port": "8000"})
-
-
 def test_service_keeps_the_grpc_port_for_its_frontends_and_refuses_that_of_another() -> None:
     with service(load(ServeSettings, {**PORTS, "grpc_port": "0", "frontends": "2"})) as made:
         found = FrontendSettings.model_validate_json(Path(made._command("frontend", 1)[-1]).read_text())

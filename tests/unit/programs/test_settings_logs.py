@@ -27,10 +27,6 @@ def test_text_line_has_process_logger_and_extra_fields() -> None:
     assert line.endswith(" INFO    worker-0 workers.link: world=s0r1 ready->broken cause=exit")
 
 
-def test_text_stays_one_line_when_the_message_has_line_breaks() -> None:
-    assert "\n" not in TextFormatter().format(record("a\r\n2026-01-01 00:00:00 INFO forged: b"))
-
-
 def test_json_line_has_the_fields_of_message_and_extra() -> None:
     line = as_json('world=s0r1 ready->broken cause=exit detail="closed by peer"', attempts=2)
     assert line["message"].startswith("world=s0r1")
@@ -47,8 +43,9 @@ def test_json_fields_of_a_message_have_types() -> None:
     }
 
 
-def test_extra_field_cannot_forge_another_one() -> None:
+def test_text_cannot_forge_another_line_or_field() -> None:
     line = TextFormatter().format(record("request", target="/a status=200", key="bob"))
+    assert "\n" not in TextFormatter().format(record("a\r\n2026-01-01 00:00:00 INFO forged: b"))
     assert line.endswith(': request target="/a status=200" key=bob')
 
 

@@ -52,11 +52,6 @@ def rejection(cls: type[Settings] = ServeSettings, config_file: Path | None = No
     return message
 
 
-def test_defaults_apply_without_other_sources() -> None:
-    settings = serve()
-    assert (settings.model, settings.stages, settings.replicas, settings.http_port) == ("resnet50", 2, 2, 8000)
-
-
 def test_source_of_higher_precedence_wins(monkeypatch: pytest.MonkeyPatch, toml: WriteToml) -> None:
     path = toml("[serve]\nstages = 3\nreplicas = 3\nspares = 3\n")
     monkeypatch.setenv("MULTIWORLD_STAGES", "4")
