@@ -26,8 +26,8 @@ import torch
 
 from multiworld_serving.testing.chaos.system.processes import resources
 from multiworld_serving.testing.load.clients import Load, run_load
-from multiworld_serving.testing.load.images import photo
-from multiworld_serving.testing.load.requests import record_reference_answers
+from multiworld_serving.testing.load.images import photos
+from multiworld_serving.testing.load.requests import served_requests
 from multiworld_serving.testing.local_service import LocalService
 from multiworld_serving.workers.compute.transfers import GpuTransfers
 
@@ -119,7 +119,7 @@ def kill_workers(device: torch.device, cycles: int, until_s: float) -> Step:
     with LocalService(
         model="resnet18", weights="random:0", image_size=64, stages=2, replicas=2, device=str(device)
     ) as service:
-        requests = record_reference_answers(service.url, [(photo(seed), "image/jpeg") for seed in range(4)])
+        requests = served_requests(service.url, photos(4))
         before, leader = _memory_used_mib(device), service.child_pids("leader")[0]
         held_before, rejoined_s = asdict(resources(leader)), list[float]()
         with run_load(service.url, requests, clients=8) as load:

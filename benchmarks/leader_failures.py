@@ -13,8 +13,8 @@ import signal
 import time
 
 from multiworld_serving.testing.load.clients import Load, run_load
-from multiworld_serving.testing.load.images import photo
-from multiworld_serving.testing.load.requests import record_reference_answers
+from multiworld_serving.testing.load.images import photos
+from multiworld_serving.testing.load.requests import served_requests
 from multiworld_serving.testing.local_service import LocalService
 
 _READY_S = 60.0
@@ -34,7 +34,7 @@ def main() -> None:
     with LocalService(
         model="resnet18", weights="random:0", image_size=32, stages=1, replicas=2, leaders=options.leaders
     ) as service:
-        requests = record_reference_answers(service.url, [(photo(seed), "image/jpeg") for seed in range(_IMAGES)])
+        requests = served_requests(service.url, photos(_IMAGES))
         with run_load(service.url, requests, clients=options.clients) as load:
             time.sleep(5.0)
         print(f"no fault: {_summary(load)}")

@@ -5,26 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import itertools
 import logging
 import secrets
 import time
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from multiworld import Transport, WorldManager
+from multiworld import AskError, Transport, World, WorldError, WorldManager
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address, parse_address
 from multiworld_serving.common.config.edges import EdgePortSettings
 from multiworld_serving.common.edges.edge import Edge, EdgeBrokenError, HolderUnreachableError, TensorGoneError
 from multiworld_serving.common.edges.metrics import EdgeMetrics
-from multiworld_serving.common.edges.server import EdgeServer
 from multiworld_serving.common.edges.store import TensorStore
-from multiworld_serving.common.wire.inputs import RowRef
+from multiworld_serving.common.wire.channel import Channel
+from multiworld_serving.common.wire.inputs import MAX_FETCH_ROWS, RowRef, row_refs
+from multiworld_serving.common.wire.join import WORLD_BACKEND, EdgeJoinRequest, JoinOffer
+from multiworld_serving.common.wire.message import Header, Message, MessageKind, WireError
 
+_CONSUMER_RANK = 1
+_MAX_SERVED = 1024
+"""Edges on which others fetch from this process."""
+_JOIN_S = 5.0
+"""Longest wait for a consumer to join the world that it was offered."""
+_SEND_S = 20.0
+"""Longest time for sending one answer; then the edge breaks, so that a consumer that does not read holds no tensor."""
 _POLL_S = 0.02
 _TOTAL_S = 6.0
 """Longest time for a fetch. Shorter than the leader's `hang_timeout_s`, so that a consumer is not blamed for a slow producer."""
@@ -35,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class Edges:
-    """Owns the store, the server, and the edges on which this process fetches. Use as `async with`: it listens on entry.
+    """Owns the store, and the edges on which this process fetches and others fetch from it. Use as `async with`: it listens on entry.
 
     Args:
         name: of this process.
@@ -68,7 +79,6 @@ class Edges:
             bind_host=bind_host,
             on_shared_memory_missing=metrics.shared_memory_missing,
         )
-        self._server = EdgeServer(self.store, self._manager, self._incarnation, metrics)
         self._open = partial(
             Edge,
             consumer=name,
@@ -80,22 +90,27 @@ class Edges:
         )
         self._metrics = metrics
         self._edges: dict[str, Edge] = {}
-        """By producer."""
+        """Edges on which this process fetches, by producer."""
+        self._served: set[asyncio.Task[None]] = set()
+        """Tasks of the edges on which others fetch."""
+        self._generations = itertools.count(1)
+        self._port = 0
 
     async def __aenter__(self) -> Edges:
         """Listen. Raises UserError if the port is not available."""
         settings = self._settings
         try:
-            self._server.listen(self._host, settings.edge_port)
+            self._port = self._manager.listen(self._host, settings.edge_port)
         except OSError as error:
             await self._manager.aclose()
             raise UserError(
                 f"--edge-port {settings.edge_port} on {self._host} cannot be used: {error}; choose another one, or --edges relay"
             ) from error
+        self._manager.answer(self._host, self._port, self._offer)
         self._manager.set_accepted_secrets(*self._secrets)
-        address = Address(self._host, self._server.port)
+        address = Address(self._host, self._port)
         if settings.advertise_edge is not None:
-            address = parse_address(settings.advertise_edge, default_port=self._server.port)
+            address = parse_address(settings.advertise_edge, default_port=self._port)
         self.holder = f"{address}/{self._incarnation}"
         logger.debug("edges listen address=%s", address)
         return self
@@ -103,11 +118,10 @@ class Edges:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        tasks = [edge.task for edge in self._edges.values()]
+        tasks = [*(edge.task for edge in self._edges.values()), *self._served]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._server.close()
         await self._manager.aclose()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -178,3 +192,69 @@ class Edges:
         """The next fetch opens a new edge."""
         if self._edges.get(edge.holder) is edge:
             del self._edges[edge.holder]
+
+    # What others fetch here.
+
+    async def _offer(self, question: str, _host: str) -> bytes:
+        try:
+            request = EdgeJoinRequest.from_json(question)
+        except WireError as error:
+            raise AskError(str(error)) from error
+        if not secrets.compare_digest(request.incarnation, self._incarnation):
+            raise AskError("the process that kept these tensors has ended")
+        if len(self._served) >= _MAX_SERVED:
+            raise AskError(f"this process has {_MAX_SERVED} edges already")
+        generation = next(self._generations)
+        name = f"edge:{self._incarnation}:{generation}"
+        task = asyncio.create_task(self._serve(request.consumer, name, generation))
+        self._served.add(task)
+        task.add_done_callback(self._served.discard)
+        return JoinOffer(name, generation).to_json().encode()
+
+    async def _serve(self, consumer: str, name: str, generation: int) -> None:
+        try:
+            world = await self._manager.initialize_world(
+                *(name, 0, 2, WORLD_BACKEND),
+                addr=self._host,
+                port=self._port,
+                generation=generation,
+                timeout=_JOIN_S,
+            )
+        except (WorldError, OSError) as error:
+            logger.info("consumer=%s has not opened its edge: %s", consumer, error)
+            return
+        self._metrics.opened("sent", 1)
+        logger.debug("edge=%s consumer=%s opened", name, consumer)
+        try:
+            await self._answer(world)
+        except (WorldError, TimeoutError) as ending:
+            logger.debug("edge=%s consumer=%s ended: %s", name, consumer, ending)
+        finally:
+            self._metrics.opened("sent", -1)
+            with contextlib.suppress(WorldError):
+                await self._manager.close_world(name)
+
+    async def _answer(self, world: World) -> NoReturn:
+        """Answer fetches in their order until the edge ends. Raises WorldError; TimeoutError if the consumer does not read."""
+        channel = Channel(world, _CONSUMER_RANK, _check)
+        allocate = world.allocate if world.transport is Transport.SHARED_MEMORY else None
+        while True:
+            message = await channel.receive()
+            assert message.payload is not None, "`_check` requires it"
+            refs = row_refs(message.payload)
+            found = self.store.rows(refs, allocate)
+            async with asyncio.timeout(_SEND_S):
+                if found is None:
+                    await channel.send(Message(MessageKind.GONE, message.batch))
+                    continue
+                await channel.send(Message(MessageKind.ROWS, message.batch, found))
+            self._metrics.transferred("sent", world.transport, found.nbytes)
+            if message.kind is MessageKind.TAKE_ROWS:
+                self.store.take(refs)
+            del found
+
+
+def _check(header: Header) -> None:
+    if header.kind not in (MessageKind.FETCH_ROWS, MessageKind.TAKE_ROWS):
+        raise WireError(f"unexpected {header.kind.name} from a consumer")
+    header.require_batch(torch.int64, (2,), 1, MAX_FETCH_ROWS)

@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import httpx
@@ -70,7 +70,7 @@ class Leader:
 class Snapshot:
     """All replicas at one time."""
 
-    at_s: float
+    at_s: float = field(compare=False)
     replicas: dict[ReplicaKey, Replica]
     leaders: tuple[Leader, ...] = ()
     frontends: frozenset[int] = frozenset()
@@ -90,10 +90,6 @@ class Snapshot:
     def complete(self) -> bool:
         """Every slot of every stage, and every leader, is ready."""
         return self.leaders_ready and all(replica.ready for replica in self.replicas.values())
-
-    def differs_from(self, before: "Snapshot") -> bool:
-        """Whether a replica, leader or frontend has changed since `before`."""
-        return (self.replicas, self.leaders, self.frontends) != (before.replicas, before.leaders, before.frontends)
 
 
 def parse_status(status: dict[str, Any], at_s: float) -> Snapshot:
@@ -168,7 +164,7 @@ class Observer:
             with contextlib.suppress(httpx.HTTPError):
                 found = self._poll()
                 with self._changed:
-                    if found.differs_from(self.snapshots[-1]):
+                    if found != self.snapshots[-1]:
                         self.snapshots.append(found)
                         self._changed.notify_all()
 

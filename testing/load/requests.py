@@ -111,7 +111,7 @@ def served_requests(
     seed: int = 0,
     credentials: ClientCredentials = NO_CREDENTIALS,
 ) -> list[ReferenceRequest]:
-    """Return requests for the model that the service serves, with their answers.
+    """Return requests for the model that the service serves. Each was sent alone, and its answer is the expected one.
 
     Args:
         files: bodies and content types for /predict. Without them, requests are generated: images if the service classifies images,
@@ -121,20 +121,22 @@ def served_requests(
         httpx.HTTPError: a request failed.
         UserError: `rows` exceeds the limit of the service, or the model has inputs that cannot be generated.
     """
-    if files:
-        return record_reference_answers(url, files, credentials=credentials)
     with httpx.Client(base_url=url, timeout=60.0, **credentials.options) as client:
-        (model, *_) = client.post("/v2/repository/index").raise_for_status().json()
-        metadata = client.get(f"/v2/models/{model['name']}").raise_for_status().json()
-        parameters = metadata["parameters"]
-        images = photos(_COUNT, seed)
-        if rows is None and "input_datatypes" in parameters and _classifies(client, images[0]):
-            return record_reference_answers(url, images, credentials=credentials)
-        if (rows or 1) > int(parameters["max_rows"]):
-            raise UserError(f"--rows {rows}: the service takes at most {parameters['max_rows']} rows in a request")
-        generator = np.random.default_rng(seed)
-        made = [_tensor_request(metadata, rows or 1, generator) for _ in range(_COUNT)]
-        return [_recorded(client, request) for request in made]
+        requests = [ReferenceRequest(*body) for body in files] or _generated(client, rows, seed)
+        return [_recorded(client, request) for request in requests]
+
+
+def _generated(client: httpx.Client, rows: int | None, seed: int) -> list[ReferenceRequest]:
+    (model, *_) = client.post("/v2/repository/index").raise_for_status().json()
+    metadata = client.get(f"/v2/models/{model['name']}").raise_for_status().json()
+    parameters = metadata["parameters"]
+    images = photos(_COUNT, seed)
+    if rows is None and "input_datatypes" in parameters and _classifies(client, images[0]):
+        return [ReferenceRequest(*image) for image in images]
+    if (rows or 1) > int(parameters["max_rows"]):
+        raise UserError(f"--rows {rows}: the service takes at most {parameters['max_rows']} rows in a request")
+    generator = np.random.default_rng(seed)
+    return [_tensor_request(metadata, rows or 1, generator) for _ in range(_COUNT)]
 
 
 def _classifies(client: httpx.Client, image: tuple[bytes, str]) -> bool:
@@ -180,17 +182,6 @@ def _random(datatype: str, shape: tuple[int, ...], generator: np.random.Generato
 
         return torch.from_numpy(numbers).bfloat16()
     return numbers.astype(datatype.replace("FP", "float"))
-
-
-def record_reference_answers(
-    url: str,
-    bodies: Sequence[tuple[bytes, str]],
-    timeout_s: float = 60.0,
-    credentials: ClientCredentials = NO_CREDENTIALS,
-) -> list[ReferenceRequest]:
-    """Send each body alone to /predict and record the answers as expected. Raises httpx.HTTPError if a request fails."""
-    with httpx.Client(base_url=url, timeout=timeout_s, **credentials.options) as client:
-        return [_recorded(client, ReferenceRequest(*body)) for body in bodies]
 
 
 def _recorded(client: httpx.Client, request: ReferenceRequest) -> ReferenceRequest:

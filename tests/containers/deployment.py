@@ -24,7 +24,7 @@ from multiworld_serving.testing.chaos.schedule import choose_targets
 from multiworld_serving.testing.chaos.system.containers import ComposeProject, ContainerError, docker
 from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.images import photos
-from multiworld_serving.testing.load.requests import ReferenceRequest, record_reference_answers
+from multiworld_serving.testing.load.requests import ReferenceRequest, served_requests
 from tests.e2e.prometheus_server import PrometheusServer
 from tests.programs import free_port
 
@@ -173,7 +173,7 @@ class Deployment:
 
     def requests(self) -> list[ReferenceRequest]:
         """Images, and the service's current answers for them."""
-        return record_reference_answers(self.url, photos(4), CLIENT_TIMEOUT_S)
+        return served_requests(self.url, photos(4))
 
     @contextmanager
     def load(self, requests: Sequence[ReferenceRequest]) -> Iterator[Load]:

@@ -14,7 +14,7 @@ import pytest
 
 from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.load.images import photos
-from multiworld_serving.testing.load.requests import record_reference_answers
+from multiworld_serving.testing.load.requests import served_requests
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import TOKEN
 from tests.e2e.hostile_connections import SILENT, SLOW_HEAD, HostileConnections, ask, attack
@@ -87,7 +87,7 @@ def test_hostile_request_gets_another_response_through_the_proxy(proxied: Proxie
 
 @pytest.mark.parametrize("hostile", [SILENT, SLOW_HEAD], ids=lambda each: each.name)
 def test_slow_client_is_disconnected_by_the_proxy(proxied: Proxied, hostile: HostileConnections) -> None:
-    with run_load(proxied.url, record_reference_answers(proxied.url, photos(2)), clients=2) as load:
+    with run_load(proxied.url, served_requests(proxied.url, photos(2)), clients=2) as load:
         ends = asyncio.run(attack("127.0.0.1", proxied.port, hostile))
     assert ends.keys() <= set(hostile.answer.split(" or ")), ends
     assert load.samples
@@ -118,7 +118,7 @@ def test_connections_of_one_address_are_limited(service: LocalService, tmp_path:
 
 
 def test_no_request_fails_when_one_frontend_is_killed(proxied: Proxied) -> None:
-    with run_load(proxied.url, record_reference_answers(proxied.url, photos(4)), clients=8) as load:
+    with run_load(proxied.url, served_requests(proxied.url, photos(4)), clients=8) as load:
         answered = len(load.samples)
         wait_until(lambda: len(load.samples) > answered + 50)
         os.kill(proxied.frontends[0].pid, signal.SIGKILL)

@@ -8,7 +8,7 @@ import pytest
 
 from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.load.images import photos
-from multiworld_serving.testing.load.requests import record_reference_answers
+from multiworld_serving.testing.load.requests import served_requests
 from multiworld_serving.testing.local_service import LocalService
 from tests.e2e.hostile_connections import HOSTILE_CONNECTIONS, ask, attack
 from tests.e2e.hostile_requests import BODY_LIMIT, HOSTILE_REQUESTS
@@ -28,7 +28,7 @@ def test_hostile_inputs_get_their_responses_and_do_not_affect_other_requests(ser
     parts = urlsplit(service.url)
     host, port = str(parts.hostname), int(parts.port or 0)
     wrong = []
-    with run_load(service.url, record_reference_answers(service.url, photos(4)), clients=2) as load:
+    with run_load(service.url, served_requests(service.url, photos(4)), clients=2) as load:
         for request in HOSTILE_REQUESTS:
             if (found := asyncio.run(ask(host, port, request))) != request.answer:
                 wrong.append(f"{request.name}: {found}, not {request.answer}")

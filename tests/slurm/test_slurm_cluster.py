@@ -13,7 +13,7 @@ import pytest
 
 from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.load.images import photo
-from multiworld_serving.testing.load.requests import record_reference_answers
+from multiworld_serving.testing.load.requests import served_requests
 from tests.slurm.cluster import CONTROLLER, SlurmCluster, need_slurm
 from tests.waiting import wait_until
 
@@ -57,7 +57,7 @@ def test_service_on_slurm_survives_lost_tasks_and_nodes(cluster: SlurmCluster, d
     wait_until(lambda: ready_workers(cluster, "node1") == {"worker-0", "worker-1", "worker-2"})
     wait_until(lambda: ready_leaders(cluster, "node1") == 2)
     url = f"http://{cluster.addresses['node1']}:8000"
-    requests = record_reference_answers(url, [(photo(), "image/jpeg")])
+    requests = served_requests(url, [(photo(), "image/jpeg")])
     with run_load(url, requests, clients=2) as load:
         [killed] = cluster.programs("node1", "/multiworld worker --name worker-0")
         os.kill(killed, signal.SIGKILL)
