@@ -3,12 +3,11 @@
 import asyncio
 import itertools
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeAlias
 
 import httpx
 
@@ -17,6 +16,8 @@ from multiworld_serving.common.threads import thread_while
 from multiworld_serving.testing.load.requests import ReferenceRequest
 from multiworld_serving.testing.load.statistics import quantile
 
+Ended: TypeAlias = Callable[[], bool]
+"""Whether no further request is sent."""
 _UNREACHABLE_PAUSE_S = 0.1
 _MAX_OPEN = 4096
 """Maximum requests in flight of an open loop; further requests are counted as unsent."""
@@ -83,66 +84,37 @@ async def send(client: httpx.AsyncClient, url: str, request: ReferenceRequest, r
         return Sample(sent_s, time.perf_counter() - started_s, 0, repr(error))
 
 
-async def closed_loop(
-    url: str,
-    requests: Sequence[ReferenceRequest],
-    *,
-    clients: int,
-    until: Callable[[], bool],
-    load: Load | None = None,
-    timeout_s: float = 120.0,
-    credentials: ClientCredentials = NO_CREDENTIALS,
-) -> Load:
-    """Run clients that each send their next request after the previous answer, until `until()` is true."""
-    load = Load() if load is None else load
+async def _closed_loop(send_next: Callable[[int], Awaitable[Sample]], load: Load, clients: int, ended: Ended) -> None:
+    """Run clients that each send their next request after the previous answer."""
     numbers = itertools.count()
-    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
-    async with httpx.AsyncClient(limits=limits, timeout=timeout_s, **credentials.options) as http:
 
-        async def one() -> None:
-            while not until():
-                number = next(numbers)
-                sample = await send(http, url, requests[number % len(requests)], f"chaos-{number}")
-                load.samples.append(sample)
-                if not sample.status:  # no connection: do not retry a thousand times per second
-                    await asyncio.sleep(_UNREACHABLE_PAUSE_S)
+    async def one() -> None:
+        while not ended():
+            sample = await send_next(next(numbers))
+            load.samples.append(sample)
+            if not sample.status:  # no connection: do not retry a thousand times per second
+                await asyncio.sleep(_UNREACHABLE_PAUSE_S)
 
-        await asyncio.gather(*(one() for _ in range(clients)))
-    return load
+    await asyncio.gather(*(one() for _ in range(clients)))
 
 
-async def open_loop(
-    url: str,
-    requests: Sequence[ReferenceRequest],
-    *,
-    rate_hz: float,
-    until: Callable[[], bool],
-    load: Load | None = None,
-    timeout_s: float = 120.0,
-    seed: int = 0,
-    credentials: ClientCredentials = NO_CREDENTIALS,
-) -> Load:
-    """Send requests at random times (Poisson, `rate_hz` per second), independent of the answers, until `until()` is true."""
-    load = Load() if load is None else load
+async def _open_loop(
+    send_next: Callable[[int], Awaitable[Sample]], load: Load, rate_hz: float, seed: int, ended: Ended
+) -> None:
+    """Send requests at random times (Poisson, `rate_hz` per second), independent of the answers."""
     generator, due_s = random.Random(seed), time.perf_counter()
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    async with (
-        httpx.AsyncClient(limits=limits, timeout=timeout_s, **credentials.options) as http,
-        asyncio.TaskGroup() as tasks,
-    ):
-        in_flight: set[asyncio.Task[None]] = set()
+    in_flight: set[asyncio.Task[None]] = set()
 
-        async def one(number: int, due_s: float) -> None:
-            late_s = (
-                time.perf_counter() - due_s
-            )  # count the delay of this event loop as latency: load on the service may cause it
-            sample = await send(http, url, requests[number % len(requests)], f"chaos-{number}")
-            load.samples.append(replace(sample, sent_s=sample.sent_s - late_s, took_s=sample.took_s + late_s))
+    async def one(number: int, due_s: float) -> None:
+        late_s = time.perf_counter() - due_s  # of this event loop; counts as latency, load on the service may cause it
+        sample = await send_next(number)
+        load.samples.append(replace(sample, sent_s=sample.sent_s - late_s, took_s=sample.took_s + late_s))
 
+    async with asyncio.TaskGroup() as tasks:
         for number in itertools.count():
             due_s += generator.expovariate(rate_hz)
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-            if until():
+            if ended():
                 break
             if len(in_flight) < _MAX_OPEN:
                 task = tasks.create_task(one(number, due_s))
@@ -150,7 +122,6 @@ async def open_loop(
                 task.add_done_callback(in_flight.discard)
             else:
                 load.unsent += 1
-    return load
 
 
 @contextmanager
@@ -170,13 +141,18 @@ def run_load(
         rate_hz: requests per second of an open loop; None runs `clients` in a closed loop.
     """
     load = Load()
-    common: dict[str, Any] = {"load": load, "timeout_s": timeout_s, "credentials": credentials}
 
-    def run(over: threading.Event) -> None:
-        if rate_hz:
-            asyncio.run(open_loop(url, requests, rate_hz=rate_hz, seed=seed, until=over.is_set, **common))
-        else:
-            asyncio.run(closed_loop(url, requests, clients=clients, until=over.is_set, **common))
+    async def send_all(ended: Ended) -> None:
+        limits = httpx.Limits(max_connections=None if rate_hz else clients, max_keepalive_connections=max(clients, 64))
+        async with httpx.AsyncClient(limits=limits, timeout=timeout_s, **credentials.options) as http:
 
-    with thread_while(run, "chaos-load"):
+            def send_next(number: int) -> Awaitable[Sample]:
+                return send(http, url, requests[number % len(requests)], f"chaos-{number}")
+
+            if rate_hz:
+                await _open_loop(send_next, load, rate_hz, seed, ended)
+            else:
+                await _closed_loop(send_next, load, clients, ended)
+
+    with thread_while(lambda over: asyncio.run(send_all(over.is_set)), "chaos-load"):
         yield load
