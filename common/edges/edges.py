@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Sequence
 from functools import partial
-from types import TracebackType
 from typing import NoReturn
 
 import torch
@@ -115,9 +114,7 @@ class Edges:
         logger.debug("edges listen address=%s", address)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         tasks = [*(edge.task for edge in self._edges.values()), *self._served]
         for task in tasks:
             task.cancel()

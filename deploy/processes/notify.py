@@ -10,7 +10,6 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Self
 
 from multiworld_serving.server.capacity_report import CAPACITY_FIELD, CapacityReport
@@ -46,9 +45,7 @@ class NotifyListener:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._socket.close()
 
     @contextlib.contextmanager

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 from multiworld_serving.deploy.processes.child_process import ChildProcess, status_text
@@ -125,9 +124,7 @@ class Supervisor:
             self._supervise(slot)
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._leaving = True
         for slot in self._slots.values():
             slot.stopping.set()

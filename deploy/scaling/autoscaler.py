@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Protocol, Self
 
 from multiworld_serving.common.config import UserError
@@ -66,9 +65,7 @@ class Autoscaler:
         self._task = asyncio.create_task(self._run())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._task is not None
         self._task.cancel()
         await asyncio.gather(self._task, *self._stopping.values(), return_exceptions=True)

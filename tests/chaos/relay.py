@@ -3,7 +3,6 @@
 import selectors
 import socket
 import threading
-from types import TracebackType
 from typing import Literal, Self
 
 Direction = Literal["to_leader", "to_worker"]
@@ -34,9 +33,7 @@ class Relay:
         self._spawn(self._accept)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopping = True
         self.heal()
         for thread in self._threads:

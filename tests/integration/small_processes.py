@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from multiworld_serving.deploy.processes.child_process import ChildProcess
@@ -60,9 +59,7 @@ class Reports:
         asyncio.get_running_loop().add_reader(self._fd, self._read)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         asyncio.get_running_loop().remove_reader(self._fd)
         os.close(self._fd)
 

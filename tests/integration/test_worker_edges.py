@@ -24,7 +24,8 @@ from multiworld_serving.workers.session import Session
 from tests.integration.test_links import Heard, ending_of
 from tests.resnets import resnet_plan, sent_stage
 from tests.sent_batches import send, worker_at
-from tests.unit.edges.edge_parts import edges, until
+from tests.unit.edges.edge_parts import edges
+from tests.waiting import until
 
 WAIT_S = 60.0
 

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Self
 
 import pytest
@@ -103,9 +102,7 @@ class Network:
         _sweep()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for host in self._hosts.values():  # veth pairs are removed with either end
             _run("ip", "netns", "del", host.namespace, check=False)
 

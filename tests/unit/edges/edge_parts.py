@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,9 +22,3 @@ async def edges(name: str = "p", *, secret: str = SECRET, **settings: Any) -> As
     chosen = WorkerSettings(leader="127.0.0.1:1", token=SecretStr(secret) if secret else None, **given)
     async with Edges(name, "127.0.0.1", chosen, EdgeMetrics(ProgramMetrics())) as made:
         yield made
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():  # noqa: ASYNC110 - any condition
-            await asyncio.sleep(0.005)

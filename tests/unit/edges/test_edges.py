@@ -18,7 +18,8 @@ from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, row_refs_tensor
 from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinOffer
 from multiworld_serving.common.wire.message import Message, MessageKind
-from tests.unit.edges.edge_parts import SECRET, edges, until
+from tests.unit.edges.edge_parts import SECRET, edges
+from tests.waiting import until
 
 ROWS = torch.arange(60, dtype=torch.float32).view(4, 15)
 

@@ -7,7 +7,7 @@ from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.edges.store import TensorStore
 from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef
-from tests.unit.edges.edge_parts import until
+from tests.waiting import until
 
 ROWS = torch.arange(12, dtype=torch.float32).view(4, 3)
 
