@@ -12,10 +12,6 @@ Load: TypeAlias = Literal["poisson", "bursts", "closed"]
 """poisson: independent arrivals; bursts: one or forty requests at once; closed: each client waits for its answer before
 it sends the next request."""
 
-Tail: TypeAlias = Literal["usual", "heavy"]
-"""Distribution of service times. usual: log-normal, one in 200 eight times as long; heavy: Pareto with
-shape 1.5 (infinite variance), truncated at 100 times the minimum."""
-
 ComputeOutcome: TypeAlias = Literal["answer", "raise", "kill", "hang"]
 """The effect of computing a request, on every worker: a normal answer, an exception, the death of the worker, or a hang."""
 
@@ -66,7 +62,6 @@ class Scenario:
     rate: float = 150.0
     """Arrival rate of an open load (poisson, bursts)."""
     timeout_s: tuple[float, float] = (2.0, 20.0)
-    tail: Tail = "usual"
     recovery_s: float = 1.0
     """Mean time from the death of a worker until it serves again."""
     recovery_varies: bool = True
@@ -190,15 +185,6 @@ SCENARIOS = (
         recovery_varies=False,
         faults={"blackout": 0.1},
         allowed_refusals=_LOSSES,
-    ),
-    Scenario(
-        name="heavy-tails",
-        keys=6,
-        config=_THREE_STAGES,
-        replicas=4,
-        tail="heavy",
-        timeout_s=(20.0, 30.0),
-        allowed_refusals=_OVERLOAD,
     ),
     Scenario(
         name="rolling-versions",

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 HEARTBEAT_TIMEOUT_S = 0.5
 
-_PARETO_SHAPE = 1.5
-_MAX_PARETO = 100.0
-
 
 class Worker:
     """A worker of one stage. Each time it joins it has a new link; the previous link never works again."""
@@ -199,13 +196,10 @@ class Worker:
         self._event_queue.after(self._work_s(len(send.requests)), partial(self._finish, send))
 
     def _work_s(self, rows: int) -> float:
+        """Log-normal; one in 200 takes eight times as long."""
+        rare = 8.0 if self._random.random() < 0.005 else 1.0
         work_s = WORK_S * (1.0 + ROW_SHARE * (rows - 1)) * self._slowdown
-        if self._scenario.tail == "usual":
-            rare = 8.0 if self._random.random() < 0.005 else 1.0
-            work_s *= self._random.lognormvariate(0.0, 0.3) * rare
-        else:
-            work_s *= min(self._random.paretovariate(_PARETO_SHAPE), _MAX_PARETO) / 2
-        return work_s
+        return work_s * self._random.lognormvariate(0.0, 0.3) * rare
 
     def _finish(self, send: SendBatch) -> None:
         if not self._is_current(send.replica) or self._frozen:
