@@ -23,10 +23,7 @@ JOIN_PORT_STEP = 100
 """Distance between the join ports of the leaders that one `multiworld serve` starts."""
 
 
-def _admin_port() -> Any:
-    return setting(8002, "Network", ge=0, le=65535)
-
-
+_ADMIN_PORT: Any = setting(8002, "Network", ge=0, le=65535)
 EXAMPLE = "{example}"
 """In the banner, the place of the path and options of a request, which depend on the model."""
 
@@ -44,7 +41,7 @@ class HttpSettings(ServiceSettings):
     grpc_port: int | None = setting(None, "Network", ge=0, le=65535)
     """Port of the Open Inference Protocol over gRPC, at the address of the HTTP API; 0 selects a free one; none disables it. Needs the
     extra grpc."""
-    metrics_port: int = _admin_port()
+    metrics_port: int = _ADMIN_PORT
     """Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."""
     metrics_host: str | None = setting(None, "Network")
     """Address of the admin port; none uses --host."""
@@ -120,7 +117,7 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
 
     section: ClassVar[str] = "serve"
 
-    metrics_port: int = _admin_port()
+    metrics_port: int = _ADMIN_PORT
     """Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."""
     name: str = setting("", INTERNAL)
     """Leaders, frontends and workers have names of their own."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
 from msgspec import Meta
+from msgspec.structs import replace
 from torch import Tensor
 
 from multiworld_serving.common.wire.join import Holder, JsonMessage
@@ -71,8 +71,7 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError(f"{len(self.refs)} references for {len(self.at)} rows")
 
 
-@dataclass(frozen=True, slots=True)
-class BatchInputs:
+class BatchInputs(msgspec.Struct, frozen=True, array_like=True):
     """Where the rows of a batch are. Rows that appear nowhere are zeros.
 
     Attributes:
@@ -84,19 +83,18 @@ class BatchInputs:
         row_bytes: length of packed rows: uint8 [row_bytes]; 0: they have the shape of the stage's input.
     """
 
-    rows: int
+    rows: Annotated[int, Meta(ge=1)]
     sources: tuple[Source, ...]
-    relayed: Tensor | None = None
+    relayed: Any = None
     relayed_at: tuple[int, ...] = ()
     keep: bool = True
-    expires_s: float = 0.0
-    release: tuple[int, ...] = ()
+    expires_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    release: Annotated[tuple[int, ...], Meta(max_length=MAX_RELEASED)] = ()
     row_bytes: int = 0
 
     def message(self, batch: int, stage: int, version: int) -> Message:
-        """The INPUTS message."""
-        fields = (self.rows, self.sources, self.relayed_at, self.keep, self.expires_s, self.release, self.row_bytes)
-        text = msgspec.json.encode(fields)
+        """The INPUTS message: these fields as JSON, and the relayed rows."""
+        text = msgspec.json.encode(replace(self, relayed=None))
         head = _HEAD.pack(len(text)) + text
         head += b" " * (-len(head) % _ALIGNED_BYTES)
         payload = bytes_tensor(head)
@@ -118,15 +116,10 @@ class BatchInputs:
             (length,) = _HEAD.unpack_from(data, 0)
             if length > len(data) - _HEAD.size:
                 raise WireError(f"INPUTS: {length} bytes of text in a message of {len(data)}")
-            rows, sources, relayed_at, keep, expires_s, release, row_bytes = _FIELDS.decode(
-                data[_HEAD.size : _HEAD.size + length]
-            )
-            found = cls(rows, sources, None, relayed_at, keep, expires_s, release, row_bytes)
-            sample_shape = found.row_shape(sample_shape)
+            found = msgspec.json.decode(data[_HEAD.size : _HEAD.size + length], type=cls)
             body = payload[_HEAD.size + length + -(_HEAD.size + length) % _ALIGNED_BYTES :]
-            if found.relayed_at:
-                relayed = body.view(dtype).view(len(found.relayed_at), *sample_shape)
-                found = replace(found, relayed=relayed)
+            shape = (len(found.relayed_at), *found.row_shape(sample_shape))
+            found = replace(found, relayed=body.view(dtype).view(shape) if found.relayed_at else None)
         except (msgspec.MsgspecError, ValueError, RecursionError, RuntimeError, struct.error) as error:
             raise WireError(f"INPUTS is invalid: {error!s:.200}") from error
         found._check(max_rows)
@@ -146,20 +139,6 @@ class BatchInputs:
             raise WireError(f"INPUTS: {self.rows} rows; expected 1 to {max_rows}")
         if len(set(positions)) < len(positions) or any(not 0 <= at < self.rows for at in positions):
             raise WireError("INPUTS: the positions of its rows are invalid")
-
-
-_FIELDS = msgspec.json.Decoder(
-    tuple[
-        Annotated[int, Meta(ge=1)],
-        tuple[Source, ...],
-        tuple[int, ...],
-        bool,
-        Annotated[float, Meta(ge=0, le=3600)],
-        Annotated[tuple[int, ...], Meta(max_length=MAX_RELEASED)],
-        int,
-    ]
-)
-"""Fields of an INPUTS message, in the order of `BatchInputs.message`."""
 
 
 class LostInput(JsonMessage, frozen=True, forbid_unknown_fields=True):

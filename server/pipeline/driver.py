@@ -9,8 +9,9 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from multiworld import Cause

@@ -57,25 +57,27 @@ SOURCE = [HOLDER, [[5, 0]], [0]]
     [
         None,
         {},
-        [1, [SOURCE]],
-        [0, [], [], True, 0, []],
-        [9, [], [], True, 0, []],
-        [1.5, [SOURCE], [], True, 0, []],
-        [1, [SOURCE, SOURCE], [], True, 0, []],
-        [1, [[HOLDER, [[5, 0]], [1]]], [], True, 0, []],
-        [1, [[HOLDER, [[5, 0]], [-1]]], [], True, 0, []],
-        [2, [[HOLDER, [[5, 0]], [0, 1]]], [], True, 0, []],
-        [1, [[HOLDER, [], []]], [], True, 0, []],
-        [1, [["", [[5, 0]], [0]]], [], True, 0, []],
-        [1, [[HOLDER, [["5", 0]], [0]]], [], True, 0, []],
-        [1, [SOURCE], [], True, -1, []],
-        [1, [SOURCE], [], True, 1e9, []],
-        [1, [SOURCE], [], True, 0, list(range(2000))],
-        [1, [], [0], True, 0, []],
-        [2, [SOURCE], [1], True, 0, []],
+        [1],
+        [0, []],
+        [9, []],
+        [1.5, [SOURCE]],
+        [1, [SOURCE, SOURCE]],
+        [1, [[HOLDER, [[5, 0]], [1]]]],
+        [1, [[HOLDER, [[5, 0]], [-1]]]],
+        [2, [[HOLDER, [[5, 0]], [0, 1]]]],
+        [1, [[HOLDER, [], []]]],
+        [1, [["", [[5, 0]], [0]]]],
+        [1, [[HOLDER, [["5", 0]], [0]]]],
+        [1, [SOURCE], None, [], True, -1],
+        [1, [SOURCE], None, [], True, 1e9],
+        [1, [SOURCE], None, [], True, 0, list(range(2000))],
+        [1, [], None, [0]],
+        [2, [SOURCE], None, [1]],
+        [1, [SOURCE], None, [], True, 0, [], 7],
     ],
 )
 def test_inconsistent_inputs_are_rejected(fields: Any) -> None:
+    assert BatchInputs.parse(payload([1, [SOURCE]]), *FORM).rows == 1
     with pytest.raises(WireError):
         BatchInputs.parse(payload(fields), *FORM)
 
