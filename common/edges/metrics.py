@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -13,10 +14,7 @@ from multiworld_serving.common.observers import observer
 
 FetchOutcome = Literal["fetched", "gone", "unreachable"]
 """gone: the producer does not have the tensor any more; unreachable: no edge could be opened, or it broke."""
-_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 Direction = Literal["sent", "received"]
-_DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
-
 _FETCH_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
@@ -29,50 +27,35 @@ class EdgeMetrics:
     """
 
     def __init__(self, program: ProgramMetrics) -> None:
-        registry = program.registry
-        sizes = Counter(
-            "multiworld_edge_bytes",
-            "Bytes of tensors that went over edges, by direction.",
-            ("direction", "transport"),
-            registry=registry,
+        counter = partial(Counter, registry=program.registry)
+        gauge = partial(Gauge, registry=program.registry)
+        sizes = counter(
+            "multiworld_edge_bytes", "Bytes of tensors that went over edges, by direction.", ("direction", "transport")
         )
-        fetches = Counter(
-            "multiworld_edge_fetches", "Fetches of this process, by outcome.", ("outcome",), registry=registry
-        )
+        fetches = counter("multiworld_edge_fetches", "Fetches of this process, by outcome.", ("outcome",))
         fetch_s = Histogram(
             "multiworld_edge_fetch_seconds",
             "Time of a successful fetch, with opening the edge if needed.",
             ("transport",),
             buckets=_FETCH_S,
-            registry=registry,
+            registry=program.registry,
         )
-        self._no_memory = Counter(
+        self._no_memory = counter(
             "multiworld_edge_shared_memory_missing",
             "Tensors that were copied through a socket because the system had no shared memory.",
-            registry=registry,
         )
-        edges_open = Gauge(
-            "multiworld_edges_open", "Edges that are open now, by direction.", ("direction",), registry=registry
+        edges_open = gauge("multiworld_edges_open", "Edges that are open now, by direction.", ("direction",))
+        self._retained = gauge("multiworld_edge_retained_bytes", "Bytes of tensors kept for others to fetch.")
+        self._budget = gauge("multiworld_edge_budget_bytes", "Maximum bytes of tensors kept for others.")
+        self._exceeded = counter(
+            "multiworld_edge_budget_exceeded", "Tensors that were relayed because the memory for edges was used up."
         )
-        self._retained = Gauge(
-            "multiworld_edge_retained_bytes", "Bytes of tensors kept for others to fetch.", registry=registry
-        )
-        self._budget = Gauge(
-            "multiworld_edge_budget_bytes", "Maximum bytes of tensors kept for others.", registry=registry
-        )
-        self._exceeded = Counter(
-            "multiworld_edge_budget_exceeded",
-            "Tensors that were relayed because the memory for edges was used up.",
-            registry=registry,
-        )
-        self._bytes = {
-            (direction, transport): sizes.labels(direction, transport_label(transport))
-            for direction in _DIRECTIONS
-            for transport in Transport
-        }
-        self._fetches = {outcome: fetches.labels(outcome) for outcome in _OUTCOMES}
-        self._fetch_s = {transport: fetch_s.labels(transport_label(transport)) for transport in Transport}
-        self._open = {direction: edges_open.labels(direction) for direction in _DIRECTIONS}
+        labels = {transport: transport.replace(" ", "_") for transport in Transport}
+        directions: tuple[Direction, ...] = get_args(Direction)
+        self._bytes = {(way, each): sizes.labels(way, label) for way in directions for each, label in labels.items()}
+        self._fetches = {outcome: fetches.labels(outcome) for outcome in get_args(FetchOutcome)}
+        self._fetch_s = {transport: fetch_s.labels(label) for transport, label in labels.items()}
+        self._open = {direction: edges_open.labels(direction) for direction in directions}
 
     def transferred(self, direction: Direction, transport: Transport, nbytes: int) -> None:
         """A tensor of this size was sent to a consumer, or received from a producer."""
@@ -103,8 +86,3 @@ class EdgeMetrics:
     def budget_exceeded(self) -> None:
         """A tensor was not kept because the budget is used up."""
         self._exceeded.inc()
-
-
-def transport_label(transport: Transport) -> str:
-    """The value of the label `transport`."""
-    return "shared_memory" if transport is Transport.SHARED_MEMORY else "tcp"
