@@ -16,21 +16,12 @@ if TYPE_CHECKING:
     import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-Url = Annotated[
-    str,
-    value(
-        "URL",
-        "URL of the HTTP API of the service; admin verbs find the admin port there.",
-        "--url",
-        envvar="MULTIWORLD_URL",
-    ),
-]
 Urls = Annotated[
     list[str],
     value(
         "URL",
-        "URL of the HTTP API of the service; repeat the option, or separate with commas, for several frontends: if one fails, the next "
-        "is used.",
+        "URL of the HTTP API of the service; repeat the option, or separate with commas, for several frontends: status and predict use "
+        "the next if one fails, the other verbs the first. Admin verbs find the admin port there.",
         "--url",
         envvar="MULTIWORLD_URL",
     ),

@@ -2,7 +2,8 @@
 
 import contextlib
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -11,15 +12,12 @@ from multiworld_serving.cli.service import (
     DEFAULT_URL,
     Access,
     ServiceError,
-    Url,
+    Urls,
     answer_errors,
     http_errors,
-    open_client,
+    open_clients,
     send_request,
 )
-
-if TYPE_CHECKING:
-    import httpx
 
 RESTART_EPILOG = """
 [bold]Examples[/bold]
@@ -58,7 +56,7 @@ _ADMIN_PORT = "the admin port of a multiworld service"
 
 def rolling_restart(
     *,
-    url: Url = DEFAULT_URL,
+    urls: Urls = (DEFAULT_URL,),  # type: ignore[assignment]
     as_json: AsJson = False,
     timeout_s: OperationTimeoutS = 3600.0,
     access: Access,
@@ -72,10 +70,10 @@ def rolling_restart(
     """
     step: dict[str, Any] = {}
     with (
-        _admin_client(url, timeout_s, access) as client,
-        answer_errors(url, _ADMIN_PORT),
-        http_errors(url, timeout_s=timeout_s),
-        contextlib.closing(send_request(client, "POST", "/admin/rolling-restart", json={}, stream=True)) as steps,
+        open_clients(urls, timeout_s, access.credentials()) as clients,
+        answer_errors(urls[0], _ADMIN_PORT),
+        http_errors(urls[0], timeout_s=timeout_s),
+        contextlib.closing(send_request(clients[0], "POST", "/admin/rolling-restart", json={}, stream=True)) as steps,
     ):
         for line in steps.iter_lines():
             step = json.loads(line)
@@ -101,7 +99,7 @@ def _step(step: dict[str, Any]) -> str:
 def load_version(
     *,
     weights: Weights = None,
-    url: Url = DEFAULT_URL,
+    urls: Urls = (DEFAULT_URL,),  # type: ignore[assignment]
     as_json: AsJson = False,
     timeout_s: OperationTimeoutS = 3600.0,
     access: Access,
@@ -112,7 +110,7 @@ def load_version(
     weights; requests in flight finish with the old ones. If any step fails, nothing changes; Ctrl-C cancels the load. After `unload`,
     this puts the model back into service.
     """
-    answer = _ask(url, timeout_s, access, "load", {} if weights is None else {"weights": weights})
+    answer = _ask(urls, timeout_s, access, "load", {} if weights is None else {"weights": weights})
     if as_json:
         print(json.dumps(answer))
     else:
@@ -120,24 +118,27 @@ def load_version(
     return 0
 
 
-def unload(*, url: Url = DEFAULT_URL, timeout_s: OperationTimeoutS = 3600.0, access: Access) -> int:
+def unload(
+    *,
+    urls: Urls = (DEFAULT_URL,),  # type: ignore[assignment]
+    timeout_s: OperationTimeoutS = 3600.0,
+    access: Access,
+) -> int:
     """Take the model out of service: new requests get status 503, requests in flight are answered.
 
     The workers keep running. `load-version` puts the model back into service.
     """
-    _ask(url, timeout_s, access, "unload", {})
+    _ask(urls, timeout_s, access, "unload", {})
     print("the model is out of service")
     return 0
 
 
-def _ask(url: str, timeout_s: float, access: Access, verb: str, parameters: dict[str, str]) -> dict[str, Any]:
+def _ask(
+    urls: Sequence[str], timeout_s: float, access: Access, verb: str, parameters: dict[str, str]
+) -> dict[str, Any]:
     """Ask for an operation on the model and return the response. Raises ServiceError."""
-    with _admin_client(url, timeout_s, access) as client, answer_errors(url, _ADMIN_PORT):
-        (model, *_) = send_request(client, "POST", "/v2/repository/index", json={}).json()
+    with open_clients(urls, timeout_s, access.credentials()) as clients, answer_errors(urls[0], _ADMIN_PORT):
+        (model, *_) = send_request(clients[0], "POST", "/v2/repository/index", json={}).json()
         path = f"/v2/repository/models/{model['name']}/{verb}"
-        found: dict[str, Any] = send_request(client, "POST", path, json={"parameters": parameters}).json()
+        found: dict[str, Any] = send_request(clients[0], "POST", path, json={"parameters": parameters}).json()
         return found
-
-
-def _admin_client(url: str, timeout_s: float, access: Access) -> "httpx.Client":
-    return open_client(url.partition(",")[0].strip(), timeout_s, access.credentials())

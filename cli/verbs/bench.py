@@ -10,11 +10,11 @@ from multiworld_serving.cli.service import (
     DEFAULT_URL,
     Access,
     TimeoutS,
-    Url,
+    Urls,
     answer_errors,
     http_errors,
-    open_client,
-    send_request,
+    open_clients,
+    read_status,
 )
 from multiworld_serving.common.config import UserError
 
@@ -60,7 +60,13 @@ class MeasuredLoad(LoadOptions):
         return f"{self.rate:g} requests/s" if self.rate else f"{self.clients} clients"
 
 
-def bench(*, url: Url = DEFAULT_URL, options: MeasuredLoad, as_json: AsJson = False, access: Access) -> int:
+def bench(
+    *,
+    urls: Urls = (DEFAULT_URL,),  # type: ignore[assignment]
+    options: MeasuredLoad,
+    as_json: AsJson = False,
+    access: Access,
+) -> int:
     """Send requests to a running service and show throughput and latency.
 
     Without --file, requests are generated for the model that the service serves: images if it classifies images, else tensors. A closed
@@ -74,10 +80,11 @@ def bench(*, url: Url = DEFAULT_URL, options: MeasuredLoad, as_json: AsJson = Fa
 
     if options.rows is not None and options.files:
         raise UserError("--rows and --file are mutually exclusive: tensors are generated from the seed")
-    credentials, url = access.credentials(), url.rstrip("/")
+    credentials = access.credentials()
     files = [body_file(path) for path in options.files or ()]
-    with open_client(url, 30.0, credentials) as client, answer_errors(url), http_errors(url):
-        status = send_request(client, "GET", "/status", headers={"Accept": "application/json"}).json()
+    with open_clients(urls, 30.0, credentials) as clients, answer_errors(urls[0]), http_errors(urls[0]):
+        url = str(clients[0].base_url).rstrip("/")
+        status = read_status(clients).json()
         requests = served_requests(url, files, rows=options.rows, seed=options.seed, credentials=credentials)
         title = f"{status['model']} {status['version']}"
     interrupted = False

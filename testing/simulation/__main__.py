@@ -16,8 +16,8 @@ import time
 import traceback
 from functools import partial
 
-from multiworld_serving.testing.simulation.case import Trace, run_case
 from multiworld_serving.testing.simulation.scenarios import SCENARIOS
+from multiworld_serving.testing.simulation.simulator import Trace, run_case
 
 _BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 _print = partial(print, flush=True)

@@ -14,11 +14,6 @@ class EventQueue:
         self._entries: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
 
-    @property
-    def next_s(self) -> float:
-        """Time of the next callback; infinity if the queue is empty."""
-        return self._entries[0][0] if self._entries else float("inf")
-
     def after(self, delay_s: float, do: Callable[[], None]) -> None:
         """Schedule a callback `delay_s` from now."""
         self.at(self.now_s + delay_s, do)

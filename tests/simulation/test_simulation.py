@@ -15,9 +15,8 @@ from multiworld_serving.server.scheduling.scheduler import (
     Scheduler,
     SchedulerConfig,
 )
-from multiworld_serving.testing.simulation.case import check_outcomes, run_case
 from multiworld_serving.testing.simulation.scenarios import SCENARIOS, Scenario
-from multiworld_serving.testing.simulation.simulator import Simulator
+from multiworld_serving.testing.simulation.simulator import Simulator, check_outcomes, run_case
 
 SEEDS = (1, 2, 3)
 EVENTS = 24_000

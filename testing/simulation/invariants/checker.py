@@ -24,7 +24,7 @@
    Each batch has at most one kept input, so the limit of 4. bounds the outputs that are kept.
 
 The checker maintains its own `ReferenceModel` from events and actions. Of the scheduler it reads only public properties, to compare
-them with the model. Unknown causes of broken links and unknown reasons of refusals pass: case.py checks which the scenario allows.
+them with the model. Unknown causes of broken links and unknown reasons of refusals pass: `check_outcomes` checks which the scenario allows.
 """
 
 from __future__ import annotations
