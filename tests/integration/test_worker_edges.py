@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from multiworld import Cause, WorldManager
 from multiworld_serving.common.edges.edges import Edges
