@@ -1,12 +1,10 @@
-"""`multiworld bench` against a running service: closed and open loop, images and tensors, errors."""
+"""`multiworld bench` against a running service: open loop, tensors, errors."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from multiworld_serving.cli.main import main
-from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 
 pytestmark = pytest.mark.timeout(300)
@@ -20,20 +18,12 @@ def bench(service: LocalService, capsys: pytest.CaptureFixture[str], *arguments:
     return found
 
 
-def test_closed_loop_with_images_reports_latency(
-    service: LocalService, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_open_loop_with_tensors_reports_throughput_and_latency(
+    service: LocalService, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "photo.jpg").write_bytes(photo())
-    found = bench(service, capsys, "--clients", "2", "--file", str(tmp_path / "photo.jpg"))
-    assert (found["load"], found["failed"], found["unsent"]) == ("2 clients", 0, 0)
-    assert isinstance(found["answered"], int)
-    assert found["answered"] > 0
-    assert {"p50", "p99", "max", "mean"} <= dict(found["latency_ms"]).keys()  # type: ignore[call-overload]
-
-
-def test_open_loop_with_tensors_reports_throughput(service: LocalService, capsys: pytest.CaptureFixture[str]) -> None:
     found = bench(service, capsys, "--rate", "20", "--rows", "4")
     assert (found["load"], found["failed"], found["rows_per_request"]) == ("20 requests/s", 0, 4)
+    assert {"p50", "p99", "max", "mean"} <= dict(found["latency_ms"]).keys()  # type: ignore[call-overload]
     assert found["rows_per_s"] == pytest.approx(4 * float(str(found["answered_per_s"])))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -109,14 +108,6 @@ async def test_predict_batch_returns_one_prediction_per_image(
             assert len({prediction.request_id for prediction in predictions}) == 1
             for prediction, row in zip(predictions, expected, strict=True):
                 assert_right(prediction, row)
-
-
-async def test_concurrent_tasks_get_their_own_answers(
-    aio_client: AsyncClient, pixels: Tensor, expected: Tensor
-) -> None:
-    predictions = await asyncio.gather(*(aio_client.predict(pixels[number % 8]) for number in range(32)))
-    for number, prediction in enumerate(predictions):
-        assert_right(prediction, expected[number % 8])
 
 
 INVALID_INPUTS: dict[str, tuple[object, str]] = {

@@ -206,15 +206,12 @@ def test_network_policies_allow_only_workers_and_frontends_to_join_and_only_at_l
 OPERATOR = "monitoring.coreos.com/v1"
 
 
-def test_rules_equal_the_prometheus_rules_and_pass_promtool(tmp_path: Path) -> None:
+def test_rules_equal_the_prometheus_rules() -> None:
     spec = find(of_base(), "PrometheusRule", "multiworld")["spec"]
     sources = sorted((KUBERNETES.parent / "prometheus" / "rules").glob("*.yml"))
     assert spec["groups"] == [group for path in sources for group in yaml.safe_load(path.read_text())["groups"]], (
         "make rules"
     )
-    rules = tmp_path / "rules.yml"
-    rules.write_text(yaml.safe_dump(spec))
-    check(program("promtool"), "check", "rules", rules)
 
 
 def test_workers_wanted_are_rounded_up_for_each_stage_and_not_below_redundancy(tmp_path: Path) -> None:
