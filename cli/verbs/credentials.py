@@ -74,7 +74,7 @@ def key(name: Name, add_to: AddTo = None, out: Out = None, as_json: AsJson = Fal
 
 
 def _add(file: Path, name: str, line: str) -> None:
-    if file.exists() and file.stat().st_size and name in {known.name for known in read_keys(file)}:
+    if file.exists() and file.stat().st_size and name in read_keys(file).values():
         raise UserError(f"--add-to {file}: already has a key named {name}; remove its line, or choose another name")
     try:
         with file.open("a+", encoding="utf-8") as lines:

@@ -4,10 +4,7 @@ A fast hash is sufficient because keys are random and cannot be guessed.
 """
 
 import hashlib
-import hmac
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from multiworld_serving.common.config.errors import SettingsError
@@ -16,33 +13,15 @@ _ENTRY = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-fA-F]{64})")
 _EXPECTED = "expected NAME:HASH, as `multiworld key NAME` prints it"
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """Name and SHA-256 digest of a key."""
-
-    name: str
-    digest: bytes
-
-
-class KeySet:
-    """Keys with the same permission. Names are for logs."""
-
-    def __init__(self, keys: Iterable[Key] = ()) -> None:
-        self._keys = tuple(keys)
-
-    def __bool__(self) -> bool:
-        return bool(self._keys)
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._keys)
+class KeySet(dict[bytes, str]):
+    """Keys with the same permission: their names, which are for logs, by SHA-256 digest."""
 
     def name_of(self, key: bytes) -> str | None:
-        """The name of this key; None if it is unknown. Runs in constant time."""
-        given, found = hashlib.sha256(key).digest(), None
-        for known in self._keys:
-            if hmac.compare_digest(known.digest, given):
-                found = known.name
-        return found
+        """The name of this key; None if it is unknown.
+
+        How long the look-up takes says nothing about the keys, because a caller cannot choose a digest.
+        """
+        return self.get(hashlib.sha256(key).digest())
 
 
 def hash_key(key: str) -> str:
@@ -66,17 +45,17 @@ def read_keys(path: Path) -> KeySet:
 
 def parse_keys(text: str, where: str) -> KeySet:
     """Parse the lines of a file of keys. Raises SettingsError as `read_keys` does."""
-    keys: list[Key] = []
+    keys = KeySet()
     for number, line in enumerate(map(str.strip, text.splitlines()), start=1):
         if not line or line.startswith("#"):
             continue
         match = _ENTRY.fullmatch(line)
         if match is None:
             raise SettingsError(f"line {number} of {where} is not a key: {_EXPECTED}")
-        key = Key(match[1], bytes.fromhex(match[2]))
-        if any(known.name == key.name or known.digest == key.digest for known in keys):
-            raise SettingsError(f"line {number} of {where}: {key.name}, or its key, is already listed")
-        keys.append(key)
+        name, digest = match[1], bytes.fromhex(match[2])
+        if digest in keys or name in keys.values():
+            raise SettingsError(f"line {number} of {where}: {name}, or its key, is already listed")
+        keys[digest] = name
     if not keys:
         raise SettingsError(f"{where} contains no key: {_EXPECTED}")
-    return KeySet(keys)
+    return keys

@@ -33,8 +33,8 @@ def read_credentials(settings: HttpSettings) -> Credentials:
     inference, admin = (
         KeySet() if file is None else read_keys(file) for file in (settings.api_keys_file, settings.admin_keys_file)
     )
-    if shared := {key.digest for key in inference} & {key.digest for key in admin}:
-        names = ", ".join(sorted(key.name for key in inference if key.digest in shared))
+    if shared := inference.keys() & admin.keys():
+        names = ", ".join(sorted(inference[digest] for digest in shared))
         raise SettingsError(f"the same key is used for inference ({names}) and admin; create a separate key for each")
     return Credentials(
         ApiKeys(inference, admin),

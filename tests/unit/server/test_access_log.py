@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from multiworld_serving.common.config.keys import Key, KeySet
+from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.server import errors
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.observability import requests
@@ -26,7 +26,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 
 async def test_every_request_has_one_line_with_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
-    keys = ApiKeys(KeySet([Key("alice", hashlib.sha256(b"secret").digest())]), KeySet())
+    keys = ApiKeys(KeySet({hashlib.sha256(b"secret").digest(): "alice"}), KeySet())
     async with running_frontend(authorizer=Authorizer(keys), access_log=True) as frontend:
         headers = {"X-Request-Id": "mine", "Authorization": "Bearer secret"}
         await frontend.client.post("/predict", files={"image": image_bytes()}, headers=headers)

@@ -6,7 +6,7 @@ import hashlib
 import pytest
 from starlette.types import Scope
 
-from multiworld_serving.common.config.keys import Key, KeySet
+from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.server.auth.authorizer import (
     ApiKeys,
     Authorizer,
@@ -20,7 +20,7 @@ ALICE, OPS, TOKEN = b"key of alice", b"key of ops", b"join token"
 
 
 def ring(name: str, key: bytes) -> KeySet:
-    return KeySet([Key(name, hashlib.sha256(key).digest())])
+    return KeySet({hashlib.sha256(key).digest(): name})
 
 
 GUARDED = Authorizer(ApiKeys(ring("alice", ALICE), ring("ops", OPS)))
