@@ -4,9 +4,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
