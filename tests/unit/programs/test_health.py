@@ -22,26 +22,19 @@ def answering(status: int) -> Iterator[str]:
         yield f"{url}/readyz"
 
 
-def test_status_200_is_healthy() -> None:
-    with answering(200) as url:
-        assert main([url]) == 0
+@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])
+def test_container_is_healthy_when_its_server_answers_200(
+    status: int, healthy: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering(status) as url:
+        assert main([url]) == (0 if healthy else 1)
+    assert ("503: says the server" in capsys.readouterr().err) != healthy
 
 
-def test_other_status_is_unhealthy(capsys: pytest.CaptureFixture[str]) -> None:
-    with answering(503) as url:
-        assert main([url]) == 1
-    assert "503: says the server" in capsys.readouterr().err
-
-
-def test_refused_connection_is_unhealthy() -> None:
+@pytest.mark.parametrize("listens", [False, True], ids=["refuses connections", "reads nothing"])
+def test_container_is_unhealthy_when_nothing_answers(listens: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    assert "does not answer" in health_error(f"http://127.0.0.1:{port}/healthz")
-
-
-def test_unresponsive_server_is_unhealthy() -> None:
-    with socket.create_server(
-        ("127.0.0.1", 0)
-    ) as listener:  # the kernel accepts the connection, and no process reads it
-        port = listener.getsockname()[1]
-        assert "does not answer" in health_error(f"http://127.0.0.1:{port}/healthz", timeout_s=0.2)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/healthz"
+        if not listens:
+            listener.close()
+        assert "does not answer" in health_error(url, timeout_s=0.2)
