@@ -41,7 +41,7 @@ def add_bob(files: Path) -> None:
 
 
 def names(credentials: Credentials) -> list[str]:
-    return [key.name for key in credentials.keys.inference]
+    return list(credentials.keys.inference.values())
 
 
 def test_everything_is_used_when_everything_is_valid(files: Path, caplog: pytest.LogCaptureFixture) -> None:
