@@ -69,7 +69,7 @@ def _supervisor(pid: int) -> int | None:
     """The parent process if it is `multiworld serve`."""
     try:
         found = parent(pid)
-        arguments = Path(f"/proc/{found}/cmdline").read_bytes().split(b"\0")
+        arguments = Path(f"/proc/{found}/cmdline").read_bytes().replace(b"\0", b" ").split()  # one text if it has a title
     except OSError:  # it has ended
         return None
     return found if b"serve" in arguments else None
