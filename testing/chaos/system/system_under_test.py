@@ -66,10 +66,10 @@ def _named_pids(parts: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 
 def _supervisor(pid: int) -> int | None:
-    """The parent process if it is `multiworld serve`."""
+    """The parent process if it is `multiworld serve`, as its arguments or its title say."""
     try:
         found = parent(pid)
-        arguments = Path(f"/proc/{found}/cmdline").read_bytes().replace(b"\0", b" ").split()  # one text if it has a title
+        arguments = Path(f"/proc/{found}/cmdline").read_bytes().replace(b"\0", b" ").split()
     except OSError:  # it has ended
         return None
     return found if b"serve" in arguments else None
