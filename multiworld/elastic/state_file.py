@@ -5,12 +5,13 @@ The file is a JSON object that maps world names to views. Each write replaces th
 
 import asyncio
 import contextlib
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from multiworld.elastic.protocol.messages import View, decode, encode
+import msgspec
+
+from multiworld.elastic.protocol.messages import View
 
 
 class StateFile:
@@ -24,7 +25,7 @@ class StateFile:
     def __init__(self, path: Path | None, write_timeout_s: float) -> None:
         self._path = path
         self._write_timeout_s = write_timeout_s
-        self._views: dict[str, str] = {}
+        self._views: dict[str, View] = {}
         self._saved = True  # the last write, or the one in progress, includes all changes
         self._writer = ThreadPoolExecutor(1, "multiworld-state-file")  # one write at a time
 
@@ -33,15 +34,15 @@ class StateFile:
         if self._path is None or not self._path.exists():
             return {}
         try:
-            self._views = dict(json.loads(self._path.read_bytes()))
-            return {name: _view(text) for name, text in self._views.items()}
-        except (ValueError, TypeError, AttributeError) as error:
+            self._views = msgspec.json.decode(self._path.read_bytes(), type=dict[str, View])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             detail = f"{self._path} does not hold the state of a rendezvous server; move it away to start without it"
             raise ValueError(detail) from error
+        return self._views.copy()
 
     def store(self, name: str, view: View) -> None:
         """Store this view with the next `flush`."""
-        self._views[name], self._saved = encode(view).decode(), False
+        self._views[name], self._saved = view, False
 
     def remove(self, name: str) -> None:
         """Remove this world with the next `flush`."""
@@ -74,18 +75,10 @@ class StateFile:
             return
         self._saved = True  # before the copy: a change during the write is not in it
         try:
-            _replace(path, json.dumps(self._views.copy()).encode())
+            _replace(path, msgspec.json.encode(self._views.copy()))
         except BaseException:
             self._saved = False
             raise
-
-
-def _view(text: str) -> View:
-    """Raises ValueError."""
-    match decode(text):
-        case View() as view:
-            return view
-    raise ValueError(f"not a view: {text[:60]}")
 
 
 def _replace(path: Path, data: bytes) -> None:

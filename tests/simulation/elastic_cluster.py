@@ -236,7 +236,6 @@ class Cluster:
             initial_members=scenario.members, regroup_timeout_s=PATIENCE_S
         )
         self._tick_s: float | None = None
-        self._incarnation = 0
 
     def run(self) -> None:
         """Run the schedule, with checks during it and at the end."""
@@ -393,7 +392,6 @@ class Cluster:
             return
         self.say("the rendezvous is killed")
         self._coordinator = None
-        self._incarnation += 1
         self._tick_s = None
         for member in self.members.values():
             if member.status == "running" and member.linked:
@@ -436,15 +434,16 @@ class Cluster:
             self.at(member, self._moment(), lambda: self.perform(member, member.state.on_message(Evicted("given up"))))
             return
         member.linked = True
-        info, incarnation = MemberInfo(member.name, "host", 1), self._incarnation
+        info = MemberInfo(member.name, "host", 1)
 
-        def arrive() -> None:
-            if self._coordinator is not None and incarnation == self._incarnation and member.linked:
-                self._decided(self._coordinator.on_join(info, self.now_s))
-                if resume:
-                    self.at(member, self._moment(), lambda: self.perform(member, member.state.on_reconnected()))
+        def arrive(server: Coordinator) -> list[coordinator.Action]:
+            if not member.linked:
+                return []
+            if resume:
+                self.at(member, self._moment(), lambda: self.perform(member, member.state.on_reconnected()))
+            return server.on_join(info, self.now_s)
 
-        self.after(self._in_order(member, True), arrive)
+        self._decide_after(self._in_order(member, True), arrive)
 
     def _reconnect(self, member: Member) -> None:
         if member.status == "running":
@@ -458,14 +457,18 @@ class Cluster:
         if not member.linked:
             return
         member.linked = False
-        incarnation = self._incarnation
-
-        def noticed() -> None:
-            if self._coordinator is not None and incarnation == self._incarnation:
-                self._decided(self._coordinator.on_lost(member.name, self.now_s))
-
-        self.after(after_s + self._moment(), noticed)
+        self._decide_after(after_s + self._moment(), lambda server: server.on_lost(member.name, self.now_s))
         self.at(member, after_s + self._moment(), lambda: self._reconnect(member))
+
+    def _decide_after(self, delay_s: float, event: Callable[[Coordinator], list[coordinator.Action]]) -> None:
+        """Let the coordinator handle an event later, unless it is killed before."""
+        server = self._coordinator
+
+        def happen() -> None:
+            if server is not None and server is self._coordinator:
+                self._decided(event(server))
+
+        self.after(delay_s, happen)
 
     def _decided(self, actions: list[coordinator.Action]) -> None:
         for action in actions:
@@ -484,11 +487,11 @@ class Cluster:
     def _tell(self, member: Member, message: Message) -> None:
         if not member.linked:
             return
-        incarnation = self._incarnation
+        server = self._coordinator
         copied = decode(encode(message))
 
         def heard() -> None:
-            if member.linked and incarnation == self._incarnation:
+            if member.linked and server is self._coordinator:
                 self.perform(member, member.state.on_message(copied))
 
         self.at(member, self._in_order(member, False), heard)
@@ -497,13 +500,8 @@ class Cluster:
         due_s = self._coordinator.deadline_s if self._coordinator is not None else None
         if due_s is None or due_s == self._tick_s:
             return
-        self._tick_s, incarnation = due_s, self._incarnation
-
-        def tick() -> None:
-            if self._coordinator is not None and incarnation == self._incarnation:
-                self._decided(self._coordinator.on_tick(self.now_s))
-
-        self.after(due_s - self.now_s, tick)
+        self._tick_s = due_s
+        self._decide_after(due_s - self.now_s, lambda server: server.on_tick(self.now_s))
 
     # -- the driver of a member --------------------------------------------------------------------------------------------------
 
@@ -523,15 +521,11 @@ class Cluster:
         member.poke()
 
     def _send(self, member: Member, message: Message) -> None:
-        if not member.linked:
-            return
-        incarnation = self._incarnation
-
-        def heard() -> None:
-            if self._coordinator is not None and incarnation == self._incarnation and member.linked:
-                self._decided(self._coordinator.on_message(member.name, message, self.now_s))
-
-        self.after(self._in_order(member, True), heard)
+        if member.linked:
+            self._decide_after(
+                self._in_order(member, True),
+                lambda server: server.on_message(member.name, message, self.now_s) if member.linked else [],
+            )
 
     # -- the worlds of views -------------------------------------------------------------------------------------------------------------
 

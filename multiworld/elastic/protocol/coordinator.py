@@ -15,7 +15,9 @@ partition cannot both continue, and any number of members may be lost, rank 0 in
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from multiworld.elastic.protocol.messages import (
     BoundaryPassed,

@@ -4,19 +4,19 @@ member → server     Join, NextViewRequest
 server → member     Admitted, Refused, View, ViewInvalidated, BoundaryPassed, Evicted
 """
 
-import json
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Annotated
 
-from multiworld.texts import MAX_HOST_CHARS, is_name
+import msgspec
+from msgspec import Meta, Struct
+
+from multiworld.texts import MAX_HOST_CHARS, MAX_NAME_CHARS
 
 
 class MessageError(ValueError):
     """Protocol error: the bytes are not a valid message."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemberInfo:
+class MemberInfo(Struct, frozen=True):
     """A member and the address at which it listens when it is rank 0 of a view.
 
     Attributes:
@@ -24,13 +24,16 @@ class MemberInfo:
         host, port: address as the other members reach it.
     """
 
-    id: str
-    host: str
-    port: int
+    id: Annotated[str, Meta(pattern=rf"\A[!-~]{{1,{MAX_NAME_CHARS}}}\Z")]
+    host: Annotated[str, Meta(pattern=rf"\A[!-~]{{1,{MAX_HOST_CHARS}}}\Z")]
+    port: Annotated[int, Meta(gt=0, lt=65536)]
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class _Tagged(Struct, frozen=True, tag=True, tag_field="kind"):
+    """A message. The tag is the name of its class."""
+
+
+class Join(_Tagged, frozen=True):
     """A member asks for a link to the rendezvous server, before it is connected. The reply is Admitted, Refused or Evicted.
 
     Attributes:
@@ -43,20 +46,17 @@ class Join:
     resume: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(_Tagged, frozen=True):
     """The member may open its link. It becomes a member of the world with the first view that includes it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(_Tagged, frozen=True):
     """The member cannot join, and a retry will not help."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class NextViewRequest:
+class NextViewRequest(_Tagged, frozen=True):
     """A member asks for the view that follows `view_number`.
 
     Attributes:
@@ -73,8 +73,7 @@ class NextViewRequest:
     suspect: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(_Tagged, frozen=True):
     """The agreed list of members, ordered by rank. The oldest member comes first.
 
     Attributes:
@@ -96,60 +95,36 @@ class View:
         return self.ids().index(member_id)
 
 
-@dataclass(frozen=True, slots=True)
-class ViewInvalidated:
+class ViewInvalidated(_Tagged, frozen=True):
     """A member of this view is lost. The receiver ends the view and asks for the next one."""
 
     view_number: int
 
 
-@dataclass(frozen=True, slots=True)
-class BoundaryPassed:
+class BoundaryPassed(_Tagged, frozen=True):
     """All members are at the boundary, or have passed it, and no new member waits: this view continues."""
 
     view_number: int
     boundaries: int
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(_Tagged, frozen=True):
     """The world continues without this member, which closes its link."""
 
     reason: str
 
 
 Message = Join | Admitted | Refused | NextViewRequest | View | ViewInvalidated | BoundaryPassed | Evicted
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
+_decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    return json.dumps({"kind": type(message).__name__, **asdict(message)}).encode()
+    return msgspec.json.encode(message)
 
 
 def decode(data: bytes | str) -> Message:
     """Parse a message. Raises MessageError if the data is not a valid one."""
     try:
-        values = json.loads(data)
-        message: Message = _build(_KINDS[values.pop("kind")], values)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise MessageError(f"not a message: {data[:60]!r}") from error
-    return message
-
-
-def _build(kind: type[Any], values: dict[str, Any]) -> Any:
-    types = {field.name: field.type for field in fields(kind)}
-    return kind(**{name: _checked(types[name], value) for name, value in values.items()})
-
-
-def _checked(kind: Any, value: Any) -> Any:
-    """Convert the value of a field to the type of the field. Raises one of the errors that `decode` translates."""
-    if kind == tuple[MemberInfo, ...]:
-        return tuple(_checked(MemberInfo, each) for each in value)
-    if kind is MemberInfo:
-        member = _build(MemberInfo, value)
-        if not (is_name(member.id) and is_name(member.host, MAX_HOST_CHARS) and 0 < member.port < 65536):
-            raise ValueError(f"not a member: {value!r:.100}")
-        return member
-    if type(value) is not kind:
-        raise TypeError(f"not of type {kind}: {value!r:.100}")
-    return value
