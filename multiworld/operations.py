@@ -12,30 +12,35 @@ caller run, so the control loop, which serves all worlds of the process, must ne
 """
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 
-from multiworld.collectives.scheduler import CollectiveScheduler
+from multiworld.collectives.channel import NUMBERED_FROM, CollectiveChannel
+from multiworld.collectives.fingerprint import MismatchError, verify
 from multiworld.errors import Cause, WorldError
 from multiworld.execution.blocking_pool import BlockingPool
 from multiworld.execution.cuda import await_queued, on_stream
 from multiworld.execution.failures import ConnectionLostError, described, lost_connections
 from multiworld.execution.process_group import NCCL_ABORT_S, NCCL_POLL_S
-from multiworld.ops.operation import CollectiveMessage, Operation, Plan, Receive, Send
+from multiworld.ops.operation import Collective, CollectiveMessage, Operation, Plan, Receive, Send
 from multiworld.transport.connection import PeerConnection
 from multiworld.transport.poller import Poller, poller_of
 from multiworld.transport.segments import SegmentPool
 from multiworld.transport.shared import SharedMemoryConnection
 from multiworld.transport.transfer import Transfer
 from multiworld.transport.wire import HEAD, MESSAGE, encode_signature, message_head
+
+_READ_S = 0.02
+"""Interval at which connections are read while operations are drained."""
 
 
 class Transport(StrEnum):
@@ -55,20 +60,14 @@ class OperationWorld(Protocol):
         """A new instance of the error that the world ended with; None while the world is usable."""
 
     def fail(self, cause: Cause, rank: int, detail: str = "") -> None:
-        """Break the world. `rank` is the member that caused it, -1 if unknown."""
+        """Break the world now. `rank` is the member that caused it, -1 if unknown."""
         ...
 
-    def on_connection_failed(self, peer: int, detail: str) -> None:
-        """A connection to `peer` was lost, of this library or of NCCL."""
+    def report(self, cause: Cause, rank: int, detail: str) -> None:
+        """Break the world soon, not on this thread. After a lost connection (TRANSPORT) the control connection may know a better cause."""
 
-    def on_protocol_error(self, peer: int, detail: str) -> None:
-        """`peer` violated the protocol, or its fingerprint does not match."""
 
-    def on_local_failure(self, detail: str) -> None:
-        """This member failed, for example because it lacks memory or a thread. No peer failed."""
-
-    def on_drained(self) -> None:
-        """`draining` is set and the last pending operation has completed or failed."""
+_Result = TypeVar("_Result")
 
 
 class WorldOperations:
@@ -98,15 +97,12 @@ class WorldOperations:
         # A communicator takes its operations one at a time.
         self._nccl_queue = BlockingPool(f"multiworld-{world.name}-nccl", self._on_job_failed, max_threads=1)
         self._on_nccl: list[Operation] = []  # posted, not completed
-        self._scheduler = CollectiveScheduler(self, self._lock, self._pool, verify_collectives=verify_collectives)
+        self._verify = verify_collectives
+        self._collectives = 0  # started, without those that the caller numbers
+        self._nccl_order = asyncio.Lock()
 
     def _on_job_failed(self, error: BaseException) -> None:
-        self._world.on_local_failure(described(error))
-
-    @property
-    def busy(self) -> bool:
-        """Whether an operation is pending."""
-        return bool(self._pending)
+        self._world.report(Cause.LOCAL, self._world.rank, described(error))
 
     def open(
         self,
@@ -149,7 +145,7 @@ class WorldOperations:
         Raises WorldError when the world has ended or is still joining.
         """
         loop = asyncio.get_running_loop()
-        operation = Operation(plan, timeout_s, loop.create_future(), self)
+        operation = Operation(plan, timeout_s, loop.create_future(), self._on_cancelled)
         with self._lock:  # `end` must not run between the check and the registration of the operation
             if ending := self._world.ending():
                 raise ending
@@ -160,7 +156,7 @@ class WorldOperations:
             try:
                 self._dispatch(operation)
             except Exception as error:  # noqa: BLE001 - the operation may have started: the world breaks
-                self.fail([operation], operation.peer, error)
+                self._fail([operation], operation.peer, error)
             except BaseException:
                 self._pending.discard(operation)
                 raise
@@ -178,7 +174,7 @@ class WorldOperations:
             connection.move(self._poller)
 
     def _dispatch(self, operation: Operation) -> None:
-        """Hand the operation to its connection, to the collective scheduler, or to NCCL."""
+        """Hand the operation to its connection or to NCCL, or run the algorithm of a collective."""
         plan = operation.plan
         if plan.tensors and plan.tensors[0].is_cuda:
             operation.stream = torch.cuda.current_stream(plan.tensors[0].device)
@@ -187,9 +183,9 @@ class WorldOperations:
         elif isinstance(plan, Receive) and plan.post is None:
             self._start_receive(operation, plan)
         elif isinstance(plan, Send | Receive):
-            self.post(operation)
+            self._post(operation)
         else:
-            self._scheduler.start(operation, plan, self._connections)
+            self._start_collective(operation, plan)
 
     # -- operations on connections -----------------------------------------------------------------------------------------------
 
@@ -221,6 +217,77 @@ class WorldOperations:
             transfer.set_data(plan.buffer())
         self._connections[plan.peer].receive(transfer, plan.tag)
 
+    # -- collectives -------------------------------------------------------------------------------------------------------------
+
+    def _start_collective(self, operation: Operation, plan: Collective) -> None:
+        """Run a collective in a task of the caller's event loop."""
+        if plan.number is None:
+            number = self._collectives % NUMBERED_FROM
+            self._collectives += 1
+        else:
+            number = NUMBERED_FROM + plan.number
+        channel = CollectiveChannel(operation, self._connections, number, self._lock, self._check)
+        # Not loop.create_task: an eager task factory would run it now, under the lock.
+        operation.task = asyncio.Task(self._follow(operation, plan, channel), loop=operation.future.get_loop())
+
+    async def _follow(self, operation: Operation, plan: Collective, channel: CollectiveChannel) -> None:
+        """Run a collective, after its fingerprints are compared if `verify_collectives` is set, and report its outcome."""
+        try:
+            if plan.algorithm is None:
+                async with self._nccl_order:  # NCCL needs equal order at all members
+                    await self._verify_collective(channel, plan)
+                    self._post(operation)
+                return
+            await self._verify_collective(channel, plan)
+            algorithm = await self._load_collective(operation, plan.algorithm) if plan.staged else plan.algorithm()
+            await algorithm(channel)
+        except WorldError:
+            pass  # the world has ended and fails its pending operations
+        except MismatchError as mismatch:
+            self._world.report(Cause.ERROR, mismatch.rank, mismatch.detail)
+        except Exception as error:  # noqa: BLE001 - see `_fail`
+            self._fail([operation], operation.peer, error)
+        except asyncio.CancelledError:
+            if not operation.done():  # the event loop is shutting down
+                self._on_cancelled(operation)
+            raise
+        else:
+            self.on_transferred(operation)
+        finally:
+            operation.task = None
+
+    async def _verify_collective(self, channel: CollectiveChannel, plan: Collective) -> None:
+        if self._verify and channel.peers:
+            await verify(channel, plan)
+
+    async def _load_collective(self, operation: Operation, load: Callable[[], _Result]) -> _Result:
+        """Copy the data of a collective from its device, on a thread."""
+        loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[_Result] = loop.create_future()
+
+        def resolve(result: _Result | None, error: Exception | None) -> None:
+            if loaded.done():
+                return
+            if error is not None:
+                loaded.set_exception(error)
+            else:
+                loaded.set_result(result)  # type: ignore[arg-type] # the result if there is no error
+
+        def run() -> None:
+            result, failure = None, None
+            try:
+                with on_stream(operation.stream):
+                    result = load()
+            except Exception as error:  # noqa: BLE001 - raised to the collective
+                failure = error
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the operation fails when the world ends
+                loop.call_soon_threadsafe(resolve, result, failure)
+
+        self._pool.run(run)
+        return await loaded
+
+    # -- results of connections --------------------------------------------------------------------------------------------------
+
     def on_transferred(self, operation: Operation | CollectiveMessage) -> None:
         """A transfer, or the algorithm of a collective, completed: copy the results back if necessary and complete the operation."""
         if isinstance(operation, CollectiveMessage):
@@ -235,25 +302,19 @@ class WorldOperations:
             dict.fromkeys(each.collective if isinstance(each, CollectiveMessage) else each for each in pending)
         )
         if operations:  # without pending transfers, a later operation reports the loss; the control connection may know the reason by then
-            self.fail(operations, peer, ConnectionLostError(reason))
+            self._fail(operations, peer, ConnectionLostError(reason))
 
     def unacknowledged(self) -> list[int]:
         """The peers whose hosts acknowledge nothing that is sent. Takes no lock."""
         return [peer for peer, connection in list(self._connections.items()) if connection.is_unacknowledged()]
 
     def on_protocol_error(self, peer: int, detail: str) -> None:
-        self._world.on_protocol_error(peer, detail)
+        self._world.report(Cause.ERROR, peer, detail)
 
     def on_local_error(self, peer: int, error: Exception) -> None:
-        self._world.on_local_failure(f"reading from rank {peer}: {described(error)}")
+        self._world.report(Cause.LOCAL, self._world.rank, f"reading from rank {peer}: {described(error)}")
 
-    def read(self) -> None:
-        """Read and handle received data of all connections now, because the event loop may be blocked."""
-        with self._lock:
-            for connection in self._connections.values():
-                connection.read()
-
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raises WorldError when the world has ended. While `draining` is set, pending operations may continue."""
         ending = self._world.ending()
         if ending is not None and (not self._opened or not self.draining):
@@ -261,7 +322,7 @@ class WorldOperations:
 
     # -- operations of NCCL ------------------------------------------------------------------------------------------------------
 
-    def post(self, operation: Operation) -> None:
+    def _post(self, operation: Operation) -> None:
         """Hand an operation to NCCL, on a thread, because NCCL may block while it connects. Call it under the lock.
 
         Raises RuntimeError when no thread can start.
@@ -272,7 +333,7 @@ class WorldOperations:
     def _post_queued(self, operation: Operation) -> None:
         assert operation.plan.post is not None
         with self._lock:
-            self.check()
+            self._check()
             group = self._group
         assert group is not None
         operation.work = operation.plan.post(group)
@@ -293,7 +354,7 @@ class WorldOperations:
                     aborted_s = time.monotonic() + NCCL_ABORT_S
                 if aborted_s is not None and time.monotonic() > aborted_s and self._on_nccl:
                     lost, self._on_nccl = self._on_nccl, []
-                    self.fail(lost, -1, RuntimeError("NCCL still runs the operation after its abort"))
+                    self._fail(lost, -1, RuntimeError("NCCL still runs the operation after its abort"))
                 if not self._on_nccl:
                     return
             time.sleep(NCCL_POLL_S)
@@ -304,8 +365,8 @@ class WorldOperations:
         """Run `job` on the blocking pool. Fails the operation when no thread can start."""
         try:
             self._pool.run(job)
-        except Exception as error:  # noqa: BLE001 - see `fail`
-            self.fail([operation], operation.peer, error)
+        except Exception as error:  # noqa: BLE001 - see `_fail`
+            self._fail([operation], operation.peer, error)
 
     def _finish(self, operation: Operation) -> None:
         """Check the result of NCCL if it ran the operation, copy the results back, and complete the operation."""
@@ -314,7 +375,7 @@ class WorldOperations:
             if operation.work is not None:
                 with lost_connections():
                     operation.work.wait()  # it is complete: raises its error, or orders the current stream after it
-                self.check()  # operations that NCCL aborts look complete
+                self._check()  # operations that NCCL aborts look complete
             self._copy_back(operation)
             await_queued(operation.stream)
 
@@ -326,8 +387,8 @@ class WorldOperations:
         try:
             with on_stream(operation.stream):
                 step()
-        except Exception as error:  # noqa: BLE001 - see `fail`
-            self.fail([operation], operation.peer, error)
+        except Exception as error:  # noqa: BLE001 - see `_fail`
+            self._fail([operation], operation.peer, error)
         else:
             return True
         return False
@@ -349,16 +410,13 @@ class WorldOperations:
 
     def _complete(self, operation: Operation) -> None:
         """The operation succeeded and its results are in the caller's tensors."""
-        # Does not take the lock, because another thread may hold it while it copies. The order matters: code that sets `draining` then
-        # reads `busy`, so `_pending` must change before `draining` is read here.
+        # Does not take the lock, because another thread may hold it while it copies.
         self._pending.discard(operation)
         self._copying_back.discard(operation)
         operation.work = None
         operation.resolve(None)
-        if self.draining and not self._pending:
-            self._world.on_drained()
 
-    def fail(self, operations: Sequence[Operation], peer: int, error: Exception) -> None:
+    def _fail(self, operations: Sequence[Operation], peer: int, error: Exception) -> None:
         """Fail the operations and break the world. Their callers get the error of the world, when it is known.
 
         A ConnectionLostError is attributed to its peer, by default to `peer`. Any other error (no memory, no thread, refused by the
@@ -371,17 +429,14 @@ class WorldOperations:
             ending = self._world.ending()
             if ending is None or self.draining:
                 self._failed += operations
-            drained = self.draining and not self._pending
         for operation in operations:
             operation.work = None
-        if drained:
-            self._world.on_drained()
         if ending is None:
             detail = f"{operations[0].name}: {described(error)}"
             if isinstance(error, ConnectionLostError):
-                self._world.on_connection_failed(peer if error.peer is None else error.peer, detail)
+                self._world.report(Cause.TRANSPORT, peer if error.peer is None else error.peer, detail)
             else:
-                self._world.on_local_failure(detail)
+                self._world.report(Cause.LOCAL, self._world.rank, detail)
         elif not self.draining:
             self._resolve(operations)
 
@@ -391,7 +446,7 @@ class WorldOperations:
             detail = f"{operation.name} took longer than {operation.timeout_s:g} s"
             self._world.fail(Cause.TIMEOUT, operation.peer, detail)
 
-    def on_cancelled(self, operation: Operation) -> WorldError | None:
+    def _on_cancelled(self, operation: Operation) -> WorldError | None:
         """The caller was cancelled, or its event loop shuts down: break the world. Returns the error that the world ended with."""
         self._world.fail(Cause.ABORTED, self._world.rank, f"{operation.name} cancelled")
         return self._world.ending()
@@ -403,12 +458,31 @@ class WorldOperations:
 
     # -- teardown (on the thread that tears the world down) -------------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """This process leaves: fail the pending operations and write nothing more. What is written arrives (see `half_close`)."""
+    def leave(self, timeout_s: float) -> None:
+        """A member leaves: fail the pending operations and write nothing more. What is written arrives (see `half_close`).
+
+        Waits at most `timeout_s` seconds until the peers have read it and closed their connections, too.
+        """
         with self._lock:
-            for connection in self._connections.values():
+            connections = list(self._connections.values())
+            for connection in connections:
                 connection.half_close()
         self._fail_all(except_copying_back=True)
+        until_s = time.monotonic() + timeout_s
+        for connection in connections:
+            connection.await_end(until_s)
+
+    def drain(self, timeout_s: float) -> None:
+        """Another member has left: wait at most `timeout_s` seconds for the pending operations. Then no operation fails before it must.
+
+        Reads the connections here, too, because the event loop may be blocked.
+        """
+        until_s = time.monotonic() + timeout_s
+        while self._pending and time.monotonic() < until_s:
+            time.sleep(_READ_S)
+            with self._lock:
+                for connection in self._connections.values():
+                    connection.read()
 
     def end(self) -> ProcessGroup | None:
         """Close the connections and fail the pending operations, except those whose results are being copied to the caller's tensors.

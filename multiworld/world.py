@@ -47,11 +47,9 @@ _WATCH_S = 1.0
 """Interval at which the data connections are checked."""
 _DRAIN_S = 0.2
 """When a member leaves, pending operations of the other members have this long to complete."""
-_WAIT_DRAINED_S = 1.0
-"""How long the teardown thread waits until all members have drained, after one has left."""
-_READ_S = 0.02
-"""Interval at which the teardown thread reads the data connections while it waits, because the event loop may be blocked."""
-_TEARDOWN_RETRY_S = 0.1
+_LEAVE_S = 1.0
+"""After one has left, how long each member waits until the others have closed their data connections."""
+_TEARDOWN_RETRY_S = 0.5
 _JOIN_S = 5.0
 """How long to wait for the threads of an ended world."""
 _TEARDOWN_S = 8.0
@@ -112,7 +110,6 @@ class World:
         )
         self.ranks = Ranks(config.name, config.rank, config.size, config.backends, config.device)
         self._operations = WorldOperations(self, verify_collectives=config.verify_collectives)
-        self._drained = threading.Event()
         self._teardown_started = False
         self._no_teardown_thread = False  # it could not be started
         self._deadline: Timer | None = None
@@ -187,11 +184,6 @@ class World:
             self.fail(Cause.LEFT, rank)
         elif self.state is WorldState.JOINING:
             self.fail(Cause.LEFT, rank, "left while the world formed")
-        else:
-            self._control_loop.call_soon(self._report_when_drained)
-
-    def on_all_drained(self) -> None:
-        self._drained.set()
 
     def on_join_failed(self, reason: str, *, final: bool) -> None:
         self.bootstrap.on_join_failed(reason, final=final)
@@ -200,7 +192,7 @@ class World:
         """Break the world if a network drops the data while the heartbeats arrive. Runs on the control loop's thread."""
         if self.state is WorldState.READY:
             for peer in self._operations.unacknowledged():
-                self.on_connection_failed(peer, "the data sent to it is not acknowledged")
+                self.report(Cause.TRANSPORT, peer, "the data sent to it is not acknowledged")
             self._control_loop.call_later(_WATCH_S, self._watch_connections)
 
     def _publish(self, key: str, value: bytes) -> None:
@@ -268,17 +260,12 @@ class World:
         """Await a started operation."""
         await operation.finish()
 
-    def on_connection_failed(self, peer: int, detail: str) -> None:
-        self._control_loop.call_soon(self._break_unless_cause_arrives, peer, detail, time.monotonic() + _CAUSE_GRACE_S)
-
-    def on_protocol_error(self, peer: int, detail: str) -> None:
-        self._control_loop.call_soon(self.fail, Cause.ERROR, peer, detail)
-
-    def on_local_failure(self, detail: str) -> None:
-        self._control_loop.call_soon(self.fail, Cause.LOCAL, self.rank, detail)
-
-    def on_drained(self) -> None:
-        self._control_loop.call_soon(self._report_when_drained)
+    def report(self, cause: Cause, rank: int, detail: str) -> None:
+        if cause is Cause.TRANSPORT:
+            due_s = time.monotonic() + _CAUSE_GRACE_S
+            self._control_loop.call_soon(self._break_unless_cause_arrives, rank, detail, due_s)
+        else:
+            self._control_loop.call_soon(self.fail, cause, rank, detail)
 
     def ending(self) -> WorldError | None:
         """Return a new error for operations to raise; None while the world has not ended.
@@ -349,20 +336,11 @@ class World:
         if isinstance(monitor, HostSession) and self._acceptor is not None:
             self._acceptor.remove_session(monitor)
         if monitor is None or not monitor.started:
-            self._drained.set()
-        elif cause is not Cause.LEFT:
+            return
+        if cause is not Cause.LEFT:
             monitor.announce_failure(rank, cause, detail)
-            self._drained.set()
         elif self.state is WorldState.CLOSED:
             monitor.leave()
-            self._report_when_drained()
-        else:
-            self._report_when_drained()
-            self._control_loop.call_later(_DRAIN_S, self._drained.set)
-
-    def _report_when_drained(self) -> None:
-        if self._monitor is not None and (not self._operations.busy or self.state is WorldState.CLOSED):
-            self._monitor.report_drained()
 
     def _start_teardown(self) -> None:
         # Not a `DaemonThread`: its start may block for seconds, and the caller may be the control loop of all worlds.
@@ -376,8 +354,7 @@ class World:
         """If no teardown thread has started, fail the pending operations here and try again. Runs on the control loop's thread."""
         if self._teardown_started:
             return
-        if not self._operations.draining or self._drained.is_set():
-            self._operations.close(wait=False)
+        self._operations.close(wait=False)
         self._start_teardown()
 
     def wait_until_reclaimed(self, timeout_s: float) -> None:
@@ -401,11 +378,11 @@ class World:
 
     def _free(self) -> None:
         """Free everything, on the teardown thread, because aborting NCCL may hang."""
-        if self.state is WorldState.CLOSED:
-            self._operations.leave()
-            self._wait_drained()
-        elif self._operations.draining:
-            self._wait_drained()
+        left = self._operations.draining
+        if left:
+            self._operations.drain(_DRAIN_S)
+        if left or self.state is WorldState.CLOSED:
+            self._operations.leave(_LEAVE_S)
         self._control_loop.call_soon(self._limit_teardown)
         group = self._operations.end()
         self._store.abort(self.ending() or JoinError(self.name, "ended"))
@@ -430,12 +407,6 @@ class World:
         logger.error(
             "world=%s generation=%d: threads are still blocked; they are not freed", self.name, self.generation
         )
-
-    def _wait_drained(self) -> None:
-        """Wait until all members have drained. Also read the data connections here, because the event loop may be blocked."""
-        until_s = time.monotonic() + _WAIT_DRAINED_S
-        while not self._drained.wait(_READ_S) and time.monotonic() < until_s:
-            self._operations.read()
 
     def _finish_teardown(self) -> None:
         if self._deadline is not None:

@@ -100,8 +100,6 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         "multiworld/membership/monitor.py": (
             # A silent member is found too late.
             ("if silent_s > self._heartbeat.timeout_s", "if silent_s > 8 * self._heartbeat.timeout_s"),
-            # Rank 0 does not wait for its own operations before all connections close.
-            ("self._drained >= {self.member.rank, *self.connections}", "self._drained >= {*self.connections}"),
         ),
         "multiworld/membership/mesh.py": (
             # A data connection of another formation of the world is accepted.

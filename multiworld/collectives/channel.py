@@ -59,63 +59,36 @@ class CollectiveChannel:
         self._lock = lock
         self._check = check
 
-    def post_send(
-        self, peer: int, data: Tensor, signature: str, on_transferred: Callable[[], object], kind: int = OPERAND
-    ) -> None:
-        """Send `data`, contiguous and on the host. It must not change until `on_transferred` is called.
+    def send(self, peer: int, data: Tensor, kind: int = OPERAND, what: str = "") -> asyncio.Future[None]:
+        """Send `data`, contiguous and on the host. Returns a future of the running event loop; `data` must not change before it is done.
 
         Args:
-            signature: the receiver must pass the same.
-            on_transferred: called under the world's lock, on any thread.
             kind: `OPERAND` or `RESULT`.
+            what: names the message instead of the collective. The receiver must expect an equal name and size.
         Raises:
             RuntimeError: the connection is lost.
             WorldError: the world has ended.
         """
-        self._post(
-            PeerConnection.send,
-            peer,
-            data,
-            message_head(signature, self._tag + kind, data.nbytes),
-            on_transferred,
-            kind,
-        )
+        head = message_head(self._signature(data, what), self._tag + kind, data.nbytes)
+        return self._post(PeerConnection.send, peer, data, head, kind)
 
-    def post_receive(
-        self, peer: int, data: Tensor, signature: str, on_transferred: Callable[[], object], kind: int = OPERAND
-    ) -> None:
-        """Receive into `data`, contiguous and on the host. Arguments and errors as in `post_send`."""
-        self._post(PeerConnection.receive, peer, data, encode_signature(signature), on_transferred, kind)
+    def receive(self, peer: int, data: Tensor, kind: int = OPERAND, what: str = "") -> asyncio.Future[None]:
+        """Receive into `data`, contiguous and on the host. Arguments, result and errors as in `send`."""
+        return self._post(PeerConnection.receive, peer, data, encode_signature(self._signature(data, what)), kind)
 
     def _post(
-        self,
-        start: Callable[[PeerConnection, Transfer, int], None],
-        peer: int,
-        data: Tensor,
-        head: bytes,
-        on_transferred: Callable[[], object],
-        kind: int,
-    ) -> None:
+        self, start: Callable[[PeerConnection, Transfer, int], None], peer: int, data: Tensor, head: bytes, kind: int
+    ) -> asyncio.Future[None]:
+        future, on_transferred = _make_future()
         transfer = Transfer(CollectiveMessage(self._operation, on_transferred), head)
         transfer.set_data(data)
         with self._lock:
             self._check()
             start(self._connections[peer], transfer, self._tag + kind)
-
-    def send(self, peer: int, data: Tensor, kind: int = OPERAND) -> asyncio.Future[None]:
-        """Like `post_send`, but returns a future of the running event loop."""
-        future, on_transferred = _make_future()
-        self.post_send(peer, data, self._signature(data), on_transferred, kind)
         return future
 
-    def receive(self, peer: int, data: Tensor, kind: int = OPERAND) -> asyncio.Future[None]:
-        """Like `post_receive`, but returns a future of the running event loop."""
-        future, on_transferred = _make_future()
-        self.post_receive(peer, data, self._signature(data), on_transferred, kind)
-        return future
-
-    def _signature(self, data: Tensor) -> str:
-        return f"{self.name}, {data.nbytes} bytes"
+    def _signature(self, data: Tensor, what: str) -> str:
+        return f"{what or self.name}, {data.nbytes} bytes"
 
 
 def _make_future() -> tuple[asyncio.Future[None], Callable[[], None]]:

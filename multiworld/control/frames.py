@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_FRAME_BYTES = 1 << 20
 """Longest frame after the handshake. Rendezvous values have some hundred bytes."""
 MAX_HANDSHAKE_BYTES = 1 << 16
@@ -24,8 +24,6 @@ class Kind(IntEnum):
     HEARTBEAT = 7  # both ways: the sender's event loop count, if it has one (see progress.py)
     MEMBER_FAILED = 8  # both ways, relayed to all: rank, cause, detail; the world is broken
     LEFT = 9  # both ways, relayed to all: rank; it starts no more operations
-    DRAINED = 10  # member → rank 0: the sender has no pending operation
-    CLOSE_ACK = 11  # rank 0 → member: all members have drained; connections may close
     REPLY = 12  # server → client: answer, proof
 
 

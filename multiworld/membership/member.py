@@ -56,9 +56,6 @@ class MemberSession(MembershipMonitor):
         self._retry_timer: Timer | None = None
         self._connect()
 
-    def report_drained(self) -> None:
-        self._broadcast(Frame(Kind.DRAINED).encode())
-
     def close(self) -> None:
         super().close()
         if self._retry_timer is not None:
@@ -136,8 +133,6 @@ class MemberSession(MembershipMonitor):
                 self.started = True
                 self.member = replace(self.member, generation=number(generation))
                 self._world.on_all_joined(self.member.generation, connection.local_host)
-            case Kind.CLOSE_ACK, ():
-                self._world.on_all_drained()
             case _ if self.started:
                 self._on_common_frame(connection, frame)
             case Kind.HEARTBEAT, _:
@@ -175,7 +170,5 @@ class MemberSession(MembershipMonitor):
         self.connections.pop(rank, None)
         if not self.started:
             self._retry(f"the connection to rank 0 was lost: {detail}")
-        elif self._member_left:
-            self._world.on_all_drained()
-        else:
+        elif not self._member_left:
             self._world.on_member_failed(rank, cause, detail)

@@ -4,8 +4,7 @@ When all ranks have joined, rank 0 sends START. The same connections carry heart
 and leave messages. If a rank is lost before START, another process may join with that rank; after START its loss breaks the world. This
 module has the common part and the side of rank 0; member.py has the side of the other ranks. All of it runs on the control loop's thread.
 
-A member that leaves sends LEFT. Each member sends DRAINED when it has no pending operation. When all have sent it, rank 0 sends CLOSE_ACK,
-and the connections may close.
+A member that leaves sends LEFT. After that, a lost connection is not a failure.
 """
 
 import contextlib
@@ -39,9 +38,6 @@ class MonitoredWorld(Protocol):
     def on_member_failed(self, rank: int, cause: Cause, detail: str) -> None: ...
 
     def on_member_left(self, rank: int) -> None: ...
-
-    def on_all_drained(self) -> None:
-        """A member left, and no member has a pending operation."""
 
     def on_join_failed(self, reason: str, *, final: bool) -> None:
         """Joining failed: rank 0 refused us or cannot be reached. Unless `final`, the monitor retries."""
@@ -124,13 +120,9 @@ class MembershipMonitor(ABC):
         self.close()
 
     def leave(self) -> None:
-        """Send LEFT. `on_all_drained` follows when no member has a pending operation."""
+        """Send LEFT. The connections stay open until `close`, so that no member finds a lost connection first."""
         self._member_left = True
         self._broadcast(Frame(Kind.LEFT, (str(self.member.rank).encode(),)).encode())
-
-    @abstractmethod
-    def report_drained(self) -> None:
-        """Report that this member has no pending operation, after a member left."""
 
     def close(self) -> None:
         """Close all control connections of this world. No event is reported after this."""
@@ -211,12 +203,6 @@ class MembershipMonitor(ABC):
 class HostSession(MembershipMonitor):
     """Rank 0's monitor: admits the other ranks, relays frames between them, and detects their failures."""
 
-    def __init__(
-        self, control_loop: ControlLoop, world: MonitoredWorld, member: Hello, heartbeat: HeartbeatConfig
-    ) -> None:
-        super().__init__(control_loop, world, member, heartbeat)
-        self._drained: set[int] = set()
-
     def admit(self, rank: int, connection: ControlConnection) -> None:
         """Take over the control connection of `rank`. The last missing rank starts the world."""
         connection.owner = self
@@ -235,31 +221,16 @@ class HostSession(MembershipMonitor):
         """Return the ranks that have not joined."""
         return [rank for rank in range(1, self.member.size) if rank not in self.connections]
 
-    def report_drained(self) -> None:
-        self._mark_drained(self.member.rank)
-
     def on_frame(self, connection: ControlConnection, frame: Frame) -> None:
-        if frame.kind is Kind.DRAINED:
-            self._mark_drained(next(rank for rank, known in self.connections.items() if known is connection))
-            return
         if frame.kind in (Kind.STORE_SET, Kind.MEMBER_FAILED, Kind.LEFT):
             self._broadcast(frame.encode(), exclude=connection)
         self._on_common_frame(connection, frame)
-
-    def _mark_drained(self, rank: int) -> None:
-        self._drained.add(rank)
-        if self._drained >= {self.member.rank, *self.connections}:
-            self._broadcast(Frame(Kind.CLOSE_ACK).encode())
-            self._world.on_all_drained()
 
     def _on_connection_lost(self, rank: int, cause: Cause, detail: str) -> None:
         self.connections.pop(rank, None)
         if not self.started:
             logger.debug("world=%s rank=%d was lost before the start: %s", self.member.world, rank, detail)
-        elif self._member_left:
-            if self.member.rank in self._drained:
-                self._mark_drained(self.member.rank)
-        else:
+        elif not self._member_left:
             self._world.on_member_failed(rank, cause, detail)
 
 

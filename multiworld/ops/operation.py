@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Work
@@ -104,13 +104,6 @@ Plan = Send | Receive | Collective
 """An operation that is not started."""
 
 
-class OperationOwner(Protocol):
-    """Is told when the caller of an operation is cancelled."""
-
-    def on_cancelled(self, operation: "Operation") -> Exception | None:
-        """The caller was cancelled while the operation was pending. Returns the error that the world ended with."""
-
-
 @dataclass(slots=True, eq=False)
 class Operation:
     """A pending operation. Await it, or poll `done`.
@@ -124,15 +117,12 @@ class Operation:
     plan: Plan
     timeout_s: float | None
     future: asyncio.Future[None]
-    owner: OperationOwner
+    on_cancelled: Callable[["Operation"], Exception | None]
+    """Called when the caller is cancelled while the operation is pending. Returns the error that the world ended with."""
     work: Work | None = None
     """The operation at NCCL."""
-    channel: Any = None
-    """The `CollectiveChannel` of a running collective; else None."""
     task: asyncio.Task[None] | None = None
     """The task that runs the algorithm of a collective."""
-    verified: bool = False
-    """With `verify_collectives`: whether the fingerprint of this collective matched at all members."""
     timer: asyncio.TimerHandle | None = None
     posted: bool = False
     """Whether `WorldOperations.start` has returned the operation to its caller."""
@@ -167,7 +157,7 @@ class Operation:
         except asyncio.CancelledError:
             if self.future.done() and not self.future.cancelled():
                 raise
-            ending = self.owner.on_cancelled(self)
+            ending = self.on_cancelled(self)
             if ending is not None and not _is_being_cancelled():  # another awaiting task was cancelled
                 raise ending from None
             raise

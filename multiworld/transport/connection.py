@@ -137,6 +137,14 @@ class PeerConnection:
             with contextlib.suppress(OSError):  # the peer has closed it
                 self._sock.shutdown(socket.SHUT_WR)
 
+    def await_end(self, until_s: float) -> None:
+        """After `half_close`: wait until the peer has closed its end, at most until `until_s` by `time.monotonic`. Reads and discards."""
+        with contextlib.suppress(OSError, ValueError):  # ValueError: `until_s` has passed
+            while self._sock.fileno() >= 0:
+                self._sock.settimeout(until_s - time.monotonic())
+                if not self._sock.recv(_SCRATCH_BYTES):
+                    return
+
     def is_unacknowledged(self) -> bool:
         """Whether sent data has not been acknowledged by the host of the peer for `UNACKNOWLEDGED_S`. Call it about once a second.
 

@@ -77,16 +77,16 @@ class ElasticPart:
 
     async def elastic_fault(self, signum: int, messages: int) -> None:
         """Send this signal to this process after so many all-reduce messages have started."""
-        post, begun = CollectiveChannel.post_send, 0
+        post, begun = CollectiveChannel.send, 0
 
-        def count(channel: CollectiveChannel, *arguments: Any) -> None:
+        def count(channel: CollectiveChannel, *arguments: Any) -> Any:
             nonlocal begun
             begun += channel.name == "all_reduce"
             if begun == messages:
                 os.kill(os.getpid(), signum)
-            post(channel, *arguments)
+            return post(channel, *arguments)
 
-        CollectiveChannel.post_send = count  # type: ignore[method-assign,assignment]
+        CollectiveChannel.send = count  # type: ignore[method-assign,assignment]
 
     async def elastic_fault_at_close(self) -> None:
         """Kill this process when the operation is finished on all members and only this member knows it."""

@@ -77,7 +77,7 @@ async def test_join_fails_when_the_host_does_not_know_the_secret(manager: WorldM
 
 
 @pytest.mark.parametrize(
-    "kind", [Kind.START, Kind.STORE_SET, Kind.MEMBER_FAILED, Kind.CLOSE_ACK, Kind.HEARTBEAT], ids=lambda kind: kind.name
+    "kind", [Kind.START, Kind.STORE_SET, Kind.MEMBER_FAILED, Kind.LEFT, Kind.HEARTBEAT], ids=lambda kind: kind.name
 )
 async def test_frames_of_an_unauthenticated_host_are_ignored(manager: WorldManager, kind: Kind) -> None:
     """Skipping the welcome must not work: the group would be built with the unauthenticated host."""

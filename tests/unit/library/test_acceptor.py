@@ -44,9 +44,6 @@ class Told:
     def on_member_left(self, rank: int) -> None:
         self.queue.put(("left", rank))
 
-    def on_all_drained(self) -> None:
-        self.queue.put(("drained",))
-
     def on_join_failed(self, reason: str, *, final: bool) -> None:
         self.queue.put(("join failed", reason, final))
 

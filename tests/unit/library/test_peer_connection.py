@@ -62,7 +62,7 @@ class End:
 
     def send(self, tensor: torch.Tensor, tag: int = 0) -> Operation:
         plan = send(RANKS, tensor, 1, tag)
-        operation = Operation(plan, None, asyncio.get_running_loop().create_future(), self.owner)
+        operation = Operation(plan, None, asyncio.get_running_loop().create_future(), self.owner.on_cancelled)
         transfer = Transfer(operation, message_head(plan.signature, tag, plan.size_bytes))
         transfer.set_data(tensor)
         with self.lock:
@@ -71,7 +71,7 @@ class End:
 
     def receive(self, tensor: torch.Tensor, tag: int = 0) -> Operation:
         plan = recv(RANKS, tensor, 1, tag)
-        operation = Operation(plan, None, asyncio.get_running_loop().create_future(), self.owner)
+        operation = Operation(plan, None, asyncio.get_running_loop().create_future(), self.owner.on_cancelled)
         transfer = Transfer(operation, encode_signature(plan.signature))
         transfer.set_data(tensor)
         with self.lock:
