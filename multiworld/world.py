@@ -30,7 +30,7 @@ from multiworld.execution.process_group import abort_nccl_group
 from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.bootstrap import AnyMonitor, Bootstrap
 from multiworld.membership.monitor import HostSession, MembershipMonitor
-from multiworld.membership.store import ControlStore
+from multiworld.membership.roster import Roster
 from multiworld.operations import Transport, WorldOperations
 from multiworld.ops import p2p
 from multiworld.ops.messages import recv_message, recv_view, send_message
@@ -105,15 +105,12 @@ class World:
         self._listener = listener
         self._lock = threading.RLock()  # guards the state; held for microseconds, because the control loop takes it
         self._monitor: MembershipMonitor | None = None
-        self._store = ControlStore(
-            lambda key, value: control_loop.call_soon(self._publish, key, value), config.timeout_s
-        )
         self.ranks = Ranks(config.name, config.rank, config.size, config.backends, config.device)
         self._operations = WorldOperations(self, verify_collectives=config.verify_collectives)
         self._teardown_started = False
         self._no_teardown_thread = False  # it could not be started
         self._deadline: Timer | None = None
-        self.bootstrap = Bootstrap(self, config, control_loop, acceptor, self._store)
+        self.bootstrap = Bootstrap(self, config, control_loop, acceptor)
         self._poller: Poller | None = None
 
     def __repr__(self) -> str:
@@ -155,12 +152,12 @@ class World:
             self._monitor = monitor = make_monitor()
             return monitor
 
-    def on_group_ready(self, group: ProcessGroup | None, take_socks: Callable[[], dict[int, socket.socket]]) -> None:
+    def on_formed(self, group: ProcessGroup | None, socks: dict[int, socket.socket]) -> None:
         with self._lock:
             if error := self.ending():
                 raise error
             assert self._poller is not None
-            self._operations.open(group, take_socks(), self._poller, self._config.segments)
+            self._operations.open(group, socks, self._poller, self._config.segments)
             self.state = WorldState.READY
             self._listener.on_world_changed(self)  # under the lock, so that READY is reported before the end
         if Transport.TCP in self.transports.values():
@@ -168,13 +165,13 @@ class World:
 
     # -- events of the monitor (on the control loop's thread) ------------------------------------------------------------------
 
-    def on_all_joined(self, generation: int, local_host: str) -> None:
-        self.generation = generation
-        host = self._monitor.connections[0].peer_host if self.rank > 0 and self._monitor is not None else None
-        self.bootstrap.on_all_joined(host, local_host)
+    def on_all_joined(self, roster: Roster) -> None:
+        self.generation = roster.generation
+        self.bootstrap.on_all_joined(roster)
 
     def on_store_set(self, key: str, value: bytes) -> None:
-        self._store.receive(key, value)
+        if self.bootstrap.store is not None:
+            self.bootstrap.store.receive(key, value)
 
     def on_member_failed(self, rank: int, cause: Cause, detail: str) -> None:
         self.fail(cause, rank, detail)
@@ -195,7 +192,7 @@ class World:
                 self.report(Cause.TRANSPORT, peer, "the data sent to it is not acknowledged")
             self._control_loop.call_later(_WATCH_S, self._watch_connections)
 
-    def _publish(self, key: str, value: bytes) -> None:
+    def publish(self, key: str, value: bytes) -> None:
         if self._monitor is not None:
             self._monitor.publish(key, value)
 
@@ -311,7 +308,7 @@ class World:
                 "world=%s generation=%d rank=%d ready->broken cause=%s by=%d %s",
                 *(self.name, self.generation, self.rank, cause, rank, detail),
             )
-        self.bootstrap.wake(error=self.ending())
+        self.bootstrap.wake(self.ending())
         self._control_loop.call_soon(self._announce_end, cause, rank, detail)
         if formed:
             self._listener.on_world_changed(self)
@@ -325,7 +322,7 @@ class World:
             formed = self.state is WorldState.READY
             self.state = WorldState.CLOSED
         logger.debug("world=%s generation=%d rank=%d ->closed", self.name, self.generation, self.rank)
-        self.bootstrap.wake(error=WorldClosedError(self.name, "closed while joining"))
+        self.bootstrap.wake(WorldClosedError(self.name, "closed while joining"))
         self._control_loop.call_soon(self._announce_end, Cause.LEFT if formed else Cause.ABORTED, self.rank, "")
         self._listener.on_world_changed(self)
         self._start_teardown()
@@ -385,14 +382,12 @@ class World:
             self._operations.leave(_LEAVE_S)
         self._control_loop.call_soon(self._limit_teardown)
         group = self._operations.end()
-        self._store.abort(self.ending() or JoinError(self.name, "ended"))
-        self.bootstrap.close_mesh()
+        self.bootstrap.close(self.ending() or JoinError(self.name, "ended"))
         if group is not None:
             abort_nccl_group(group)
             del group
         if not self._operations.join(_JOIN_S):
             self._mark_threads_lost()
-        self.bootstrap.join_build_thread()
         self._control_loop.call_soon(self._finish_teardown)
 
     def _limit_teardown(self) -> None:

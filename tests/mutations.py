@@ -103,7 +103,10 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         ),
         "multiworld/membership/mesh.py": (
             # A data connection of another formation of the world is accepted.
-            ("if not self.formation or hello.formation != self.formation", "if not self.formation"),
+            (
+                "if not self._member.formation or hello.formation != self._member.formation",
+                "if not self._member.formation",
+            ),
         ),
         "multiworld/membership/store.py": (
             # A wait for a key is not woken by the end of the world.
@@ -117,14 +120,6 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
             (
                 "self._sessions.get(session.member.world) is session",
                 "self._sessions.get(session.member.world) is not None",
-            ),
-        ),
-        "multiworld/membership/member.py": (
-            # A member that has connected connects once more.
-            (
-                "        self._connecting = None\n        if self._retry_timer is not None:\n            self._retry_timer.cancel()\n"
-                "\n    def _retry",
-                "        self._connecting = None\n\n    def _retry",
             ),
         ),
         "multiworld/transport/connection.py": (

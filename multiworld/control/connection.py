@@ -49,6 +49,7 @@ class ControlConnection:
         self._control_loop = control_loop
         self._sock = sock
         self._reader = FrameReader(MAX_HANDSHAKE_BYTES)
+        self._authenticated = False
         self._outbox = bytearray()
         self._open = True
         self._closing = False
@@ -61,6 +62,7 @@ class ControlConnection:
     def mark_authenticated(self) -> None:
         """Allow frames of MAX_FRAME_BYTES instead of MAX_HANDSHAKE_BYTES."""
         self._reader.limit_bytes = MAX_FRAME_BYTES
+        self._authenticated = True
 
     def credit_stall(self, stalled_s: float) -> None:
         """This process did not run for `stalled_s` seconds: do not count them as silence of the peer.
@@ -110,7 +112,8 @@ class ControlConnection:
 
     def _receive(self) -> None:
         try:
-            data = self._sock.recv(_RECEIVE_BYTES)
+            # Nothing is read beyond the handshake, because the following bytes may belong to a data connection.
+            data = self._sock.recv(_RECEIVE_BYTES if self._authenticated else self._reader.missing_bytes)
         except BlockingIOError:
             return
         except OSError as error:

@@ -19,7 +19,7 @@ class Kind(IntEnum):
     HELLO = 2  # client → server: body (JSON), nonce, proof
     WELCOME = 3  # server → client: proof
     REFUSE = 4  # server → client: reason, b"1" if a retry may succeed
-    START = 5  # rank 0 → member: generation; all ranks have joined
+    START = 5  # rank 0 → member: generation, roster (JSON); all ranks have joined
     STORE_SET = 6  # both ways, relayed to all: key, value
     HEARTBEAT = 7  # both ways: the sender's event loop count, if it has one (see progress.py)
     MEMBER_FAILED = 8  # both ways, relayed to all: rank, cause, detail; the world is broken

@@ -23,7 +23,8 @@ class Hello:
     `question` is set, a query.
 
     `generation` 0 means the next generation that forms. `formation` is the random name that rank 0 gave this forming of the world, for a
-    data connection. Generations alone begin at 1 again when the process of rank 0 is replaced.
+    data connection. Generations alone begin at 1 again when the process of rank 0 is replaced. `settings` must equal those of rank 0.
+    `host`, `port` and `local` say where the member accepts data connections (multiworld/membership/roster.py).
     """
 
     world: str = ""
@@ -33,6 +34,10 @@ class Hello:
     question: str | None = None
     peer: int | None = None
     formation: str = ""
+    settings: str = ""
+    host: str = ""
+    port: int = 0
+    local: str = ""
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -44,11 +49,9 @@ class Hello:
             hello = Hello(**json.loads(data))
         except (ValueError, TypeError, RecursionError) as error:
             raise FrameError(f"not a hello: {shown(str(error), 200)}") from error
-        texts = (
-            isinstance(hello.world, str) and isinstance(hello.question, str | None) and isinstance(hello.formation, str)
-        )
-        numbers = (hello.rank, hello.size, hello.generation, 0 if hello.peer is None else hello.peer)
-        if not texts or not all(type(value) is int for value in numbers):
+        texts = (hello.world, hello.question or "", hello.formation, hello.settings, hello.host, hello.local)
+        numbers = (hello.rank, hello.size, hello.generation, hello.port, 0 if hello.peer is None else hello.peer)
+        if not all(isinstance(text, str) for text in texts) or not all(type(value) is int for value in numbers):
             raise FrameError("not a hello: a field has the wrong type")
         if not all(abs(value) < 1 << 63 for value in numbers):
             raise FrameError("not a hello: a number is out of range")

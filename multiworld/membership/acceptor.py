@@ -19,6 +19,7 @@ from multiworld.control.handshake import Hello, ServerHandshake
 from multiworld.control.loop import ControlLoop, Timer
 from multiworld.control.sockets import close_in_child
 from multiworld.membership.monitor import HeartbeatConfig, HostSession
+from multiworld.membership.roster import Address
 from multiworld.texts import shown
 
 logger = logging.getLogger(__name__)
@@ -194,7 +195,7 @@ class Acceptor:
         session.start_if_complete()
         # Newest first: of two connections for one rank, the older one may be dead.
         for pending, hello in reversed(list(self._authenticated.items())):
-            if hello.question is None and hello.world == session.member.world:
+            if hello.question is None and hello.peer is None and hello.world == session.member.world:
                 self.admit_member(pending, hello)
 
     def remove_session(self, session: HostSession) -> None:
@@ -215,26 +216,34 @@ class Acceptor:
             pending.refuse(reason, retry=False)
         elif hello.size != size or not 0 < hello.rank < size:
             pending.refuse(f"rank {hello.rank} of {hello.size} cannot join a world of size {size}", retry=False)
+        elif hello.settings != session.member.settings:
+            reason = (
+                f"the settings differ: rank 0 has {session.member.settings}; rank {hello.rank} has {hello.settings}"
+            )
+            pending.refuse(reason, retry=False)
         elif hello.rank in session.connections:
             pending.refuse(f"rank {hello.rank} is taken", retry=True)
         else:
             self.discard(pending)
-            session.admit(hello.rank, pending.connection)
+            session.admit(hello.rank, pending.connection, Address(hello.host, hello.port, hello.local))
 
     def add_target(self, target: DataConnectionTarget) -> None:
-        """Accept data connections for `target` from now on."""
+        """Accept data connections for `target` from now on, including those that already wait for it."""
         self._targets[target.world, target.generation] = target
+        for pending, hello in list(self._authenticated.items()):
+            if hello.peer is not None:
+                self.connect_target(pending, hello)
 
     def remove_target(self, target: DataConnectionTarget) -> None:
         if self._targets.get((target.world, target.generation)) is target:
             del self._targets[target.world, target.generation]
 
     def connect_target(self, pending: PendingConnection, hello: Hello) -> None:
-        """Hand the socket of a data connection to its target, or refuse the connection."""
+        """Hand the socket of a data connection to its target, refuse it, or let it wait: START may arrive here later than at the client."""
         target = self._targets.get((hello.world, hello.generation))
         if target is None:
-            pending.refuse(f"generation {hello.generation} of {hello.world!r} does not form here", retry=False)
-        elif (reason := target.rejection(hello)) is not None:
+            return
+        if (reason := target.rejection(hello)) is not None:
             pending.refuse(reason, retry=False)
         else:
             pending.welcome()

@@ -1,83 +1,106 @@
-"""Connects the members of a forming world to each other: each connects to all lower ranks and accepts all higher ranks.
+"""Connects the members of a forming world to each other: each connects to all lower ranks, in parallel, and accepts all higher ranks.
 
 Members on one host connect through the Unix socket of the process (local_socket.py), the others by TCP.
-Rank 0 accepts on the port of its control connections. Every other member except the last opens a port for this, publishes it in the
-world's store, and closes it when all are connected. The handshake is the same as on a control connection and covers the world, the
-generation and both ranks.
+Rank 0 accepts on the port of its control connections. Every other member except the last opens a port for this before it joins, and
+closes it when all are connected. Rank 0 sends the addresses of all members with START. The handshake is the same as on a control
+connection and covers the world, the generation and both ranks.
 """
 
-import contextlib
 import logging
-import os
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
-from multiworld.control.frames import MAX_HANDSHAKE_BYTES, Frame, FrameError, FrameReader, Kind
-from multiworld.control.handshake import ClientHandshake, Hello
+from multiworld.config import WorldConfig
+from multiworld.control.connection import ControlConnection
+from multiworld.control.dial import Dial
+from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
-from multiworld.control.sockets import close_in_child
-from multiworld.errors import JoinError
 from multiworld.membership.acceptor import Acceptor, bind
-from multiworld.membership.monitor import HeartbeatConfig
-from multiworld.membership.store import ControlStore
-from multiworld.texts import shown
+from multiworld.membership.roster import Address, Roster
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPT_S = 5.0
-"""Timeout of each socket operation while connecting to a member."""
 _PAUSE_S = 0.1
 
 
-class MeshConnector:
-    """Connects one member to all others. `connect_all` blocks its thread; `close` wakes it.
-
-    The acceptor calls `rejection` and `admit` on the control loop's thread.
+class Mesh:
+    """Connects one member to all others. Runs on the control loop's thread.
 
     Attributes:
-        formation: see `Hello`; connections with another one are refused. Set it before `connect_all`.
+        obstacle: why the last attempt to connect failed; "" if none did.
 
     Args:
-        member: our own world, rank, size and generation.
-        bind_host: the local address of the connections that we open; empty lets the kernel choose.
-        local_acceptor: accepts the members on this host on a Unix socket; None for TCP only.
+        member: our own world, rank and size.
+        acceptor: the port of rank 0; None at the other ranks.
+        on_connected: called once with the sockets by rank, which the callee owns.
+        on_failed: called when a member refuses us.
     """
 
     def __init__(
         self,
         control_loop: ControlLoop,
         member: Hello,
-        secret: bytes,
-        heartbeat: HeartbeatConfig,
-        bind_host: str = "",
-        local_acceptor: Acceptor | None = None,
+        config: WorldConfig,
+        acceptor: Acceptor | None,
+        on_connected: Callable[[dict[int, socket.socket]], object],
+        on_failed: Callable[[str], object],
     ) -> None:
         self.world = member.world
-        self.generation = member.generation
-        self.formation = member.formation
+        self.generation = 0
+        self.obstacle = ""
         self._control_loop = control_loop
         self._member = member
-        self._secret = secret
-        self._heartbeat = heartbeat
-        self._bind_host = bind_host
-        self._local_acceptor = local_acceptor
-        self._changed = threading.Condition()
+        self._config = config
+        self._acceptors = [each for each in (acceptor, config.local_acceptor) if each is not None]
+        self._port: Acceptor | None = None
+        self._on_connected = on_connected
+        self._on_failed = on_failed
+        self._addresses: tuple[Address, ...] = ()
         self._socks: dict[int, socket.socket] = {}
-        self._connecting: socket.socket | None = None
+        self._dials: dict[int, Dial] = {}
         self._closed = False
-        self._unregister: Callable[[], None] = lambda: None
 
-    # -- accepting (on the control loop's thread) --------------------------------------------------------------------------
+    def address(self, local_host: str) -> Address:
+        """Where this member accepts data connections. Opens a port on `local_host` if necessary. Raises OSError."""
+        member, local = self._member, self._config.local_acceptor
+        if self._closed:  # the world ended meanwhile
+            raise OSError("the world has ended")
+        if self._port is None and 0 < member.rank < member.size - 1:
+            self._port = Acceptor(
+                self._control_loop, bind(local_host, 0), [self._config.secret], self._config.heartbeat
+            )
+            self._port.open()
+            self._acceptors.append(self._port)
+        host, port = self._port.address[:2] if self._port is not None else ("", 0)
+        return Address(host, port, "" if local is None or member.rank == member.size - 1 else local.address)
 
-    def accept_on(self, acceptor: Acceptor) -> None:
-        """Accept data connections on the port of `acceptor`, and on the Unix socket, from now on."""
-        acceptor.add_target(self)
-        self._unregister = lambda: acceptor.remove_target(self)
-        if self._local_acceptor is not None:
-            self._local_acceptor.add_target(self)
+    def start(self, roster: Roster) -> None:
+        """Connect to all lower ranks and accept all higher ranks, including those that connected before."""
+        self.generation = roster.generation
+        self._member = replace(self._member, generation=roster.generation, formation=roster.formation)
+        self._addresses = roster.addresses
+        for acceptor in self._acceptors:
+            acceptor.add_target(self)
+        for rank in range(self._member.rank):
+            self._dial(rank, locally=bool(self._config.local_acceptor and roster.addresses[rank].local))
+
+    def close(self) -> None:
+        """Stop connecting and accepting, and close the connections that were not handed over. Idempotent."""
+        self._closed = True
+        for dial in self._dials.values():
+            dial.cancel()
+        for acceptor in self._acceptors:
+            acceptor.remove_target(self)
+        if self._port is not None:
+            self._port.close()
+            self._port = None
+        for sock in self._socks.values():
+            sock.close()
+        self._socks = {}
+
+    # -- accepting (see `DataConnectionTarget`) ------------------------------------------------------------------------------
 
     def rejection(self, hello: Hello) -> str | None:
         """Return the reason to refuse this connection; None to accept it."""
@@ -87,182 +110,48 @@ class MeshConnector:
             )
         if hello.peer != self._member.rank:
             return f"this is rank {self._member.rank}, not {hello.peer}"
-        if not self.formation or hello.formation != self.formation:
-            return "this member does not form that world any more, or not yet"
-        return "this member accepts no more connections" if self._closed else None
+        if not self._member.formation or hello.formation != self._member.formation:
+            return "this member does not form that world any more"
+        return None
 
     def admit(self, rank: int, sock: socket.socket) -> None:
         """Keep the connection to `rank`. A second connection replaces the first, which the same peer has abandoned (see `rejection`)."""
-        with self._changed:
-            former = self._socks.get(rank)
-            if self._closed:
-                former = sock
-            else:
-                self._socks[rank] = sock
-            self._changed.notify_all()
-        if former is not None:
-            former.close()
+        if rank in self._socks:
+            self._socks[rank].close()
+        self._socks[rank] = sock
+        if len(self._socks) == self._member.size - 1:
+            socks, self._socks = self._socks, {}
+            self.close()
+            self._on_connected(socks)
 
     # -- connecting ----------------------------------------------------------------------------------------------------------
 
-    def connect_all(self, store: ControlStore, local_host: str, host: tuple[str, int], timeout_s: float) -> None:
-        """Connect to all lower ranks and wait for the connections of all higher ranks. Blocks.
-
-        Args:
-            local_host: our address as the others reach it.
-            host: where rank 0 listens.
-        Raises:
-            JoinError: a member refused us, could not be reached or did not connect within `timeout_s`; or `close` was called.
-            DistStoreError: a member did not publish its port.
-        """
-        until_s = time.monotonic() + timeout_s
-        if 0 < self._member.rank < self._member.size - 1:
-            port = self._open_port(local_host)
-            store.set(_key(self._member.rank), f"{port} {local_host}")
-        local = self._local_acceptor
-        if self._member.rank < self._member.size - 1:
-            store.set(_local_key(self._member.rank), "" if local is None else local.address)
-        for rank in range(self._member.rank):
-            path = "" if local is None else os.fsdecode(store.get(_local_key(rank)))
-            sock = self._connect_locally(rank, path) if path else None
-            if sock is None:
-                address = host if rank == 0 else _address(store.get(_key(rank)))
-                sock = self._connect_with_retries(rank, address, until_s)
-            self.admit(rank, sock)
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._socks) == self._member.size - 1, timeout_s)
-            self._raise_if_closed()
-            missing = {*range(self._member.size)} - {self._member.rank, *self._socks}
-        self._control_loop.call_soon(self._stop_accepting)
-        if missing:
-            raise JoinError(self.world, f"ranks {', '.join(map(str, sorted(missing)))} did not connect to us")
-
-    def take(self) -> dict[int, socket.socket]:
-        """Return the connections by rank; the caller owns them. Later connections are refused."""
-        with self._changed:
-            socks, self._socks, self._closed = self._socks, {}, True
-        return socks
-
-    def close(self) -> None:
-        """Wake `connect_all` and close the connections that were not taken. Idempotent, callable from any thread."""
-        for sock in self.take().values():
-            sock.close()
-        with self._changed:
-            self._changed.notify_all()
-            if self._connecting is not None:
-                with contextlib.suppress(OSError):
-                    self._connecting.shutdown(socket.SHUT_RDWR)
-        self._control_loop.call_soon(self._stop_accepting)
-
-    def _open_port(self, host: str) -> int:
-        acceptor = Acceptor(self._control_loop, bind(host, 0), [self._secret], self._heartbeat)
-
-        def start() -> None:
-            acceptor.open()
-            self.accept_on(acceptor)
-            self._unregister = acceptor.close
-            if self._closed:
-                self._stop_accepting()
-
-        self._control_loop.call_soon(start)
-        return acceptor.port
-
-    def _stop_accepting(self) -> None:
-        unregister, self._unregister = self._unregister, lambda: None
-        unregister()
-        if self._local_acceptor is not None:
-            self._local_acceptor.remove_target(self)
-
-    def _connect_locally(self, rank: int, path: str) -> socket.socket | None:
-        """Connect to a member by its Unix socket. Returns None if it is not on this host, or in a container that does not share the socket.
-
-        Only processes under the same kernel can connect so.
-        """
-        try:
-            return self._connect(rank, path)
-        except (OSError, FrameError, ValueError) as error:  # ValueError: the path cannot be that of a socket
-            logger.debug("world=%s: rank %d is not reached by its Unix socket: %s", self.world, rank, error)
-            return None
-
-    def _connect_with_retries(self, rank: int, address: tuple[str, int], until_s: float) -> socket.socket:
-        while True:
-            try:
-                return self._connect(rank, address)
-            except PermissionError as error:
-                raise JoinError(self.world, f"rank {rank} at {address[0]}:{address[1]}: {error}") from None
-            except (OSError, FrameError) as error:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closed, _PAUSE_S)
-                    self._raise_if_closed()
-                if time.monotonic() > until_s:
-                    detail = f"rank {rank} cannot be reached at {address[0]}:{address[1]}: {error}"
-                    raise JoinError(self.world, detail) from error
-
-    def _connect(self, rank: int, address: tuple[str, int] | str) -> socket.socket:
-        """Connect to `address`, a str for a Unix socket, and authenticate."""
-        handshake = ClientHandshake(self._secret, replace(self._member, peer=rank, formation=self.formation))
-        local = isinstance(address, str)
-        family = socket.AF_UNIX if local else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
-        try:
-            with self._interruptible(sock):
-                sock.settimeout(_ATTEMPT_S)
-                if not local:
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    if self._bind_host:
-                        sock.bind((self._bind_host, 0))
-                sock.connect(address)
-                sock.sendall(handshake.hello(_next_frame(sock)).encode())
-                answer = _next_frame(sock)
-            if answer.kind is Kind.REFUSE and answer.fields:
-                raise PermissionError(f"it refused us: {shown(answer.fields[0].decode(errors='replace'))}")
-            handshake.check_welcome(answer)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-
-    @contextlib.contextmanager
-    def _interruptible(self, sock: socket.socket) -> Iterator[None]:
-        with self._changed:
-            self._raise_if_closed()
-            self._connecting = sock
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._connecting = None
-
-    def _raise_if_closed(self) -> None:
+    def _dial(self, rank: int, *, locally: bool = False) -> None:
         if self._closed:
-            raise JoinError(self.world, "the world ended while its members connected")
+            return
+        address = self._addresses[rank]
 
+        def on_failed(reason: str, final: bool) -> None:
+            if locally:  # it is not on this host, or in a container that does not share the socket
+                logger.debug("world=%s: rank %d is not reached by its Unix socket: %s", self.world, rank, reason)
+                self._dial(rank)
+                return
+            self.obstacle = f"rank {rank} at {address.host}:{address.port}: {reason}"
+            if final:
+                self._on_failed(self.obstacle)
+            else:
+                self._control_loop.call_later(_PAUSE_S, self._dial, rank)
 
-def _key(rank: int) -> str:
-    return f"multiworld/address/{rank}"
+        self._dials[rank] = Dial(
+            self._control_loop,
+            address.local if locally else (address.host, address.port),
+            self._config.secret,
+            lambda _: replace(self._member, peer=rank),
+            lambda connection: self._on_welcome(rank, connection),
+            on_failed,
+            _ATTEMPT_S,
+            self._config.bind_host,
+        )
 
-
-def _local_key(rank: int) -> str:
-    return f"multiworld/local/{rank}"
-
-
-def _address(value: bytes) -> tuple[str, int]:
-    port, _, host = value.decode(errors="replace").partition(" ")
-    if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise FrameError(f"not an address: {value[:60]!r}")
-    return host, int(port)
-
-
-def _next_frame(sock: socket.socket) -> Frame:
-    """Return the next frame that is not a heartbeat. Raises FrameError.
-
-    Reads nothing beyond the frame, because the following bytes may belong to a data transfer.
-    """
-    frames = FrameReader(MAX_HANDSHAKE_BYTES)
-    while True:
-        data = sock.recv(frames.missing_bytes)
-        if not data:
-            raise FrameError("the connection ended")
-        for frame in frames.feed(data):
-            if frame.kind is not Kind.HEARTBEAT:
-                return frame
+    def _on_welcome(self, rank: int, connection: ControlConnection) -> None:
+        self.admit(rank, connection.release_socket())

@@ -7,8 +7,6 @@ module has the common part and the side of rank 0; member.py has the side of the
 A member that leaves sends LEFT. After that, a lost connection is not a failure.
 """
 
-import contextlib
-import ipaddress
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from multiworld.control.frames import Frame, FrameError, Kind
 from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop, Timer
 from multiworld.errors import Cause
+from multiworld.membership.roster import Address, Roster
 from multiworld.texts import shown
 
 logger = logging.getLogger(__name__)
@@ -30,8 +29,8 @@ _MIN_STALL_HEARTBEATS = 4
 class MonitoredWorld(Protocol):
     """Receives the events of a monitor. Called on the control loop's thread; must not block."""
 
-    def on_all_joined(self, generation: int, local_host: str) -> None:
-        """All ranks have joined. `local_host` is our own address as the others reach it."""
+    def on_all_joined(self, roster: Roster) -> None:
+        """All ranks have joined."""
 
     def on_store_set(self, key: str, value: bytes) -> None: ...
 
@@ -203,19 +202,27 @@ class MembershipMonitor(ABC):
 class HostSession(MembershipMonitor):
     """Rank 0's monitor: admits the other ranks, relays frames between them, and detects their failures."""
 
-    def admit(self, rank: int, connection: ControlConnection) -> None:
-        """Take over the control connection of `rank`. The last missing rank starts the world."""
+    def __init__(
+        self, control_loop: ControlLoop, world: MonitoredWorld, member: Hello, heartbeat: HeartbeatConfig
+    ) -> None:
+        super().__init__(control_loop, world, member, heartbeat)
+        self._addresses = {0: Address(member.host, member.port, member.local)}
+
+    def admit(self, rank: int, connection: ControlConnection, address: Address) -> None:
+        """Take over the control connection of `rank`, which has this address. The last missing rank starts the world."""
         connection.owner = self
         self.connections[rank] = connection
+        self._addresses[rank] = address
         self.start_if_complete()
 
     def start_if_complete(self) -> None:
         if self.started or len(self.connections) < self.member.size - 1:
             return
         self.started = True
-        self._broadcast(Frame(Kind.START, (str(self.member.generation).encode(),)).encode())
-        hosts = {connection.local_host for connection in self.connections.values()}
-        self._world.on_all_joined(self.member.generation, min(hosts, key=_loopback_last, default=""))
+        addresses = tuple(self._addresses[rank] for rank in range(self.member.size))
+        roster = Roster(self.member.generation, self.member.formation, addresses)
+        self._broadcast(Frame(Kind.START, (str(roster.generation).encode(), roster.encode())).encode())
+        self._world.on_all_joined(roster)
 
     def missing(self) -> list[int]:
         """Return the ranks that have not joined."""
@@ -232,10 +239,3 @@ class HostSession(MembershipMonitor):
             logger.debug("world=%s rank=%d was lost before the start: %s", self.member.world, rank, detail)
         elif not self._member_left:
             self._world.on_member_failed(rank, cause, detail)
-
-
-def _loopback_last(host: str) -> tuple[bool, str]:
-    """Sort key of our own addresses. Loopback addresses come last, because members on other machines cannot reach them."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback, host
-    return False, host

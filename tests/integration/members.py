@@ -30,7 +30,7 @@ import torch
 import multiworld
 import multiworld.elastic
 from multiworld import WorldManager
-from multiworld.membership.mesh import MeshConnector
+from multiworld.membership.mesh import Mesh
 from tests.integration.elastic_part import ElasticPart
 from tests.integration.parts import Part
 from tests.nursery import NURSERY, ForkedProcess
@@ -149,15 +149,15 @@ class Script(TorturePart, ElasticPart):
 
     async def freeze_while_connecting(self, connected: bool) -> None:
         """Stop this process once, before or after it has opened its first peer connection."""
-        connect = MeshConnector._connect
+        step = "_on_welcome" if connected else "_dial"
+        original = getattr(Mesh, step)
 
-        def freeze(self: MeshConnector, rank: int, address: tuple[str, int] | str) -> socket.socket:
-            MeshConnector._connect = connect  # type: ignore[method-assign]
-            sock = connect(self, rank, address) if connected else None
+        def freeze(mesh: Mesh, *arguments: Any, **options: Any) -> None:
+            setattr(Mesh, step, original)
             os.kill(os.getpid(), signal.SIGSTOP)
-            return sock or connect(self, rank, address)
+            original(mesh, *arguments, **options)
 
-        MeshConnector._connect = freeze  # type: ignore[method-assign]
+        setattr(Mesh, step, freeze)
 
     async def return_what_comes(self, world: str, peer: int, count: int, tag: int) -> None:
         tensor = torch.zeros(count)

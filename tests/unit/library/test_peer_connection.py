@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import torch
 
-from multiworld.control.frames import HEARTBEAT_BYTES, Frame, FrameError, Kind
-from multiworld.membership.mesh import _next_frame
 from multiworld.ops.operation import CollectiveMessage, Operation
 from multiworld.ops.p2p import recv, send
 from multiworld.ops.validation import Ranks
@@ -308,23 +306,6 @@ async def test_nothing_is_sent_between_a_header_and_its_payload(
     await other.until_completed(arrives)
     assert torch.equal(there, torch.arange(4.0))
     assert torch.equal(back, torch.arange(4.0, 8.0))
-
-
-def test_data_after_the_handshake_is_left_to_the_connection() -> None:
-    """A server may write to the connection right after it has accepted the client."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.settimeout(PATIENCE_S)
-        welcome = Frame(Kind.WELCOME, (b"proof",))
-        theirs.sendall(HEARTBEAT_BYTES + welcome.encode() + posted(3))
-        assert _next_frame(ours) == welcome
-        assert ours.recv(1 << 12) == posted(3)
-        theirs.sendall(b"\xff\xff\xff\xff")
-        with pytest.raises(FrameError, match="at most"):
-            _next_frame(ours)
-        theirs.close()
-        with pytest.raises(FrameError, match="ended"):
-            _next_frame(ours)
 
 
 async def test_messages_are_read_in_order_when_the_owner_reenters_the_connection(
