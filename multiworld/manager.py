@@ -11,8 +11,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -24,7 +24,7 @@ from multiworld.control.loop import ControlLoop
 from multiworld.errors import WorldExistsError, WorldNotFoundError
 from multiworld.events import EventStream, WorldEvent
 from multiworld.execution.process_group import NCCL, check_nccl_device, parse_backend
-from multiworld.listeners import Answerer, Listener, ListenerRegistry, listening_host, resolved_host
+from multiworld.listeners import Answerer, ListenerRegistry, listening_host, resolved_host
 from multiworld.membership.generations import Generations
 from multiworld.membership.local_socket import default_runtime_dir
 from multiworld.membership.monitor import HeartbeatConfig
@@ -40,15 +40,6 @@ _MAX_ENDED = 1000
 _SHARED_MEMORY_BYTES = 1 << 28
 _CLEANUP_S = 10.0
 _CONTROL_LOOP_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Leftovers:
-    """Detached from the manager by `cleanup`, which must close all of it."""
-
-    worlds: set[World]
-    listeners: list[Listener]
-    control_loop: ControlLoop | None
 
 
 class WorldManager:
@@ -354,7 +345,8 @@ class WorldManager:
         """Like `remove_world`, but wait at most 10 s until all its resources are freed. Raises WorldNotFoundError."""
         world = self.world(world_name)
         self._drop(world)
-        await _wait_until(world.reclaimed.is_set, time.monotonic() + _CLEANUP_S)
+        for pause_s in _pauses(world.reclaimed.is_set, _CLEANUP_S):
+            await asyncio.sleep(pause_s)
 
     def _drop(self, world: World) -> None:
         """Close this world, and remove its name if no other world has it by now. Idempotent."""
@@ -365,62 +357,50 @@ class WorldManager:
 
     async def aclose(self) -> None:
         """Like `cleanup`, without blocking the event loop."""
-        leftovers, until_s = self._detach_all(), time.monotonic() + _CLEANUP_S
-        for world in leftovers.worlds:
-            await _wait_until(world.reclaimed.is_set, until_s)
-        self._close_leftovers(leftovers, wait_s=0.0)
-        if control_loop := leftovers.control_loop:
-            await _wait_until(lambda: not control_loop.running, until_s)
+        for pause_s in self._close_all():
+            await asyncio.sleep(pause_s)
 
     def cleanup(self) -> None:
         """Close all worlds and listeners and free threads, sockets and memory. Blocks for at most about 15 s.
 
         Idempotent. The manager can be used again afterwards. Resources that were not freed in time are logged as an error.
         """
-        leftovers, until_s = self._detach_all(), time.monotonic() + _CLEANUP_S
-        for world in leftovers.worlds:
-            world.wait_until_reclaimed(until_s - time.monotonic())
-        self._close_leftovers(leftovers, wait_s=_CONTROL_LOOP_S)
+        for pause_s in self._close_all():
+            time.sleep(pause_s)
 
-    def _detach_all(self) -> _Leftovers:
-        """Close all worlds, and detach the worlds, the listeners and the control loop from this manager."""
+    def _close_all(self) -> Iterator[float]:
+        """Close everything. Yields the pauses to make meanwhile."""
         with self._lock:
-            worlds, self._worlds = list(self._worlds.values()), {}
+            worlds, self._worlds = {*self._worlds.values()}, {}
             control_loop, self._control_loop = self._control_loop, None
             listeners = self._listeners.detach_all()
         for world in worlds:
             world.close()
         with self._lock:
-            return _Leftovers({*worlds, *self._ended}, listeners, control_loop)
-
-    def _close_leftovers(self, leftovers: _Leftovers, wait_s: float) -> None:
-        """Close the listeners and stop the control loop. Logs worlds that are not freed.
-
-        Args:
-            wait_s: how long to wait for the control loop's thread.
-        """
-        for world in leftovers.worlds:
-            world.wait_until_reclaimed(0.0)
+            worlds |= {*self._ended}
+        yield from _pauses(lambda: all(world.reclaimed.is_set() for world in worlds), _CLEANUP_S)
+        for world in worlds:
             if not world.reclaimed.is_set():
                 logger.error("%r was not freed within %.0f s", world, _CLEANUP_S)
-        if leftovers.control_loop is not None:
-            for listener in leftovers.listeners:
-                leftovers.control_loop.call_soon(listener.acceptor.close)
-            leftovers.control_loop.stop(wait_s)
+        if control_loop is not None:
+            for listener in listeners:
+                control_loop.call_soon(listener.acceptor.close)
+            control_loop.stop(0.0)
+            yield from _pauses(lambda: not control_loop.running, _CONTROL_LOOP_S)
         if self._segments is not None:
             self._segments.close()
         self._events.publish(None)
         _open_managers.discard(self)
 
 
-async def _wait_until(done: Callable[[], bool], until_s: float) -> None:
-    """Wait until `done()` is true, or until `until_s` by `time.monotonic`.
+def _pauses(done: Callable[[], bool], timeout_s: float) -> Iterator[float]:
+    """Yield pauses in seconds until `done()` is true, or for `timeout_s`.
 
     It polls, because a thread to wait on may not be available when the process is short of memory.
     """
-    pause_s = 0.001
+    pause_s, until_s = 0.001, time.monotonic() + timeout_s
     while not done() and time.monotonic() < until_s:
-        await asyncio.sleep(pause_s)
+        yield pause_s
         pause_s = min(2 * pause_s, 0.05)
 
 

@@ -507,18 +507,10 @@ class WorldOperations:
         self.close()
         return all(ended)
 
-    def close(self, *, wait: bool = True) -> None:
-        """Close the connections and fail all operations that are still pending. Idempotent.
-
-        Args:
-            wait: False does nothing while another thread holds the lock.
-        """
-        if not self._lock.acquire(blocking=wait):
-            return
-        try:
+    def close(self) -> None:
+        """Close the connections and fail all operations that are still pending. Idempotent."""
+        with self._lock:
             self._close_connections()
-        finally:
-            self._lock.release()
         self._fail_all()
 
     def _fail_all(self, *, except_copying_back: bool = False) -> None:

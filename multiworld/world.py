@@ -10,6 +10,7 @@ thread then aborts the group, fails the pending operations, and frees threads, s
 
 import _thread
 import asyncio
+import contextlib
 import logging
 import math
 import socket
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
 
 from multiworld.config import WorldConfig
-from multiworld.control.loop import ControlLoop, Timer
+from multiworld.control.loop import ControlLoop
 from multiworld.errors import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldError
 from multiworld.execution.process_group import abort_nccl_group
 from multiworld.membership.acceptor import Acceptor
@@ -49,11 +50,10 @@ _DRAIN_S = 0.2
 """When a member leaves, pending operations of the other members have this long to complete."""
 _LEAVE_S = 1.0
 """After one has left, how long each member waits until the others have closed their data connections."""
-_TEARDOWN_RETRY_S = 0.5
+_TEARDOWN_THREAD_S = 0.5
+"""After this time the teardown thread of an ended world counts as not started."""
 _JOIN_S = 5.0
 """How long to wait for the threads of an ended world."""
-_TEARDOWN_S = 8.0
-"""After this time the teardown thread of an ended world counts as lost, because c10d may block forever."""
 
 
 class WorldState(StrEnum):
@@ -108,8 +108,6 @@ class World:
         self.ranks = Ranks(config.name, config.rank, config.size, config.backends, config.device)
         self._operations = WorldOperations(self, verify_collectives=config.verify_collectives)
         self._teardown_started = False
-        self._no_teardown_thread = False  # it could not be started
-        self._deadline: Timer | None = None
         self.bootstrap = Bootstrap(self, config, control_loop, acceptor)
         self._poller: Poller | None = None
 
@@ -341,71 +339,37 @@ class World:
 
     def _start_teardown(self) -> None:
         # Not a `DaemonThread`: its start may block for seconds, and the caller may be the control loop of all worlds.
-        try:
-            _thread.start_new_thread(self._teardown, ())
-        except RuntimeError:  # too many threads, or the interpreter shuts down (Python 3.12 and newer)
-            self._no_teardown_thread = True
-        self._control_loop.call_soon(self._control_loop.call_later, _TEARDOWN_RETRY_S, self._check_teardown)
+        with contextlib.suppress(
+            RuntimeError
+        ):  # too many threads, or the interpreter shuts down (Python 3.12 and newer)
+            _thread.start_new_thread(self._teardown, (_LEAVE_S, _JOIN_S))
+        self._control_loop.call_soon(self._control_loop.call_later, _TEARDOWN_THREAD_S, self._teardown, 0.0, 0.0)
 
-    def _check_teardown(self) -> None:
-        """If no teardown thread has started, fail the pending operations here and try again. Runs on the control loop's thread."""
-        if self._teardown_started:
-            return
-        self._operations.close(wait=False)
-        self._start_teardown()
-
-    def wait_until_reclaimed(self, timeout_s: float) -> None:
-        """Wait until everything is freed. If no teardown thread could be started, free it on this thread."""
-        until_s = time.monotonic() + timeout_s
-        while not self.reclaimed.wait(_TEARDOWN_RETRY_S):
-            if self._no_teardown_thread:
-                self._teardown()
-            if time.monotonic() > until_s:
-                return
-
-    def _teardown(self) -> None:
+    def _teardown(self, leave_s: float, join_s: float) -> None:
+        """Free everything, on a thread, because aborting NCCL may hang. Without a thread, on the control loop, and without waiting."""
         with self._lock:
             if self._teardown_started:
                 return
             self._teardown_started = True
         try:
-            self._free()
+            left = self._operations.draining
+            if left:
+                self._operations.drain(min(leave_s, _DRAIN_S))
+            if left or self.state is WorldState.CLOSED:
+                self._operations.leave(leave_s)
+            group = self._operations.end()
+            self.bootstrap.close(self.ending() or JoinError(self.name, "ended"))
+            if group is not None:
+                abort_nccl_group(group)
+                del group
+            self.threads_lost = not self._operations.join(join_s)
+            if self.threads_lost:
+                logger.error("world=%s generation=%d: threads are still blocked", self.name, self.generation)
         finally:  # also when something could not be freed
             self._operations.close()
-
-    def _free(self) -> None:
-        """Free everything, on the teardown thread, because aborting NCCL may hang."""
-        left = self._operations.draining
-        if left:
-            self._operations.drain(_DRAIN_S)
-        if left or self.state is WorldState.CLOSED:
-            self._operations.leave(_LEAVE_S)
-        self._control_loop.call_soon(self._limit_teardown)
-        group = self._operations.end()
-        self.bootstrap.close(self.ending() or JoinError(self.name, "ended"))
-        if group is not None:
-            abort_nccl_group(group)
-            del group
-        if not self._operations.join(_JOIN_S):
-            self._mark_threads_lost()
-        self._control_loop.call_soon(self._finish_teardown)
-
-    def _limit_teardown(self) -> None:
-        self._deadline = self._control_loop.call_later(_TEARDOWN_S, self._abandon_teardown)
-
-    def _abandon_teardown(self) -> None:
-        self._mark_threads_lost()
-        self._finish_teardown()
-
-    def _mark_threads_lost(self) -> None:
-        self.threads_lost = True
-        logger.error(
-            "world=%s generation=%d: threads are still blocked; they are not freed", self.name, self.generation
-        )
+            self._control_loop.call_soon(self._finish_teardown)
 
     def _finish_teardown(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
         self.bootstrap.drop_references()
         if self._monitor is not None:
             self._monitor.close()

@@ -27,7 +27,7 @@ NCCL = "nccl"
 _BACKENDS = {MULTIWORLD: MULTIWORLD, "gloo": MULTIWORLD, "tcp": MULTIWORLD, NCCL: NCCL}
 """Backend by the name that the caller passes. Programs for c10d and pymultiworld pass "gloo"."""
 
-NCCL_ABORT_S = 10.0
+NCCL_ABORT_S = 5.0
 """Seconds until an abort of NCCL counts as hung."""
 NCCL_POLL_S = 0.0005
 """Seconds between polls for the completion of NCCL operations."""
