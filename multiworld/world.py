@@ -29,9 +29,8 @@ from multiworld.control.loop import ControlLoop
 from multiworld.errors import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldError
 from multiworld.execution.process_group import abort_nccl_group
 from multiworld.membership.acceptor import Acceptor
-from multiworld.membership.bootstrap import AnyMonitor, Bootstrap
-from multiworld.membership.monitor import HostSession, MembershipMonitor
-from multiworld.membership.roster import Roster
+from multiworld.membership.bootstrap import Bootstrap
+from multiworld.membership.monitor import HostSession
 from multiworld.operations import Transport, WorldOperations
 from multiworld.ops import p2p
 from multiworld.ops.messages import recv_message, recv_view, send_message
@@ -104,11 +103,10 @@ class World:
         self._acceptor = acceptor
         self._listener = listener
         self._lock = threading.RLock()  # guards the state; held for microseconds, because the control loop takes it
-        self._monitor: MembershipMonitor | None = None
         self.ranks = Ranks(config.name, config.rank, config.size, config.backends, config.device)
         self._operations = WorldOperations(self, verify_collectives=config.verify_collectives)
         self._teardown_started = False
-        self.bootstrap = Bootstrap(self, config, control_loop, acceptor)
+        self._bootstrap = Bootstrap(self, config, control_loop, acceptor)
         self._poller: Poller | None = None
 
     def __repr__(self) -> str:
@@ -139,16 +137,9 @@ class World:
         After an error the caller must `close` the world, which frees it. Cancelling breaks it.
         """
         self._poller = poller_of(asyncio.get_running_loop())
-        await self.bootstrap.run()
+        await self._bootstrap.run()
 
-    # -- calls of the bootstrap (see `BootstrapWorld`) ---------------------------------------------------------------------------
-
-    def start_monitor(self, make_monitor: Callable[[], AnyMonitor]) -> AnyMonitor | None:
-        with self._lock:
-            if self.state is not WorldState.JOINING:
-                return None
-            self._monitor = monitor = make_monitor()
-            return monitor
+    # -- calls of the bootstrap (see `FormingWorld`) -----------------------------------------------------------------------------
 
     def on_formed(self, group: ProcessGroup | None, socks: dict[int, socket.socket]) -> None:
         with self._lock:
@@ -161,27 +152,11 @@ class World:
         if Transport.TCP in self.transports.values():
             self._control_loop.call_soon(self._watch_connections)
 
-    # -- events of the monitor (on the control loop's thread) ------------------------------------------------------------------
-
-    def on_all_joined(self, roster: Roster) -> None:
-        self.generation = roster.generation
-        self.bootstrap.on_all_joined(roster)
-
-    def on_store_set(self, key: str, value: bytes) -> None:
-        if self.bootstrap.store is not None:
-            self.bootstrap.store.receive(key, value)
-
-    def on_member_failed(self, rank: int, cause: Cause, detail: str) -> None:
-        self.fail(cause, rank, detail)
-
     def on_member_left(self, rank: int) -> None:
         if self.state is WorldState.READY:
             self.fail(Cause.LEFT, rank)
         elif self.state is WorldState.JOINING:
             self.fail(Cause.LEFT, rank, "left while the world formed")
-
-    def on_join_failed(self, reason: str, *, final: bool) -> None:
-        self.bootstrap.on_join_failed(reason, final=final)
 
     def _watch_connections(self) -> None:
         """Break the world if a network drops the data while the heartbeats arrive. Runs on the control loop's thread."""
@@ -189,10 +164,6 @@ class World:
             for peer in self._operations.unacknowledged():
                 self.report(Cause.TRANSPORT, peer, "the data sent to it is not acknowledged")
             self._control_loop.call_later(_WATCH_S, self._watch_connections)
-
-    def publish(self, key: str, value: bytes) -> None:
-        if self._monitor is not None:
-            self._monitor.publish(key, value)
 
     # -- operations ----------------------------------------------------------------------------------------------------------
 
@@ -279,10 +250,10 @@ class World:
 
         While the heartbeats of a member are late, the wait is up to `heartbeat_timeout_s` longer, because the member may be unresponsive.
         """
-        if self.state is not WorldState.READY or self._monitor is None:
+        if self.state is not WorldState.READY or self._bootstrap.monitor is None:
             return
         heartbeat, now_s = self._config.heartbeat, time.monotonic()
-        late = math.isfinite(heartbeat.timeout_s) and self._monitor.silence_s() > 1.5 * heartbeat.interval_s
+        late = math.isfinite(heartbeat.timeout_s) and self._bootstrap.monitor.silence_s() > 1.5 * heartbeat.interval_s
         if now_s < due_s + (heartbeat.timeout_s if late else 0.0):
             self._control_loop.call_later(_CAUSE_GRACE_S / 4, self._break_unless_cause_arrives, peer, detail, due_s)
         else:
@@ -299,14 +270,14 @@ class World:
             self.failure = BrokenWorldException(self.name, cause, rank, detail)
             self._operations.draining = cause is Cause.LEFT  # first, so that no operation fails in between
             self.state = WorldState.BROKEN
-            self.silent_s = self._monitor.detected_after_s if self._monitor is not None else None
+            self.silent_s = self._bootstrap.monitor.detected_after_s if self._bootstrap.monitor is not None else None
         if formed:
             logger.log(
                 logging.DEBUG if cause in (Cause.LEFT, Cause.ABORTED) else logging.WARNING,  # on purpose
                 "world=%s generation=%d rank=%d ready->broken cause=%s by=%d %s",
                 *(self.name, self.generation, self.rank, cause, rank, detail),
             )
-        self.bootstrap.wake(self.ending())
+        self._bootstrap.wake(self.ending())
         self._control_loop.call_soon(self._announce_end, cause, rank, detail)
         if formed:
             self._listener.on_world_changed(self)
@@ -320,14 +291,14 @@ class World:
             formed = self.state is WorldState.READY
             self.state = WorldState.CLOSED
         logger.debug("world=%s generation=%d rank=%d ->closed", self.name, self.generation, self.rank)
-        self.bootstrap.wake(WorldClosedError(self.name, "closed while joining"))
+        self._bootstrap.wake(WorldClosedError(self.name, "closed while joining"))
         self._control_loop.call_soon(self._announce_end, Cause.LEFT if formed else Cause.ABORTED, self.rank, "")
         self._listener.on_world_changed(self)
         self._start_teardown()
 
     def _announce_end(self, cause: Cause, rank: int, detail: str) -> None:
         """Announce the end to the other members, and free the name for the next generation. Runs on the control loop's thread."""
-        monitor = self._monitor
+        monitor = self._bootstrap.monitor
         if isinstance(monitor, HostSession) and self._acceptor is not None:
             self._acceptor.remove_session(monitor)
         if monitor is None or not monitor.started:
@@ -358,7 +329,7 @@ class World:
             if left or self.state is WorldState.CLOSED:
                 self._operations.leave(leave_s)
             group = self._operations.end()
-            self.bootstrap.close(self.ending() or JoinError(self.name, "ended"))
+            self._bootstrap.close(self.ending() or JoinError(self.name, "ended"))
             if group is not None:
                 abort_nccl_group(group)
                 del group
@@ -370,8 +341,5 @@ class World:
             self._control_loop.call_soon(self._finish_teardown)
 
     def _finish_teardown(self) -> None:
-        self.bootstrap.drop_references()
-        if self._monitor is not None:
-            self._monitor.close()
-            self._monitor = None
+        self._bootstrap.finish()
         self.reclaimed.set()

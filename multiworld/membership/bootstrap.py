@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from torch._C._distributed_c10d import ProcessGroup
 
@@ -26,7 +26,7 @@ from multiworld.execution.threads import DaemonThread
 from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.member import MemberSession
 from multiworld.membership.mesh import Mesh
-from multiworld.membership.monitor import HostSession, MembershipMonitor, MonitoredWorld
+from multiworld.membership.monitor import HostSession, MembershipMonitor
 from multiworld.membership.roster import Address, Roster
 from multiworld.membership.store import ControlStore
 
@@ -35,8 +35,6 @@ _BUILD_JOIN_S = 1.0
 _EXIT_S = 30.0
 """At process exit, how long to wait for groups under construction."""
 _RESOLVE_RETRY_S = 0.5
-
-AnyMonitor = TypeVar("AnyMonitor", bound=MembershipMonitor)
 
 _build_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 """The threads of this process that build a process group, or have built one."""
@@ -51,8 +49,8 @@ def _join_build_threads() -> None:
         thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
-class BootstrapWorld(MonitoredWorld, Protocol):
-    """The part of a world that `Bootstrap` uses."""
+class FormingWorld(Protocol):
+    """The part of a world that `Bootstrap` uses. All methods may be called from any thread."""
 
     generation: int
 
@@ -61,8 +59,7 @@ class BootstrapWorld(MonitoredWorld, Protocol):
 
     def fail(self, cause: Cause, rank: int, detail: str = "") -> None: ...
 
-    def start_monitor(self, make_monitor: Callable[[], AnyMonitor]) -> AnyMonitor | None:
-        """Create the world's monitor and return it. If the world has ended, create nothing and return None."""
+    def on_member_left(self, rank: int) -> None: ...
 
     def on_formed(self, group: ProcessGroup | None, socks: dict[int, socket.socket]) -> None:
         """Make the world ready, with this group of NCCL and the data connections by rank.
@@ -70,29 +67,25 @@ class BootstrapWorld(MonitoredWorld, Protocol):
         Raises OSError, and the world's error if it has ended. The caller closes the connections then.
         """
 
-    def publish(self, key: str, value: bytes) -> None:
-        """Send a key of NCCL's rendezvous to the other members."""
-
 
 class Bootstrap:
     """Forms a world at one member. Everything except `run` and `wake` runs on the control loop's thread, unless it says otherwise.
 
     Attributes:
-        store: the rendezvous of NCCL; None in a world without NCCL.
+        monitor: monitors the other members; None before the first step and after the end.
     """
 
     def __init__(
-        self, world: BootstrapWorld, config: WorldConfig, control_loop: ControlLoop, acceptor: Acceptor | None
+        self, world: FormingWorld, config: WorldConfig, control_loop: ControlLoop, acceptor: Acceptor | None
     ) -> None:
-        self.store: ControlStore | None = None
+        self.monitor: MembershipMonitor | None = None
+        self._store: ControlStore | None = None  # the rendezvous of NCCL
         if config.device is not None:
-            publish = lambda key, value: control_loop.call_soon(world.publish, key, value)  # noqa: E731
-            self.store = ControlStore(publish, config.timeout_s)
+            self._store = ControlStore(partial(control_loop.call_soon, self._publish), config.timeout_s)
         self._world = world
         self._config = config
         self._control_loop = control_loop
         self._acceptor = acceptor
-        self._monitor: MembershipMonitor | None = None
         self._mesh: Mesh | None = None
         self._obstacle = "no answer"
         self._all_joined = False
@@ -136,8 +129,8 @@ class Bootstrap:
         if self._all_joined:
             obstacle = self._mesh.obstacle if self._mesh is not None else ""
             return "all members joined, but their connections did not form" + (f": {obstacle}" if obstacle else "")
-        if isinstance(self._monitor, HostSession):
-            return f"ranks {', '.join(map(str, self._monitor.missing()))} did not join"
+        if isinstance(self.monitor, HostSession):
+            return f"ranks {', '.join(map(str, self.monitor.missing()))} did not join"
         return self._obstacle
 
     def wake(self, error: BaseException | None = None) -> bool:
@@ -197,32 +190,44 @@ class Bootstrap:
 
     def _host(self) -> None:
         """Admit the other ranks, at rank 0."""
-        config, member = self._config, self._make_hello(self._member(), "")
-        self._monitor = session = self._world.start_monitor(
-            lambda: HostSession(self._control_loop, self._world, member, config.heartbeat)
-        )
-        if session is not None:
+        if self._world.ending() is None:
             assert self._acceptor is not None
+            member = self._make_hello(self._member(), "")
+            self.monitor = session = HostSession(self._control_loop, self, member, self._config.heartbeat)
             self._acceptor.add_session(session)
 
     def _join(self, addresses: list[tuple[str, int]]) -> None:
         """Connect to rank 0, at the other ranks."""
-        config, member = self._config, self._member()
-        self._monitor = self._world.start_monitor(
-            lambda: MemberSession(
+        if self._world.ending() is None:
+            config, member = self._config, self._member()
+            self.monitor = MemberSession(
                 self._control_loop,
-                self._world,
+                self,
                 member,
                 config.heartbeat,
                 config.secret,
                 addresses,
                 config.bind_host,
-                lambda local_host: self._make_hello(member, local_host),
+                partial(self._make_hello, member),
             )
-        )
+
+    # -- events of the monitor (see `MonitoredWorld`) ------------------------------------------------------------------------------
+
+    def on_member_failed(self, rank: int, cause: Cause, detail: str) -> None:
+        self._world.fail(cause, rank, detail)
+
+    def on_member_left(self, rank: int) -> None:
+        self._world.on_member_left(rank)
+
+    def on_store_set(self, key: str, value: bytes) -> None:
+        if self._store is not None:
+            self._store.receive(key, value)
+
+    def _publish(self, key: str, value: bytes) -> None:
+        if self.monitor is not None:
+            self.monitor.publish(key, value)
 
     def on_join_failed(self, reason: str, *, final: bool) -> None:
-        """Joining failed. Unless `final`, the monitor retries."""
         config = self._config
         self._obstacle = reason
         if final:
@@ -231,11 +236,9 @@ class Bootstrap:
     def _on_refused(self, reason: str) -> None:
         self.wake(JoinError(self._config.name, reason))
 
-    # -- connecting --------------------------------------------------------------------------------------------------------------
-
     def on_all_joined(self, roster: Roster) -> None:
-        """All ranks have joined."""
         self._all_joined = True
+        self._world.generation = roster.generation
         if self._world.ending() is not None:
             return  # `close` follows
         if self._mesh is not None:
@@ -246,10 +249,10 @@ class Bootstrap:
     def _on_connected(self, socks: dict[int, socket.socket]) -> None:
         """All members are connected. A thread builds the group of NCCL, because that blocks until all ranks take part."""
         config = self._config
-        if self.store is None or config.device is None:
+        if self._store is None or config.device is None:
             self._finish(lambda: None, socks)
             return
-        build = partial(make_nccl_group, self.store, config.rank, config.size, config.device, self._check)
+        build = partial(make_nccl_group, self._store, config.rank, config.size, config.device, self._check)
         thread = DaemonThread(self._finish, f"multiworld-{config.name}-join", (build, socks))
         try:
             thread.start()
@@ -283,8 +286,8 @@ class Bootstrap:
     def close(self, error: WorldError) -> None:
         """Stop connecting to members, and wait at most `_BUILD_JOIN_S` for the thread that builds the group."""
         self._control_loop.call_soon(self._close_mesh)
-        if self.store is not None:
-            self.store.abort(error)
+        if self._store is not None:
+            self._store.abort(error)
         if self._build_thread is not None and self._build_thread is not threading.current_thread():
             self._build_thread.join(_BUILD_JOIN_S)
 
@@ -292,9 +295,11 @@ class Bootstrap:
         if self._mesh is not None:
             self._mesh.close()
 
-    def drop_references(self) -> None:
-        """Drop references that may hold errors, because a traceback can keep earlier worlds alive."""
-        self._formed = self._monitor = self._mesh = None
+    def finish(self) -> None:
+        """Close the control connections. Drop references that may hold errors, because a traceback can keep earlier worlds alive."""
+        if self.monitor is not None:
+            self.monitor.close()
+        self._formed = self.monitor = self._mesh = None
 
 
 def _raise(error: Exception) -> ProcessGroup | None:

@@ -82,7 +82,7 @@ class PeerConnection:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE.items():
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        poller.register(sock.fileno(), self, self._mask)
+        poller.register(sock.fileno(), self.on_event, self._mask)
 
     # -- messages ------------------------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class PeerConnection:
         if self.end_reason is None:
             self._poller.unregister(self._sock.fileno())
             self._poller = poller
-            poller.register(self._sock.fileno(), self, self._mask)
+            poller.register(self._sock.fileno(), self.on_event, self._mask)
 
     def half_close(self) -> None:
         """Write and read nothing more, but keep the socket open: the peer can still read what is written. The owner is not called.

@@ -10,14 +10,6 @@ import os
 import select
 import weakref
 from collections.abc import Callable
-from typing import Protocol
-
-
-class PollHandler(Protocol):
-    """Handles the events of one registered socket."""
-
-    def on_event(self, mask: int) -> None:
-        """The socket is readable or writable; `mask` has the epoll events. Must not raise. Called again while data remains."""
 
 
 class Poller:
@@ -25,7 +17,7 @@ class Poller:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._epoll = select.epoll()
-        self._handlers: dict[int, PollHandler] = {}
+        self._handlers: dict[int, Callable[[int], None]] = {}
         self._loop = weakref.ref(loop)
         loop.add_reader(self._epoll.fileno(), self._on_ready)
 
@@ -48,9 +40,12 @@ class Poller:
         with contextlib.suppress(RuntimeError):
             (loop.call_soon if here else loop.call_soon_threadsafe)(callback)
 
-    def register(self, fd: int, handler: PollHandler, mask: int) -> None:
-        """Call `handler.on_event` for the epoll events in `mask` of this socket. Raises OSError when the kernel refuses."""
-        self._handlers[fd] = handler
+    def register(self, fd: int, on_event: Callable[[int], None], mask: int) -> None:
+        """Call `on_event` with the events when one in `mask` has occurred, and again while data remains. It must not raise.
+
+        Raises OSError when the kernel refuses.
+        """
+        self._handlers[fd] = on_event
         self._epoll.register(fd, mask)
 
     def modify(self, fd: int, mask: int) -> None:
@@ -65,8 +60,8 @@ class Poller:
     def _on_ready(self) -> None:
         """Call each ready handler once, then return to the event loop so that its other callbacks run."""
         for fd, mask in self._epoll.poll(0):
-            if handler := self._handlers.get(fd):  # an earlier handler of this round may have unregistered it
-                handler.on_event(mask)
+            if on_event := self._handlers.get(fd):  # an earlier handler of this round may have unregistered it
+                on_event(mask)
 
 
 _pollers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Poller] = weakref.WeakKeyDictionary()
