@@ -24,7 +24,7 @@ class Dial:
         make_hello: returns our request. Called with the local address of the connection; may raise OSError.
         on_welcome: gets the connection, and must replace its owner or release its socket.
         on_failed: gets the reason, and whether another attempt cannot succeed.
-        timeout_s: seconds to connect, and again to authenticate.
+        timeout_s: seconds to connect, and then seconds without data from the other process.
     """
 
     def __init__(
@@ -92,8 +92,15 @@ class Dial:
         except OSError as error:  # for example, the peer has reset the connection already
             self._fail(error.strerror or str(error))
             return
+        self._check_silence(connection)
+
+    def _check_silence(self, connection: ControlConnection) -> None:
         self._timer.cancel()
-        self._timer = self._control_loop.call_later(self._timeout_s, self._fail, "no answer")
+        remaining_s = connection.last_received_s + self._timeout_s - self._control_loop.now_s
+        if remaining_s < 0:
+            self._fail("no answer")
+        else:
+            self._timer = self._control_loop.call_later(remaining_s, self._check_silence, connection)
 
     def on_frame(self, connection: ControlConnection, frame: Frame) -> None:
         match frame.kind, frame.fields:
