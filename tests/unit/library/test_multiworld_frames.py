@@ -75,15 +75,3 @@ def test_number_of_missing_bytes_is_known() -> None:
     assert come == [frame, Frame(Kind.HEARTBEAT)]
     assert stream == b"what is no frame any more"
     assert not reader.has_partial_frame
-
-
-def test_buffered_bytes_are_correct_while_frames_are_consumed() -> None:
-    """A connection may be handed over between two frames."""
-    reader = FrameReader()
-    held = [reader.has_partial_frame for _ in reader.feed(2 * HEARTBEAT_BYTES + HEARTBEAT_BYTES[:2])]
-    assert held == [True, True]
-    assert list(reader.feed(HEARTBEAT_BYTES[2:])) == [Frame(Kind.HEARTBEAT)]
-    assert not reader.has_partial_frame
-    frames = reader.feed(HEARTBEAT_BYTES)
-    next(frames)
-    assert not reader.has_partial_frame

@@ -325,34 +325,3 @@ async def test_messages_are_read_in_order_when_the_owner_reenters_the_connection
     await made.until_completed(*arrivals)
     assert [tensor[0].item() for tensor in tensors] == list(range(count))
     assert not made.owner.protocol_errors
-
-
-async def test_bytes_are_sent_once_when_the_owner_reenters_the_connection(
-    end: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, peer = end
-    peer.send(4 * posted())
-    await settled()
-    narrow = Narrow(made.line._sock, HEAD.size + 5)
-    monkeypatch.setattr(made.line, "_sock", narrow)
-    sizes = [10, 3, 4, 5]
-
-    def receive_once() -> None:
-        made.owner.then = lambda: None
-        made.receive(torch.zeros(1), tag=9)
-
-    made.owner.then = receive_once
-    for size in sizes:
-        made.send(torch.full((size,), size % 251, dtype=torch.uint8))
-    while made.line._outbox and made.line.end_reason is None:  # needs a turn of the loop
-        narrow.room = 1 << 20
-        await asyncio.sleep(0)
-    come = await heard(peer, sum(sizes) + (len(sizes) + 1) * HEAD.size)
-    at, seen = 0, []
-    while at < len(come):
-        kind, tag, size, _ = HEAD.unpack_from(come, at)
-        at += HEAD.size
-        seen.append((kind, tag, size))
-        assert set(come[at : at + size]) <= {size % 251}
-        at += size
-    assert sorted(seen) == sorted([(RECV_READY, 9, 0), *((MESSAGE, 0, size) for size in sizes)])
