@@ -5,25 +5,17 @@ import contextlib
 import ipaddress
 import logging
 import socket
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from multiworld.control.loop import ControlLoop
-from multiworld.errors import AskError, JoinError
-from multiworld.membership.acceptor import NO_ANSWER, Acceptor, bind
+from multiworld.errors import JoinError
+from multiworld.membership.acceptor import Acceptor, bind
 from multiworld.membership.local_socket import bind_local
 from multiworld.membership.monitor import HeartbeatConfig
-from multiworld.texts import shown
 from multiworld.world import World
 
 logger = logging.getLogger(__name__)
-
-_MAX_REFUSALS = 100
-"""Refusals that are counted, by client and reason."""
-
-Answerer = Callable[[str, str], Awaitable[bytes]]
-"""(question, address of the client) → answer. To refuse the question it raises AskError; its text is sent to the client."""
 
 
 @dataclass(slots=True)
@@ -33,44 +25,6 @@ class Listener:
     acceptor: Acceptor
     keep_open: bool = False
     worlds: set[World] = field(default_factory=set)
-
-    def answer(self, answerer: Answerer) -> None:
-        """Answer queries on this port with `answerer`, on the running event loop. Replaces an earlier `answerer`."""
-        loop = asyncio.get_running_loop()
-        tasks: set[asyncio.Task[None]] = set()
-        refusals: Counter[tuple[str, str]] = Counter()
-
-        def log_refusal(host: str, reason: str) -> None:
-            """Log a refusal. A client that asks again and again is logged at its first, 10th, 100th … refusal."""
-            if len(refusals) >= _MAX_REFUSALS:
-                refusals.clear()
-            refusals[host, reason] += 1
-            if (times := str(refusals[host, reason])).strip("0") == "1":
-                logger.warning("refused a question from %s times=%s: %s", host, times, reason)
-
-        async def answer(question: str, host: str, reply: Callable[[bytes | str], None]) -> None:
-            result: bytes | str = NO_ANSWER
-            try:
-                result = await answerer(question, host)
-            except AskError as rejection:
-                result = shown(str(rejection))
-                log_refusal(host, result)
-            except Exception:
-                logger.exception("answering a question from %s failed", host)
-            reply(result)
-
-        def start(question: str, host: str, reply: Callable[[bytes | str], None]) -> None:
-            task = loop.create_task(answer(question, host, reply))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-
-        def on_question(question: str, host: str, reply: Callable[[bytes | str], None]) -> None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the event loop is closed: the acceptor refuses the query after a timeout
-                loop.call_soon_threadsafe(start, question, host, reply)
-
-        self.acceptor.on_question = on_question
 
 
 class ListenerRegistry:

@@ -24,7 +24,8 @@ from multiworld.control.loop import ControlLoop
 from multiworld.errors import WorldExistsError, WorldNotFoundError
 from multiworld.events import EventStream, WorldEvent
 from multiworld.execution.process_group import NCCL, check_nccl_device, parse_backend
-from multiworld.listeners import Answerer, ListenerRegistry, listening_host, resolved_host
+from multiworld.listeners import ListenerRegistry, listening_host, resolved_host
+from multiworld.membership.acceptor import Answerer
 from multiworld.membership.generations import Generations
 from multiworld.membership.local_socket import default_runtime_dir
 from multiworld.membership.monitor import HeartbeatConfig
@@ -290,7 +291,7 @@ class WorldManager:
 
     def answer(self, addr: str, port: int, answerer: Answerer) -> None:
         """Answer the queries of `ask` on an open port with `answerer`, on the running event loop. Raises KeyError if it is not open."""
-        self._listeners.at(addr, port).answer(answerer)
+        self._listeners.at(addr, port).acceptor.answerer = answerer, asyncio.get_running_loop()
 
     def _running_loop(self) -> ControlLoop:
         if self._control_loop is None:

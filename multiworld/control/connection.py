@@ -4,11 +4,10 @@ Use this module on the thread of the control loop only.
 """
 
 import contextlib
-import selectors
 import socket
 from typing import Protocol
 
-from multiworld.control.frames import MAX_FRAME_BYTES, MAX_HANDSHAKE_BYTES, Frame, FrameError, FrameReader
+from multiworld.control.frames import MAX_FRAME_BYTES, Frame, FrameError, FrameReader
 from multiworld.control.loop import ControlLoop
 from multiworld.control.progress import StallClock
 
@@ -31,7 +30,7 @@ class ControlConnectionOwner(Protocol):
 
 
 class ControlConnection:
-    """Sends and receives frames on one socket. `owner` may be replaced; the next frame goes to the new owner.
+    """Sends and receives frames on one non-blocking socket after the handshake. `owner` may be replaced at any time.
 
     Attributes:
         last_received_s: when data last arrived, by `time.monotonic`, moved forward by `credit_stall`.
@@ -43,26 +42,14 @@ class ControlConnection:
         self.last_received_s = control_loop.now_s
         self._credited_s = 0.0
         self.stall_clock = StallClock()
-        tcp = sock.family != socket.AF_UNIX
-        self.local_host: str = sock.getsockname()[0] if tcp else "this host"
-        self.peer_host: str = sock.getpeername()[0] if tcp else "this host"
         self._control_loop = control_loop
         self._sock = sock
-        self._reader = FrameReader(MAX_HANDSHAKE_BYTES)
-        self._authenticated = False
+        self._reader = FrameReader(MAX_FRAME_BYTES)
         self._outbox = bytearray()
         self._open = True
         self._closing = False
-        sock.setblocking(False)
-        if tcp:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         control_loop.connections.add(self)
-        control_loop.register(sock, selectors.EVENT_READ, self._on_event)
-
-    def mark_authenticated(self) -> None:
-        """Allow frames of MAX_FRAME_BYTES instead of MAX_HANDSHAKE_BYTES."""
-        self._reader.limit_bytes = MAX_FRAME_BYTES
-        self._authenticated = True
+        control_loop.loop.add_reader(sock, self._receive)
 
     def credit_stall(self, stalled_s: float) -> None:
         """This process did not run for `stalled_s` seconds: do not count them as silence of the peer.
@@ -84,36 +71,17 @@ class ControlConnection:
         if len(self._outbox) > _MAX_OUTBOX_BYTES:
             self._fail("it does not read what we send")
 
-    def close(self) -> None:
-        """Send buffered data for at most one second, then close. The owner gets no more calls."""
-        if not self._open or self._closing:
-            return
-        self._closing = True
-        if self._outbox:
-            self._control_loop.call_later(_FLUSH_S, self._close_socket)
-        else:
+    def close(self, flush_s: float = _FLUSH_S) -> None:
+        """Send buffered data for at most `flush_s`, then close. The owner gets no more calls."""
+        if not flush_s or not (self._outbox or self._closing):
             self._close_socket()
-
-    def release_socket(self) -> socket.socket:
-        """Stop serving the socket and return it, for use by another protocol. The caller owns it.
-
-        Raises FrameError when the connection is closed, or received or unsent data is buffered.
-        """
-        if not self._open or self._outbox or self._reader.has_partial_frame:
-            raise FrameError("unexpected data after the handshake of a data connection")
-        self._stop_serving()
-        return self._sock
-
-    def _on_event(self, mask: int) -> None:
-        if mask & selectors.EVENT_WRITE and self._open:
-            self._flush()
-        if mask & selectors.EVENT_READ and self._open:
-            self._receive()
+        elif not self._closing:
+            self._control_loop.call_later(flush_s, self._close_socket)
+        self._closing = True
 
     def _receive(self) -> None:
         try:
-            # Nothing is read beyond the handshake, because the following bytes may belong to a data connection.
-            data = self._sock.recv(_RECEIVE_BYTES if self._authenticated else self._reader.missing_bytes)
+            data = self._sock.recv(_RECEIVE_BYTES)
         except BlockingIOError:
             return
         except OSError as error:
@@ -148,8 +116,10 @@ class ControlConnection:
         if self._closing and not self._outbox:
             self._close_socket()
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
-        self._control_loop.modify(self._sock, events, self._on_event)
+        if self._outbox:
+            self._control_loop.loop.add_writer(self._sock, self._flush)
+        else:
+            self._control_loop.loop.remove_writer(self._sock)
 
     def _fail(self, reason: str) -> None:
         if not self._open:
@@ -161,12 +131,10 @@ class ControlConnection:
     def _close_socket(self) -> None:
         if not self._open:
             return
-        self._stop_serving()
+        self._open = False
+        self._control_loop.connections.discard(self)
+        self._control_loop.loop.remove_reader(self._sock)
+        self._control_loop.loop.remove_writer(self._sock)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
         self._sock.close()
-
-    def _stop_serving(self) -> None:
-        self._open = False
-        self._control_loop.connections.discard(self)
-        self._control_loop.unregister(self._sock)

@@ -1,130 +1,113 @@
-"""The client side of a connection: connect to another process, authenticate, and hand the connection over."""
+"""The client side of a connection: connect to another process, authenticate, and return the socket."""
 
-import errno
+import asyncio
 import os
-import selectors
 import socket
 from collections.abc import Callable
 
-from multiworld.control.connection import ControlConnection
-from multiworld.control.frames import Frame, FrameError, Kind
+from multiworld.control.frames import MAX_HANDSHAKE_BYTES, Frame, Kind, decode_frame, decode_length
 from multiworld.control.handshake import ClientHandshake, Hello
-from multiworld.control.loop import ControlLoop
 from multiworld.control.sockets import close_in_child
 from multiworld.texts import shown
 
 
-class Dial:
-    """One attempt to connect and to authenticate. Runs on the control loop's thread.
+class RefusedError(Exception):
+    """The other process refused us for good, or does not know the secret."""
 
-    Calls `on_welcome` or `on_failed` once, unless it is cancelled; `on_failed` may be called by the constructor.
+
+async def dial(
+    address: tuple[str, int] | str,
+    secret: bytes,
+    make_hello: Callable[[str], Hello],
+    timeout_s: float,
+    bind_host: str = "",
+) -> socket.socket:
+    """Connect to another process and authenticate. Nothing is read from the returned socket after the other side's WELCOME.
 
     Args:
         address: an IP address and a port, or the path of a Unix socket.
         make_hello: returns our request. Called with the local address of the connection; may raise OSError.
-        on_welcome: gets the connection, and must replace its owner or release its socket.
-        on_failed: gets the reason, and whether another attempt cannot succeed.
         timeout_s: seconds to connect, and then seconds without data from the other process.
+        bind_host: the local address of the connection; empty lets the kernel choose.
+    Raises:
+        RefusedError: another attempt cannot succeed.
+        OSError, ValueError: see `reason_of`. Another attempt may succeed.
     """
-
-    def __init__(
-        self,
-        control_loop: ControlLoop,
-        address: tuple[str, int] | str,
-        secret: bytes,
-        make_hello: Callable[[str], Hello],
-        on_welcome: Callable[[ControlConnection], object],
-        on_failed: Callable[[str, bool], object],
-        timeout_s: float,
-        bind_host: str = "",
-    ) -> None:
-        self._control_loop = control_loop
-        self._secret = secret
-        self._make_hello = make_hello
-        self._on_welcome = on_welcome
-        self._on_failed = on_failed
-        self._timeout_s = timeout_s
-        self._sock: socket.socket | None = None
-        self._connection: ControlConnection | None = None
-        self._timer = control_loop.call_later(timeout_s, self._fail, "no answer")
-        try:
-            self._connect(address, bind_host)
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # no free descriptor, `bind_host` is not of this machine; an invalid path
-            self._fail(getattr(error, "strerror", None) or str(error))
-
-    def cancel(self) -> None:
-        """Close the connection, unless it is handed over. No callback follows."""
-        self._timer.cancel()
-        if self._connection is not None:
-            self._connection.close()
-        elif self._sock is not None:
-            self._control_loop.unregister(self._sock)
-            self._sock.close()
-        self._connection = self._sock = None
-
-    def _connect(self, address: tuple[str, int] | str, bind_host: str) -> None:
-        local = isinstance(address, str)
-        family = socket.AF_UNIX if local else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._sock = sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
+    loop = asyncio.get_running_loop()
+    local = isinstance(address, str)
+    family = socket.AF_UNIX if local else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
+    try:
         sock.setblocking(False)
+        if not local:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if bind_host and not local:
             sock.bind((bind_host, 0))
-        result = sock.connect_ex(address)
-        if result not in (0, errno.EINPROGRESS):
-            raise OSError(result, os.strerror(result))
-        self._control_loop.register(sock, selectors.EVENT_WRITE, self._on_connected)
-
-    def _on_connected(self, _mask: int) -> None:
-        sock = self._sock
-        assert sock is not None
-        self._control_loop.unregister(sock)
+        async with asyncio.timeout(timeout_s):
+            await loop.sock_connect(sock, address)
+        # TCP simultaneous open: on loopback, a client that retries a free ephemeral port can connect to itself.
+        if not local and sock.getsockname() == sock.getpeername():
+            raise OSError("no process listens there")
+        handshake = ClientHandshake(secret, make_hello("" if local else sock.getsockname()[0]))
+        await loop.sock_sendall(sock, handshake.hello(await _next_frame(sock, timeout_s)).encode())
+        welcome = await _next_frame(sock, timeout_s)
         try:
-            if failure := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                raise OSError(failure, os.strerror(failure))
-            # TCP simultaneous open: on loopback, a client that retries a free ephemeral port can connect to itself.
-            if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
-                raise OSError("no process listens there")
-            self._connection = connection = ControlConnection(self._control_loop, sock, self)
-            self._handshake = ClientHandshake(self._secret, self._make_hello(connection.local_host))
-        except OSError as error:  # for example, the peer has reset the connection already
-            self._fail(error.strerror or str(error))
-            return
-        self._check_silence(connection)
+            handshake.check_welcome(welcome)
+        except PermissionError as error:
+            raise RefusedError(str(error)) from None
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
-    def _check_silence(self, connection: ControlConnection) -> None:
-        self._timer.cancel()
-        remaining_s = connection.last_received_s + self._timeout_s - self._control_loop.now_s
-        if remaining_s < 0:
-            self._fail("no answer")
-        else:
-            self._timer = self._control_loop.call_later(remaining_s, self._check_silence, connection)
 
-    def on_frame(self, connection: ControlConnection, frame: Frame) -> None:
-        match frame.kind, frame.fields:
-            case Kind.CHALLENGE, _:
-                connection.send(self._handshake.hello(frame).encode())
-            case Kind.WELCOME, _:
-                try:
-                    self._handshake.check_welcome(frame)
-                except PermissionError as error:
-                    self._fail(str(error), final=True)
-                    return
-                self._timer.cancel()
-                self._connection = self._sock = None
-                self._on_welcome(connection)
-            case Kind.REFUSE, (reason, retry):
-                self._fail(shown(reason.decode(errors="replace")), final=retry != b"1")
-            case Kind.HEARTBEAT, _:
-                pass
-            case _:
-                raise FrameError(f"unexpected {frame.kind.name} before the welcome")
+def reason_of(error: Exception) -> str:
+    """Why an attempt to connect failed, as text."""
+    if isinstance(error, TimeoutError | BlockingIOError):
+        return "no answer"
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
 
-    def on_lost(self, _connection: ControlConnection, reason: str) -> None:
-        self._fail(f"the connection was lost: {reason}")
 
-    def _fail(self, reason: str, *, final: bool = False) -> None:
-        self.cancel()
-        self._on_failed(reason, final)
+async def _next_frame(sock: socket.socket, timeout_s: float) -> Frame:
+    """Return the next frame that is not a heartbeat. Raises RefusedError, or ConnectionError if a retry may succeed, for a refusal."""
+    while (frame := await read_frame(sock, timeout_s)).kind is Kind.HEARTBEAT:
+        pass
+    if frame.kind is Kind.REFUSE and len(frame.fields) == 2:
+        reason = shown(frame.fields[0].decode(errors="replace"))
+        raise ConnectionError(reason) if frame.fields[1] == b"1" else RefusedError(reason)
+    return frame
+
+
+async def read_frame(sock: socket.socket, timeout_s: float) -> Frame:
+    """Read one frame of a handshake and nothing after it. Raises FrameError, OSError; BlockingIOError after `timeout_s` without data."""
+    length = decode_length(await _read(sock, 4, timeout_s), MAX_HANDSHAKE_BYTES)
+    return decode_frame(await _read(sock, length, timeout_s))
+
+
+async def _read(sock: socket.socket, count: int, timeout_s: float) -> bytes:
+    data = b""
+    while len(data) < count:
+        await readable(sock, timeout_s)
+        more = sock.recv(count - len(data))
+        if not more:
+            raise ConnectionError("the connection was lost")
+        data += more
+    return data
+
+
+async def readable(sock: socket.socket, timeout_s: float, *others: asyncio.Future[None]) -> bool:
+    """Wait until `sock` is readable, one of `others` is done, or `timeout_s` has passed. Returns whether it is readable."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def on_readable() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(sock, on_readable)
+    try:
+        # Unlike `sock_recv` with a timeout, it loses no data if this process did not run when it arrived.
+        await asyncio.wait((ready, *others), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        loop.remove_reader(sock)
+    return ready.done()

@@ -5,19 +5,22 @@ Everything except `bind` runs on the control loop's thread. The number, the inpu
 are limited.
 """
 
+import asyncio
 import contextlib
 import logging
 import os
-import selectors
 import socket
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from multiworld.control.connection import ControlConnection
+from multiworld.control.dial import read_frame, readable
 from multiworld.control.frames import HEARTBEAT_BYTES, Frame, FrameError, Kind
 from multiworld.control.handshake import Hello, ServerHandshake
-from multiworld.control.loop import ControlLoop, Timer
+from multiworld.control.loop import ControlLoop
 from multiworld.control.sockets import close_in_child
+from multiworld.errors import AskError
 from multiworld.membership.monitor import HeartbeatConfig, HostSession
 from multiworld.membership.roster import Address
 from multiworld.texts import shown
@@ -31,17 +34,16 @@ _ACCEPTS_PER_ITERATION = 64
 """Connections accepted in one iteration of the control loop."""
 _HANDSHAKE_S = 10.0
 """An unauthenticated connection is closed after this time."""
-_MAX_HEARTBEATS = 1000
-"""Heartbeats accepted from an unauthenticated connection: more than a slow handshake needs, too few to overload the control loop."""
 _ANSWER_S = 60.0
-"""A query without an answer is refused after this time."""
+"""A query without an answer, or a data connection whose world does not form here, is refused after this time."""
 _ACCEPT_PAUSE_S = 0.5
 """Pause after `accept` failed, for example because the process has no free file descriptor."""
+_MAX_REFUSALS = 100
+"""Refused questions that are counted, by client and reason."""
 
-NO_ANSWER = "no answer to this question here"
-QuestionHandler = Callable[[str, str, Callable[[bytes | str], None]], None]
-"""(question, address of the client, answer): calls `answer`, at once or later and from any thread, with the answer as bytes, or with the
-reason of a rejection as str."""
+_NO_ANSWER = "no answer to this question here"
+Answerer = Callable[[str, str], Awaitable[bytes]]
+"""(question, address of the client) → answer. To refuse the question it raises AskError; its text is sent to the client."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -73,78 +75,12 @@ class DataConnectionTarget(Protocol):
     def admit(self, rank: int, sock: socket.socket) -> None: ...
 
 
-class PendingConnection:
-    """An accepted connection, until it is admitted to a world, answered, or refused."""
+class _RefusedError(Exception):
+    """The client is refused for this reason; `retry` if it may succeed later."""
 
-    def __init__(
-        self, acceptor: "Acceptor", control_loop: ControlLoop, sock: socket.socket, secrets: Sequence[bytes]
-    ) -> None:
-        self.connection = ControlConnection(control_loop, sock, self)
-        self._authenticated = False
-        self._heartbeats = 0  # received while unauthenticated
-        self._handshake = ServerHandshake(*secrets)
-        self._acceptor = acceptor
-        self._control_loop = control_loop
-        self._deadline: Timer = control_loop.call_later(_HANDSHAKE_S, self._on_handshake_timeout)
-        self.connection.send(self._handshake.challenge().encode())
-
-    def on_frame(self, connection: ControlConnection, frame: Frame) -> None:
-        if frame.kind is Kind.HEARTBEAT:
-            self._heartbeats += not self._authenticated
-            if self._heartbeats > _MAX_HEARTBEATS:
-                raise FrameError("too many heartbeats before authentication")
-            return
-        if self._authenticated:
-            raise FrameError(f"unexpected {frame.kind.name} from a client that waits to be admitted")
-        try:
-            hello = self._handshake.accept(frame)
-        except (PermissionError, FrameError) as error:
-            logger.warning("refused a connection from %s: %s", connection.peer_host, error)
-            self.refuse(str(error), retry=isinstance(error, FrameError))
-            return
-        self._authenticated = True
-        self._deadline.cancel()
-        self._acceptor.mark_authenticated(self, hello)
-        if hello.question is not None:
-            self._deadline = self._control_loop.call_later(_ANSWER_S, self.reply, NO_ANSWER)
-            self._acceptor.handle_query(self, hello.question)
-        elif hello.peer is not None:
-            self._acceptor.connect_target(self, hello)
-        else:
-            connection.mark_authenticated()
-            self.welcome()
-            self._acceptor.admit_member(self, hello)
-
-    def on_lost(self, connection: ControlConnection, reason: str) -> None:
-        self._acceptor.discard(self)
-        self._deadline.cancel()
-        if not self._authenticated:
-            logger.debug("a connection from %s was lost before authentication: %s", connection.peer_host, reason)
-
-    def welcome(self) -> None:
-        self.connection.send(self._handshake.welcome().encode())
-
-    def refuse(self, reason: str, *, retry: bool) -> None:
-        self.connection.send(Frame(Kind.REFUSE, (shown(reason).encode(), b"1" if retry else b"0")).encode())
-        self.close()
-
-    def reply(self, answer: bytes | str) -> None:
-        """Send the answer (bytes), or refuse with a reason (str), and close the connection."""
-        if isinstance(answer, str):
-            self.refuse(answer, retry=True)
-            return
-        self.connection.send(self._handshake.reply(answer).encode())
-        self.close()
-
-    def close(self) -> None:
-        self._deadline.cancel()
-        self._acceptor.discard(self)
-        self.connection.close()
-
-    def _on_handshake_timeout(self) -> None:
-        host = self.connection.peer_host
-        logger.warning("refused a connection from %s: not authenticated within %.0f s", host, _HANDSHAKE_S)
-        self.close()
+    def __init__(self, reason: str, *, retry: bool) -> None:
+        super().__init__(reason)
+        self.frame = Frame(Kind.REFUSE, (shown(reason).encode(), b"1" if retry else b"0")).encode()
 
 
 class Acceptor:
@@ -154,7 +90,7 @@ class Acceptor:
         address: of the listening socket; the path of a Unix socket, which `close` deletes.
         port: of the listening socket; 0 for a Unix socket.
         secrets: a client must know one of these. Replace the whole sequence to change them; existing connections stay open.
-        on_question: answers queries; with None they are refused.
+        answerer: answers queries on an event loop; with None they are refused.
     """
 
     def __init__(
@@ -163,15 +99,18 @@ class Acceptor:
         self.address = sock.getsockname()
         self.port: int = self.address[1] if sock.family != socket.AF_UNIX else 0
         self.secrets = secrets
-        self.on_question: QuestionHandler | None = None
+        self.answerer: tuple[Answerer, asyncio.AbstractEventLoop] | None = None
         self._control_loop = control_loop
         self._sock = sock
         self._heartbeat = heartbeat
         self._sessions: dict[str, HostSession] = {}
         self._targets: dict[tuple[str, int], DataConnectionTarget] = {}
-        self._authenticated: dict[PendingConnection, Hello] = {}  # oldest first
-        self._unauthenticated: dict[PendingConnection, None] = {}  # oldest first
-        self._heartbeat_timer: Timer | None = None
+        self._target_added: asyncio.Future[None] = control_loop.loop.create_future()
+        self._members: dict[ControlConnection, Hello] = {}  # authenticated, waiting for their world; oldest first
+        self._clients: dict[asyncio.Task[None], socket.socket] = {}  # authenticated, waiting for an answer or a target
+        self._strangers: dict[asyncio.Task[None], socket.socket] = {}  # not authenticated; oldest first
+        self._refusals: Counter[tuple[str, str]] = Counter()
+        self._heartbeat_timer: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
         self._listen()
@@ -181,96 +120,25 @@ class Acceptor:
         """Stop listening and close the pending connections. Connections that a world has admitted stay open."""
         if self._heartbeat_timer is not None:
             self._heartbeat_timer.cancel()
-        self._control_loop.unregister(self._sock)
-        self._sock.close()
+        if self._sock.fileno() >= 0:
+            self._control_loop.loop.remove_reader(self._sock)
+            self._sock.close()
         if isinstance(self.address, str):
             with contextlib.suppress(OSError):
                 os.unlink(self.address)
-        for pending in [*self._authenticated, *self._unauthenticated]:
-            pending.close()
+        for task in (*self._strangers, *self._clients):
+            task.cancel()
+        for connection in self._members:
+            connection.close()
+        self._members.clear()
 
-    def add_session(self, session: HostSession) -> None:
-        """Admit members to the world of `session` from now on, including those that already wait for it."""
-        self._sessions[session.member.world] = session
-        session.start_if_complete()
-        # Newest first: of two connections for one rank, the older one may be dead.
-        for pending, hello in reversed(list(self._authenticated.items())):
-            if hello.question is None and hello.peer is None and hello.world == session.member.world:
-                self.admit_member(pending, hello)
-
-    def remove_session(self, session: HostSession) -> None:
-        """Admit no more members. Later connections wait for the next generation of the name."""
-        if self._sessions.get(session.member.world) is session:
-            del self._sessions[session.member.world]
-
-    def admit_member(self, pending: PendingConnection, hello: Hello) -> None:
-        """Admit an authenticated connection to its world, refuse it, or let it wait until the world opens."""
-        session = self._sessions.get(hello.world)
-        if session is None:
-            return
-        current, size = session.member.generation, session.member.size
-        if hello.generation > current or (session.started and not hello.generation):
-            return  # it waits for a later generation
-        if hello.generation and (hello.generation < current or session.started):
-            reason = f"generation {hello.generation} has formed already; the current one is {current}"
-            pending.refuse(reason, retry=False)
-        elif hello.size != size or not 0 < hello.rank < size:
-            pending.refuse(f"rank {hello.rank} of {hello.size} cannot join a world of size {size}", retry=False)
-        elif hello.settings != session.member.settings:
-            reason = (
-                f"the settings differ: rank 0 has {session.member.settings}; rank {hello.rank} has {hello.settings}"
-            )
-            pending.refuse(reason, retry=False)
-        elif hello.rank in session.connections:
-            pending.refuse(f"rank {hello.rank} is taken", retry=True)
-        else:
-            self.discard(pending)
-            session.admit(hello.rank, pending.connection, Address(hello.host, hello.port, hello.local))
-
-    def add_target(self, target: DataConnectionTarget) -> None:
-        """Accept data connections for `target` from now on, including those that already wait for it."""
-        self._targets[target.world, target.generation] = target
-        for pending, hello in list(self._authenticated.items()):
-            if hello.peer is not None:
-                self.connect_target(pending, hello)
-
-    def remove_target(self, target: DataConnectionTarget) -> None:
-        if self._targets.get((target.world, target.generation)) is target:
-            del self._targets[target.world, target.generation]
-
-    def connect_target(self, pending: PendingConnection, hello: Hello) -> None:
-        """Hand the socket of a data connection to its target, refuse it, or let it wait: START may arrive here later than at the client."""
-        target = self._targets.get((hello.world, hello.generation))
-        if target is None:
-            return
-        if (reason := target.rejection(hello)) is not None:
-            pending.refuse(reason, retry=False)
-        else:
-            pending.welcome()
-            sock = pending.connection.release_socket()
-            self.discard(pending)
-            target.admit(hello.rank, sock)
-
-    def handle_query(self, pending: PendingConnection, question: str) -> None:
-        if self.on_question is None:
-            pending.reply(NO_ANSWER)
-            return
-        host = pending.connection.peer_host
-        self.on_question(question, host, lambda answer: self._control_loop.call_soon(pending.reply, answer))
-
-    def mark_authenticated(self, pending: PendingConnection, hello: Hello) -> None:
-        del self._unauthenticated[pending]
-        self._authenticated[pending] = hello
-
-    def discard(self, pending: PendingConnection) -> None:
-        self._authenticated.pop(pending, None)
-        self._unauthenticated.pop(pending, None)
+    # -- accepting -----------------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         if self._sock.fileno() >= 0:
-            self._control_loop.register(self._sock, selectors.EVENT_READ, self._on_readable)
+            self._control_loop.loop.add_reader(self._sock, self._accept)
 
-    def _on_readable(self, _mask: int) -> None:
+    def _accept(self) -> None:
         for _ in range(_ACCEPTS_PER_ITERATION):
             try:
                 sock = close_in_child(self._sock.accept()[0])
@@ -278,27 +146,180 @@ class Acceptor:
                 return
             except OSError as error:  # for example EMFILE: the connection stays in the backlog
                 logger.warning("cannot accept connections on port %d for now: %s", self.port, error)
-                self._control_loop.unregister(self._sock)
+                self._control_loop.loop.remove_reader(self._sock)
                 self._control_loop.call_later(_ACCEPT_PAUSE_S, self._listen)
                 return
-            if len(self._authenticated) >= _MAX_AUTHENTICATED:
+            if len(self._members) + len(self._clients) >= _MAX_AUTHENTICATED:
                 sock.close()
                 continue
-            try:
-                self._unauthenticated[PendingConnection(self, self._control_loop, sock, self.secrets)] = None
-            except OSError:  # the client has closed it already
-                sock.close()
-            if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
-                next(iter(self._unauthenticated)).close()
+            sock.setblocking(False)
+            task = self._control_loop.create_task(self._serve(sock))
+            self._strangers[task] = sock
+            task.add_done_callback(self._on_served)
+            if len(self._strangers) > _MAX_UNAUTHENTICATED:
+                oldest = next(iter(self._strangers))
+                self._clients[oldest] = self._strangers.pop(oldest)
+                oldest.cancel()
+
+    def _on_served(self, task: asyncio.Task[None]) -> None:
+        """Close the socket of a client, unless it was admitted."""
+        sock = self._strangers.pop(task, None) or self._clients.pop(task, None)
+        if sock is not None:
+            sock.close()
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """Authenticate a client. Then admit it, let it wait, answer it, or refuse it."""
+        handshake, host = ServerHandshake(*self.secrets), "this host"
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            if sock.family != socket.AF_UNIX:
+                host = sock.getpeername()[0]
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            hello = await self._authenticate(sock, handshake, host)
+            self._clients[task] = self._strangers.pop(task)
+            if hello.question is not None:
+                answer = handshake.reply(await self._answer(hello.question, host)).encode()
+                async with asyncio.timeout(_HANDSHAKE_S):
+                    await self._control_loop.loop.sock_sendall(sock, answer)
+            elif hello.peer is not None:
+                target = await self._target_of(sock, hello)
+                sock.send(handshake.welcome().encode())
+                del self._clients[task]
+                target.admit(hello.rank, sock)
+            else:
+                sock.send(handshake.welcome().encode())
+                del self._clients[task]
+                connection = ControlConnection(self._control_loop, sock, self)
+                self._members[connection] = hello
+                self._admit_member(connection, hello)
+        except _RefusedError as refusal:
+            with contextlib.suppress(OSError):
+                sock.send(refusal.frame)
+        except OSError as error:
+            logger.debug("a connection from %s was lost: %s", host, error)
+
+    async def _authenticate(self, sock: socket.socket, handshake: ServerHandshake, host: str) -> Hello:
+        """Raises _RefusedError and OSError."""
+        sock.send(handshake.challenge().encode())
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                return handshake.accept(await read_frame(sock, _HANDSHAKE_S))
+        except TimeoutError:
+            logger.warning("refused a connection from %s: not authenticated within %.0f s", host, _HANDSHAKE_S)
+            raise
+        except (PermissionError, FrameError) as error:
+            logger.warning("refused a connection from %s: %s", host, error)
+            raise _RefusedError(str(error), retry=isinstance(error, FrameError)) from None
+
+    # -- members -------------------------------------------------------------------------------------------------------------
+
+    def add_session(self, session: HostSession) -> None:
+        """Admit members to the world of `session` from now on, including those that already wait for it."""
+        self._sessions[session.member.world] = session
+        session.start_if_complete()
+        # Newest first: of two connections for one rank, the older one may be dead.
+        for connection, hello in reversed(list(self._members.items())):
+            if hello.world == session.member.world:
+                self._admit_member(connection, hello)
+
+    def remove_session(self, session: HostSession) -> None:
+        """Admit no more members. Later connections wait for the next generation of the name."""
+        if self._sessions.get(session.member.world) is session:
+            del self._sessions[session.member.world]
+
+    def _admit_member(self, connection: ControlConnection, hello: Hello) -> None:
+        """Admit a waiting member to its world, refuse it, or let it wait until the world opens."""
+        session = self._sessions.get(hello.world)
+        if session is None:
+            return
+        ours, retry = session.member, False
+        if hello.generation > ours.generation or (session.started and not hello.generation):
+            return  # it waits for a later generation
+        if hello.generation and (hello.generation < ours.generation or session.started):
+            reason = f"generation {hello.generation} has formed already; the current one is {ours.generation}"
+        elif hello.size != ours.size or not 0 < hello.rank < ours.size:
+            reason = f"rank {hello.rank} of {hello.size} cannot join a world of size {ours.size}"
+        elif hello.settings != ours.settings:
+            reason = f"the settings differ: rank 0 has {ours.settings}; rank {hello.rank} has {hello.settings}"
+        elif hello.rank in session.connections:
+            reason, retry = f"rank {hello.rank} is taken", True
+        else:
+            del self._members[connection]
+            session.admit(hello.rank, connection, Address(hello.host, hello.port, hello.local))
+            return
+        del self._members[connection]
+        connection.send(_RefusedError(reason, retry=retry).frame)
+        connection.close()
+
+    def on_frame(self, connection: ControlConnection, frame: Frame) -> None:
+        if frame.kind is not Kind.HEARTBEAT:
+            raise FrameError(f"unexpected {frame.kind.name} from a client that waits to be admitted")
+
+    def on_lost(self, connection: ControlConnection, reason: str) -> None:
+        self._members.pop(connection, None)
 
     def _send_heartbeats(self) -> None:
-        """Send heartbeats to waiting connections, and close those that have sent none for the heartbeat timeout."""
+        """Send heartbeats to waiting members, and close the connections of those that have sent none for the heartbeat timeout."""
         self._heartbeat_timer = self._control_loop.call_at_multiple(self._heartbeat.interval_s, self._send_heartbeats)
-        for pending, hello in list(self._authenticated.items()):
-            if hello.question is not None:
-                continue
-            if self._control_loop.now_s - pending.connection.last_received_s > self._heartbeat.timeout_s:
-                logger.debug("closed the waiting connection from %s: no heartbeats", pending.connection.peer_host)
-                pending.close()
+        for connection, hello in list(self._members.items()):
+            if self._control_loop.now_s - connection.last_received_s > self._heartbeat.timeout_s:
+                logger.debug(
+                    "world=%s: closed the waiting connection of rank %d: no heartbeats", hello.world, hello.rank
+                )
+                del self._members[connection]
+                connection.close()
             else:
-                pending.connection.send(HEARTBEAT_BYTES)
+                connection.send(HEARTBEAT_BYTES)
+
+    # -- data connections ----------------------------------------------------------------------------------------------------
+
+    def add_target(self, target: DataConnectionTarget) -> None:
+        """Accept data connections for `target` from now on, including those that already wait for it."""
+        self._targets[target.world, target.generation] = target
+        self._target_added.set_result(None)
+        self._target_added = self._control_loop.loop.create_future()
+
+    def remove_target(self, target: DataConnectionTarget) -> None:
+        if self._targets.get((target.world, target.generation)) is target:
+            del self._targets[target.world, target.generation]
+
+    async def _target_of(self, sock: socket.socket, hello: Hello) -> DataConnectionTarget:
+        """Return the member that accepts a data connection; wait for it, because START may arrive here later than at the client."""
+        while (target := self._targets.get((hello.world, hello.generation))) is None:
+            if await readable(sock, _ANSWER_S, self._target_added):
+                raise ConnectionError("it ended the connection, or sent data before the welcome")
+        if (reason := target.rejection(hello)) is not None:
+            raise _RefusedError(reason, retry=False)
+        return target
+
+    # -- queries -------------------------------------------------------------------------------------------------------------
+
+    async def _answer(self, question: str, host: str) -> bytes:
+        """Raises _RefusedError."""
+        if self.answerer is None:
+            raise _RefusedError(_NO_ANSWER, retry=True)
+        answerer, loop = self.answerer
+
+        async def answer() -> bytes:
+            return await answerer(question, host)
+
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer(), loop))
+        except AskError as rejection:
+            reason = shown(str(rejection))
+            self._log_refusal(host, reason)
+            raise _RefusedError(reason, retry=True) from None
+        except Exception as error:
+            if not isinstance(error, TimeoutError):
+                logger.exception("answering a question from %s failed", host)
+            raise _RefusedError(_NO_ANSWER, retry=True) from None
+
+    def _log_refusal(self, host: str, reason: str) -> None:
+        """Log a refusal. A client that asks again and again is logged at its first, 10th, 100th … refusal."""
+        if len(self._refusals) >= _MAX_REFUSALS:
+            self._refusals.clear()
+        self._refusals[host, reason] += 1
+        if (times := str(self._refusals[host, reason])).strip("0") == "1":
+            logger.warning("refused a question from %s times=%s: %s", host, times, reason)

@@ -1,13 +1,14 @@
 """The monitor of every rank except 0: connects to rank 0, joins there, and monitors rank 0. See monitor.py."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from multiworld.control.connection import ControlConnection
-from multiworld.control.dial import Dial
+from multiworld.control.dial import RefusedError, dial, reason_of
 from multiworld.control.frames import Frame, FrameError, Kind
 from multiworld.control.handshake import Hello
-from multiworld.control.loop import ControlLoop, Timer
+from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause
 from multiworld.membership.monitor import HeartbeatConfig, MembershipMonitor, MonitoredWorld, number
 from multiworld.membership.roster import Roster
@@ -46,46 +47,41 @@ class MemberSession(MembershipMonitor):
         self._secret = secret
         self._make_hello = make_hello
         self._attempt = 0
-        self._dial: Dial | None = None
-        self._retry_timer: Timer | None = None
-        self._connect()
+        self._joining: asyncio.Task[None] = control_loop.create_task(self._join(0.0))
+
+    @property
+    def _address(self) -> tuple[str, int]:
+        return self._addresses[self._attempt % len(self._addresses)]
 
     def close(self) -> None:
         super().close()
-        if self._retry_timer is not None:
-            self._retry_timer.cancel()
-        if self._dial is not None:
-            self._dial.cancel()
+        self._joining.cancel()
 
-    # -- connecting to rank 0 ------------------------------------------------------------------------------------------------
+    async def _join(self, pause_s: float) -> None:
+        """Connect to rank 0 after a pause, and ask to join."""
+        await asyncio.sleep(pause_s)
+        timeout_s = min(max(self._heartbeat.timeout_s, _CONNECT_S), _MAX_CONNECT_S)
+        try:
+            sock = await dial(self._address, self._secret, self._make_hello, timeout_s, self._bind_host)
+        except RefusedError as error:
+            self._on_refused(str(error))
+        except (OSError, ValueError) as error:
+            self._retry(reason_of(error))
+        else:
+            self.connections[0] = ControlConnection(self._control_loop, sock, self)
+            awaited = f"generation {self.member.generation}" if self.member.generation else "the world"
+            self._world.on_join_failed(f"rank 0 answered, but {awaited} did not start there", final=False)
 
-    def _connect(self) -> None:
-        self._dial = Dial(
-            self._control_loop,
-            self._addresses[self._attempt % len(self._addresses)],
-            self._secret,
-            self._make_hello,
-            self._on_welcome,
-            self._on_failed,
-            min(max(self._heartbeat.timeout_s, _CONNECT_S), _MAX_CONNECT_S),
-            self._bind_host,
-        )
-
-    def _on_welcome(self, connection: ControlConnection) -> None:
-        connection.owner = self
-        connection.mark_authenticated()
-        self.connections[0] = connection
-        awaited = f"generation {self.member.generation}" if self.member.generation else "the world"
-        self._world.on_join_failed(f"rank 0 answered, but {awaited} did not start there", final=False)
-
-    def _on_failed(self, reason: str, final: bool) -> None:
-        self._world.on_join_failed(reason, final=final)
-        if final:
-            self.close()
-        elif not self._closed:
+    def _retry(self, reason: str) -> None:
+        self._world.on_join_failed(reason, final=False)
+        if not self._closed:
             pause_s = _RETRY_S[min(self._attempt, len(_RETRY_S) - 1)]
             self._attempt += 1
-            self._retry_timer = self._control_loop.call_later(pause_s, self._connect)
+            self._joining = self._control_loop.create_task(self._join(pause_s))
+
+    def _on_refused(self, reason: str) -> None:
+        self._world.on_join_failed(reason, final=True)
+        self.close()
 
     # -- connected -----------------------------------------------------------------------------------------------------------
 
@@ -93,10 +89,9 @@ class MemberSession(MembershipMonitor):
         match frame.kind, frame.fields:
             case Kind.REFUSE, (reason, retry) if not self.started:
                 self.connections.pop(0).close()
-                self._on_failed(shown(reason.decode(errors="replace")), retry != b"1")
+                (self._retry if retry == b"1" else self._on_refused)(shown(reason.decode(errors="replace")))
             case Kind.START, (generation, data) if not self.started:
-                port = self._addresses[self._attempt % len(self._addresses)][1]
-                roster = Roster.decode(number(generation), data, self.member.size, (connection.peer_host, port))
+                roster = Roster.decode(number(generation), data, self.member.size, self._address)
                 self.started = True
                 self.member = replace(self.member, generation=roster.generation)
                 self._world.on_all_joined(roster)
@@ -110,6 +105,6 @@ class MemberSession(MembershipMonitor):
     def _on_connection_lost(self, rank: int, cause: Cause, detail: str) -> None:
         self.connections.pop(rank, None)
         if not self.started:
-            self._on_failed(f"the connection to rank 0 was lost: {detail}", False)
+            self._retry(f"the connection to rank 0 was lost: {detail}")
         elif not self._member_left:
             self._world.on_member_failed(rank, cause, detail)

@@ -6,14 +6,14 @@ closes it when all are connected. Rank 0 sends the addresses of all members with
 connection and covers the world, the generation and both ranks.
 """
 
+import asyncio
 import logging
 import socket
 from collections.abc import Callable
 from dataclasses import replace
 
 from multiworld.config import WorldConfig
-from multiworld.control.connection import ControlConnection
-from multiworld.control.dial import Dial
+from multiworld.control.dial import RefusedError, dial, reason_of
 from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
 from multiworld.membership.acceptor import Acceptor, bind
@@ -57,9 +57,8 @@ class Mesh:
         self._port: Acceptor | None = None
         self._on_connected = on_connected
         self._on_failed = on_failed
-        self._addresses: tuple[Address, ...] = ()
         self._socks: dict[int, socket.socket] = {}
-        self._dials: dict[int, Dial] = {}
+        self._dials: list[asyncio.Task[None]] = []
         self._closed = False
 
     def address(self, local_host: str) -> Address:
@@ -80,17 +79,16 @@ class Mesh:
         """Connect to all lower ranks and accept all higher ranks, including those that connected before."""
         self.generation = roster.generation
         self._member = replace(self._member, generation=roster.generation, formation=roster.formation)
-        self._addresses = roster.addresses
         for acceptor in self._acceptors:
             acceptor.add_target(self)
-        for rank in range(self._member.rank):
-            self._dial(rank, locally=bool(self._config.local_acceptor and roster.addresses[rank].local))
+        lower = roster.addresses[: self._member.rank]
+        self._dials = [self._control_loop.create_task(self._dial(*each)) for each in enumerate(lower)]
 
     def close(self) -> None:
         """Stop connecting and accepting, and close the connections that were not handed over. Idempotent."""
         self._closed = True
-        for dial in self._dials.values():
-            dial.cancel()
+        for task in self._dials:
+            task.cancel()
         for acceptor in self._acceptors:
             acceptor.remove_target(self)
         if self._port is not None:
@@ -126,32 +124,24 @@ class Mesh:
 
     # -- connecting ----------------------------------------------------------------------------------------------------------
 
-    def _dial(self, rank: int, *, locally: bool = False) -> None:
-        if self._closed:
-            return
-        address = self._addresses[rank]
-
-        def on_failed(reason: str, final: bool) -> None:
-            if locally:  # it is not on this host, or in a container that does not share the socket
-                logger.debug("world=%s: rank %d is not reached by its Unix socket: %s", self.world, rank, reason)
-                self._dial(rank)
-                return
-            self.obstacle = f"rank {rank} at {address.host}:{address.port}: {reason}"
-            if final:
-                self._on_failed(self.obstacle)
+    async def _dial(self, rank: int, address: Address) -> None:
+        """Connect to a lower rank. Repeats after a failure."""
+        hello, config = replace(self._member, peer=rank), self._config
+        local = address.local if config.local_acceptor is not None else ""
+        while True:
+            to = local or (address.host, address.port)
+            try:
+                sock = await dial(to, config.secret, lambda _: hello, _ATTEMPT_S, config.bind_host)
+            except (OSError, ValueError, RefusedError) as error:
+                if local:  # it is not on this host, or in a container that does not share the socket
+                    logger.debug("world=%s: rank %d is not reached by its Unix socket: %s", self.world, rank, error)
+                    local = ""
+                    continue
+                self.obstacle = f"rank {rank} at {address.host}:{address.port}: {reason_of(error)}"
+                if isinstance(error, RefusedError):
+                    self._on_failed(self.obstacle)
+                    return
+                await asyncio.sleep(_PAUSE_S)
             else:
-                self._control_loop.call_later(_PAUSE_S, self._dial, rank)
-
-        self._dials[rank] = Dial(
-            self._control_loop,
-            address.local if locally else (address.host, address.port),
-            self._config.secret,
-            lambda _: replace(self._member, peer=rank),
-            lambda connection: self._on_welcome(rank, connection),
-            on_failed,
-            _ATTEMPT_S,
-            self._config.bind_host,
-        )
-
-    def _on_welcome(self, rank: int, connection: ControlConnection) -> None:
-        self.admit(rank, connection.release_socket())
+                self.admit(rank, sock)
+                return

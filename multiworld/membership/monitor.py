@@ -7,6 +7,7 @@ module has the common part and the side of rank 0; member.py has the side of the
 A member that leaves sends LEFT. After that, a lost connection is not a failure.
 """
 
+import asyncio
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Protocol
 from multiworld.control.connection import ControlConnection
 from multiworld.control.frames import Frame, FrameError, Kind
 from multiworld.control.handshake import Hello
-from multiworld.control.loop import ControlLoop, Timer
+from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause
 from multiworld.membership.roster import Address, Roster
 from multiworld.texts import shown
@@ -106,7 +107,9 @@ class MembershipMonitor(ABC):
         self._heartbeat = heartbeat
         self._member_left = False  # after that, a lost connection is not a failure
         self._closed = False
-        self._heartbeat_timer: Timer = control_loop.call_at_multiple(heartbeat.interval_s, self._send_heartbeats)
+        self._heartbeat_timer: asyncio.TimerHandle = control_loop.call_at_multiple(
+            heartbeat.interval_s, self._send_heartbeats
+        )
 
     # -- requests of the world, by ControlLoop.call_soon ----------------------------------------------------------------------
 

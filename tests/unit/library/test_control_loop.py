@@ -50,6 +50,7 @@ class Ends:
         with socket.create_server(("127.0.0.1", 0)) as server:
             self.peer = socket.create_connection(server.getsockname())
             ours, _ = server.accept()
+        ours.setblocking(False)
         self.owner = Owner()
         self._made: SimpleQueue[ControlConnection] = SimpleQueue()
         control_loop.call_soon(lambda: self._made.put(ControlConnection(control_loop, ours, self.owner)))

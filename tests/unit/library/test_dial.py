@@ -1,47 +1,21 @@
-"""A dial connects, authenticates, and hands the connection over, or says why not and whether another attempt may succeed."""
+"""A dial connects and authenticates, or says why not and whether another attempt may succeed."""
 
+import asyncio
 import socket
-from collections.abc import Iterator
-from queue import SimpleQueue
-from typing import Any
 
 import pytest
 
-from multiworld.control.dial import Dial
+from multiworld.control.dial import RefusedError, dial, reason_of
 from multiworld.control.frames import HEARTBEAT_BYTES, Frame, FrameError, FrameReader, Kind
 from multiworld.control.handshake import Hello, ServerHandshake
-from multiworld.control.loop import ControlLoop
 from multiworld.membership.acceptor import bind
 from multiworld.membership.roster import Address, Roster
 
 PATIENCE_S = 30.0
 
 
-@pytest.fixture
-def control_loop() -> Iterator[ControlLoop]:
-    loop = ControlLoop()
-    loop.start()
-    yield loop
-    loop.stop()
-
-
-def dial(control_loop: ControlLoop, address: tuple[str, int] | str, timeout_s: float = PATIENCE_S) -> SimpleQueue[Any]:
-    """Start a dial. Returns a queue that gets its socket, or the reason of its failure and whether it is final."""
-    outcome: SimpleQueue[Any] = SimpleQueue()
-
-    def start() -> None:
-        Dial(
-            control_loop,
-            address,
-            b"secret",
-            lambda host: Hello("w", 1, 2, host=host),
-            lambda connection: outcome.put(connection.release_socket()),
-            lambda reason, final: outcome.put((reason, final)),
-            timeout_s,
-        )
-
-    control_loop.call_soon(start)
-    return outcome
+async def connect(address: tuple[str, int] | str, timeout_s: float = PATIENCE_S) -> socket.socket:
+    return await dial(address, b"secret", lambda host: Hello("w", 1, 2, host=host), timeout_s)
 
 
 def accept(listener: socket.socket, secret: bytes = b"secret") -> tuple[socket.socket, ServerHandshake, Hello]:
@@ -56,39 +30,39 @@ def accept(listener: socket.socket, secret: bytes = b"secret") -> tuple[socket.s
     return sock, handshake, handshake.accept(come[0])
 
 
-def test_data_after_the_handshake_is_left_to_the_owner_of_the_socket(control_loop: ControlLoop) -> None:
+async def test_data_after_the_handshake_is_left_to_the_owner_of_the_socket() -> None:
     """A server may write to the connection right after it has accepted the client."""
     with bind("127.0.0.1", 0) as listener:
-        outcome = dial(control_loop, listener.getsockname())
-        theirs, handshake, hello = accept(listener)
+        dialing = asyncio.create_task(connect(listener.getsockname()))
+        theirs, handshake, hello = await asyncio.to_thread(accept, listener)
         assert hello.host == "127.0.0.1"
         theirs.sendall(handshake.welcome().encode() + b"data")
-        ours = outcome.get(timeout=PATIENCE_S)
-        with ours, theirs:
+        with await dialing as ours, theirs:
             ours.settimeout(PATIENCE_S)
             assert ours.recv(1 << 12) == b"data"
 
 
-@pytest.mark.parametrize("final", [True, False])
-def test_a_refusal_is_reported_with_its_reason(control_loop: ControlLoop, final: bool) -> None:
+@pytest.mark.parametrize(("retry", "error"), [(b"0", RefusedError), (b"1", ConnectionError)])
+async def test_a_refusal_is_reported_with_its_reason(retry: bytes, error: type[Exception]) -> None:
     with bind("127.0.0.1", 0) as listener:
-        outcome = dial(control_loop, listener.getsockname())
-        theirs, _, _ = accept(listener)
-        with theirs:
-            theirs.sendall(Frame(Kind.REFUSE, (b"full", b"0" if final else b"1")).encode())
-            assert outcome.get(timeout=PATIENCE_S) == ("full", final)
+        dialing = asyncio.create_task(connect(listener.getsockname()))
+        theirs, _, _ = await asyncio.to_thread(accept, listener)
+        theirs.sendall(Frame(Kind.REFUSE, (b"full", retry)).encode())
+        with theirs, pytest.raises(error, match="full"):
+            await dialing
 
 
-def test_a_server_that_says_nothing_is_given_up_after_the_timeout(control_loop: ControlLoop) -> None:
-    with bind("127.0.0.1", 0) as listener:
-        assert dial(control_loop, listener.getsockname(), 0.1).get(timeout=PATIENCE_S) == ("no answer", False)
+async def test_a_server_that_says_nothing_is_given_up_after_the_timeout() -> None:
+    with bind("127.0.0.1", 0) as listener, pytest.raises(OSError) as ending:  # noqa: PT011 - its text is checked below
+        await connect(listener.getsockname(), 0.1)
+    assert reason_of(ending.value) == "no answer"
 
 
 @pytest.mark.parametrize("path", ["/nonexistent/socket", "a\0b", "/" + 200 * "x"])
-def test_a_path_that_cannot_be_reached_is_a_failure_that_is_not_final(control_loop: ControlLoop, path: str) -> None:
-    reason, final = dial(control_loop, path).get(timeout=PATIENCE_S)
-    assert reason
-    assert not final
+async def test_a_path_that_cannot_be_reached_is_a_failure_that_is_not_final(path: str) -> None:
+    with pytest.raises((OSError, ValueError)) as ending:
+        await connect(path)
+    assert reason_of(ending.value)
 
 
 ROSTER = Roster(3, "name", (Address("", 0, "/run/a"), Address("::1", 65535, ""), Address("", 0, "")))

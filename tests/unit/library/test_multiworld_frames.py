@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.control.frames import HEARTBEAT_BYTES, MAX_HANDSHAKE_BYTES, Frame, FrameError, FrameReader, Kind
+from multiworld.control.frames import Frame, FrameError, FrameReader, Kind
 
 FRAMES = st.builds(Frame, st.sampled_from(Kind), st.lists(st.binary(max_size=300), max_size=5).map(tuple))
 
@@ -49,29 +49,3 @@ def test_random_bytes_give_frames_or_an_error_with_bounded_memory(garbage: bytes
 def test_invalid_frame_is_refused(stream: bytes, text: str) -> None:
     with pytest.raises(FrameError, match=text):
         list(FrameReader(limit_bytes=100).feed(stream))
-
-
-def test_longer_frames_are_allowed_after_the_limit_is_lifted() -> None:
-    """The proof and the frames after it may arrive in one read."""
-    reader = FrameReader()
-    long = Frame(Kind.STORE_SET, (b"key", b"v" * 2 * MAX_HANDSHAKE_BYTES))
-    seen = []
-    for frame in reader.feed(Frame(Kind.WELCOME).encode() + long.encode()):
-        seen.append(frame)
-        reader.limit_bytes = 4 * MAX_HANDSHAKE_BYTES
-    assert seen == [Frame(Kind.WELCOME), long]
-    with pytest.raises(FrameError):
-        list(FrameReader().feed(long.encode()))
-
-
-def test_number_of_missing_bytes_is_known() -> None:
-    frame = Frame(Kind.STORE_SET, (b"key", b"value"))
-    stream, reader = frame.encode() + HEARTBEAT_BYTES + b"what is no frame any more", FrameReader()
-    come: list[Frame] = []
-    while len(come) < 2:
-        at = reader.missing_bytes
-        come += reader.feed(stream[:at])
-        stream = stream[at:]
-    assert come == [frame, Frame(Kind.HEARTBEAT)]
-    assert stream == b"what is no frame any more"
-    assert not reader.has_partial_frame
