@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Callable
 
-from multiworld.control.frames import MAX_HANDSHAKE_BYTES, Frame, Kind, decode_frame, decode_length
+from multiworld.control.frames import MAX_HANDSHAKE_BYTES, Frame, Heartbeat, Refuse, decode_frame, decode_length
 from multiworld.control.handshake import ClientHandshake, Hello
 from multiworld.control.sockets import close_in_child
 from multiworld.texts import shown
@@ -22,7 +22,7 @@ async def dial(
     timeout_s: float,
     bind_host: str = "",
 ) -> socket.socket:
-    """Connect to another process and authenticate. Nothing is read from the returned socket after the other side's WELCOME.
+    """Connect to another process and authenticate. Nothing is read from the returned socket after the other side's `Welcome`.
 
     Args:
         address: an IP address and a port, or the path of a Unix socket.
@@ -70,11 +70,11 @@ def reason_of(error: Exception) -> str:
 
 async def _next_frame(sock: socket.socket, timeout_s: float) -> Frame:
     """Return the next frame that is not a heartbeat. Raises RefusedError, or ConnectionError if a retry may succeed, for a refusal."""
-    while (frame := await read_frame(sock, timeout_s)).kind is Kind.HEARTBEAT:
+    while isinstance(frame := await read_frame(sock, timeout_s), Heartbeat):
         pass
-    if frame.kind is Kind.REFUSE and len(frame.fields) == 2:
-        reason = shown(frame.fields[0].decode(errors="replace"))
-        raise ConnectionError(reason) if frame.fields[1] == b"1" else RefusedError(reason)
+    if isinstance(frame, Refuse):
+        reason = shown(frame.reason)
+        raise ConnectionError(reason) if frame.retry else RefusedError(reason)
     return frame
 
 

@@ -1,11 +1,16 @@
-"""The frames of a control connection: length-prefixed, each with a kind and any number of byte fields. Does no I/O."""
+"""The frames of a control connection: length-prefixed messages in MessagePack, each with its type. Does no I/O."""
 
+import ipaddress
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import IntEnum
+from typing import Annotated
 
-PROTOCOL_VERSION = 6
+import msgspec
+from msgspec import Meta, Struct
+
+from multiworld.errors import Cause
+
+PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 1 << 20
 """Longest frame after the handshake. Rendezvous values have some hundred bytes."""
 MAX_HANDSHAKE_BYTES = 1 << 16
@@ -14,56 +19,119 @@ MAX_HANDSHAKE_BYTES = 1 << 16
 _LENGTH = struct.Struct("!I")
 
 
-class Kind(IntEnum):
-    CHALLENGE = 1  # server → client: version, nonce
-    HELLO = 2  # client → server: body (JSON), nonce, proof
-    WELCOME = 3  # server → client: proof
-    REFUSE = 4  # server → client: reason, b"1" if a retry may succeed
-    START = 5  # rank 0 → member: generation, roster (JSON); all ranks have joined
-    STORE_SET = 6  # both ways, relayed to all: key, value
-    HEARTBEAT = 7  # both ways: the sender's event loop count, if it has one (see progress.py)
-    MEMBER_FAILED = 8  # both ways, relayed to all: rank, cause, detail; the world is broken
-    LEFT = 9  # both ways, relayed to all: rank; it starts no more operations
-    REPLY = 12  # server → client: answer, proof
-
-
 class FrameError(ValueError):
     """The received bytes are not a valid frame, or the frame is not valid here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    kind: Kind
-    fields: tuple[bytes, ...] = ()
+class Frame(Struct, frozen=True, array_like=True, tag=True):
+    """A message. Fields that a later release appends are ignored."""
 
     def encode(self) -> bytes:
-        """Return length, kind, then each field with its length. Lengths are 4 bytes, big-endian."""
-        body = bytearray([self.kind])
-        for field in self.fields:
-            body += _LENGTH.pack(len(field)) + field
-        return _LENGTH.pack(len(body)) + bytes(body)
+        """Return the length in 4 bytes, big-endian, then the message."""
+        body = msgspec.msgpack.encode(self)
+        return _LENGTH.pack(len(body)) + body
 
 
-HEARTBEAT_BYTES = Frame(Kind.HEARTBEAT).encode()
+class Challenge(Frame, frozen=True):
+    """Server → client."""
+
+    version: int
+    nonce: bytes
+
+
+class SignedHello(Frame, frozen=True):
+    """Client → server: an encoded `Hello` (see handshake.py)."""
+
+    hello: bytes
+    nonce: bytes
+    proof: bytes
+
+
+class Welcome(Frame, frozen=True):
+    """Server → client."""
+
+    proof: bytes
+
+
+class Reply(Frame, frozen=True):
+    """Server → client: the answer to a query."""
+
+    answer: bytes
+    proof: bytes
+
+
+class Refuse(Frame, frozen=True):
+    """Server → client. `retry`: another attempt may succeed."""
+
+    reason: str
+    retry: bool
+
+
+class Address(Struct, frozen=True, array_like=True):
+    """Where a member accepts data connections: an IP address and a port, and the path of its Unix socket. "" and 0 if it has none."""
+
+    host: str
+    port: Annotated[int, Meta(ge=0, lt=65536)]
+    local: str
+
+    def __post_init__(self) -> None:
+        if self.host:
+            ipaddress.ip_address(self.host)  # not a name, so that nothing has to be resolved
+
+
+class Start(Frame, frozen=True):
+    """Rank 0 → member: all ranks have joined.
+
+    Attributes:
+        formation: a random name that rank 0 gave this forming of the world; see `Hello`.
+        addresses: by rank.
+    """
+
+    generation: int
+    formation: str
+    addresses: tuple[Address, ...]
+
+
+class StoreSet(Frame, frozen=True):
+    """Both ways, relayed to all."""
+
+    key: str
+    value: bytes
+
+
+class Heartbeat(Frame, frozen=True):
+    """Both ways. `count` is that of the sender's event loop, if it has one (see progress.py)."""
+
+    count: int | None = None
+
+
+class MemberFailed(Frame, frozen=True):
+    """Both ways, relayed to all: the world is broken."""
+
+    rank: int
+    cause: Cause
+    detail: str
+
+
+class Left(Frame, frozen=True):
+    """Both ways, relayed to all: this rank starts no more operations."""
+
+    rank: int
+
+
+HEARTBEAT_BYTES = Heartbeat().encode()
+_DECODER = msgspec.msgpack.Decoder(
+    Challenge | SignedHello | Welcome | Reply | Refuse | Start | StoreSet | Heartbeat | MemberFailed | Left
+)
 
 
 def decode_frame(body: bytes | bytearray) -> Frame:
     """Decode a frame without its length. Raises FrameError."""
     try:
-        kind = Kind(body[0])
-    except (ValueError, IndexError) as error:
-        raise FrameError(f"unknown frame kind: {error}") from error
-    fields, at = [], 1
-    while at < len(body):
-        if at + 4 > len(body):
-            raise FrameError("the length of a field is incomplete")
-        (length,) = _LENGTH.unpack_from(body, at)
-        at += 4
-        if at + length > len(body):
-            raise FrameError("a field is longer than its frame")
-        fields.append(bytes(body[at : at + length]))
-        at += length
-    return Frame(kind, tuple(fields))
+        frame: Frame = _DECODER.decode(body)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise FrameError(f"not a frame: {error}") from error
+    return frame
 
 
 def decode_length(data: bytes | bytearray, limit_bytes: int, at: int = 0) -> int:

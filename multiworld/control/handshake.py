@@ -7,24 +7,23 @@ replayed. The secret is never sent. Data after the handshake is neither encrypte
 
 import hashlib
 import hmac
-import json
 import os
-from dataclasses import asdict, dataclass
 
-from multiworld.control.frames import PROTOCOL_VERSION, Frame, FrameError, Kind
+import msgspec
+
+from multiworld.control.frames import PROTOCOL_VERSION, Challenge, Frame, FrameError, Reply, SignedHello, Welcome
 from multiworld.texts import shown
 
 NONCE_BYTES = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The client's request: join `world` as `rank` of `size`; or, if `peer` is set, a data connection to that rank; or, if
     `question` is set, a query.
 
     `generation` 0 means the next generation that forms. `formation` is the random name that rank 0 gave this forming of the world, for a
     data connection. Generations alone begin at 1 again when the process of rank 0 is replaced. `settings` must equal those of rank 0.
-    `host`, `port` and `local` say where the member accepts data connections (multiworld/membership/roster.py).
+    `host`, `port` and `local` say where the member accepts data connections (`Address`).
     """
 
     world: str = ""
@@ -38,24 +37,6 @@ class Hello:
     host: str = ""
     port: int = 0
     local: str = ""
-
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def decode(data: bytes) -> "Hello":
-        """Raises FrameError when the bytes are not a valid Hello."""
-        try:
-            hello = Hello(**json.loads(data))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise FrameError(f"not a hello: {shown(str(error), 200)}") from error
-        texts = (hello.world, hello.question or "", hello.formation, hello.settings, hello.host, hello.local)
-        numbers = (hello.rank, hello.size, hello.generation, hello.port, 0 if hello.peer is None else hello.peer)
-        if not all(isinstance(text, str) for text in texts) or not all(type(value) is int for value in numbers):
-            raise FrameError("not a hello: a field has the wrong type")
-        if not all(abs(value) < 1 << 63 for value in numbers):
-            raise FrameError("not a hello: a number is out of range")
-        return hello
 
 
 def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
@@ -78,58 +59,60 @@ class ServerHandshake:
         self._nonce = os.urandom(NONCE_BYTES)
         self._transcript: tuple[bytes, ...] = ()
 
-    def challenge(self) -> Frame:
-        return Frame(Kind.CHALLENGE, (bytes([PROTOCOL_VERSION]), self._nonce))
+    def challenge(self) -> Challenge:
+        return Challenge(PROTOCOL_VERSION, self._nonce)
 
     def accept(self, frame: Frame) -> Hello:
-        """Check the client's proof and return its request. Raises FrameError for a malformed HELLO, PermissionError for a wrong secret."""
-        if frame.kind is not Kind.HELLO or len(frame.fields) != 3 or len(frame.fields[1]) != NONCE_BYTES:
-            raise FrameError(f"expected a hello, got {frame.kind.name}")
-        body, client_nonce, proof = frame.fields
-        self._transcript = (self._nonce, client_nonce, body)
-        known = [s for s in self._secrets if hmac.compare_digest(proof, _proof(s, b"client", *self._transcript))]
+        """Check the client's proof and return its request. Raises FrameError for a malformed hello, PermissionError for a wrong secret."""
+        if not isinstance(frame, SignedHello) or len(frame.nonce) != NONCE_BYTES:
+            raise FrameError(f"expected a hello, got {type(frame).__name__}")
+        self._transcript = (self._nonce, frame.nonce, frame.hello)
+        known = [s for s in self._secrets if hmac.compare_digest(frame.proof, _proof(s, b"client", *self._transcript))]
         if not known:
             raise PermissionError("wrong secret")
         self._secret = known[0]
-        return Hello.decode(body)
+        try:
+            return msgspec.msgpack.decode(frame.hello, type=Hello)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise FrameError(f"not a hello: {shown(str(error), 200)}") from error
 
-    def welcome(self) -> Frame:
-        return Frame(Kind.WELCOME, (_proof(self._secret, b"server", *self._transcript),))
+    def welcome(self) -> Welcome:
+        return Welcome(_proof(self._secret, b"server", *self._transcript))
 
-    def reply(self, answer: bytes) -> Frame:
-        return Frame(Kind.REPLY, (answer, _proof(self._secret, b"reply", *self._transcript, answer)))
+    def reply(self, answer: bytes) -> Reply:
+        return Reply(answer, _proof(self._secret, b"reply", *self._transcript, answer))
 
 
 class ClientHandshake:
-    """The client side: answer the CHALLENGE with `hello`, then check the server's WELCOME or REPLY."""
+    """The client side: answer the `Challenge` with `hello`, then check the server's `Welcome` or `Reply`."""
 
     def __init__(self, secret: bytes, hello: Hello) -> None:
         self._secret = secret
-        self._body = hello.encode()
+        self._body = msgspec.msgpack.encode(hello)
         self._transcript: tuple[bytes, ...] = ()
 
-    def hello(self, challenge: Frame) -> Frame:
-        """Return the HELLO for this CHALLENGE. Raises FrameError when the server has another protocol or protocol version."""
-        if challenge.kind is not Kind.CHALLENGE or len(challenge.fields) != 2:
-            raise FrameError(f"expected a challenge, got {challenge.kind.name}")
-        version, server_nonce = challenge.fields
-        if version != bytes([PROTOCOL_VERSION]) or len(server_nonce) != NONCE_BYTES:
-            raise FrameError(f"the server uses version {version!r} of the control protocol, we use {PROTOCOL_VERSION}")
+    def hello(self, challenge: Frame) -> SignedHello:
+        """Return our request. Raises FrameError when the server has another protocol or protocol version."""
+        if not isinstance(challenge, Challenge):
+            raise FrameError(f"expected a challenge, got {type(challenge).__name__}")
+        if challenge.version != PROTOCOL_VERSION or len(challenge.nonce) != NONCE_BYTES:
+            raise FrameError(
+                f"the server uses version {challenge.version} of the control protocol, we use {PROTOCOL_VERSION}"
+            )
         nonce = os.urandom(NONCE_BYTES)
-        self._transcript = (server_nonce, nonce, self._body)
-        return Frame(Kind.HELLO, (self._body, nonce, _proof(self._secret, b"client", *self._transcript)))
+        self._transcript = (challenge.nonce, nonce, self._body)
+        return SignedHello(self._body, nonce, _proof(self._secret, b"client", *self._transcript))
 
     def check_welcome(self, frame: Frame) -> None:
         """Raises PermissionError when the server does not know the secret."""
-        if len(frame.fields) != 1 or not hmac.compare_digest(
-            frame.fields[0], _proof(self._secret, b"server", *self._transcript)
-        ):
+        proof = _proof(self._secret, b"server", *self._transcript)
+        if not isinstance(frame, Welcome) or not hmac.compare_digest(frame.proof, proof):
             raise PermissionError("the server does not know the secret")
 
     def check_reply(self, frame: Frame) -> bytes:
         """Return the server's answer. Raises PermissionError when its proof is wrong."""
-        if len(frame.fields) != 2 or not hmac.compare_digest(
-            frame.fields[1], _proof(self._secret, b"reply", *self._transcript, frame.fields[0])
-        ):
-            raise PermissionError("the answer is not from a server that knows the secret")
-        return frame.fields[0]
+        if isinstance(frame, Reply):
+            proof = _proof(self._secret, b"reply", *self._transcript, frame.answer)
+            if hmac.compare_digest(frame.proof, proof):
+                return frame.answer
+        raise PermissionError("the answer is not from a server that knows the secret")

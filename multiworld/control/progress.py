@@ -7,7 +7,7 @@ registered no event loop, and is not checked for stalls.
 
 import asyncio
 
-from multiworld.control.frames import HEARTBEAT_BYTES, Frame, Kind
+from multiworld.control.frames import HEARTBEAT_BYTES, Heartbeat
 
 
 class LoopCounter:
@@ -28,10 +28,10 @@ class LoopCounter:
         self._loop = None
 
     def heartbeat(self) -> bytes:
-        """Return the encoded HEARTBEAT frame to send now. Callable from any thread."""
+        """Return the encoded heartbeat to send now. Callable from any thread."""
         if self._loop is None or self._loop.is_closed():
             return HEARTBEAT_BYTES
-        return Frame(Kind.HEARTBEAT, (str(self._count).encode(),)).encode()
+        return Heartbeat(self._count).encode()
 
     def _tick(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
         if self._loop is loop:

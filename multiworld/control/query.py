@@ -7,7 +7,7 @@ proof of the secret.
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from multiworld.control.frames import MAX_HANDSHAKE_BYTES, Frame, FrameError, FrameReader, Kind
+from multiworld.control.frames import MAX_HANDSHAKE_BYTES, Frame, FrameError, FrameReader, Heartbeat, Refuse
 from multiworld.control.handshake import ClientHandshake, Hello
 from multiworld.errors import AskError
 from multiworld.texts import shown
@@ -56,9 +56,9 @@ async def ask(
     finally:
         if writer is not None:
             writer.close()
-    if answer.kind is Kind.REFUSE and len(answer.fields) == 2:
-        reason, retry = shown(answer.fields[0].decode(errors="replace")), answer.fields[1]
-        if retry == b"1":
+    if isinstance(answer, Refuse):
+        reason = shown(answer.reason)
+        if answer.retry:
             raise AskError(f"{addr}:{port}: {reason}")
         raise PermissionError(f"{addr}:{port} refused us: {reason}")
     return handshake.check_reply(answer)
@@ -85,5 +85,5 @@ async def _next_frame(reader: asyncio.StreamReader, frames: FrameReader) -> Fram
         if not data:
             raise FrameError("the connection ended")
         for frame in frames.feed(data):
-            if frame.kind is not Kind.HEARTBEAT:
+            if not isinstance(frame, Heartbeat):
                 return frame

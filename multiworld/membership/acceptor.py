@@ -16,13 +16,12 @@ from typing import Protocol
 
 from multiworld.control.connection import ControlConnection
 from multiworld.control.dial import read_frame, readable
-from multiworld.control.frames import HEARTBEAT_BYTES, Frame, FrameError, Kind
+from multiworld.control.frames import HEARTBEAT_BYTES, Address, Frame, FrameError, Heartbeat, Refuse
 from multiworld.control.handshake import Hello, ServerHandshake
 from multiworld.control.loop import ControlLoop
 from multiworld.control.sockets import close_in_child
 from multiworld.errors import AskError
 from multiworld.membership.monitor import HeartbeatConfig, HostSession
-from multiworld.membership.roster import Address
 from multiworld.texts import shown
 
 logger = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class _RefusedError(Exception):
 
     def __init__(self, reason: str, *, retry: bool) -> None:
         super().__init__(reason)
-        self.frame = Frame(Kind.REFUSE, (shown(reason).encode(), b"1" if retry else b"0")).encode()
+        self.frame = Refuse(shown(reason), retry).encode()
 
 
 class Acceptor:
@@ -253,8 +252,8 @@ class Acceptor:
         connection.close()
 
     def on_frame(self, connection: ControlConnection, frame: Frame) -> None:
-        if frame.kind is not Kind.HEARTBEAT:
-            raise FrameError(f"unexpected {frame.kind.name} from a client that waits to be admitted")
+        if not isinstance(frame, Heartbeat):
+            raise FrameError(f"unexpected {type(frame).__name__} from a client that waits to be admitted")
 
     def on_lost(self, connection: ControlConnection, reason: str) -> None:
         self._members.pop(connection, None)

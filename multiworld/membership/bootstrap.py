@@ -10,13 +10,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from msgspec.structs import replace
 from torch._C._distributed_c10d import ProcessGroup
 
 from multiworld.config import WorldConfig
+from multiworld.control.frames import Address, Start
 from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause, JoinError, WorldError
@@ -27,7 +28,6 @@ from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.member import MemberSession
 from multiworld.membership.mesh import Mesh
 from multiworld.membership.monitor import HostSession, MembershipMonitor
-from multiworld.membership.roster import Address, Roster
 from multiworld.membership.store import ControlStore
 
 _BUILD_JOIN_S = 1.0
@@ -236,13 +236,13 @@ class Bootstrap:
     def _on_refused(self, reason: str) -> None:
         self.wake(JoinError(self._config.name, reason))
 
-    def on_all_joined(self, roster: Roster) -> None:
+    def on_all_joined(self, start: Start) -> None:
         self._all_joined = True
-        self._world.generation = roster.generation
+        self._world.generation = start.generation
         if self._world.ending() is not None:
             return  # `close` follows
         if self._mesh is not None:
-            self._mesh.start(roster)
+            self._mesh.start(start)
         else:
             self._on_connected({})
 

@@ -2,16 +2,16 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from multiworld.control.connection import ControlConnection
 from multiworld.control.dial import RefusedError, dial, reason_of
-from multiworld.control.frames import Frame, FrameError, Kind
+from multiworld.control.frames import Frame, FrameError, Heartbeat, Refuse, Start
 from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause
-from multiworld.membership.monitor import HeartbeatConfig, MembershipMonitor, MonitoredWorld, number
-from multiworld.membership.roster import Roster
+from multiworld.membership.monitor import HeartbeatConfig, MembershipMonitor, MonitoredWorld
 from multiworld.texts import shown
 
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
@@ -24,7 +24,7 @@ _MAX_CONNECT_S = 5.0
 class MemberSession(MembershipMonitor):
     """The monitor of a rank other than 0. Its only control connection, to rank 0, is `connections[0]`.
 
-    Until START it reconnects after a failure, trying `addresses` in turn. After START a lost connection breaks the world.
+    Until `Start` it reconnects after a failure, trying `addresses` in turn. After it, a lost connection breaks the world.
 
     Args:
         make_hello: returns our request to join, for the local address of a connection.
@@ -86,21 +86,24 @@ class MemberSession(MembershipMonitor):
     # -- connected -----------------------------------------------------------------------------------------------------------
 
     def on_frame(self, connection: ControlConnection, frame: Frame) -> None:
-        match frame.kind, frame.fields:
-            case Kind.REFUSE, (reason, retry) if not self.started:
+        match frame:
+            case Refuse(reason, retry) if not self.started:
                 self.connections.pop(0).close()
-                (self._retry if retry == b"1" else self._on_refused)(shown(reason.decode(errors="replace")))
-            case Kind.START, (generation, data) if not self.started:
-                roster = Roster.decode(number(generation), data, self.member.size, self._address)
+                (self._retry if retry else self._on_refused)(shown(reason))
+            case Start(generation, _, addresses) if not self.started:
+                if len(addresses) != self.member.size:
+                    raise FrameError(f"{len(addresses)} addresses in a world of {self.member.size}")
+                host, port = self._address  # where we have reached rank 0
                 self.started = True
-                self.member = replace(self.member, generation=roster.generation)
-                self._world.on_all_joined(roster)
+                self.member = replace(self.member, generation=generation)
+                addresses = (replace(addresses[0], host=host, port=port), *addresses[1:])
+                self._world.on_all_joined(replace(frame, addresses=addresses))
             case _ if self.started:
                 self._on_common_frame(connection, frame)
-            case Kind.HEARTBEAT, _:
+            case Heartbeat():
                 pass
             case _:
-                raise FrameError(f"unexpected {frame.kind.name} before the start")
+                raise FrameError(f"unexpected {type(frame).__name__} before the start")
 
     def _on_connection_lost(self, rank: int, cause: Cause, detail: str) -> None:
         self.connections.pop(rank, None)

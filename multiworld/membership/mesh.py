@@ -2,7 +2,7 @@
 
 Members on one host connect through the Unix socket of the process (local_socket.py), the others by TCP.
 Rank 0 accepts on the port of its control connections. Every other member except the last opens a port for this before it joins, and
-closes it when all are connected. Rank 0 sends the addresses of all members with START. The handshake is the same as on a control
+closes it when all are connected. Rank 0 sends the addresses of all members with `Start`. The handshake is the same as on a control
 connection and covers the world, the generation and both ranks.
 """
 
@@ -10,14 +10,15 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from multiworld.config import WorldConfig
 from multiworld.control.dial import RefusedError, dial, reason_of
+from multiworld.control.frames import Address, Start
 from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
 from multiworld.membership.acceptor import Acceptor, bind
-from multiworld.membership.roster import Address, Roster
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +76,13 @@ class Mesh:
         host, port = self._port.address[:2] if self._port is not None else ("", 0)
         return Address(host, port, "" if local is None or member.rank == member.size - 1 else local.address)
 
-    def start(self, roster: Roster) -> None:
+    def start(self, start: Start) -> None:
         """Connect to all lower ranks and accept all higher ranks, including those that connected before."""
-        self.generation = roster.generation
-        self._member = replace(self._member, generation=roster.generation, formation=roster.formation)
+        self.generation = start.generation
+        self._member = replace(self._member, generation=start.generation, formation=start.formation)
         for acceptor in self._acceptors:
             acceptor.add_target(self)
-        lower = roster.addresses[: self._member.rank]
+        lower = start.addresses[: self._member.rank]
         self._dials = [self._control_loop.create_task(self._dial(*each)) for each in enumerate(lower)]
 
     def close(self) -> None:

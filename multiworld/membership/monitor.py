@@ -1,10 +1,10 @@
 """Monitors the members of one world over control connections: one between rank 0 and each other rank.
 
-When all ranks have joined, rank 0 sends START. The same connections carry heartbeats, the keys of the group's rendezvous, failure reports
-and leave messages. If a rank is lost before START, another process may join with that rank; after START its loss breaks the world. This
+When all ranks have joined, rank 0 sends `Start`. The same connections carry heartbeats, the keys of the group's rendezvous, failure reports
+and leave messages. If a rank is lost before it, another process may join with that rank; after it, its loss breaks the world. This
 module has the common part and the side of rank 0; member.py has the side of the other ranks. All of it runs on the control loop's thread.
 
-A member that leaves sends LEFT. After that, a lost connection is not a failure.
+A member that leaves sends `Left`. After that, a lost connection is not a failure.
 """
 
 import asyncio
@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from multiworld.control.connection import ControlConnection
-from multiworld.control.frames import Frame, FrameError, Kind
+from multiworld.control.frames import Address, Frame, FrameError, Heartbeat, Left, MemberFailed, Start, StoreSet
 from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause
-from multiworld.membership.roster import Address, Roster
 from multiworld.texts import shown
 
 logger = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ _MIN_STALL_HEARTBEATS = 4
 class MonitoredWorld(Protocol):
     """Receives the events of a monitor. Called on the control loop's thread; must not block."""
 
-    def on_all_joined(self, roster: Roster) -> None:
+    def on_all_joined(self, start: Start) -> None:
         """All ranks have joined."""
 
     def on_store_set(self, key: str, value: bytes) -> None: ...
@@ -71,18 +70,6 @@ class HeartbeatConfig:
             )
 
 
-def number(field: bytes) -> int:
-    """Decode a decimal number of a frame. Raises FrameError."""
-    try:
-        return int(field)
-    except ValueError as error:
-        raise FrameError(f"not a number: {field[:20]!r}") from error
-
-
-def _failure_frame(rank: int, cause: Cause, detail: str) -> bytes:
-    return Frame(Kind.MEMBER_FAILED, (str(rank).encode(), cause.encode(), shown(detail).encode())).encode()
-
-
 class MembershipMonitor(ABC):
     """One member's view of the other members of one world. Sends heartbeats and reports members that fail or leave.
 
@@ -114,17 +101,17 @@ class MembershipMonitor(ABC):
     # -- requests of the world, by ControlLoop.call_soon ----------------------------------------------------------------------
 
     def publish(self, key: str, value: bytes) -> None:
-        self._broadcast(Frame(Kind.STORE_SET, (key.encode(), value)).encode())
+        self._broadcast(StoreSet(key, value).encode())
 
     def announce_failure(self, rank: int, cause: Cause, detail: str) -> None:
-        """Send MEMBER_FAILED to the connected members and close the connections."""
-        self._broadcast(_failure_frame(rank, cause, detail))
+        """Send `MemberFailed` to the connected members and close the connections."""
+        self._broadcast(MemberFailed(rank, cause, shown(detail)).encode())
         self.close()
 
     def leave(self) -> None:
-        """Send LEFT. The connections stay open until `close`, so that no member finds a lost connection first."""
+        """Send `Left`. The connections stay open until `close`, so that no member finds a lost connection first."""
         self._member_left = True
-        self._broadcast(Frame(Kind.LEFT, (str(self.member.rank).encode(),)).encode())
+        self._broadcast(Left(self.member.rank).encode())
 
     def close(self) -> None:
         """Close all control connections of this world. No event is reported after this."""
@@ -163,7 +150,7 @@ class MembershipMonitor(ABC):
     def _fail_member(self, rank: int, cause: Cause, after_s: float, detail: str) -> None:
         connection = self.connections[rank]
         if self.started:  # if the member resumes, it learns why it was removed
-            connection.send(_failure_frame(rank, cause, detail))
+            connection.send(MemberFailed(rank, cause, shown(detail)).encode())
         connection.close()
         self.detected_after_s = after_s
         self._on_connection_lost(rank, cause, detail)
@@ -180,26 +167,22 @@ class MembershipMonitor(ABC):
 
     def _on_common_frame(self, connection: ControlConnection, frame: Frame) -> None:
         """Handle a frame that both sides handle the same way. Raises FrameError for any other frame."""
-        match frame.kind, frame.fields:
-            case Kind.HEARTBEAT, (count, *_):
-                connection.stall_clock.on_heartbeat(
-                    number(count), self._control_loop.now_s, 2 * self._heartbeat.interval_s
-                )
-            case Kind.HEARTBEAT, _:
-                pass
-            case Kind.STORE_SET, (key, value):
-                self._world.on_store_set(key.decode(errors="replace"), value)
-            case Kind.MEMBER_FAILED, (rank, cause, detail):
-                try:
-                    reported = Cause(cause.decode(errors="replace"))
-                except ValueError as error:
-                    raise FrameError(f"unknown cause {cause[:20]!r}") from error
-                self._world.on_member_failed(number(rank), reported, shown(detail.decode(errors="replace")))
-            case Kind.LEFT, (rank,):
+        match frame:
+            case Heartbeat(count):
+                if count is not None:
+                    now_s, max_gap_s = self._control_loop.now_s, 2 * self._heartbeat.interval_s
+                    connection.stall_clock.on_heartbeat(count, now_s, max_gap_s)
+            case StoreSet(key, value):
+                self._world.on_store_set(key, value)
+            case MemberFailed(rank, cause, detail):
+                self._world.on_member_failed(rank, cause, shown(detail))
+            case Left(rank):
                 self._member_left = True
-                self._world.on_member_left(number(rank))
+                self._world.on_member_left(rank)
             case _:
-                raise FrameError(f"unexpected {frame.kind.name} on a control connection of world {self.member.world!r}")
+                raise FrameError(
+                    f"unexpected {type(frame).__name__} on a control connection of world {self.member.world!r}"
+                )
 
 
 class HostSession(MembershipMonitor):
@@ -223,16 +206,16 @@ class HostSession(MembershipMonitor):
             return
         self.started = True
         addresses = tuple(self._addresses[rank] for rank in range(self.member.size))
-        roster = Roster(self.member.generation, self.member.formation, addresses)
-        self._broadcast(Frame(Kind.START, (str(roster.generation).encode(), roster.encode())).encode())
-        self._world.on_all_joined(roster)
+        start = Start(self.member.generation, self.member.formation, addresses)
+        self._broadcast(start.encode())
+        self._world.on_all_joined(start)
 
     def missing(self) -> list[int]:
         """Return the ranks that have not joined."""
         return [rank for rank in range(1, self.member.size) if rank not in self.connections]
 
     def on_frame(self, connection: ControlConnection, frame: Frame) -> None:
-        if frame.kind in (Kind.STORE_SET, Kind.MEMBER_FAILED, Kind.LEFT):
+        if isinstance(frame, StoreSet | MemberFailed | Left):
             self._broadcast(frame.encode(), exclude=connection)
         self._on_common_frame(connection, frame)
 

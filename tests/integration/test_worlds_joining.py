@@ -12,13 +12,26 @@ import pytest
 import torch
 
 from multiworld import (
+    Cause,
     JoinError,
     WorldClosedError,
     WorldManager,
     WorldNotFoundError,
     WorldState,
 )
-from multiworld.control.frames import PROTOCOL_VERSION, Frame, FrameReader, Kind
+from multiworld.control.frames import (
+    PROTOCOL_VERSION,
+    Challenge,
+    Frame,
+    FrameReader,
+    Heartbeat,
+    Left,
+    MemberFailed,
+    SignedHello,
+    Start,
+    StoreSet,
+    Welcome,
+)
 from multiworld.control.handshake import NONCE_BYTES
 from multiworld.execution.process_group import UnsupportedBackendError
 from multiworld.membership.acceptor import bind
@@ -57,10 +70,8 @@ async def impostor(listener: socket.socket, *frames: Frame) -> bytes:
     sock.setblocking(False)
     heard = b""
     with sock:
-        await loop.sock_sendall(
-            sock, Frame(Kind.CHALLENGE, (bytes([PROTOCOL_VERSION]), os.urandom(NONCE_BYTES))).encode()
-        )
-        while not any(frame.kind is Kind.HELLO for frame in FrameReader().feed(heard)):
+        await loop.sock_sendall(sock, Challenge(PROTOCOL_VERSION, os.urandom(NONCE_BYTES)).encode())
+        while not any(isinstance(frame, SignedHello) for frame in FrameReader().feed(heard)):
             heard += await loop.sock_recv(sock, 1 << 16)
         await loop.sock_sendall(sock, b"".join(frame.encode() for frame in frames))
         while data := await loop.sock_recv(sock, 1 << 16):
@@ -70,22 +81,23 @@ async def impostor(listener: socket.socket, *frames: Frame) -> bytes:
 
 async def test_join_fails_when_the_host_does_not_know_the_secret(manager: WorldManager) -> None:
     with bind("127.0.0.1", 0) as listener:
-        posing = asyncio.create_task(impostor(listener, Frame(Kind.WELCOME, (b"\0" * 32,))))
+        posing = asyncio.create_task(impostor(listener, Welcome(b"\0" * 32)))
         with pytest.raises(JoinError, match="the server does not know the secret"):
             await manager.initialize_world("w", 1, 2, port=listener.getsockname()[1], timeout=3600)
         await posing
 
 
 @pytest.mark.parametrize(
-    "kind", [Kind.START, Kind.STORE_SET, Kind.MEMBER_FAILED, Kind.LEFT, Kind.HEARTBEAT], ids=lambda kind: kind.name
+    "frame",
+    [Start(1, "", ()), StoreSet("k", b"v"), MemberFailed(0, Cause.EXIT, ""), Left(0), Heartbeat()],
+    ids=lambda frame: type(frame).__name__,
 )
-async def test_frames_of_an_unauthenticated_host_are_ignored(manager: WorldManager, kind: Kind) -> None:
+async def test_frames_of_an_unauthenticated_host_are_ignored(manager: WorldManager, frame: Frame) -> None:
     """Skipping the welcome must not work: the group would be built with the unauthenticated host."""
-    fields = {Kind.START: (b"1",), Kind.STORE_SET: (b"k", b"v"), Kind.MEMBER_FAILED: (b"0", b"exit", b"")}.get(kind, ())
     with bind("127.0.0.1", 0) as listener:
         joining = asyncio.create_task(manager.initialize_world("w", 1, 2, port=listener.getsockname()[1], timeout=3600))
-        heard = await impostor(listener, Frame(kind, fields))
-        assert {frame.kind for frame in FrameReader().feed(heard)} <= {Kind.HELLO, Kind.HEARTBEAT}
+        heard = await impostor(listener, frame)
+        assert {type(each) for each in FrameReader().feed(heard)} <= {SignedHello, Heartbeat}
         assert manager.worlds["w"].state is WorldState.JOINING
         joining.cancel()
         await asyncio.gather(joining, return_exceptions=True)
@@ -93,7 +105,7 @@ async def test_frames_of_an_unauthenticated_host_are_ignored(manager: WorldManag
 
 async def test_join_error_names_the_versions_when_the_host_has_another_protocol(manager: WorldManager) -> None:
     async def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(Frame(Kind.CHALLENGE, (bytes([PROTOCOL_VERSION - 1]), os.urandom(NONCE_BYTES))).encode())
+        writer.write(Challenge(PROTOCOL_VERSION - 1, os.urandom(NONCE_BYTES)).encode())
         with contextlib.suppress(ConnectionError):
             await writer.drain()
         writer.close()

@@ -8,8 +8,9 @@ from queue import SimpleQueue
 import pytest
 
 from multiworld.control.connection import ControlConnection
-from multiworld.control.frames import MAX_FRAME_BYTES, Frame, FrameError, Kind
+from multiworld.control.frames import MAX_FRAME_BYTES, Frame, FrameError, Heartbeat, Left, MemberFailed, StoreSet
 from multiworld.control.loop import ControlLoop
+from multiworld.errors import Cause
 
 PATIENCE_S = 30.0
 
@@ -30,9 +31,9 @@ class Owner:
         self.told: SimpleQueue[object] = SimpleQueue()
 
     def on_frame(self, connection: ControlConnection, frame: Frame) -> None:
-        if frame.kind is Kind.MEMBER_FAILED:
-            raise ValueError("a frame that our side cannot handle")
-        if frame.kind is Kind.LEFT:
+        if isinstance(frame, MemberFailed):
+            raise LookupError("a frame that our side cannot handle")
+        if isinstance(frame, Left):
             raise FrameError("unexpected")
         self.told.put(frame)
 
@@ -139,7 +140,7 @@ def test_silence_of_a_peer_counts_when_this_process_stalls_again_and_again(
 
 
 def test_frames_arrive_and_the_end_is_reported_once(ends: Ends) -> None:
-    frames = [Frame(Kind.STORE_SET, (b"key", bytes([number]) * 1000)) for number in range(100)]
+    frames = [StoreSet("key", bytes([number]) * 1000) for number in range(100)]
     ends.peer.sendall(b"".join(frame.encode() for frame in frames))
     assert [ends.owner.next() for _ in frames] == frames
     ends.peer.close()
@@ -151,13 +152,13 @@ def test_frames_arrive_and_the_end_is_reported_once(ends: Ends) -> None:
     ("sent", "reason"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "it sent an invalid frame: a frame of"),
-        (Frame(Kind.LEFT).encode(), "it sent an invalid frame: unexpected"),
-        (Frame(Kind.MEMBER_FAILED).encode(), "its frame could not be handled"),
+        (Left(1).encode(), "it sent an invalid frame: unexpected"),
+        (MemberFailed(1, Cause.EXIT, "").encode(), "its frame could not be handled"),
     ],
     ids=["garbage", "refused", "internal error"],
 )
 def test_control_connection_is_lost_when_it_carries(ends: Ends, sent: bytes, reason: str) -> None:
-    ends.peer.sendall(sent + Frame(Kind.HEARTBEAT).encode())
+    ends.peer.sendall(sent + Heartbeat().encode())
     told = ends.owner.next()
     assert isinstance(told, str)
     assert told.startswith(reason)
@@ -165,7 +166,7 @@ def test_control_connection_is_lost_when_it_carries(ends: Ends, sent: bytes, rea
 
 
 def test_control_connection_is_lost_when_its_peer_does_not_read(control_loop: ControlLoop, ends: Ends) -> None:
-    data = Frame(Kind.STORE_SET, (b"key", b"v" * (MAX_FRAME_BYTES - 100))).encode()
+    data = StoreSet("key", b"v" * (MAX_FRAME_BYTES - 100)).encode()
     for _ in range(50):
         control_loop.call_soon(ends.connection.send, data)
     assert ends.owner.next() == "it does not read what we send"

@@ -6,10 +6,9 @@ import socket
 import pytest
 
 from multiworld.control.dial import RefusedError, dial, reason_of
-from multiworld.control.frames import HEARTBEAT_BYTES, Frame, FrameError, FrameReader, Kind
+from multiworld.control.frames import HEARTBEAT_BYTES, FrameReader, Refuse
 from multiworld.control.handshake import Hello, ServerHandshake
 from multiworld.membership.acceptor import bind
-from multiworld.membership.roster import Address, Roster
 
 PATIENCE_S = 30.0
 
@@ -42,12 +41,12 @@ async def test_data_after_the_handshake_is_left_to_the_owner_of_the_socket() -> 
             assert ours.recv(1 << 12) == b"data"
 
 
-@pytest.mark.parametrize(("retry", "error"), [(b"0", RefusedError), (b"1", ConnectionError)])
-async def test_a_refusal_is_reported_with_its_reason(retry: bytes, error: type[Exception]) -> None:
+@pytest.mark.parametrize(("retry", "error"), [(False, RefusedError), (True, ConnectionError)])
+async def test_a_refusal_is_reported_with_its_reason(retry: bool, error: type[Exception]) -> None:
     with bind("127.0.0.1", 0) as listener:
         dialing = asyncio.create_task(connect(listener.getsockname()))
         theirs, _, _ = await asyncio.to_thread(accept, listener)
-        theirs.sendall(Frame(Kind.REFUSE, (b"full", retry)).encode())
+        theirs.sendall(Refuse("full", retry).encode())
         with theirs, pytest.raises(error, match="full"):
             await dialing
 
@@ -63,32 +62,3 @@ async def test_a_path_that_cannot_be_reached_is_a_failure_that_is_not_final(path
     with pytest.raises((OSError, ValueError)) as ending:
         await connect(path)
     assert reason_of(ending.value)
-
-
-ROSTER = Roster(3, "name", (Address("", 0, "/run/a"), Address("::1", 65535, ""), Address("", 0, "")))
-
-
-def test_a_roster_survives_encoding_with_the_address_at_which_rank_0_was_reached() -> None:
-    decoded = Roster.decode(3, ROSTER.encode(), 3, ("10.0.0.1", 29500))
-    assert decoded.addresses[0] == Address("10.0.0.1", 29500, "/run/a")
-    assert (decoded.formation, decoded.addresses[1:]) == ("name", ROSTER.addresses[1:])
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"[]",
-        b"[1, []]",
-        b'["f", [["", 0, ""]]]',
-        b'["f", [["", 0, ""], ["host.example", 1, ""]]]',
-        b'["f", [["", 0, ""], ["127.0.0.1", 65536, ""]]]',
-        b'["f", [["", 0, ""], ["127.0.0.1", true, ""]]]',
-        b'["f", [["", 0, ""], [2130706433, 1, ""]]]',
-        b'["f", [["", 0, ""], ["", 0, null]]]',
-        b'["f", [["", 0, ""], ["", 0]]]',
-    ],
-)
-def test_an_invalid_roster_is_refused(data: bytes) -> None:
-    with pytest.raises(FrameError):
-        Roster.decode(1, data, 2, ("127.0.0.1", 1))

@@ -1,10 +1,19 @@
 """The handshake rejects both sides without the secret, and replayed or modified messages."""
 
-import json
-
+import msgspec
 import pytest
+from msgspec.structs import replace
 
-from multiworld.control.frames import PROTOCOL_VERSION, Frame, FrameError, Kind
+from multiworld.control.frames import (
+    PROTOCOL_VERSION,
+    Challenge,
+    Frame,
+    FrameError,
+    Heartbeat,
+    Reply,
+    SignedHello,
+    Welcome,
+)
 from multiworld.control.handshake import NONCE_BYTES, ClientHandshake, Hello, ServerHandshake
 
 SEAT = Hello("w", 1, 2, 3)
@@ -28,7 +37,7 @@ def test_server_with_a_wrong_secret_is_refused() -> None:
     """A server that accepts every client and replies with a secret of its own."""
     impostor, guest = ServerHandshake(b"wrong"), ClientHandshake(b"right", SEAT)
     hello = guest.hello(impostor.challenge())
-    impostor._transcript = (impostor._nonce, hello.fields[1], hello.fields[0])
+    impostor._transcript = (impostor._nonce, hello.nonce, hello.hello)
     with pytest.raises(PermissionError, match="does not know the secret"):
         guest.check_welcome(impostor.welcome())
     with pytest.raises(PermissionError):
@@ -57,55 +66,50 @@ def test_reflected_proof_is_refused() -> None:
     host, guest = ServerHandshake(b"secret"), ClientHandshake(b"secret", SEAT)
     hello = guest.hello(host.challenge())
     with pytest.raises(PermissionError):
-        guest.check_welcome(Frame(Kind.WELCOME, (hello.fields[2],)))
+        guest.check_welcome(Welcome(hello.proof))
 
 
 def test_modified_reply_is_refused() -> None:
     host, guest = ServerHandshake(b"secret"), ClientHandshake(b"secret", Hello(question="where?"))
     host.accept(guest.hello(host.challenge()))
-    _, proof = host.reply(b"here").fields
     with pytest.raises(PermissionError):
-        guest.check_reply(Frame(Kind.REPLY, (b"there", proof)))
+        guest.check_reply(Reply(b"there", host.reply(b"here").proof))
 
 
 def test_hello_with_a_modified_body_is_refused() -> None:
     host, guest = ServerHandshake(b"secret"), ClientHandshake(b"secret", SEAT)
-    _, nonce, proof = guest.hello(host.challenge()).fields
+    hello = guest.hello(host.challenge())
     with pytest.raises(PermissionError):
-        host.accept(Frame(Kind.HELLO, (Hello("w", 2, 3, 3).encode(), nonce, proof)))
+        host.accept(replace(hello, hello=msgspec.msgpack.encode(Hello("w", 2, 3, 3))))
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"\xff",
-        b"[]",
-        b"[1, 2]",
-        b"null",
-        b'{"world": 1}',
-        b'{"rank": "1"}',
-        b'{"rank": true}',
-        b'{"generation": 1.5}',
-        b'{"generation": 99999999999999999999}',
-        b"[" * 60_000,
-        b'{"question": 1}',
-        b'{"other": 1}',
-        json.dumps({"size": None}).encode(),
+        [],
+        None,
+        {"world": 1},
+        {"rank": "1"},
+        {"rank": True},
+        {"generation": 1.5},
+        {"question": 1},
+        {"other": 1},
+        {"size": None},
     ],
 )
-def test_malformed_hello_is_refused(body: bytes) -> None:
+def test_malformed_hello_is_refused(body: object) -> None:
+    host, guest = ServerHandshake(b"secret"), ClientHandshake(b"secret", SEAT)
+    guest._body = msgspec.msgpack.encode(body)
     with pytest.raises(FrameError, match="not a hello"):
-        Hello.decode(body)
+        host.accept(guest.hello(host.challenge()))
 
 
 @pytest.mark.parametrize(
     "frame",
     [
-        Frame(Kind.HEARTBEAT),
-        Frame(Kind.CHALLENGE, (bytes([PROTOCOL_VERSION]),)),
-        Frame(Kind.CHALLENGE, (bytes([PROTOCOL_VERSION + 1]), b"n" * NONCE_BYTES)),
-        Frame(Kind.CHALLENGE, (bytes([PROTOCOL_VERSION]), b"short")),
+        Heartbeat(),
+        Challenge(PROTOCOL_VERSION + 1, b"n" * NONCE_BYTES),
+        Challenge(PROTOCOL_VERSION, b"short"),
     ],
 )
 def test_client_rejects_a_malformed_server(frame: Frame) -> None:
@@ -113,9 +117,7 @@ def test_client_rejects_a_malformed_server(frame: Frame) -> None:
         ClientHandshake(b"", SEAT).hello(frame)
 
 
-@pytest.mark.parametrize(
-    "frame", [Frame(Kind.HEARTBEAT), Frame(Kind.HELLO), Frame(Kind.HELLO, (b"", b"short nonce", b""))]
-)
+@pytest.mark.parametrize("frame", [Heartbeat(), SignedHello(b"", b"short nonce", b"")])
 def test_server_rejects_a_malformed_client(frame: Frame) -> None:
     with pytest.raises(FrameError):
         ServerHandshake(b"").accept(frame)
