@@ -47,7 +47,7 @@ def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 class ServerHandshake:
-    """The server side: `challenge`, then `accept` the client's HELLO, then `welcome`, or `reply` to a query.
+    """The server side: `challenge`, then `accept` the client's `SignedHello`, then `welcome`, or `reply` to a query.
 
     Args:
         secrets: the client must know one of these. The server's proof uses the same one.

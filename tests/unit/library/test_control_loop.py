@@ -32,7 +32,7 @@ class Owner:
 
     def on_frame(self, connection: ControlConnection, frame: Frame) -> None:
         if isinstance(frame, MemberFailed):
-            raise LookupError("a frame that our side cannot handle")
+            raise TypeError("a frame that our side cannot handle")
         if isinstance(frame, Left):
             raise FrameError("unexpected")
         self.told.put(frame)
