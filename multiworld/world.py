@@ -277,7 +277,7 @@ class World:
                 "world=%s generation=%d rank=%d ready->broken cause=%s by=%d %s",
                 *(self.name, self.generation, self.rank, cause, rank, detail),
             )
-        self._bootstrap.wake(self.ending())
+        self._bootstrap.wake()
         self._control_loop.call_soon(self._announce_end, cause, rank, detail)
         if formed:
             self._listener.on_world_changed(self)
@@ -291,7 +291,7 @@ class World:
             formed = self.state is WorldState.READY
             self.state = WorldState.CLOSED
         logger.debug("world=%s generation=%d rank=%d ->closed", self.name, self.generation, self.rank)
-        self._bootstrap.wake(WorldClosedError(self.name, "closed while joining"))
+        self._bootstrap.wake()
         self._control_loop.call_soon(self._announce_end, Cause.LEFT if formed else Cause.ABORTED, self.rank, "")
         self._listener.on_world_changed(self)
         self._start_teardown()

@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import concurrent.futures
 import contextlib
 import ipaddress
 import os
@@ -69,7 +70,7 @@ class FormingWorld(Protocol):
 
 
 class Bootstrap:
-    """Forms a world at one member. Everything except `run` and `wake` runs on the control loop's thread, unless it says otherwise.
+    """Forms a world at one member. Everything except `run`, `wake` and `close` runs on the control loop's thread.
 
     Attributes:
         monitor: monitors the other members; None before the first step and after the end.
@@ -88,8 +89,8 @@ class Bootstrap:
         self._acceptor = acceptor
         self._mesh: Mesh | None = None
         self._obstacle = "no answer"
-        self._all_joined = False
-        self._formed: asyncio.Future[None] | None = None
+        self._started: asyncio.Future[Start] = control_loop.loop.create_future()
+        self._forming: asyncio.Task[None] | None = None
         self._build_thread: threading.Thread | None = None
 
     async def run(self) -> None:
@@ -99,14 +100,10 @@ class Bootstrap:
             # No local name for the timeout. It refers to its task; a cancelled task holds its error, whose traceback holds this frame; and
             # Python 3.11's garbage collector does not find this cycle.
             async with asyncio.timeout(config.timeout_s):
-                self._formed = asyncio.get_running_loop().create_future()
-                if error := world.ending():
-                    raise error
-                if config.rank == 0:
-                    self._control_loop.call_soon(self._host)
-                else:
-                    self._control_loop.call_soon(self._join, await self._resolve())
-                await self._formed
+                addresses = await self._resolve() if config.rank else []
+                self._check()
+                forming = asyncio.run_coroutine_threadsafe(self._form(addresses), self._control_loop.loop)
+                await asyncio.wrap_future(forming)
         except asyncio.CancelledError:
             world.fail(Cause.ABORTED, config.rank, "cancelled while joining")
             raise
@@ -118,41 +115,49 @@ class Bootstrap:
                 f"did not form within {config.timeout_s:g} s as rank {config.rank} of {config.size} at "
                 f"{config.addr}:{config.port}: {obstacle}",
             ) from None
-        except WorldError:
-            raise
+        except WorldError as error:
+            raise error.with_traceback(None) from None
         except Exception as error:
             lost = isinstance(error, ConnectionLostError)
             world.fail(Cause.TRANSPORT if lost else Cause.LOCAL, -1 if lost else config.rank, described(error))
             raise JoinError(config.name, f"the world could not be formed: {error}") from error
 
     def _describe_obstacle(self) -> str:
-        if self._all_joined:
+        if self._started.done() and not self._started.cancelled():
             obstacle = self._mesh.obstacle if self._mesh is not None else ""
             return "all members joined, but their connections did not form" + (f": {obstacle}" if obstacle else "")
         if isinstance(self.monitor, HostSession):
             return f"ranks {', '.join(map(str, self.monitor.missing()))} did not join"
         return self._obstacle
 
-    def wake(self, error: BaseException | None = None) -> bool:
-        """End `run`, with `error` if not None. Callable from any thread. Returns False when its event loop is closed."""
-        formed = self._formed
-        if formed is None:
-            return True
-
-        def resolve() -> None:
-            if formed.done():
-                return
-            if error is None:
-                formed.set_result(None)
-            else:
-                formed.set_exception(error)
-                formed.exception()  # no warning if it is never awaited
-
+    async def _form(self, addresses: list[tuple[str, int]]) -> None:
+        """Join at the addresses of rank 0, or admit the others there. Then connect to all members."""
+        world, socks = self._world, dict[int, socket.socket]()
+        self._forming = asyncio.current_task()
         try:
-            formed.get_loop().call_soon_threadsafe(resolve)
-        except RuntimeError:
-            return False
-        return True
+            self._check()  # it may have ended since `run`
+            self._join(addresses)
+            start = await self._started
+            world.generation = start.generation
+            socks = await self._mesh.connect(start) if self._mesh is not None else {}
+            world.on_formed(await self._build_group(), socks)
+        except BaseException:
+            for sock in socks.values():
+                sock.close()
+            self._check()  # the error of the world is the cause of others
+            raise
+        finally:
+            if self._mesh is not None:
+                self._mesh.close()
+            self._forming = None
+
+    def wake(self) -> None:
+        """End `run` with the error of the ended world. Callable from any thread."""
+        self._control_loop.call_soon(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._forming is not None:
+            self._forming.cancel()
 
     # -- joining -----------------------------------------------------------------------------------------------------------------
 
@@ -180,7 +185,7 @@ class Bootstrap:
             config.name, config.rank, config.size, self._world.generation, formation=formation, settings=settings
         )
         if config.size > 1 and set(config.backends.values()) != {NCCL}:
-            self._mesh = Mesh(self._control_loop, member, config, self._acceptor, self._on_connected, self._on_refused)
+            self._mesh = Mesh(self._control_loop, member, config, self._acceptor)
         return member
 
     def _make_hello(self, member: Hello, local_host: str) -> Hello:
@@ -188,18 +193,14 @@ class Bootstrap:
         address = self._mesh.address(local_host) if self._mesh is not None else Address("", 0, "")
         return replace(member, host=address.host, port=address.port, local=address.local)
 
-    def _host(self) -> None:
-        """Admit the other ranks, at rank 0."""
-        if self._world.ending() is None:
-            assert self._acceptor is not None
-            member = self._make_hello(self._member(), "")
-            self.monitor = session = HostSession(self._control_loop, self, member, self._config.heartbeat)
-            self._acceptor.add_session(session)
-
     def _join(self, addresses: list[tuple[str, int]]) -> None:
-        """Connect to rank 0, at the other ranks."""
-        if self._world.ending() is None:
-            config, member = self._config, self._member()
+        config, member = self._config, self._member()
+        if config.rank == 0:
+            assert self._acceptor is not None
+            member = self._make_hello(member, "")
+            self.monitor = session = HostSession(self._control_loop, self, member, config.heartbeat)
+            self._acceptor.add_session(session)
+        else:
             self.monitor = MemberSession(
                 self._control_loop,
                 self,
@@ -230,51 +231,29 @@ class Bootstrap:
     def on_join_failed(self, reason: str, *, final: bool) -> None:
         config = self._config
         self._obstacle = reason
-        if final:
-            self._on_refused(f"rank 0 at {config.addr}:{config.port} refused us: {reason}")
-
-    def _on_refused(self, reason: str) -> None:
-        self.wake(JoinError(self._config.name, reason))
+        if final and not self._started.done():
+            reason = f"rank 0 at {config.addr}:{config.port} refused us: {reason}"
+            self._started.set_exception(JoinError(config.name, reason))
 
     def on_all_joined(self, start: Start) -> None:
-        self._all_joined = True
-        self._world.generation = start.generation
-        if self._world.ending() is not None:
-            return  # `close` follows
-        if self._mesh is not None:
-            self._mesh.start(start)
-        else:
-            self._on_connected({})
+        if not self._started.done():
+            self._started.set_result(start)
 
-    def _on_connected(self, socks: dict[int, socket.socket]) -> None:
-        """All members are connected. A thread builds the group of NCCL, because that blocks until all ranks take part."""
+    # -- NCCL --------------------------------------------------------------------------------------------------------------------
+
+    async def _build_group(self) -> ProcessGroup | None:
+        """Build the group of NCCL on a thread, because that blocks until all ranks take part. Raises RuntimeError."""
         config = self._config
         if self._store is None or config.device is None:
-            self._finish(lambda: None, socks)
-            return
+            return None
+        built: concurrent.futures.Future[ProcessGroup] = concurrent.futures.Future()
         build = partial(make_nccl_group, self._store, config.rank, config.size, config.device, self._check)
-        thread = DaemonThread(self._finish, f"multiworld-{config.name}-join", (build, socks))
-        try:
-            thread.start()
-        except RuntimeError as error:
-            self._finish(partial(_raise, error), socks)
-        else:
-            self._build_thread = thread  # set after the start: a thread that did not start cannot be joined
-            _build_threads.add(thread)
-
-    def _finish(self, build: Callable[[], ProcessGroup | None], socks: dict[int, socket.socket]) -> None:
-        """Make the world ready, and wake `run`. May run on any thread."""
-        failure: BaseException | None = None
-        try:
-            with lost_connections():
-                group = build()
-            self._world.on_formed(group, socks)
-        except Exception as error:  # noqa: BLE001 - raised to the caller of `run`
-            for sock in socks.values():
-                sock.close()
-            failure = self._world.ending() or error.with_traceback(None)
-        if not self.wake(failure):
-            self._world.fail(Cause.ABORTED, self._config.rank, "the event loop ended while joining")
+        thread = DaemonThread(_build, f"multiworld-{config.name}-join", (build, built))
+        built.set_running_or_notify_cancel()  # it cannot be cancelled
+        thread.start()
+        self._build_thread = thread  # set after the start: a thread that did not start cannot be joined
+        _build_threads.add(thread)
+        return await asyncio.wrap_future(built)
 
     def _check(self) -> None:
         """Raises the world's error if it has ended."""
@@ -284,23 +263,22 @@ class Bootstrap:
     # -- ending (on the world's teardown thread) ---------------------------------------------------------------------------------
 
     def close(self, error: WorldError) -> None:
-        """Stop connecting to members, and wait at most `_BUILD_JOIN_S` for the thread that builds the group."""
-        self._control_loop.call_soon(self._close_mesh)
+        """Wait at most `_BUILD_JOIN_S` for the thread that builds the group."""
         if self._store is not None:
             self._store.abort(error)
-        if self._build_thread is not None and self._build_thread is not threading.current_thread():
+        if self._build_thread is not None:
             self._build_thread.join(_BUILD_JOIN_S)
-
-    def _close_mesh(self) -> None:
-        if self._mesh is not None:
-            self._mesh.close()
 
     def finish(self) -> None:
         """Close the control connections. Drop references that may hold errors, because a traceback can keep earlier worlds alive."""
         if self.monitor is not None:
             self.monitor.close()
-        self._formed = self.monitor = self._mesh = None
+        self.monitor = self._mesh = None
 
 
-def _raise(error: Exception) -> ProcessGroup | None:
-    raise error
+def _build(build: Callable[[], ProcessGroup], built: "concurrent.futures.Future[ProcessGroup]") -> None:
+    try:
+        with lost_connections():
+            built.set_result(build())
+    except BaseException as error:  # noqa: BLE001 - raised to the caller of `run`
+        built.set_exception(error.with_traceback(None))

@@ -9,7 +9,6 @@ connection and covers the world, the generation and both ranks.
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -18,6 +17,7 @@ from multiworld.control.dial import RefusedError, dial, reason_of
 from multiworld.control.frames import Address, Start
 from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
+from multiworld.errors import JoinError
 from multiworld.membership.acceptor import Acceptor, bind
 
 logger = logging.getLogger(__name__)
@@ -35,18 +35,10 @@ class Mesh:
     Args:
         member: our own world, rank and size.
         acceptor: the port of rank 0; None at the other ranks.
-        on_connected: called once with the sockets by rank, which the callee owns.
-        on_failed: called when a member refuses us.
     """
 
     def __init__(
-        self,
-        control_loop: ControlLoop,
-        member: Hello,
-        config: WorldConfig,
-        acceptor: Acceptor | None,
-        on_connected: Callable[[dict[int, socket.socket]], object],
-        on_failed: Callable[[str], object],
+        self, control_loop: ControlLoop, member: Hello, config: WorldConfig, acceptor: Acceptor | None
     ) -> None:
         self.world = member.world
         self.generation = 0
@@ -56,17 +48,13 @@ class Mesh:
         self._config = config
         self._acceptors = [each for each in (acceptor, config.local_acceptor) if each is not None]
         self._port: Acceptor | None = None
-        self._on_connected = on_connected
-        self._on_failed = on_failed
+        self._connected: asyncio.Future[None] = control_loop.loop.create_future()
         self._socks: dict[int, socket.socket] = {}
         self._dials: list[asyncio.Task[None]] = []
-        self._closed = False
 
     def address(self, local_host: str) -> Address:
         """Where this member accepts data connections. Opens a port on `local_host` if necessary. Raises OSError."""
         member, local = self._member, self._config.local_acceptor
-        if self._closed:  # the world ended meanwhile
-            raise OSError("the world has ended")
         if self._port is None and 0 < member.rank < member.size - 1:
             self._port = Acceptor(
                 self._control_loop, bind(local_host, 0), [self._config.secret], self._config.heartbeat
@@ -76,28 +64,31 @@ class Mesh:
         host, port = self._port.address[:2] if self._port is not None else ("", 0)
         return Address(host, port, "" if local is None or member.rank == member.size - 1 else local.address)
 
-    def start(self, start: Start) -> None:
-        """Connect to all lower ranks and accept all higher ranks, including those that connected before."""
+    async def connect(self, start: Start) -> dict[int, socket.socket]:
+        """Connect to all lower ranks and accept all higher ranks, including those that connected before.
+
+        Returns the sockets by rank, which the caller owns. Raises JoinError when a member refuses us. The caller must `close` the mesh.
+        """
         self.generation = start.generation
         self._member = replace(self._member, generation=start.generation, formation=start.formation)
         for acceptor in self._acceptors:
             acceptor.add_target(self)
         lower = start.addresses[: self._member.rank]
         self._dials = [self._control_loop.create_task(self._dial(*each)) for each in enumerate(lower)]
+        await self._connected
+        socks, self._socks = self._socks, {}
+        return socks
 
     def close(self) -> None:
-        """Stop connecting and accepting, and close the connections that were not handed over. Idempotent."""
-        self._closed = True
+        """Stop connecting and accepting, and close the connections that were not handed over."""
         for task in self._dials:
             task.cancel()
         for acceptor in self._acceptors:
             acceptor.remove_target(self)
         if self._port is not None:
             self._port.close()
-            self._port = None
         for sock in self._socks.values():
             sock.close()
-        self._socks = {}
 
     # -- accepting (see `DataConnectionTarget`) ------------------------------------------------------------------------------
 
@@ -118,10 +109,8 @@ class Mesh:
         if rank in self._socks:
             self._socks[rank].close()
         self._socks[rank] = sock
-        if len(self._socks) == self._member.size - 1:
-            socks, self._socks = self._socks, {}
-            self.close()
-            self._on_connected(socks)
+        if len(self._socks) == self._member.size - 1 and not self._connected.done():
+            self._connected.set_result(None)
 
     # -- connecting ----------------------------------------------------------------------------------------------------------
 
@@ -140,7 +129,8 @@ class Mesh:
                     continue
                 self.obstacle = f"rank {rank} at {address.host}:{address.port}: {reason_of(error)}"
                 if isinstance(error, RefusedError):
-                    self._on_failed(self.obstacle)
+                    if not self._connected.done():
+                        self._connected.set_exception(JoinError(self.world, self.obstacle))
                     return
                 await asyncio.sleep(_PAUSE_S)
             else:
