@@ -1,13 +1,12 @@
 """The listening ports of one process. Each port accepts members for the worlds hosted there, and queries."""
 
 import asyncio
-import contextlib
-import ipaddress
 import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from multiworld.control.dial import resolve
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import JoinError
 from multiworld.membership.acceptor import Acceptor, bind
@@ -35,7 +34,7 @@ class ListenerRegistry:
     """
 
     def __init__(self, secret: bytes, heartbeat: HeartbeatConfig) -> None:
-        self._secrets: tuple[bytes, ...] = (secret,)
+        self._secrets = [secret]  # shared with all acceptors
         self._heartbeat = heartbeat
         self._local: Acceptor | None = None
         self._local_failed = False
@@ -86,11 +85,7 @@ class ListenerRegistry:
 
     def set_accepted_secrets(self, secrets: tuple[bytes, ...]) -> None:
         """Accept only clients that know one of these secrets from now on, on all ports. Existing connections stay open."""
-        self._secrets = secrets
-        for listener in self._listeners.values():
-            listener.acceptor.secrets = secrets
-        if self._local is not None:
-            self._local.secrets = secrets
+        self._secrets[:] = secrets
 
     def remove_world(self, world: World) -> None:
         """Remove an ended world from its listener."""
@@ -118,11 +113,8 @@ def listening_host(addr: str) -> str:
 
 async def resolved_host(world_name: str, addr: str, timeout_s: float) -> str:
     """Like `listening_host`, without blocking the event loop. Raises OSError, and JoinError after `timeout_s`."""
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(addr)
-        return listening_host(addr)  # an IP address needs no name resolution and no thread
     try:
         async with asyncio.timeout(timeout_s):
-            return await asyncio.to_thread(listening_host, addr)
+            return (await resolve(addr))[0]
     except TimeoutError:
         raise JoinError(world_name, f"{addr} was not resolved within {timeout_s:g} s") from None

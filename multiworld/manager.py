@@ -214,9 +214,6 @@ class WorldManager:
             verify_collectives=verify and set(backends.values()) != {NCCL},
             bind_host=self._bind_host,
         )
-        return await self._open_world(config)
-
-    async def _open_world(self, config: WorldConfig) -> World:
         if config.device is not None:
             logger.warning("world=%s uses NCCL, which is experimental: see docs/gpu.md", config.name)
         host = await resolved_host(config.name, config.addr, config.timeout_s) if config.rank == 0 else ""

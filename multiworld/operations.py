@@ -12,14 +12,13 @@ caller run, so the control loop, which serves all worlds of the process, must ne
 """
 
 import asyncio
-import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup
@@ -28,7 +27,7 @@ from multiworld.collectives.channel import NUMBERED_FROM, CollectiveChannel
 from multiworld.collectives.fingerprint import MismatchError, verify
 from multiworld.errors import Cause, WorldError
 from multiworld.execution.blocking_pool import BlockingPool
-from multiworld.execution.cuda import await_queued, on_stream
+from multiworld.execution.cuda import await_queued, call_on
 from multiworld.execution.failures import ConnectionLostError, described, lost_connections
 from multiworld.execution.process_group import NCCL_ABORT_S, NCCL_POLL_S
 from multiworld.ops.operation import Collective, CollectiveMessage, Operation, Plan, Receive, Send
@@ -65,9 +64,6 @@ class OperationWorld(Protocol):
 
     def report(self, cause: Cause, rank: int, detail: str) -> None:
         """Break the world soon, not on this thread. After a lost connection (TRANSPORT) the control connection may know a better cause."""
-
-
-_Result = TypeVar("_Result")
 
 
 class WorldOperations:
@@ -239,7 +235,10 @@ class WorldOperations:
                     self._post(operation)
                 return
             await self._verify_collective(channel, plan)
-            algorithm = await self._load_collective(operation, plan.algorithm) if plan.staged else plan.algorithm()
+            if plan.staged:  # the data is copied from a device, which may block
+                algorithm = await asyncio.to_thread(call_on, operation.stream, plan.algorithm)
+            else:
+                algorithm = plan.algorithm()
             await algorithm(channel)
         except WorldError:
             pass  # the world has ended and fails its pending operations
@@ -259,32 +258,6 @@ class WorldOperations:
     async def _verify_collective(self, channel: CollectiveChannel, plan: Collective) -> None:
         if self._verify and channel.peers:
             await verify(channel, plan)
-
-    async def _load_collective(self, operation: Operation, load: Callable[[], _Result]) -> _Result:
-        """Copy the data of a collective from its device, on a thread."""
-        loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[_Result] = loop.create_future()
-
-        def resolve(result: _Result | None, error: Exception | None) -> None:
-            if loaded.done():
-                return
-            if error is not None:
-                loaded.set_exception(error)
-            else:
-                loaded.set_result(result)  # type: ignore[arg-type] # the result if there is no error
-
-        def run() -> None:
-            result, failure = None, None
-            try:
-                with on_stream(operation.stream):
-                    result = load()
-            except Exception as error:  # noqa: BLE001 - raised to the collective
-                failure = error
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the operation fails when the world ends
-                loop.call_soon_threadsafe(resolve, result, failure)
-
-        self._pool.run(run)
-        return await loaded
 
     # -- results of connections --------------------------------------------------------------------------------------------------
 
@@ -385,8 +358,7 @@ class WorldOperations:
     def _run_step(self, operation: Operation, step: Callable[[], None]) -> bool:
         """Run a step of the operation on its stream. On an error, fail the operation and return False."""
         try:
-            with on_stream(operation.stream):
-                step()
+            call_on(operation.stream, step)
         except Exception as error:  # noqa: BLE001 - see `_fail`
             self._fail([operation], operation.peer, error)
         else:

@@ -222,10 +222,6 @@ class World:
         """Start an operation from a plan (multiworld/ops/p2p.py, multiworld/collectives) and return at once."""
         return self._operations.start(plan, timeout_s)
 
-    async def finish(self, operation: Operation) -> None:
-        """Await a started operation."""
-        await operation.finish()
-
     def report(self, cause: Cause, rank: int, detail: str) -> None:
         if cause is Cause.TRANSPORT:
             due_s = time.monotonic() + _CAUSE_GRACE_S

@@ -33,7 +33,7 @@ class Channel:
         Raises:
             BrokenWorldException, WorldClosedError: the link ended.
         """
-        await self.world.finish(self.start(message))
+        await self.start(message)
 
     def start(self, message: Message) -> Operation:
         """Start to send a message and return at once. Messages are sent in the order of these calls; see `send`."""

@@ -1,6 +1,8 @@
 """The client side of a connection: connect to another process, authenticate, and return the socket."""
 
 import asyncio
+import contextlib
+import ipaddress
 import os
 import socket
 from collections.abc import Callable
@@ -59,6 +61,14 @@ async def dial(
         sock.close()
         raise
     return sock
+
+
+async def resolve(addr: str) -> list[str]:
+    """Return the IP addresses of a name, without blocking the event loop. An IP address needs no thread. Raises OSError."""
+    with contextlib.suppress(ValueError):
+        return [str(ipaddress.ip_address(addr))]
+    found = await asyncio.get_running_loop().getaddrinfo(addr, None, type=socket.SOCK_STREAM)
+    return [str(sockaddr[0]) for *_, sockaddr in found]
 
 
 def reason_of(error: Exception) -> str:

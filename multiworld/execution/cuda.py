@@ -1,14 +1,18 @@
 """Helpers for CUDA streams. A stream of None means that there is no CUDA stream to use."""
 
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
+_Result = TypeVar("_Result")
 
-def on_stream(stream: Any) -> contextlib.AbstractContextManager[object]:
-    """A context in which `stream` is the current CUDA stream; no effect if None."""
-    return torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
+
+def call_on(stream: Any, call: Callable[[], _Result]) -> _Result:
+    """Call while `stream` is the current CUDA stream."""
+    with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+        return call()
 
 
 def await_queued(stream: Any) -> None:

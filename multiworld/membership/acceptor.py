@@ -88,7 +88,7 @@ class Acceptor:
     Attributes:
         address: of the listening socket; the path of a Unix socket, which `close` deletes.
         port: of the listening socket; 0 for a Unix socket.
-        secrets: a client must know one of these. Replace the whole sequence to change them; existing connections stay open.
+        secrets: a client must know one of these. The owner may change the sequence; existing connections stay open.
         answerer: answers queries on an event loop; with None they are refused.
     """
 

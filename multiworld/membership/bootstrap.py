@@ -3,8 +3,6 @@
 import asyncio
 import atexit
 import concurrent.futures
-import contextlib
-import ipaddress
 import os
 import socket
 import threading
@@ -18,6 +16,7 @@ from msgspec.structs import replace
 from torch._C._distributed_c10d import ProcessGroup
 
 from multiworld.config import WorldConfig
+from multiworld.control.dial import resolve
 from multiworld.control.frames import Address, Start
 from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
@@ -163,14 +162,10 @@ class Bootstrap:
 
     async def _resolve(self) -> list[tuple[str, int]]:
         """Return the addresses of rank 0. Retries while the name cannot be resolved, for example because its container has not started."""
-        loop, config = asyncio.get_running_loop(), self._config
-        with contextlib.suppress(ValueError):
-            ipaddress.ip_address(config.addr)
-            return [(config.addr, config.port)]  # needs no thread
+        config = self._config
         while True:
             try:
-                found = await loop.getaddrinfo(config.addr, config.port, type=socket.SOCK_STREAM)
-                return [(str(sockaddr[0]), config.port) for *_, sockaddr in found]
+                return [(host, config.port) for host in await resolve(config.addr)]
             except OSError as error:
                 self._obstacle = f"{config.addr} cannot be resolved: {error.strerror}"
                 await asyncio.sleep(_RESOLVE_RETRY_S)

@@ -149,13 +149,13 @@ class Script(TorturePart, ElasticPart):
 
     async def freeze_while_connecting(self, connected: bool) -> None:
         """Stop this process once, before or after it has opened its first peer connection."""
-        step = "_on_welcome" if connected else "_dial"
+        step = "admit" if connected else "_dial"
         original = getattr(Mesh, step)
 
-        def freeze(mesh: Mesh, *arguments: Any, **options: Any) -> None:
+        def freeze(mesh: Mesh, *arguments: Any) -> Any:
             setattr(Mesh, step, original)
             os.kill(os.getpid(), signal.SIGSTOP)
-            original(mesh, *arguments, **options)
+            return original(mesh, *arguments)
 
         setattr(Mesh, step, freeze)
 
