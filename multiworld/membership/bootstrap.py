@@ -132,7 +132,9 @@ class Bootstrap:
     async def _form(self, addresses: list[tuple[str, int]]) -> None:
         """Join at the addresses of rank 0, or admit the others there. Then connect to all members."""
         world, socks = self._world, dict[int, socket.socket]()
-        self._forming = asyncio.current_task()
+        self._forming = task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # no warning if `run` was cancelled
         try:
             self._check()  # it may have ended since `run`
             self._join(addresses)
