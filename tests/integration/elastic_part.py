@@ -81,9 +81,10 @@ class ElasticPart:
 
         def count(channel: CollectiveChannel, *arguments: Any) -> Any:
             nonlocal begun
-            begun += channel.name == "all_reduce"
-            if begun == messages:
-                os.kill(os.getpid(), signum)
+            if channel.name == "all_reduce":
+                begun += 1
+                if begun == messages:
+                    os.kill(os.getpid(), signum)
             return post(channel, *arguments)
 
         CollectiveChannel.send = count  # type: ignore[method-assign,assignment]
