@@ -145,6 +145,7 @@ class ControlLoop:
             for task in tasks:
                 task.cancel()
             self.loop.run_until_complete(asyncio.wait(tasks))
+        self.loop.run_until_complete(asyncio.sleep(0))  # callbacks of tasks that have ended, which close sockets
         self.loop.close()
 
 
