@@ -17,7 +17,7 @@ export async function startTrying(listing, lighten) {
   if (!response.ok) return;
   const metadata = await response.json();
   const imageFiles = (metadata.parameters?.input_datatypes ?? "").split(",").includes("BYTES");
-  const takesImages = imageFiles && (listing.endpoints["POST /predict"] ?? "").startsWith("classify");
+  const takesImages = imageFiles && (listing.endpoints["POST /predict"] ?? "").startsWith("Classify");
   $("try").hidden = false;
   $(takesImages ? "try-image" : "try-json").hidden = false;
   if (takesImages) startImages();

@@ -45,6 +45,7 @@ async def test_browsers_get_the_page_and_programs_the_list() -> None:
         listing = await frontend.client.get("/", headers={"Accept": "*/*"})
     assert page.headers["Content-Type"] == "text/html; charset=utf-8"
     assert listing.json()["service"] == "multiworld-serving"
+    assert listing.json()["endpoints"]["POST /predict"].startswith("Classify"), "try.js reads it"
     assert page.headers["Vary"] == listing.headers["Vary"] == "Accept"
 
 
