@@ -149,6 +149,7 @@ def fork_program(
 
 def run_program(arguments: list[str], environment: dict[str, str]) -> None:
     """In a forked process: run `multiworld` with these arguments."""
+    setproctitle(" ".join(["multiworld", *arguments]))  # a campaign finds the supervisor by it
     for name in [name for name in os.environ if name.startswith("MULTIWORLD_")]:
         del os.environ[name]
     os.environ.update(environment)
