@@ -36,8 +36,7 @@ def test_rows_are_those_that_were_put_in_the_order_of_the_references() -> None:
 @pytest.mark.parametrize("ref", [RowRef(99, 0), RowRef(0, ALL_ROWS), RowRef(1, 4), RowRef(1, -2), RowRef(-1, 0)])
 def test_nothing_is_returned_when_a_row_is_not_there(ref: RowRef) -> None:
     kept = store()
-    number = put(kept, ROWS)
-    assert number == 1
+    assert put(kept, ROWS) == 1
     assert kept.rows([RowRef(1, 0), ref]) is None
 
 
@@ -74,7 +73,6 @@ def test_owner_releases_only_its_own_tensors() -> None:
     assert kept.rows([RowRef(mine, ALL_ROWS)]) is None
     assert kept.rows([RowRef(other, ALL_ROWS)]) is not None
     put(kept, ROWS, "b")
-    kept.drop_owner("b")
     kept.drop_owner("b")
     assert (len(kept), kept.used_bytes) == (0, 0)
 
