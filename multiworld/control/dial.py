@@ -1,4 +1,4 @@
-"""The client side of a connection: connect to another process, authenticate, and return the socket."""
+"""Connects to another process and authenticates, and reads the frames of a handshake."""
 
 import asyncio
 import contextlib

@@ -104,9 +104,10 @@ class ClientHandshake:
         return SignedHello(self._body, nonce, _proof(self._secret, b"client", *self._transcript))
 
     def check_welcome(self, frame: Frame) -> None:
-        """Raises PermissionError when the server does not know the secret."""
-        proof = _proof(self._secret, b"server", *self._transcript)
-        if not isinstance(frame, Welcome) or not hmac.compare_digest(frame.proof, proof):
+        """Raises PermissionError when the server does not know the secret, FrameError for another frame."""
+        if not isinstance(frame, Welcome):
+            raise FrameError(f"unexpected {type(frame).__name__} before the welcome")
+        if not hmac.compare_digest(frame.proof, _proof(self._secret, b"server", *self._transcript)):
             raise PermissionError("the server does not know the secret")
 
     def check_reply(self, frame: Frame) -> bytes:
