@@ -23,6 +23,7 @@ from multiworld_serving.workers import exit_timer
 from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.device import check_device
 from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError, WorkerProcess
 from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.observability.gpu import GpuCollector
@@ -65,7 +66,7 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
         async with contextlib.AsyncExitStack() as stack, notify_systemd(on_thread=True), asyncio.TaskGroup() as tasks:
             limit_s = settings.loop_stall_timeout_s + exit_timer.LOOP_BLOCKED_MARGIN_S
             stack.enter_context(exit_timer.exit_when_blocked(loop, limit_s))
-            edges = await _open_edges(stack, settings, metrics)
+            edges = await _open_edges(stack, settings, device, metrics)
             worker = WorkerProcess(settings, engine, stop, LeaderOrder(), metrics, edges)
             connections = list[LeaderConnection]()
             await _start_metrics_port(stack, settings, metrics, engine, connections)
@@ -94,12 +95,13 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
 
 
 async def _open_edges(
-    stack: contextlib.AsyncExitStack, settings: WorkerSettings, metrics: WorkerMetrics
+    stack: contextlib.AsyncExitStack, settings: WorkerSettings, device: torch.device, metrics: WorkerMetrics
 ) -> Edges | None:
     if settings.edges == "relay":
         return None
     host = settings.bind_host or local_host(settings.leaders)
-    edges = Edges(settings.name, host, settings, EdgeMetrics(metrics), settings.bind_host or "")
+    register = PinnedMemory(device).register if device.type == "cuda" else None
+    edges = Edges(settings.name, host, settings, EdgeMetrics(metrics), settings.bind_host or "", register)
     await stack.enter_async_context(edges)
     stack.push_async_callback(edges.wait_fetched, _LAST_FETCHES_S)
     return edges

@@ -9,7 +9,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -49,6 +49,7 @@ class Edges:
 
     Args:
         name: of this process.
+        register: see `register_shared_memory` of `WorldManager`.
         host: the local address to listen on; with an advertised address, a loopback address is replaced by all interfaces.
 
     Attributes:
@@ -63,6 +64,7 @@ class Edges:
         settings: EdgePortSettings,
         metrics: EdgeMetrics,
         bind_host: str = "",
+        register: Callable[[int, int], Callable[[], None]] | None = None,
     ) -> None:
         self.holder = ""
         self.store = TensorStore(_MAX_KEPT_BYTES, metrics, settings.edge_min_bytes)
@@ -77,6 +79,7 @@ class Edges:
             **settings.heartbeats,
             bind_host=bind_host,
             on_shared_memory_missing=metrics.shared_memory_missing,
+            register_shared_memory=register,
         )
         self._open = partial(
             Edge,

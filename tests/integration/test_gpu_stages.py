@@ -5,9 +5,11 @@ import asyncio
 import pytest
 import torch
 
+from multiworld.transport.segments import SegmentPool
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
 from multiworld_serving.workers.compute.stage_store import StageTask
 from multiworld_serving.workers.compute.transfers import GpuTransfers
 from tests.resnets import resnet_plan, sent_stage, sent_weights
@@ -29,6 +31,20 @@ def test_batches_and_results_are_intact_when_copies_overlap_computation() -> Non
         assert there.device.type == "cuda"
         back = way.to_host(there * 2)
         assert torch.equal(back, batches[value] * 2)
+
+
+def test_output_is_copied_into_pinned_shared_memory_and_the_memory_is_unpinned_when_it_is_freed() -> None:
+    device = torch.device("cuda", 0)
+    pinned, transfers = PinnedMemory(device), GpuTransfers(device)
+    for _ in range(200):  # a segment that stays pinned would make the next mapping at its address fail
+        pool, there = SegmentPool(1 << 24, register=pinned.register), torch.rand(64, 3, 32, 32, device=device)
+        output = transfers.to_host(there, allocate=pool.allocate)
+        assert output.is_pinned()
+        assert pool.find(output) is not None
+        assert torch.equal(output, there.cpu())
+        del output
+        pool.close()
+        assert pool.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("optimize", ["eager", "fused", "compile"])

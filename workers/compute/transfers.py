@@ -1,4 +1,4 @@
-"""Copies batches to the device and outputs back. On a GPU, copies to it overlap with computation, on a stream of their own."""
+"""Copies batches to the device and outputs back. On a GPU, copies use pinned memory, and those to it overlap with computation."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ class Transfers:
         dtype = float32_as if output.dtype == torch.float32 else output.dtype
         if dtype == torch.float16 != output.dtype:  # infinity would become NaN in the next stage
             output = output.clamp(-_LARGEST_FLOAT16, _LARGEST_FLOAT16)
+        return self._copy_to_host(output, dtype, allocate)
+
+    def _copy_to_host(self, output: Tensor, dtype: torch.dtype, allocate: Allocate | None) -> Tensor:
         if allocate is None:
-            return output.to("cpu", dtype).contiguous()
+            return output.to(dtype).contiguous()
         return allocate(output.shape, dtype).copy_(output)
 
 
@@ -64,3 +67,12 @@ class GpuTransfers(Transfers):
         with torch.cuda.stream(self._stream):
             there = batch.pin_memory().to(self._device, non_blocking=True)
             return there, self._stream.record_event()
+
+    def _copy_to_host(self, output: Tensor, dtype: torch.dtype, allocate: Allocate | None) -> Tensor:
+        output = output.to(dtype)
+        host = None if allocate is None else allocate(output.shape, output.dtype)
+        if host is None or not host.is_pinned():  # small, no shared memory is left, or it cannot be pinned
+            host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+        host.copy_(output, non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()
+        return host
