@@ -267,9 +267,14 @@ class Bootstrap:
             self._build_thread.join(_BUILD_JOIN_S)
 
     def finish(self) -> None:
-        """Close the control connections. Drop references that may hold errors, because a traceback can keep earlier worlds alive."""
+        """Close all connections that the world does not own. It may run before `_form` has noticed its cancellation.
+
+        Drops references that may hold errors, because a traceback can keep earlier worlds alive.
+        """
         if self.monitor is not None:
             self.monitor.close()
+        if self._mesh is not None:
+            self._mesh.close()
         self.monitor = self._mesh = None
 
 

@@ -65,7 +65,9 @@ def test_rolling_restart_fails_no_request(service: LocalService, capsys: pytest.
 
 
 def test_accepted_requests_are_answered_when_the_service_stops() -> None:
-    running = small_service(image_size=64, stages=2, frontends=2)
+    running = small_service(
+        image_size=224, stages=2, frontends=2
+    )  # 16 requests take longer than a busy machine needs to stop
     with running as service, run_load(service, clients=16) as load:
         assert answers(service, 5) == [200] * 5
         pids = [service.pid, *service.worker_pids().values()]
