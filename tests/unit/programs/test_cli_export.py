@@ -79,7 +79,7 @@ IMAGE = ["--image-size", "8"]
         ("model.py:make", [*IMAGE, "--example", "model.py:example"], "exclude each other"),
         ("model.py:make", ["--mean", "1,2,3"], "give --image-size"),
         ("model.py:make", [*IMAGE, "--mean", "1,2"], "three numbers"),
-        ("model.py:make", [*IMAGE, "--weights", "none.pth"], "does not exist"),
+        ("model.py:make", [*IMAGE, "--weights", "none.pth"], "there is no file"),
         ("model.py:make", [*IMAGE, "--labels", "model.py"], "labels"),
         ("model.py:make", [*IMAGE, "--stages", "many"], "or auto"),
         ("model.py:make", [*IMAGE, "--stages", "1000"], "at most"),
