@@ -60,11 +60,12 @@ class TensorStore:
 
         Args:
             owner: for `drop_owner`.
-            expires_s: free it after this time, because nobody may tell when it is not needed any more.
+            expires_s: free it after this time: frontends fetch single rows, and none tells when it is not needed any more.
         Returns:
             Its id; None if it is too small, or the budget is used up. It must then be sent through the leader.
         """
-        if tensor.nbytes < self._min_bytes:
+        fetched = tensor if expires_s is None else tensor[:1]
+        if fetched.nbytes < self._min_bytes:
             return None
         if self.used_bytes + tensor.nbytes > self._budget_bytes:
             self._metrics.budget_exceeded()

@@ -44,6 +44,7 @@ def test_small_tensors_are_not_kept() -> None:
     kept = TensorStore(1000, EdgeMetrics(ProgramMetrics()), min_bytes=ROWS.nbytes)
     assert kept.put("a", ROWS) is not None
     assert kept.put("a", ROWS[1:]) is None
+    assert kept.put("a", ROWS, expires_s=60) is None, "single rows are fetched, and they are small"
     assert kept.used_bytes == ROWS.nbytes
 
 
