@@ -94,7 +94,7 @@ class WorldOperations:
         self._nccl_queue = BlockingPool(f"multiworld-{world.name}-nccl", self._on_job_failed, max_threads=1)
         self._on_nccl: list[Operation] = []  # posted, not completed
         self._verify = verify_collectives
-        self._collectives = 0  # started, without those that the caller numbers
+        self._collectives = 0  # collectives that got their number here
         self._nccl_order = asyncio.Lock()
 
     def _on_job_failed(self, error: BaseException) -> None:

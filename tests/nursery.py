@@ -160,7 +160,7 @@ def run_program(arguments: list[str], environment: dict[str, str]) -> None:
 
 
 def _main(control: socket.socket) -> None:
-    """Fork a process for each message with descriptors. A message without them is the id of one that has ended: reply with its status."""
+    """Handle messages. One with descriptors forks a process. One without them is the id of an ended process: reply with its status."""
     assert import_programs(threads=1), "a process with several threads cannot fork"
     importlib.import_module("tests.integration.members")
     while True:

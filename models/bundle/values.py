@@ -25,9 +25,9 @@ def values_of(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Iterator[Any]
 
 
 def _exclude_from_compiling(function: Any) -> None:
-    """Mark a function of torch, and those that it wraps, as torch does when it is first called on a tensor without data.
+    """Set the attribute by which torch excludes a function and the functions that it wraps from its compiler.
 
-    torch imports its compiler for that, which takes two seconds of CPU time in each process.
+    Without it, torch sets the attribute at the first call on a meta tensor. It imports the compiler for that: two seconds of CPU time.
     """
     for cell in getattr(function, "__closure__", None) or ():
         inner = cell.cell_contents

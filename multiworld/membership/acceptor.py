@@ -259,7 +259,7 @@ class Acceptor:
         self._members.pop(connection, None)
 
     def _send_heartbeats(self) -> None:
-        """Send heartbeats to waiting members, and close the connections of those that have sent none for the heartbeat timeout."""
+        """Send heartbeats to waiting members. Close the connection of a member that has sent none within the heartbeat timeout."""
         self._heartbeat_timer = self._control_loop.call_at_multiple(self._heartbeat.interval_s, self._send_heartbeats)
         for connection, hello in list(self._members.items()):
             if self._control_loop.now_s - connection.last_received_s > self._heartbeat.timeout_s:
@@ -274,7 +274,7 @@ class Acceptor:
     # -- data connections ----------------------------------------------------------------------------------------------------
 
     def add_target(self, target: DataConnectionTarget) -> None:
-        """Accept data connections for `target` from now on, including those that already wait for it."""
+        """Accept data connections for `target`. Connections that already wait for it are accepted too."""
         self._targets[target.world, target.generation] = target
         self._target_added.set_result(None)
         self._target_added = self._control_loop.loop.create_future()

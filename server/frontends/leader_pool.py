@@ -381,7 +381,7 @@ class LeaderPool:
             self._version = self._acting.state.version
 
     def _find_candidates(self) -> None:
-        """Update which leaders get requests: the ready ones, then those that are usable."""
+        """Update the leaders that get requests. Ready leaders come first, then usable ones."""
         usable = [(link, link.state) for link in self._current if link.state is not None and link.usable]
         unloaded = (link.state.rejection for link in self._current if link.state and link.state.snapshot.unloaded)
         self._unloaded = None if usable else next(unloaded, None)

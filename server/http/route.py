@@ -36,7 +36,7 @@ def route(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
 
 
 def query_parameters(request: Request, known: Sequence[str] = ()) -> dict[str, str]:
-    """The query parameters. Raises InvalidParameterError for others than those that are known: a misspelled one is not ignored."""
+    """Return the query parameters. Raises InvalidParameterError for an unknown name, so that a misspelled parameter is not ignored."""
     if not (query := request.scope["query_string"]):
         return {}
     found = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True))

@@ -33,9 +33,9 @@ class Member(Protocol):
 
 
 RunOperations = Callable[[int, bool], Awaitable[None]]
-"""Runs the unfinished operations of the round in a view and marks those that finish. It ends when no operation is in flight.
+"""Runs the unfinished operations of the round in a view. Marks each operation that finishes. Returns when none is in flight.
 
-Arguments: number of the view; whether they ran before, in a view that broke. Raises BrokenWorldException when the view has ended.
+Arguments: number of the view; whether the operations ran before, in a view that broke. Raises BrokenWorldException when the view has ended.
 """
 
 
