@@ -16,7 +16,6 @@ from multiworld import WorldManager
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.server.administration import Desired, OperationInProgressError, VersionFailedError
 from multiworld_serving.server.capacity_report import CapacityReport
-from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import DrainingError, NotReadyError, RequestRejected
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics, PipelineCollector
@@ -51,7 +50,7 @@ class Leader:
     Attributes:
         driver: computes requests.
         manager: hosts the worlds of this leader's workers and frontends.
-        open_requests: requests that have begun; `drain` waits for them.
+        inform_frontends: sends the state to all frontends; returns when each knows it and has no request that needs this leader.
         desired: what the leaders of the group are to serve, as far as this one knows.
         served: what it serves.
         closed: why new requests are refused although replicas may be ready (draining, or unloaded); None if they are not.
@@ -89,7 +88,7 @@ class Leader:
             self._registry, self._versions, loader, settings.join_timeout_s, self._into_service
         )
         metrics.derived.register(PipelineCollector(metrics, self.snapshot, self.driver.scheduler.counters.hedges))
-        self.open_requests = OpenRequests()
+        self.inform_frontends: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
         self.served = self.desired = Desired(0, plan.version, plan.digest)
         self.obstacle = ""
         self._following: asyncio.Task[None] | None = None
@@ -199,7 +198,7 @@ class Leader:
         version = await self._operations.load_version(
             weights, lambda plan: Desired(revision, plan.version, plan.digest, weights)
         )
-        await self.open_requests.sync_state()
+        await self.inform_frontends()
         return version
 
     async def unload(self, revision: int = 0) -> None:
@@ -212,7 +211,7 @@ class Leader:
             revision = max(revision, self.desired.revision + 1)
             self.desired = self.desired._replace(revision=revision, unloaded=True)
             self._take_out_of_service(self.desired)
-        await self.open_requests.wait_idle()
+        await self._wait_idle()
 
     def follow(self, desired: Desired) -> None:
         """Load and serve the version that another leader serves. Retries until it succeeds; meanwhile `obstacle` is the error.
@@ -265,15 +264,21 @@ class Leader:
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, and wait at most `timeout_s` until the open ones are answered."""
-        logger.info("stopping: waiting for %d open requests", self.open_requests.count)
+        open_rows = self.driver.requests.pending
+        logger.info("stopping: waiting for %d open rows", len(open_rows))
         self._stop()
         self.driver.submit_event(Drain(admits=True))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self.open_requests.wait_idle()  # includes requests that have not reached the scheduler
+                await self._wait_idle()
         self.driver.submit_event(Drain())
-        if self.open_requests.count:
-            logger.warning("stopping with %d requests unanswered", self.open_requests.count)
+        if open_rows:
+            logger.warning("stopping with %d rows unanswered", len(open_rows))
+
+    async def _wait_idle(self) -> None:
+        """Wait until no request is open. Frontends first, because they may still have requests that they meant for this leader."""
+        await self.inform_frontends()
+        await self.driver.requests.wait_idle()
 
     def _stop(self) -> None:
         self.closed = DrainingError("the server is stopping and accepts no new requests; use another one")

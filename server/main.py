@@ -108,7 +108,7 @@ async def _serve(
             settings.advertised(leader.join_port),
         )
         stack.push_async_callback(frontends.close)
-        leader.open_requests.remote = frontends
+        leader.inform_frontends = frontends.inform
         leader.answer(_answerer(leader, frontends))
         reporting = asyncio.create_task(frontends.run())
         stack.callback(reporting.cancel)

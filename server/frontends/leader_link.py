@@ -16,14 +16,13 @@ from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.join import WORLD_BACKEND, FrontendJoinRequest, JoinOffer
 from multiworld_serving.common.wire.message import WireError
-from multiworld_serving.server.frontends.link import Link, LinkLostError, Received, Reply
+from multiworld_serving.server.frontends.link import Link, LinkLostError, Received
 from multiworld_serving.server.frontends.messages import (
     Done,
     Follow,
     LeaderState,
     Load,
     Metrics,
-    Quiesce,
     Scrape,
     Welcome,
 )
@@ -213,11 +212,9 @@ class LeaderLink:
                 self.was_ready |= state.ready
                 self._pool.on_state(self)
                 if number:
-                    link.reply(number, Done())
+                    link.handle(number, self._until_idle())
             case Scrape():
                 link.reply(number, Metrics((("", self._pool.metrics.text().decode()),)))
-            case Quiesce():
-                link.handle(number, self._quiesce())
             case Welcome(model=model):
                 if (why := self._pool.accepts(model, self)) is not None:
                     raise ValueError(why)
@@ -225,9 +222,9 @@ class LeaderLink:
             case body:
                 raise ValueError(f"unexpected {type(body).__name__} from a leader")
 
-    async def _quiesce(self) -> Reply:
+    async def _until_idle(self) -> Done:
         await self._pool.wait_idle()
-        return Done(), b""
+        return Done()
 
     def _on_lost(self) -> None:
         self._link, self.state, self.was_ready, self.relays = None, None, False, False

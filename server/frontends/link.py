@@ -202,11 +202,11 @@ class Link:
         """Queue the reply to the message with this number, or a step of it."""
         self.send_encoded(encode(kind, number, body, payload))
 
-    def handle(self, number: int, work: Coroutine[Any, Any, Reply]) -> None:
-        """Run this work, and reply with its result or its exception. Cancelled as `expect_cancel` says, and raises as it."""
+    def handle(self, number: int, work: Coroutine[Any, Any, Any]) -> None:
+        """Run this work, and reply with the body that it returns or its exception. Cancelled as `expect_cancel` says, and raises as it."""
         task = asyncio.ensure_future(work)
         self.expect_cancel(number, task.cancel)
-        task.add_done_callback(lambda done: self.finish(number, done.result))
+        task.add_done_callback(lambda done: self.finish(number, lambda: (done.result(), b"")))
 
     def expect_cancel(self, number: int, cancel: Callable[[], object]) -> None:
         """Call `cancel` if the other end withdraws its message or the link ends, unless `finish` comes first.

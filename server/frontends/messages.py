@@ -156,10 +156,6 @@ class Done(Body, frozen=True):
     version: ModelVersion | None = None
 
 
-class Quiesce(Body, frozen=True):
-    """Leader to frontend: reply Done when this frontend has no request that needs this leader."""
-
-
 class Follow(Body, frozen=True):
     """Frontend to leader: what another leader serves."""
 
@@ -186,7 +182,8 @@ class Load(Body, frozen=True):
 
 
 class LeaderState(Body, frozen=True):
-    """Leader to frontend, whenever it changes, and once a second. With a number: reply Done.
+    """Leader to frontend, whenever it changes, and once a second. With a number: reply Done when the state is known, and no request of the
+    frontend needs a leader that rejects requests.
 
     Attributes:
         desired, served, obstacle: see `Leader`.
@@ -216,7 +213,6 @@ AnyBody = (
     | Operation
     | Step
     | Done
-    | Quiesce
     | Follow
     | Scrape
     | Metrics

@@ -23,10 +23,10 @@ from multiworld_serving.server.frontends.messages import (
     Follow,
     LeaderState,
     Load,
+    Metrics,
     Operation,
     Predict,
     PredictReply,
-    Quiesce,
     Rejection,
     Scrape,
     Step,
@@ -34,7 +34,6 @@ from multiworld_serving.server.frontends.messages import (
     parse_rows,
     rows_payload,
 )
-from multiworld_serving.server.frontends.messages import Metrics as MetricsBody
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.observability.tracing import remote_span
@@ -50,16 +49,14 @@ _JOIN_WORLD_S = 10.0
 _STATE_INTERVAL_S = 1.0
 _SCRAPE_S = 2.0
 """Longest wait for the metrics of another frontend."""
-_QUIESCE_S = 60.0
-"""Longest wait until a frontend has no request that needs a leader that is being unloaded."""
-_REPLY_S = 5.0
-"""Longest wait until a frontend has confirmed a state."""
+_INFORM_S = 60.0
+"""Longest wait until a frontend knows the state, and has no request that needs a leader that rejects requests."""
 _RECENT_S = 1.0
 """How long a frontend's report of its number of requests in preparation is used."""
 
 
 class FrontendSessions:
-    """All frontends of a leader. Implements `RemoteOpenRequests`.
+    """All frontends of a leader.
 
     Args:
         manager: hosts the worlds; the leader's.
@@ -146,17 +143,10 @@ class FrontendSessions:
         recent_s = time.monotonic() - _RECENT_S
         return sum(each.ahead for each in self._sessions if each is session or each.ahead_s > recent_s)
 
-    # -- RemoteOpenRequests --------------------------------------------------------------------------------------------------------
-
-    async def wait_idle(self) -> None:
-        """Wait until every frontend has sent all the requests that it meant for this leader; at most `_QUIESCE_S`."""
-        self.state_changed()
-        await asyncio.gather(*(each.ask(Quiesce(), _QUIESCE_S) for each in tuple(self._sessions)))
-
-    async def sync_state(self) -> None:
-        """Wait until every frontend knows the current state; at most `_REPLY_S`."""
+    async def inform(self) -> None:
+        """Send the state to all frontends. Returns when each knows it and has no request that needs this leader; at most `_INFORM_S`."""
         state = self.state()
-        await asyncio.gather(*(each.ask(state, _REPLY_S) for each in tuple(self._sessions)))
+        await asyncio.gather(*(each.ask(state, _INFORM_S) for each in tuple(self._sessions)))
 
     # -- sessions --------------------------------------------------------------------------------------------------------------
 
@@ -228,7 +218,7 @@ class FrontendSession:
         transport: Transport = "edges" if who.edge else "relay"
         return FrontendSnapshot(who.frontend, who.host, who.pid, self._connections, self._requests, transport)
 
-    async def ask(self, body: Quiesce | LeaderState | Scrape, timeout_s: float) -> Received | None:
+    async def ask(self, body: LeaderState | Scrape, timeout_s: float) -> Received | None:
         """Send a message and wait for its reply; None if there is none in time."""
         with contextlib.suppress(LinkLostError, TimeoutError):
             return await self.link.call(body, timeout_s=timeout_s)
@@ -273,7 +263,7 @@ class FrontendSession:
             leader.driver.relays.add(request.unreachable, who.frontend)
         try:
             pending = PendingRequest(
-                partial(self._answer, number),
+                lambda outcome: self.link.finish(number, partial(_reply_of, outcome)),
                 self._inputs(request, payload),
                 request.request_id,
                 time.monotonic() + request.timeout_s,
@@ -284,18 +274,8 @@ class FrontendSession:
         except Exception as error:  # noqa: BLE001 - reported to the frontend
             self.link.reply_error(number, error)
             return
-        leader.open_requests.begin()
-        self.link.expect_cancel(number, partial(self._cancel, pending))
+        self.link.expect_cancel(number, partial(leader.driver.requests.cancel, pending))
         leader.driver.requests.begin(pending, request.rows)
-
-    def _cancel(self, pending: PendingRequest) -> None:
-        leader = self._sessions.leader
-        leader.driver.requests.cancel(pending)
-        leader.open_requests.end()
-
-    def _answer(self, number: int, outcome: Prediction | Exception) -> None:
-        self._sessions.leader.open_requests.end()
-        self.link.finish(number, partial(_reply_of, outcome))
 
     def _inputs(self, request: Predict, payload: memoryview) -> RequestInput:
         """The rows of a request, or where they are. Raises ValueError if they are invalid."""
@@ -309,7 +289,7 @@ class FrontendSession:
             raise ValueError(f"a reference to rows of {row_bytes} bytes; expected at most {rows.max_row_bytes}")
         return RemoteInput(self.who.edge, request.tensor, row_bytes)
 
-    async def _operate(self, number: int, asked: Operation) -> Reply:
+    async def _operate(self, number: int, asked: Operation) -> Done:
         """Run an administrative operation."""
         leader, version = self._sessions.leader, None
         match asked.operation:
@@ -321,13 +301,13 @@ class FrontendSession:
                 async with aclosing(leader.restart_workers()) as steps:
                     async for step in steps:
                         self.link.reply(number, Step(step), kind=Kind.STEP)
-        return Done(version), b""
+        return Done(version)
 
-    async def _scrape(self, *, others: bool) -> Reply:
+    async def _scrape(self, *, others: bool) -> Metrics:
         texts = [(self._sessions.name, (await self._sessions.metrics.scrape()).decode())]
         if others:
             texts += await self._sessions.scrape_others(self)
-        return MetricsBody(tuple(texts)), b""
+        return Metrics(tuple(texts))
 
 
 def _reply_of(found: Prediction | Exception) -> Reply:

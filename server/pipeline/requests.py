@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -148,6 +149,13 @@ class Requests:
         self._ids = count()
         self.has_begun = False
         self.pending: dict[int, PendingRequest] = {}
+        self._idle = asyncio.Event()
+
+    async def wait_idle(self) -> None:
+        """Wait until all requests have an outcome."""
+        while self.pending:
+            self._idle.clear()
+            await self._idle.wait()
 
     def close(self) -> None:
         """End all requests with `DrainingError`."""
@@ -274,6 +282,8 @@ class Requests:
             self._traces.request_ended(request)
         if (pending := self.pending.pop(request, None)) is not None:
             del pending.open[request]
+        if not self.pending:
+            self._idle.set()
 
 
 def _failure_of_leader(error: Exception) -> StageError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,7 +23,6 @@ from multiworld_serving.common.wire.join import RELEASE
 from multiworld_serving.server.administration import (
     Desired,
 )
-from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import DrainingError, OverloadedError, RequestRejected
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
@@ -57,7 +56,7 @@ class FakeLeader:
 
     def __init__(self) -> None:
         self.manager = WorldManager(secret=SECRET, verify_collectives=False)
-        self.open_requests = OpenRequests()
+        self.inform_frontends: Callable[[], Awaitable[None]]
         self.version = ModelVersion(1, "v1")
         self.desired = self.served = Desired(0, self.version, "digest of v1")
         self.obstacle = ""
@@ -103,14 +102,14 @@ class FakeLeader:
             raise self.failure
         self.version = ModelVersion(2, weights or "v1")
         self.follow(Desired(revision, self.version, "digest of v2", weights))
-        await self.open_requests.sync_state()
+        await self.inform_frontends()
         return self.version
 
     def follow(self, desired: Desired) -> None:
         self.desired = self.served = desired
 
     async def unload(self, revision: int) -> None:
-        await self.open_requests.wait_idle()
+        await self.inform_frontends()
 
     async def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
         for step in STEPS:
@@ -135,7 +134,7 @@ class Service:
         self.sessions = FrontendSessions(
             "leader-0", MODEL, leader, self.metrics, self.leader.manager, ("127.0.0.1", self.port)
         )
-        self.leader.open_requests.remote = self.sessions
+        self.leader.inform_frontends = self.sessions.inform
         self.leader.manager.answer("127.0.0.1", self.port, _answerer(leader, self.sessions))
         self.links: dict[str, LeaderLink] = {}
         self._running: list[tuple[asyncio.Task[None], WorldManager]] = []
@@ -291,7 +290,7 @@ async def test_prediction_is_that_of_the_leader() -> None:
         assert (found[0].model, found[0].version, found[0].path, found[0].attempts) == ("m", "v1", ("w",), 1)
         assert {request_id for _, request_id in service.leader.got} == {"mine"}
         assert all(28 < left_s <= 30 for left_s, _ in service.leader.got)
-        assert service.leader.open_requests.count == 0
+        assert not service.leader.tasks
 
 
 async def test_check_counts_what_all_frontends_prepare() -> None:
@@ -341,7 +340,7 @@ async def test_leader_that_drains_waits_for_the_requests_that_need_it() -> None:
         pool = await service.frontend()
         with open_request(pool, admitted=True):
             service.leader.closed = DrainingError("stopping")
-            draining = asyncio.create_task(service.leader.open_requests.wait_idle())
+            draining = asyncio.create_task(service.sessions.inform())
             await until(lambda: not any(link.usable for link in pool.links))
             await asyncio.sleep(0.05)
             assert not draining.done()
@@ -354,7 +353,7 @@ async def test_leader_that_drains_does_not_wait_for_a_frontend_that_is_lost() ->
         pool = await service.frontend()
         with open_request(pool, admitted=True):
             service.leader.closed = DrainingError("stopping")
-            draining = asyncio.create_task(service.leader.open_requests.wait_idle())
+            draining = asyncio.create_task(service.sessions.inform())
             await until(lambda: not any(link.usable for link in pool.links))
             await service.stop_frontend()
             await draining
