@@ -131,27 +131,31 @@ class Placement:
         host: str = "",
         held: Collection[int] = (),
         too_large: Collection[int] = (),
+        destined: int | None = None,
     ) -> int:
         """Choose the stage for a joining worker on `host`, which has the stages `held` in memory.
 
-        A stage without replicas (serving or joining) is first. Then a stage of `held` with fewer than `replicas`. Then the stage with the
+        A stage without replicas (serving or joining) is first. Then the stage `destined` by a move. Then a stage of `held` with fewer than `replicas`. Then the stage with the
         fewest replicas; among equals, the one with the fewest replicas on that host, because a host may fail as a whole, then the
         earliest. If all stages have `replicas`, a stage of `held` is first, and then the one with the fewest replicas for its load.
 
         Args:
             too_large: stages that do not fit into its memory. They are chosen only if no stage fits.
         """
-        hosts = [[worker.request.host for worker in self.workers(stage)] for stage in range(self.num_stages)]
-        extra = all(len(taken) >= self.replicas for taken in hosts)
+        counts = [len(list(self.workers(stage))) for stage in range(self.num_stages)]
+        extra = min(counts) >= self.replicas
 
-        def rank(stage: int) -> tuple[bool, bool, float, int]:
-            taken = hosts[stage]
-            stays = stage in held and (extra or len(taken) < self.replicas)
-            load = len(taken) / self._weight(stage) if extra else len(taken)
-            return bool(taken), not stays, load, taken.count(host)
+        def rank(stage: int) -> tuple[bool, bool, bool, float, int]:
+            stays = stage in held and (extra or counts[stage] < self.replicas)
+            load = counts[stage] / self._weight(stage) if extra else counts[stage]
+            return counts[stage] > 0, stage != destined, not stays, load, self.count(stage, host)
 
         fitting = [stage for stage in range(self.num_stages) if stage not in too_large]
         return min(fitting or range(self.num_stages), key=rank)
+
+    def count(self, stage: int, host: str) -> int:
+        """The number of replicas of a stage on a host."""
+        return sum(worker.request.host == host for worker in self.workers(stage))
 
     def _weight(self, stage: int) -> float:
         """The load of a stage relative to that of the most loaded one."""

@@ -22,7 +22,8 @@ from multiworld_serving.server.replicas.worker import Worker
 REASSIGN_AFTER_S = 3.0
 """How long a stage may have no worker before a worker of a stage with several is reassigned to it."""
 BALANCE_AFTER_S = 15.0
-"""How long a stage may have fewer replicas than wanted before an extra replica of another stage is reassigned to it."""
+"""How long a stage may have fewer replicas than wanted before an extra replica of another stage is reassigned to it, and how long two
+replicas may share a host when an exchange with another stage would separate them."""
 _SLOT_RETENTION_S = 60.0
 """How long an extra slot of a failed worker is kept for a successor."""
 _MAX_LOSSES = 3
@@ -66,6 +67,8 @@ class Goal:
         restart: the worker that is to be restarted.
         settle_until_s: until then, workers that another leader has placed are expected: nothing is promoted or reassigned.
         moved_s: when a worker was reassigned last.
+        destined: the stage that a worker takes when it joins again, by name of the worker.
+        immovable: names of the workers whose memory is too small for the stage that they were to take.
     """
 
     serving: tuple[int, ...]
@@ -73,6 +76,8 @@ class Goal:
     restart: Worker | None = None
     settle_until_s: float = float("-inf")
     moved_s: float = float("-inf")
+    destined: dict[str, int] = field(default_factory=dict)
+    immovable: set[str] = field(default_factory=set)
 
 
 StepKind = Literal[
@@ -87,11 +92,16 @@ StepKind = Literal[
 
 
 class WorkerStep(NamedTuple):
-    """A step with one worker."""
+    """A step with one worker.
+
+    Attributes:
+        stage: the one to which it is moved; None: the one that needs it most when it joins.
+    """
 
     kind: StepKind
     worker: Worker
     version: int = 0
+    stage: int | None = None
 
 
 class Promote(NamedTuple):
@@ -240,17 +250,47 @@ def _fill(goal: Goal, placement: Placement, steps: Steps, now_s: float) -> None:
     if free and spares:
         steps.now.append(Promote(spares[0], free[0]))  # the next one depends on this one
         return
+    if any(worker.state == "draining" or worker.busy_with == "restart" for worker in placement.workers()):
+        return
     fewest, most = (
         pick(range(placement.num_stages), key=lambda stage: len(list(placement.workers(stage)))) for pick in (min, max)
     )
     count, candidates = len(list(placement.workers(fewest))), placement.ready(most)
-    if count >= placement.replicas or len(candidates) < (placement.replicas + 1 if count else 2):
+    settled_s = max(goal.moved_s, goal.settle_until_s)
+    if count >= placement.replicas:
+        is_quiet = goal.loading is None and goal.restart is None and placement.fully_replicated
+        if is_quiet and (move := _separation(goal, placement)) is not None:
+            changed_s = max(worker.since_s for worker in placement.workers())
+            if steps.at(max(settled_s, changed_s) + BALANCE_AFTER_S, now_s):
+                steps.now.append(move)
         return
-    movable = next((worker for worker in candidates if not worker.obeys), None)
-    is_unsettled = any(worker.state == "draining" or worker.busy_with == "restart" for worker in placement.workers())
-    if movable is None or is_unsettled:
+    movable = [worker for worker in candidates if not worker.obeys]
+    if not movable or len(candidates) < (placement.replicas + 1 if count else 2):
         return
     lost_s = [slot.worker.since_s for slot in placement.of_stage(fewest) if slot.worker is not None and slot.free]
-    since_s = max(*lost_s, goal.moved_s, goal.settle_until_s)
-    if steps.at(since_s + (BALANCE_AFTER_S if count else REASSIGN_AFTER_S), now_s):
-        steps.now.append(WorkerStep("move", movable))
+    if steps.at(max([*lost_s, settled_s]) + (BALANCE_AFTER_S if count else REASSIGN_AFTER_S), now_s):
+
+        def gain(worker: Worker) -> tuple[int, int]:
+            """Prefer a host without the stage that lacks a replica, then one with several replicas of the other."""
+            host = worker.request.host
+            return -placement.count(fewest, host), placement.count(most, host)
+
+        steps.now.append(WorkerStep("move", max(movable, key=gain)))
+
+
+def _separation(goal: Goal, placement: Placement) -> WorkerStep | None:
+    """The first half of an exchange that separates two replicas of a stage, because a host may fail as a whole.
+
+    The worker goes from its stage on a crowded host to another stage, which the host lacks and of which another host can give a replica in
+    return. Then the former stage lacks a replica, and the other one has one too many. No exchange reduces the number of hosts of a stage.
+    """
+    for worker in placement.ready():
+        stage, host = worker.slot.stage, worker.request.host
+        if stage is None or worker.obeys or worker.name in goal.immovable or placement.count(stage, host) < 2:
+            continue
+        for other in range(placement.num_stages):
+            if placement.count(other, host) == 0 and any(
+                placement.count(stage, each.request.host) == 0 for each in placement.ready(other) if not each.obeys
+            ):
+                return WorkerStep("move", worker, stage=other)
+    return None

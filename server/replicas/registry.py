@@ -185,7 +185,10 @@ class WorkerRegistry:
         if too_large:
             limits = request.memory_mb, ", ".join(map(str, too_large))
             logger.warning("worker=%s has %d MB of memory, too little for the stages %s", request.worker, *limits)
-        return self.placement.free_slot(self.placement.choose_stage(request.host, held, too_large))
+        destined = self.goal.destined.pop(request.worker, None)
+        if destined in too_large:
+            self.goal.immovable.add(request.worker)
+        return self.placement.free_slot(self.placement.choose_stage(request.host, held, too_large, destined))
 
     async def _run(self, link: WorkerLink) -> None:
         settings = self._settings
@@ -332,6 +335,8 @@ class WorkerRegistry:
                 counts = [len(list(self.placement.workers(stage))) for stage in range(self.placement.num_stages)]
                 logger.warning("workers of each stage=%s: reassigning worker=%s of %s", counts, worker.name, worker.id)
                 self.goal.moved_s = time.monotonic()
+                if step.stage is not None:
+                    self.goal.destined[worker.name] = step.stage
                 link.drain()
             case "restart":
                 worker.busy_with = "restart"

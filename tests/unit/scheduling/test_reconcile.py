@@ -57,7 +57,9 @@ class Cluster:
         host = f"host-{number % 2}"
         held = self.random.randrange(self.placement.num_stages)
         # In the beginning, as after the start of a leader, workers keep the stage that another leader has assigned.
-        stage = self.placement.choose_stage(host, {held}) if self.now_s > 1 or self.keeps_none else held
+        stage, destined = held, self.goal.destined.pop(f"w{number}", None)
+        if self.now_s > 1 or self.keeps_none:
+            stage = self.placement.choose_stage(host, {held}, destined=destined)
         slot = self.placement.free_slot(stage)
         generation = self.placement.next_generation(slot.id.name)
         slot.worker = worker = Worker(JoinRequest(f"w{number}", "cpu", host, 1), slot.id, generation)
@@ -96,6 +98,8 @@ class Cluster:
         match step:
             case WorkerStep():
                 self.check(step)
+                if step.stage is not None:
+                    self.goal.destined[step.worker.name] = step.stage
                 self.perform_at(step.kind, step.worker, step.version)
             case Promote(spare, slot):
                 self.placement.remove(spare)
@@ -175,11 +179,20 @@ class Cluster:
                 self.end(self.random.choice(workers), Cause.EXIT)
 
 
+def is_spread(placement: Placement) -> bool:
+    """Whether each stage is on both hosts."""
+    return all(
+        len({worker.request.host for worker in placement.ready(stage)}) == 2 for stage in range(placement.num_stages)
+    )
+
+
 def go(seed: int) -> None:
     """A version is loaded and workers are restarted, while others are killed, some of them for good."""
     cluster = Cluster(seed)
-    cluster.run(60)
+    cluster.run(150)
     assert cluster.placement.fully_replicated
+    may_spread = cluster.placement.replicas == 2 and not cluster.placement.spares_wanted
+    assert is_spread(cluster.placement) or not may_spread
     workers = [int(worker.name[1:]) for worker in cluster.placement.workers()]
     spare = len(workers) - cluster.placement.num_stages
     cluster.goal.loading = Loading(2, cluster.now_s + 30)
@@ -191,8 +204,9 @@ def go(seed: int) -> None:
                 cluster.end(worker, Cause.EXIT)
         cluster.run(cluster.now_s + 3, failures_s=cluster.random.choice([1.0, 4.0, 1e9]))
     cluster.goal.restart = None
-    cluster.run(cluster.now_s + 60)
+    cluster.run(cluster.now_s + 150)
     placement = cluster.placement
+    assert is_spread(placement) or not may_spread or cluster.gone
     assert cluster.given_up or cluster.goal.serving == (2,)
     assert all(placement.ready(stage) for stage in range(placement.num_stages))
     assert placement.fully_replicated or cluster.gone
@@ -226,6 +240,7 @@ def load_everywhere(loading: Loading, placement: Placement, steps: module.Steps,
         (module, "_of_worker", lambda worker, goal: iter(())),
         (module, "REASSIGN_AFTER_S", math.inf),
         (module, "BALANCE_AFTER_S", math.inf),
+        (module, "_separation", lambda goal, placement: None),
     ],
     ids=[
         "restart while others are missing",
@@ -233,6 +248,7 @@ def load_everywhere(loading: Loading, placement: Placement, steps: module.Steps,
         "activate nothing",
         "never reassign",
         "never balance",
+        "leave replicas on one host",
     ],
 )
 def test_planted_bug_is_found(place: object, name: str, bug: object, monkeypatch: pytest.MonkeyPatch) -> None:
