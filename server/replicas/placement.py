@@ -135,9 +135,10 @@ class Placement:
     ) -> int:
         """Choose the stage for a joining worker on `host`, which has the stages `held` in memory.
 
-        A stage without replicas (serving or joining) is first. Then the stage `destined` by a move. Then a stage of `held` with fewer than `replicas`. Then the stage with the
-        fewest replicas; among equals, the one with the fewest replicas on that host, because a host may fail as a whole, then the
-        earliest. If all stages have `replicas`, a stage of `held` is first, and then the one with the fewest replicas for its load.
+        A stage without replicas (serving or joining) is first. Then the stage `destined` by a move. Then a stage of `held` with fewer than
+        `replicas`. Then the stage with the fewest replicas; among equals, the one with the fewest replicas on that host, because a host
+        may fail as a whole, then the earliest. If all stages have `replicas`, a stage of `held` is first, and then the one with the fewest
+        replicas for its load.
 
         Args:
             too_large: stages that do not fit into its memory. They are chosen only if no stage fits.

@@ -332,11 +332,16 @@ class WorkerRegistry:
             case "unload":
                 link.unload(version)
             case "move":
-                counts = [len(list(self.placement.workers(stage))) for stage in range(self.placement.num_stages)]
-                logger.warning("workers of each stage=%s: reassigning worker=%s of %s", counts, worker.name, worker.id)
-                self.goal.moved_s = time.monotonic()
-                if step.stage is not None:
+                if step.stage is None:
+                    counts = [len(list(self.placement.workers(stage))) for stage in range(self.placement.num_stages)]
+                    logger.warning("workers by stage=%s: reassigning worker=%s of %s", counts, worker.name, worker.id)
+                else:
                     self.goal.destined[worker.name] = step.stage
+                    logger.warning(
+                        "replicas of stage=%d share host=%s: reassigning worker=%s of %s to stage=%d",
+                        *(worker.stage, worker.request.host, worker.name, worker.id, step.stage),
+                    )
+                self.goal.moved_s = time.monotonic()
                 link.drain()
             case "restart":
                 worker.busy_with = "restart"
