@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Router
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from multiworld_serving.common.config.keys import KeySet
@@ -53,22 +54,22 @@ logger = logging.getLogger(__name__)
 _V2_INFER = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/infer")
 
 
-class Application:
+class Application(FastAPI):
     """The application of a port. Handles everything that does not depend on the route: authorization, records, and errors.
+
+    It calls the router without FastAPI's middleware, which would handle exceptions a second time.
 
     Args:
         permission_for: returns the permission that a path requires.
         version: returns the name of the version that serves; None for the admin port, which has no inference requests.
         other_port: the port with the paths that this one does not have.
         lifespan: returns the context in which the port serves.
-
-    Attributes:
-        router: its routes.
+        document: returns the document of GET /openapi.json; None: there is none.
     """
 
     def __init__(
         self,
-        routes: Sequence[BaseRoute],
+        routes: Sequence[Route],
         *,
         requests: Requests,
         authorizer: Authorizer | None,
@@ -76,13 +77,26 @@ class Application:
         version: Callable[[], str] | None = None,
         other_port: OtherPort | None = None,
         lifespan: Callable[[Any], AbstractAsyncContextManager[None]] | None = None,
+        document: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        self.router = Router(routes, redirect_slashes=False, lifespan=lifespan)
+        self._document = document
+        super().__init__(
+            routes=[*routes],
+            redirect_slashes=False,
+            lifespan=lifespan,
+            openapi_url="/openapi.json" if document else None,
+            docs_url=None,  # this page and the next one load scripts from another site
+            redoc_url=None,
+        )
         self._requests = requests
         self._authorizer = authorizer or Authorizer(ApiKeys(KeySet(), KeySet()))
         self._permission_for = permission_for
         self._version = version
         self._other_port = other_port
+
+    def openapi(self) -> dict[str, Any]:
+        """The document, which describes the model that serves now."""
+        return self._document() if self._document else super().openapi()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to a request. HEAD runs as GET and drops the body (RFC 9110, section 9.3.2)."""
@@ -197,9 +211,6 @@ def create_api(
         needs_key = authorizer is not None and bool(authorizer.keys.inference)
         return openapi_document(inference, pipeline.version, has_handler=handler is not None, needs_key=needs_key)
 
-    async def openapi(_: Request) -> Response:
-        return JSONResponse(document())
-
     endpoints = {
         f"{method.upper()} {path}": operation["summary"]
         for path, operations in document()["paths"].items()
@@ -213,7 +224,6 @@ def create_api(
             *V2Routes(pipeline, inference, metrics.requests).routes(),
             *operations_routes(pipeline, scrape or metrics.scrape),
             *StatusPage(pipeline, feed).routes(endpoints),
-            route("/openapi.json", openapi),
         ],
         requests=metrics.requests,
         authorizer=authorizer,
@@ -221,6 +231,7 @@ def create_api(
         version=lambda: pipeline.version.name,
         other_port=None if admin_port is None else OtherPort("the admin port", admin_port, is_admin_path),
         lifespan=lifespan,
+        document=document,
     )
 
 
