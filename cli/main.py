@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from multiworld_serving.cli.options import expand_groups, flag
+from multiworld_serving.cli.options import Options, program_command, verb_command
 from multiworld_serving.cli.service import ServiceError
 from multiworld_serving.cli.verbs import (
     admin,
@@ -53,10 +53,13 @@ app = typer.Typer(
 )
 
 
-def _add(verb: Callable[..., int], epilog: str | None = None) -> None:
+def _add(verb: Callable[..., int], epilog: str) -> None:
+    (parameter,) = inspect.signature(verb).parameters.values()
+    is_program = not issubclass(parameter.annotation, Options)
+    command = (program_command if is_program else verb_command)(verb, parameter.annotation)
     # Typer would show the line breaks inside the paragraphs of a docstring.
     paragraphs = inspect.cleandoc(verb.__doc__ or "").split("\n\n")
-    app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs), epilog=epilog)(expand_groups(verb))
+    app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs), epilog=epilog)(command)
 
 
 _add(processes.serve, processes.SERVE_EPILOG)
@@ -80,7 +83,7 @@ _add(credentials.token, credentials.TOKEN_EPILOG)
 def _without_verb(
     context: typer.Context,
     show_version: Annotated[
-        bool, flag("--version", "Print the versions of multiworld, torch and torchvision, and exit.")
+        bool, typer.Option("--version", help="Print the versions of multiworld, torch and torchvision, and exit.")
     ] = False,
 ) -> None:
     if show_version:

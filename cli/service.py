@@ -2,68 +2,46 @@
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from multiworld_serving.cli.options import value
-from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials, UserError
+from multiworld_serving.cli.options import Options, value
+from multiworld_serving.common.config import ClientCredentials, UserError
 from multiworld_serving.common.config.tokens import read_token
 
 if TYPE_CHECKING:
     import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-Urls = Annotated[
-    list[str],
-    value(
-        "URL",
-        "URL of the HTTP API of the service; repeat the option, or separate with commas, for several frontends: status and predict use "
-        "the next if one fails, the other verbs the first. Admin verbs find the admin port there.",
-        "--url",
-        envvar="MULTIWORLD_URL",
-    ),
-]
-TimeoutS = Annotated[float, value("SECONDS", "Timeout of one request, in seconds.", min=0.001)]
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(Options):
     """Options for credentials and TLS."""
 
-    panel: ClassVar[str] = "Access"
-    api_key_file: Annotated[
-        Path | None,
-        value(
-            "FILE",
-            "File with the API key. Alternatively, MULTIWORLD_API_KEY holds the key itself.",
-            envvar="MULTIWORLD_API_KEY_FILE",
-        ),
-    ] = None
-    ca_file: Annotated[
-        Path | None,
-        value(
-            "FILE",
-            "CA certificates (PEM) that verify the certificate of the service; default: those of the system.",
-            envvar="MULTIWORLD_CA_FILE",
-        ),
-    ] = None
-    client_cert_file: Annotated[
-        Path | None,
-        value(
-            "FILE",
-            "Client certificate and private key (PEM), for a service that requires one.",
-            envvar="MULTIWORLD_CLIENT_CERT_FILE",
-        ),
-    ] = None
+    api_key_file: Path | None = value(None, "Access", metavar="FILE", variable="MULTIWORLD_API_KEY_FILE")
+    """File with the API key; by default MULTIWORLD_API_KEY holds the key itself."""
+    ca_file: Path | None = value(None, "Access", metavar="FILE", variable="MULTIWORLD_CA_FILE")
+    """CA certificates (PEM) that verify the certificate of the service; by default those of the system."""
+    client_cert_file: Path | None = value(None, "Access", metavar="FILE", variable="MULTIWORLD_CLIENT_CERT_FILE")
+    """Client certificate and private key (PEM), for a service that requires one."""
 
     def credentials(self) -> ClientCredentials:
         """Return the credentials from these options and the environment. Raises UserError if a file is invalid."""
         file = self.api_key_file
         key = read_token(file, "key").get_secret_value() if file else os.environ.get("MULTIWORLD_API_KEY", "")
         return ClientCredentials(key.strip(), self.ca_file, self.client_cert_file)
+
+
+class ServiceOptions(Access):
+    """Options of a verb that uses a running service."""
+
+    urls: tuple[str, ...] = value((DEFAULT_URL,), names=("--url",), metavar="URL", variable="MULTIWORLD_URL")
+    """URL of the HTTP API of the service, by default http://127.0.0.1:8000. Repeat the option, or separate with commas, for several
+    frontends: status and predict use the next if one fails, the other verbs the first. Admin verbs find the admin port there."""
+    timeout_s: float = value(60.0, gt=0)
+    """Timeout of one request, in seconds."""
 
 
 class ServiceError(Exception):
@@ -78,26 +56,28 @@ class ServiceUnavailableError(ServiceError):
     """This frontend lost the connection, or cannot serve now (429, 502, 503); another one may."""
 
 
-def open_client(url: str, timeout_s: float, credentials: ClientCredentials = NO_CREDENTIALS) -> "httpx.Client":
-    """Return an HTTP client of the service. Raises UserError if `url` is not an HTTP or HTTPS URL."""
+@contextmanager
+def open_clients(options: ServiceOptions) -> Iterator["deque[httpx.Client]"]:
+    """Open one HTTP client per URL, for `send_to_any`. Translates errors of HTTP in the block, and those of unexpected responses.
+
+    Raises:
+        UserError: a URL or a file of the credentials is invalid.
+        ServiceError: see `send_request`, or a server of another kind responded.
+    """
     import httpx
 
-    try:
-        if (parts := httpx.URL(url)).scheme in ("http", "https") and parts.host:
-            return httpx.Client(base_url=url, timeout=timeout_s, **credentials.options)
-    except httpx.InvalidURL:
-        pass
-    raise UserError(f"--url {url}: expected a URL such as {DEFAULT_URL}")
-
-
-@contextmanager
-def open_clients(
-    urls: Sequence[str], timeout_s: float, credentials: ClientCredentials
-) -> Iterator["deque[httpx.Client]"]:
-    """Open one HTTP client per URL, for `send_to_any`. Raises UserError if a URL is invalid."""
-    with ExitStack() as stack:
-        found = dict.fromkeys(url.strip() for text in urls for url in text.split(","))
-        yield deque([stack.enter_context(open_client(url, timeout_s, credentials)) for url in found])
+    credentials = options.credentials()
+    clients: deque[httpx.Client] = deque()
+    with ExitStack() as stack, response_errors(options.urls[0]), http_errors(options.urls[0], options.timeout_s):
+        for url in dict.fromkeys(url.strip() for text in options.urls for url in text.split(",")):
+            try:
+                client = httpx.Client(base_url=url, timeout=options.timeout_s, **credentials.options)
+            except httpx.InvalidURL as error:
+                raise UserError(f"--url {url}: {error}; expected a URL such as {DEFAULT_URL}") from error
+            clients.append(stack.enter_context(client))
+            if client.base_url.scheme not in ("http", "https") or not client.base_url.host:
+                raise UserError(f"--url {url}: expected a URL such as {DEFAULT_URL}")
+        yield clients
 
 
 def send_to_any(clients: "deque[httpx.Client]", method: str, path: str, **request: Any) -> "httpx.Response":
@@ -130,7 +110,7 @@ def send_request(
         ServiceError: the connection failed, or the status is not 2xx.
     """
     for is_last in (False, True):
-        with http_errors(str(client.base_url), timeout_s=client.timeout.read):
+        with http_errors(str(client.base_url), client.timeout.read):
             response = client.send(client.build_request(method, path, **request), stream=stream)
             if not response.is_success:
                 response.read()
@@ -162,12 +142,8 @@ def read_status(clients: "deque[httpx.Client]") -> "httpx.Response":
 
 
 @contextmanager
-def http_errors(url: str, *, timeout_s: float | None = None) -> Iterator[None]:
-    """Translate the exceptions of httpx in the block into ServiceError.
-
-    Args:
-        timeout_s: the timeout of the request, if an option gives it.
-    """
+def http_errors(url: str, timeout_s: float | None) -> Iterator[None]:
+    """Translate the exceptions of httpx in the block into ServiceError."""
     import httpx
 
     url = url.rstrip("/")
@@ -186,18 +162,18 @@ def http_errors(url: str, *, timeout_s: float | None = None) -> Iterator[None]:
         advice = "start the service with `multiworld serve`, or give its URL with --url"
         raise ServiceUnreachableError(f"nothing answers at {url} ({error}): {advice}") from error
     except httpx.TransportError as error:
-        if isinstance(error, httpx.TimeoutException) and timeout_s is not None:
+        if isinstance(error, httpx.TimeoutException):
             raise ServiceError(f"{url} did not answer within {timeout_s:g} s; increase --timeout-s") from error
         raise ServiceUnavailableError(f"the connection to {url} failed: {error or type(error).__name__}") from error
 
 
 @contextmanager
-def answer_errors(url: object, what: str = "a multiworld service of this version") -> Iterator[None]:
-    """Translate exceptions in the block that an answer of another form causes into ServiceError."""
+def response_errors(url: object) -> Iterator[None]:
+    """Translate exceptions in the block that a response of another form causes into ServiceError."""
     try:
         yield
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ServiceError(f"{url} does not answer like {what}") from error
+        raise ServiceError(f"{url} does not answer like a multiworld service of this version") from error
 
 
 def error_message(response: "httpx.Response") -> str:

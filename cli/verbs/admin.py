@@ -2,22 +2,10 @@
 
 import contextlib
 import json
-from collections.abc import Sequence
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from multiworld_serving.cli.options import AsJson, value
-from multiworld_serving.cli.service import (
-    DEFAULT_URL,
-    Access,
-    ServiceError,
-    Urls,
-    answer_errors,
-    http_errors,
-    open_clients,
-    send_request,
-)
+from multiworld_serving.cli.service import ServiceError, ServiceOptions, open_clients, send_request
 
 RESTART_EPILOG = """
 [bold]Examples[/bold]
@@ -41,26 +29,27 @@ UNLOAD_EPILOG = """
 [bold]Exit status[/bold]: 0 the model is out of service, 1 failure and nothing has changed, 2 invalid usage.
 """
 
-Weights = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="WEIGHTS",
-        help="A bundle or a file of weights below the service's --weights-dir, a published name, or random:SEED; default: reload the "
-        "weights that the service was started with.",
-        show_default=False,
-    ),
-]
-OperationTimeoutS = Annotated[float, value("SECONDS", "Longest wait for a response or for one step.", min=1.0)]
-_ADMIN_PORT = "the admin port of a multiworld service"
+
+class OperationOptions(ServiceOptions):
+    """Options of an operation on a service."""
+
+    timeout_s: float = value(3600.0, ge=1)
+    """Longest wait for a response or for one step."""
 
 
-def rolling_restart(
-    *,
-    urls: Urls = (DEFAULT_URL,),  # type: ignore[assignment]
-    as_json: AsJson = False,
-    timeout_s: OperationTimeoutS = 3600.0,
-    access: Access,
-) -> int:
+class RestartOptions(AsJson, OperationOptions):
+    """Options of `rolling-restart`."""
+
+
+class LoadVersionOptions(AsJson, OperationOptions):
+    """Options of `load-version`."""
+
+    weights: str | None = value(None, positional=True)
+    """A bundle or a file of weights below the service's --weights-dir, a published name, or random:SEED; default: reload the weights that
+    the service was started with."""
+
+
+def rolling_restart(options: RestartOptions) -> int:
     """Restart all workers one at a time while the others serve.
 
     Each worker finishes its batches and exits; whatever started it (the service, Docker, Kubernetes) starts it again; and it
@@ -70,14 +59,12 @@ def rolling_restart(
     """
     step: dict[str, Any] = {}
     with (
-        open_clients(urls, timeout_s, access.credentials()) as clients,
-        answer_errors(urls[0], _ADMIN_PORT),
-        http_errors(urls[0], timeout_s=timeout_s),
+        open_clients(options) as clients,
         contextlib.closing(send_request(clients[0], "POST", "/admin/rolling-restart", json={}, stream=True)) as steps,
     ):
         for line in steps.iter_lines():
             step = json.loads(line)
-            if text := line if as_json else _step(step):
+            if text := line if options.as_json else _step(step):
                 print(text, flush=True)
     if step.get("state") != "done":
         raise ServiceError(str(step.get("error", "the service stopped before all workers were restarted")))
@@ -96,48 +83,34 @@ def _step(step: dict[str, Any]) -> str:
     return ""
 
 
-def load_version(
-    *,
-    weights: Weights = None,
-    urls: Urls = (DEFAULT_URL,),  # type: ignore[assignment]
-    as_json: AsJson = False,
-    timeout_s: OperationTimeoutS = 3600.0,
-    access: Access,
-) -> int:
+def load_version(options: LoadVersionOptions) -> int:
     """Switch a running service to other weights of its model, without a failed request.
 
     Each worker in turn loads the new weights next to the current ones and must pass a self-test. Then new requests use the new
     weights; requests in flight finish with the old ones. If any step fails, nothing changes; Ctrl-C cancels the load. After `unload`,
     this puts the model back into service.
     """
-    answer = _ask(urls, timeout_s, access, "load", {} if weights is None else {"weights": weights})
-    if as_json:
-        print(json.dumps(answer))
+    response = _operate(options, "load", {} if options.weights is None else {"weights": options.weights})
+    if options.as_json:
+        print(json.dumps(response))
     else:
-        print(f"{answer['name']} answers with {answer['weights']}, version {answer['version']}")
+        print(f"{response['name']} answers with {response['weights']}, version {response['version']}")
     return 0
 
 
-def unload(
-    *,
-    urls: Urls = (DEFAULT_URL,),  # type: ignore[assignment]
-    timeout_s: OperationTimeoutS = 3600.0,
-    access: Access,
-) -> int:
+def unload(options: OperationOptions) -> int:
     """Take the model out of service: new requests get status 503, requests in flight are answered.
 
     The workers keep running. `load-version` puts the model back into service.
     """
-    _ask(urls, timeout_s, access, "unload", {})
+    _operate(options, "unload", {})
     print("the model is out of service")
     return 0
 
 
-def _ask(
-    urls: Sequence[str], timeout_s: float, access: Access, verb: str, parameters: dict[str, str]
-) -> dict[str, Any]:
-    """Ask for an operation on the model and return the response. Raises ServiceError."""
-    with open_clients(urls, timeout_s, access.credentials()) as clients, answer_errors(urls[0], _ADMIN_PORT):
+def _operate(options: OperationOptions, verb: str, parameters: dict[str, str]) -> dict[str, Any]:
+    """Request an operation on the model and return the response. Raises ServiceError."""
+    with open_clients(options) as clients:
         (model, *_) = send_request(clients[0], "POST", "/v2/repository/index", json={}).json()
         path = f"/v2/repository/models/{model['name']}/{verb}"
         found: dict[str, Any] = send_request(clients[0], "POST", path, json={"parameters": parameters}).json()

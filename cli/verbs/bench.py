@@ -2,20 +2,10 @@
 
 import json
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from multiworld_serving.cli.options import AsJson, LoadOptions, duration, value
-from multiworld_serving.cli.service import (
-    DEFAULT_URL,
-    Access,
-    TimeoutS,
-    Urls,
-    answer_errors,
-    http_errors,
-    open_clients,
-    read_status,
-)
+from multiworld_serving.cli.options import AsJson, Duration, LoadOptions, duration, value
+from multiworld_serving.cli.service import ServiceOptions, open_clients, read_status
 from multiworld_serving.common.config import UserError
 
 if TYPE_CHECKING:
@@ -41,32 +31,25 @@ _CLIENT_BOUND = 0.8
 """Fraction of a core above which the clients themselves may limit the throughput."""
 
 
-@dataclass(frozen=True)
-class MeasuredLoad(LoadOptions):
+class BenchOptions(AsJson, LoadOptions, ServiceOptions):
     """Options for the load and its measurement."""
 
-    duration_s: Annotated[float, duration("Duration of the measurement, such as 30s or 5m.", "--duration")] = "30s"  # type: ignore[assignment]
-    warm_up_s: Annotated[float, duration("Duration of the load before the measurement; not counted.", "--warm-up")] = (
-        "3s"  # type: ignore[assignment]
-    )
-    rows: Annotated[
-        int | None,
-        value("N", "Send tensors with this many rows, with the Open Inference Protocol, instead of images.", min=1),
-    ] = None
-    timeout_s: TimeoutS = 60.0
-    seed: Annotated[int, value("N", "Seed of the generated requests and of the arrival times of an open loop.")] = 0
+    duration_s: Duration = duration(30.0, "Load", "--duration")
+    """Duration of the measurement, such as 30s or 5m; by default 30s."""
+    warm_up_s: Duration = duration(3.0, "Load", "--warm-up")
+    """Duration of the load before the measurement; not counted; by default 3s."""
+    rows: int | None = value(None, "Load", ge=1)
+    """Send tensors with this many rows, with the Open Inference Protocol, instead of images."""
+    seed: int = value(0, "Load")
+    """Seed of the generated requests and of the arrival times of an open loop."""
 
-    def __str__(self) -> str:
+    @property
+    def load(self) -> str:
+        """The load in words."""
         return f"{self.rate:g} requests/s" if self.rate else f"{self.clients} clients"
 
 
-def bench(
-    *,
-    urls: Urls = (DEFAULT_URL,),  # type: ignore[assignment]
-    options: MeasuredLoad,
-    as_json: AsJson = False,
-    access: Access,
-) -> int:
+def bench(options: BenchOptions) -> int:
     """Send requests to a running service and show throughput and latency.
 
     Without --file, requests are generated for the model that the service serves: images if it classifies images, else tensors. A closed
@@ -80,9 +63,9 @@ def bench(
 
     if options.rows is not None and options.files:
         raise UserError("--rows and --file are mutually exclusive: tensors are generated from the seed")
-    credentials = access.credentials()
-    files = [body_file(path) for path in options.files or ()]
-    with open_clients(urls, 30.0, credentials) as clients, answer_errors(urls[0]), http_errors(urls[0]):
+    credentials = options.credentials()
+    files = [body_file(path) for path in options.files]
+    with open_clients(options) as clients:
         url = str(clients[0].base_url).rstrip("/")
         status = read_status(clients).json()
         requests = served_requests(url, files, rows=options.rows, seed=options.seed, credentials=credentials)
@@ -110,11 +93,11 @@ def bench(
     cores = busy_s / max(1e-9, until_s - since_s + options.warm_up_s)
     rows = options.rows or 1
     found = measure(load.samples, since_s, until_s, unsent=load.unsent, rows_per_request=rows)
-    if as_json:
-        facts = {"service": title, "load": str(options), "client_cores": round(cores, 2), **found.as_json()}
+    if options.as_json:
+        facts = {"service": title, "load": options.load, "client_cores": round(cores, 2), **found.as_json()}
         print(json.dumps(facts, indent=1))
     else:
-        _show(found, f"{title}, {options}, {requests[0].path}", cores)
+        _show(found, f"{title}, {options.load}, {requests[0].path}", cores)
     return 130 if interrupted else 1 if found.failed or not found.answered else 0
 
 

@@ -4,11 +4,10 @@ import json
 import os
 import signal
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING
 
-from multiworld_serving.cli.options import LoadOptions, assignments, duration, flag, value
+from multiworld_serving.cli.options import Duration, LoadOptions, Options, assignments, duration, value
 from multiworld_serving.cli.service import Access, ServiceError
 from multiworld_serving.common.config import UserError
 
@@ -36,27 +35,29 @@ docker compose up -d --wait && multiworld chaos --compose multiworld
 """
 
 
-@dataclass(frozen=True)
-class ServiceOptions:
+class TestedService(Options):
     """The service under test: the URL of a running service, or the settings with which the campaign starts one."""
 
-    panel: ClassVar[str] = "The service"
-    url: Annotated[str | None, value("URL", "URL of a running service on this machine; default: start one.")] = None
-    compose: Annotated[str | None, value("PROJECT", "Name of the Docker Compose project of a running service.")] = None
-    model: Annotated[str, value("MODEL", "Model of the started service.")] = "resnet18"
-    weights: Annotated[str, value("WEIGHTS", "Weights of the started service.")] = "random:0"
-    stages: Annotated[int, value("N", "Stages of the started service.", min=1)] = 2
-    replicas: Annotated[int, value("N", "Replicas per stage of the started service.", min=1)] = 2
-    leaders: Annotated[int, value("N", "Leaders of the started service.", min=1)] = 2
-    heartbeat_timeout_s: Annotated[float, value("SECONDS", "Heartbeat timeout of the service.", min=0.01)] = 1.0
-    recovery_grace_s: Annotated[
-        float,
-        value("SECONDS", "How long the service keeps requests for a stage without replicas, in seconds.", min=0),
-    ] = 15.0
-    sets: Annotated[
-        list[str] | None,
-        value("NAME=VALUE", "Setting of the started service, as for `multiworld serve`; may be repeated.", "--set"),
-    ] = None
+    url: str | None = value(None, "The service")
+    """URL of a running service on this machine; by default one is started."""
+    compose: str | None = value(None, "The service", metavar="PROJECT")
+    """Name of the Docker Compose project of a running service."""
+    model: str = value("resnet18", "The service")
+    """Model of the started service."""
+    weights: str = value("random:0", "The service")
+    """Weights of the started service."""
+    stages: int = value(2, "The service", ge=1)
+    """Stages of the started service."""
+    replicas: int = value(2, "The service", ge=1)
+    """Replicas per stage of the started service."""
+    leaders: int = value(2, "The service", ge=1)
+    """Leaders of the started service."""
+    heartbeat_timeout_s: float = value(1.0, "The service", ge=0.01)
+    """Heartbeat timeout of the service."""
+    recovery_grace_s: float = value(15.0, "The service", ge=0)
+    """How long the service keeps requests for a stage without replicas, in seconds."""
+    sets: tuple[str, ...] = value((), "The service", names=("--set",), metavar="NAME=VALUE")
+    """Setting of the started service, as for `multiworld serve`; may be repeated."""
 
     def open(self, credentials: "ClientCredentials") -> "AbstractContextManager[RunningService]":
         """Return the service, for the duration of a block. Raises UserError for options that exclude each other."""
@@ -67,7 +68,9 @@ class ServiceOptions:
         if self.url is not None and self.compose is not None:
             raise UserError("--url and --compose are mutually exclusive: the URL of a Compose project is found")
         if self.url is None and self.compose is None:
-            named = {name: given for name, given in asdict(self).items() if name not in ("sets", "url", "compose")}
+            named = {
+                name: getattr(self, name) for name in TestedService.model_fields.keys() - {"sets", "url", "compose"}
+            }
             # All tensors travel over edges, also small ones, so that faults of edges have an effect.
             return LocalService(credentials=credentials, **{"edge_min_bytes": 0} | named | assignments(self.sets))
         if self.sets:
@@ -78,36 +81,26 @@ class ServiceOptions:
         return nullcontext(RunningService(self.url, credentials=credentials))
 
 
-@dataclass(frozen=True)
-class FaultOptions:
-    """Options for the faults."""
+class ChaosOptions(Access, LoadOptions, TestedService):
+    """Options of a campaign."""
 
-    panel: ClassVar[str] = "Faults"
-    faults: Annotated[
-        str | None,
-        value("NAME,…", "Faults to inject; default: all that are possible on this machine. See --list."),
-    ] = None
-    list_faults: Annotated[bool, flag("--list", "List the faults with their expected effect, and exit.")] = False
-    rounds: Annotated[int, value("N", "Number of injections of each fault.", min=1)] = 1
-    duration_s: Annotated[
-        float | None, duration("Duration of the campaign, such as 30m, instead of --rounds.", "--duration")
-    ] = None
-    settle_s: Annotated[
-        float, duration("Pause between recovery and the next fault. Faults never overlap.", "--settle")
-    ] = "2s"  # type: ignore[assignment]
-    seed: Annotated[int, value("N", "Seed of the order of faults, of their targets and of the requests.")] = 0
-
-
-JsonFile = Annotated[Path | None, value("FILE", "Write the full result as JSON.", "--json")]
+    faults: str | None = value(None, "Faults", metavar="NAME,…")
+    """Faults to inject; by default all that are possible on this machine. See --list."""
+    list_faults: bool = value(False, "Faults", names=("--list",))
+    """List the faults with their expected effect, and exit."""
+    rounds: int = value(1, "Faults", ge=1)
+    """Number of injections of each fault."""
+    duration_s: Duration | None = duration(None, "Faults", "--duration")
+    """Duration of the campaign, such as 30m, instead of --rounds."""
+    settle_s: Duration = duration(2.0, "Faults", "--settle")
+    """Pause between recovery and the next fault. Faults never overlap. By default 2s."""
+    seed: int = value(0, "Faults")
+    """Seed of the order of faults, of their targets and of the requests."""
+    json_file: Path | None = value(None, names=("--json",), metavar="FILE")
+    """Write the full result as JSON."""
 
 
-def chaos(
-    service: ServiceOptions,
-    load: LoadOptions,
-    faults: FaultOptions,
-    access: Access,
-    json_file: JsonFile = None,
-) -> int:
+def chaos(options: ChaosOptions) -> int:
     """Kill, freeze, slow down and partition processes of a service under load, and report the effect on the clients.
 
     Without --url or --compose, starts a service and stops it at the end. Requests are generated for the model that the service serves, or
@@ -124,27 +117,27 @@ def chaos(
     from multiworld_serving.testing.load.requests import body_file
     from multiworld_serving.testing.local_service import ServiceFailedError
 
-    if faults.list_faults:
+    if options.list_faults:
         _list()
         return 0
-    if json_file is not None and not os.access(json_file.parent, os.W_OK):
+    if (json_file := options.json_file) is not None and not os.access(json_file.parent, os.W_OK):
         raise UserError(f"{json_file} cannot be written: {json_file.parent} is not a writable directory")
     plan = Plan(
-        files=[body_file(path) for path in load.files or ()],
-        faults=chosen_faults(faults.faults, PROCESS_FAULTS if service.compose is None else ALL_FAULTS),
-        clients=load.clients,
-        rate_hz=load.rate,
-        rounds=faults.rounds,
-        duration_s=faults.duration_s,
-        settle_s=faults.settle_s,
-        seed=faults.seed,
-        heartbeat_timeout_s=service.heartbeat_timeout_s,
-        grace_s=service.recovery_grace_s,
+        files=[body_file(path) for path in options.files],
+        faults=chosen_faults(options.faults, PROCESS_FAULTS if options.compose is None else ALL_FAULTS),
+        clients=options.clients,
+        rate_hz=options.rate,
+        rounds=options.rounds,
+        duration_s=options.duration_s,
+        settle_s=options.settle_s,
+        seed=options.seed,
+        heartbeat_timeout_s=options.heartbeat_timeout_s,
+        grace_s=options.recovery_grace_s,
     )
     # Handle SIGTERM like Ctrl-C: print the results so far and stop the started service.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with service.open(access.credentials()) as system:
+        with options.open(options.credentials()) as system:
             result = run(system, plan, log=lambda line: print(line, flush=True))
     except (ServiceFailedError, NotRecoveredError, ContainerError, httpx.HTTPError) as error:
         raise ServiceError(str(error) or type(error).__name__) from error

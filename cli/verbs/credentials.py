@@ -2,11 +2,8 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from multiworld_serving.cli.options import AsJson
+from multiworld_serving.cli.options import AsJson, Options, value
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.keys import hash_key, parse_keys, read_keys
 from multiworld_serving.common.config.tokens import new_token, read_token, write_secret
@@ -28,30 +25,32 @@ multiworld token token
 multiworld serve --external-workers --join-host 0.0.0.0 --token-file token
 """  # noqa: S105 - no password
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key's owner, for the log.", show_default=False)]
-AddTo = Annotated[
-    Path | None,
-    typer.Option(
-        "--add-to", metavar="FILE", help="Append the line NAME:HASH to this file; created if it does not exist."
-    ),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out", metavar="FILE", help="Write the key to this new file, with mode 0600, instead of printing it."
-    ),
-]
-File = Annotated[
-    Path, typer.Argument(metavar="FILE", help="File of the token; created if it does not exist.", show_default=False)
-]
+
+class KeyOptions(AsJson):
+    """Options of `key`."""
+
+    name: str = value(positional=True)
+    """Name of the key's owner, for the log."""
+    add_to: Path | None = value(None, metavar="FILE")
+    """Append the line NAME:HASH to this file; created if it does not exist; by default the line is printed."""
+    out: Path | None = value(None, metavar="FILE")
+    """Write the key to this new file, with mode 0600; by default it is printed."""
 
 
-def key(name: Name, add_to: AddTo = None, out: Out = None, as_json: AsJson = False) -> int:
+class TokenOptions(Options):
+    """Options of `token`."""
+
+    file: Path = value(positional=True)
+    """File of the token; created if it does not exist."""
+
+
+def key(options: KeyOptions) -> int:
     """Generate a random API key and print it, or write it to a new file that only you can read (--out). Only its SHA-256 hash is stored.
 
     The service reads lines NAME:HASH from the files of --api-keys-file and --admin-keys-file, and reloads them on SIGHUP.
     Without --add-to, the line is printed after the key.
     """
+    name, out, add_to = options.name, options.out, options.add_to
     new = new_token().get_secret_value()
     line = f"{name}:{hash_key(new)}"
     parse_keys(line, f"the name {name!r}")
@@ -65,7 +64,7 @@ def key(name: Name, add_to: AddTo = None, out: Out = None, as_json: AsJson = Fal
             out.unlink(missing_ok=True)
         raise
     shown = {"name": name, **({"key": new} if out is None else {"file": str(out)}), "line": line}
-    if as_json:
+    if options.as_json:
         print(json.dumps(shown))
     else:
         lines = [new if out is None else f"{out}: the key of {name}", *([] if add_to is not None else [line])]
@@ -85,12 +84,13 @@ def _add(file: Path, name: str, line: str) -> None:
         raise UserError(f"--add-to {file}: cannot be written: {error.strerror}") from error
 
 
-def token(file: File) -> int:
+def token(options: TokenOptions) -> int:
     """Create a file with a new join token, readable only by you.
 
     Start the leader and all workers with --token-file FILE. An existing file with a token is not changed: to replace the
     token, remove the file first.
     """
+    file = options.file
     if write_secret(file, new_token().get_secret_value()):
         print(f"{file}: a new join token")
     else:

@@ -5,20 +5,15 @@ import mimetypes
 import sys
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from multiworld_serving.cli.options import AsJson, value
 from multiworld_serving.cli.service import (
-    DEFAULT_URL,
-    Access,
     ServiceError,
+    ServiceOptions,
     ServiceUnreachableError,
-    TimeoutS,
-    Urls,
-    answer_errors,
     open_clients,
+    response_errors,
     send_to_any,
 )
 from multiworld_serving.common.config import UserError
@@ -40,35 +35,26 @@ multiworld predict tokens.npz
 [bold]Exit status[/bold]: 0 all files were answered, 1 at least one failed, 2 invalid usage.
 """
 
-Files = Annotated[
-    list[Path],
-    typer.Argument(
-        metavar="FILE…",
-        help="Images, bodies for the handler of the service, or .npz files of numpy with the inputs of the model by name.",
-        show_default=False,
-    ),
-]
-TopK = Annotated[int | None, value("N", "Number of labels per image.", min=1, show_default="setting of the service")]
+
+class PredictOptions(AsJson, ServiceOptions):
+    """Options of `predict`."""
+
+    files: tuple[Path, ...] = value(positional=True, metavar="FILE…")
+    """Images, bodies for the handler of the service, or .npz files of numpy with the inputs of the model by name."""
+    top_k: int | None = value(None, ge=1)
+    """Number of labels per image; by default that of the service."""
 
 
-def predict(
-    *,
-    files: Files,
-    urls: Urls = (DEFAULT_URL,),  # type: ignore[assignment]
-    top_k: TopK = None,
-    as_json: AsJson = False,
-    timeout_s: TimeoutS = 60.0,
-    access: Access,
-) -> int:
+def predict(options: PredictOptions) -> int:
     """Send files to a running service and show the answers: the labels of images, or what the model or its handler returns.
 
     With --json, prints one line per file: the response of the service with the file name added.
     """
     failed = False
-    with open_clients(urls, timeout_s, access.credentials()) as clients:
-        for file in files:
+    with open_clients(options) as clients:
+        for file in options.files:
             try:
-                answer = _infer(clients, file) if file.suffix == ".npz" else _predict(clients, file, top_k)
+                answer = _infer(clients, file) if file.suffix == ".npz" else _predict(clients, file, options.top_k)
             except ServiceUnreachableError:
                 raise
             except (OSError, ServiceError, UserError) as error:
@@ -76,7 +62,7 @@ def predict(
                 print(f"multiworld: error: {file}: {reason}", file=sys.stderr)
                 failed = True
                 continue
-            print(json.dumps({"file": str(file), **answer}) if as_json else _text(file, answer), flush=True)
+            print(json.dumps({"file": str(file), **answer}) if options.as_json else _text(file, answer), flush=True)
     return int(failed)
 
 
@@ -100,7 +86,7 @@ def _infer(clients: "deque[httpx.Client]", file: Path) -> dict[str, Any]:
     from multiworld_client.tensors import infer_request, outputs
 
     try:
-        with np.load(file) as arrays, answer_errors(clients[0].base_url):
+        with np.load(file) as arrays, response_errors(clients[0].base_url):
             (model, *_) = send_to_any(clients, "POST", "/v2/repository/index").json()
             request = infer_request(arrays, model["name"], None)
             response = send_to_any(clients, "POST", request.path, content=request.content, headers=request.headers)

@@ -1,8 +1,8 @@
 """`multiworld serve`, `frontend`, `leader` and `worker`: the processes of the service."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from multiworld_serving.cli.options import settings_command, value
+from multiworld_serving.cli.options import Options, value
 from multiworld_serving.common.config import UserError, configure_logging
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
@@ -48,7 +48,6 @@ MULTIWORLD_TOKEN=… multiworld worker --leader leader:8001 --device cuda:0
 """
 
 
-@settings_command(ServeSettings, process=lambda _: "supervisor")
 def serve(settings: ServeSettings) -> int:
     """Serve a model over HTTP, split into pipeline stages with several replicas each.
 
@@ -79,28 +78,26 @@ def _ray_launcher() -> "ModuleType":
     return launcher
 
 
-def down(
-    *,
-    ray_namespace: Annotated[
-        str,
-        value("NAMESPACE", "Namespace that the service was started with.", envvar="MULTIWORLD_RAY_NAMESPACE"),
-    ] = "multiworld",
-    timeout_s: Annotated[
-        float,
-        value("SECONDS", "Time for the processes of each role to stop; what still runs then is killed.", min=0.001),
-    ] = 60.0,
-) -> int:
+class DownOptions(Options):
+    """Options of `down`."""
+
+    ray_namespace: str = value("multiworld", variable="MULTIWORLD_RAY_NAMESPACE")
+    """Namespace that the service was started with."""
+    timeout_s: float = value(60.0, gt=0)
+    """Time for the processes of each role to stop; what still runs then is killed."""
+
+
+def down(options: DownOptions) -> int:
     """Stop a service that `multiworld serve --launcher ray` has started, on the cluster of RAY_ADDRESS or of this machine.
 
     Frontends stop first and answer the requests that they have, then leaders and workers.
     """
     launcher = _ray_launcher()
     configure_logging("info", process="down")
-    launcher.down(ray_namespace, timeout_s)
+    launcher.down(options.ray_namespace, options.timeout_s)
     return 0
 
 
-@settings_command(FrontendSettings, process=lambda settings: settings.name)
 def frontend(settings: FrontendSettings) -> int:
     """Serve HTTP: read requests, decode images, and send them to a leader. A request whose leader is lost goes to another one."""
     from multiworld_serving.server.frontends.main import run
@@ -108,7 +105,6 @@ def frontend(settings: FrontendSettings) -> int:
     return run(settings)
 
 
-@settings_command(LeaderSettings, process=lambda settings: settings.name)
 def leader(settings: LeaderSettings) -> int:
     """Schedule the requests of frontends over workers. Frontends and workers join at the same port.
 
@@ -119,7 +115,6 @@ def leader(settings: LeaderSettings) -> int:
     return run(settings)
 
 
-@settings_command(WorkerSettings, process=lambda settings: settings.name)
 def worker(settings: WorkerSettings) -> int:
     """Join a leader and compute the stage that it assigns, until stopped.
 

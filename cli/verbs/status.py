@@ -2,20 +2,11 @@
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from multiworld_serving.cli.console import console, table
-from multiworld_serving.cli.options import AsJson, flag
-from multiworld_serving.cli.service import (
-    DEFAULT_URL,
-    Access,
-    ServiceError,
-    TimeoutS,
-    Urls,
-    answer_errors,
-    open_clients,
-    read_status,
-)
+from multiworld_serving.cli.options import AsJson, value
+from multiworld_serving.cli.service import ServiceError, ServiceOptions, open_clients, read_status
 from multiworld_serving.common.config import UserError
 
 if TYPE_CHECKING:
@@ -42,25 +33,25 @@ _STYLES = {
 }
 """Color of a state of the service or of a replica."""
 
-Watch = Annotated[bool, flag("--watch", "Keep running and show the state every second, until Ctrl-C.")]
+
+class StatusOptions(AsJson, ServiceOptions):
+    """Options of `status`."""
+
+    timeout_s: float = value(10.0, gt=0)
+    """Timeout of one request, in seconds."""
+    watch: bool = value(False, names=("--watch",))
+    """Keep running and show the state every second, until Ctrl-C."""
 
 
-def status(
-    *,
-    urls: Urls = (DEFAULT_URL,),  # type: ignore[assignment]
-    as_json: AsJson = False,
-    watch: Watch = False,
-    timeout_s: TimeoutS = 10.0,
-    access: Access,
-) -> int:
+def status(options: StatusOptions) -> int:
     """Show the stages of a running service, their replicas, and the last failure of each."""
-    if watch and as_json:
+    if options.watch and options.as_json:
         raise UserError("--watch and --json are mutually exclusive: programs read GET /events")
-    with open_clients(urls, timeout_s, access.credentials()) as clients, answer_errors(", ".join(urls)):
+    with open_clients(options) as clients:
         response = read_status(clients)
-        if as_json:
+        if options.as_json:
             print(response.text)
-        elif watch:
+        elif options.watch:
             _watch(clients, render_status(response.json()))
         else:
             console().print(render_status(response.json()))

@@ -6,9 +6,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from multiworld_serving.common.config.errors import SettingsError
 from multiworld_serving.common.config.tokens import read_token, read_tokens
@@ -44,16 +43,11 @@ def setting(
     return Field(json_schema_extra={"panel": panel, "allowed": allowed}, **given, **bounds)
 
 
-class Settings(BaseSettings):
-    """Settings of all programs. The constructor reads only its arguments; `config.load` reads the sources."""
+class Settings(BaseModel):
+    """Settings of all programs. `config.load` reads them from the command line, the environment and a file."""
 
-    model_config = SettingsConfigDict(
-        frozen=True,
-        extra="forbid",
-        env_prefix=ENV_PREFIX,
-        env_ignore_empty=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     section: ClassVar[str] = ""
@@ -73,16 +67,6 @@ class Settings(BaseSettings):
     """Minimum level to log."""
     log_format: Literal["text", "json"] = setting("text", "Logging")
     """Text, or one JSON object per line."""
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        *_sources: Any,
-        **_more: Any,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)
 
     @field_validator("token")
     @classmethod
@@ -149,10 +133,15 @@ def public_fields(cls: type[Settings]) -> dict[str, FieldInfo]:
     return dict(sorted(found.items(), key=lambda item: item[0] in Settings.model_fields))
 
 
+def extra(field: FieldInfo) -> dict[str, Any]:
+    """What `setting` declares beside pydantic's own facts."""
+    assert isinstance(field.json_schema_extra, dict)
+    return field.json_schema_extra
+
+
 def panel(field: FieldInfo) -> str:
     """The heading of a setting in `--help`."""
-    assert isinstance(field.json_schema_extra, dict)
-    return str(field.json_schema_extra["panel"])
+    return str(extra(field)["panel"])
 
 
 def value_type(field: FieldInfo) -> Any:
@@ -164,8 +153,7 @@ def value_type(field: FieldInfo) -> Any:
 
 def allowed(field: FieldInfo) -> str:
     """Description of the allowed values: "a whole number from 1 to 64"."""
-    assert isinstance(field.json_schema_extra, dict)
-    if in_words := field.json_schema_extra["allowed"]:
+    if in_words := extra(field)["allowed"]:
         return str(in_words)
     kind = value_type(field)
     if get_origin(kind) is Literal:

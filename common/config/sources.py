@@ -11,14 +11,14 @@ In a TOML file, each program has a table:
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import SecretStr, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
-from pydantic_settings import EnvSettingsSource
 
 from multiworld_serving.common.config.errors import SettingsError
 from multiworld_serving.common.config.settings import ENV_PREFIX, Settings, allowed, public_fields, value_type
@@ -32,6 +32,7 @@ the library."""
 _OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?$")
 """Ends of the variables that Kubernetes sets for a Service called `multiworld…`."""
 
+M = TypeVar("M", bound=BaseModel)
 S = TypeVar("S", bound=Settings)
 
 
@@ -55,7 +56,8 @@ def load(
     _refuse_unknown_variables(programs)
     path = config_file or os.environ.get(variable("config"))
     in_file = {} if path is None else _table(cls, Path(path), programs)
-    in_environment = EnvSettingsSource(cls)()
+    environment = {name.upper(): text for name, text in os.environ.items() if text}
+    in_environment = {name: environment[variable(name)] for name in public_fields(cls) if variable(name) in environment}
     on_command_line = {name: value for name, value in options.items() if value is not None}
 
     def as_written(name: str, value: object) -> str:
@@ -63,12 +65,24 @@ def load(
             return f"{option(name)} {value}"
         return f"{variable(name)}={value}" if name in in_environment else f"{name} = {value} in {path}"
 
+    return validated(cls, {**in_file, **in_environment, **on_command_line}, as_written)
+
+
+def validated(cls: type[M], values: Mapping[str, Any], as_written: Callable[[str, object], str]) -> M:
+    """An object with these values.
+
+    Args:
+        as_written: returns name and value as the user wrote them.
+    Raises:
+        SettingsError: a value is missing or out of bounds.
+    """
     try:
-        return cls(**{**in_file, **in_environment, **on_command_line})
+        return cls(**values)
     except ValidationError as error:
         # A default that depends on other settings is not computed if any of them is invalid, which is its own error.
         details = (detail for detail in error.errors() if detail["type"] != "default_factory_not_called")
-        raise SettingsError("; ".join(_message(cls, detail, as_written) for detail in details)) from None
+        messages = [_message(cls.model_fields, values, detail, as_written) for detail in details]
+        raise SettingsError("; ".join(dict.fromkeys(messages))) from None
 
 
 def option(name: str) -> str:
@@ -116,11 +130,15 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f": did you mean {close[0]}?" if close else ""
 
 
-def _message(cls: type[Settings], detail: ErrorDetails, as_written: Any) -> str:
+def _message(
+    fields: Mapping[str, FieldInfo],
+    values: Mapping[str, Any],
+    detail: ErrorDetails,
+    as_written: Callable[[str, object], str],
+) -> str:
     """Message for one pydantic error: the setting as the user wrote it, and what is allowed."""
     if not detail["loc"]:
         return detail["msg"].removeprefix("Value error, ")
     name = str(detail["loc"][0])
-    field = cls.model_fields[name]
-    value = "…" if value_type(field) is SecretStr else detail["input"]
-    return f"{as_written(name, value)}: must be {allowed(field)}"
+    value = "…" if value_type(fields[name]) is SecretStr else values.get(name)
+    return f"{as_written(name, value)}: must be {allowed(fields[name])}"

@@ -49,7 +49,7 @@ def test_chaos_exits_with_1_when_requests_were_lost(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (("--faults", "explode"), "there is no such fault"),
-        (("--duration", "soon"), "'soon' is not a duration"),
+        (("--duration", "soon"), "--duration soon: must be a number with a unit of"),
         (("--set", "nonsense"), "--set nonsense: must be NAME=VALUE"),
         (("--url", "http://127.0.0.1:1", "--set", "stages=3"), "--set applies to a service that this command starts"),
         (("--url", "http://127.0.0.1:1", "--compose", "shop"), "mutually exclusive"),
