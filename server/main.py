@@ -22,6 +22,7 @@ from multiworld_serving.common.config import (
     raise_descriptor_limit,
     release_free_memory,
 )
+from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.config.process import notify, notify_systemd, on_stop_signal
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels
@@ -104,7 +105,7 @@ async def _serve(
             leader,
             metrics,
             leader.manager,
-            (settings.join_host, leader.join_port),
+            Address(settings.join_host, leader.join_port),
             settings.advertised(leader.join_port),
         )
         stack.push_async_callback(frontends.close)

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
+import msgspec
 from torch import Tensor
 
+from multiworld_serving.common.wire.inputs import Source
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.bundle.rows import RowFormat
@@ -108,20 +110,6 @@ class ModelVersion(NamedTuple):
     """For example "IMAGENET1K_V2"."""
 
 
-class KeptRows(NamedTuple):
-    """Rows of a last stage's output that a worker keeps for a frontend."""
-
-    holder: str
-    """The worker: HOST:PORT/INCARNATION."""
-    tensor: int
-    rows: tuple[int, ...]
-    """Of this tensor."""
-    at: tuple[int, ...]
-    """For each of them, which row of the request it answers."""
-    shape: tuple[int, ...]
-    """Of a row."""
-
-
 @dataclass(frozen=True, slots=True)
 class RestartStep:
     """Progress of one worker: `left_s` is the time until it left, `back_s` the time until its slot was ready again."""
@@ -135,9 +123,11 @@ class RestartStep:
     back_s: float | None = None
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The model's outputs for the samples of a request, and how they were computed. All samples were computed by one version."""
+class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The model's outputs for the samples of a request, and how they were computed. All samples were computed by one version.
+
+    Also the message with which a leader answers. Its rows are the payload of the message.
+    """
 
     output: Tensor
     """Output rows [N, …] on the CPU, in the format of `ServedModel.output_rows`. Rows that workers keep are listed in `kept` instead."""
@@ -157,8 +147,10 @@ class Prediction:
     """Samples of all requests that the last stage answered together, at most."""
     version_number: int = 1
     """See `ModelVersion.number`."""
-    kept: tuple[KeptRows, ...] = ()
-    """Between leader and frontend: rows of the output that the frontend fetches."""
+    kept: tuple[Source, ...] = ()
+    """Between leader and frontend: rows of the output that workers keep, and which samples they answer. The frontend fetches them."""
+    row_bytes: int = 0
+    """Length of these rows if the lengths of outputs vary; otherwise 0."""
 
 
 class Pipeline(Protocol):

@@ -13,9 +13,10 @@ import torch
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from multiworld.texts import shown
 from multiworld_serving.common.config import release_free_memory
+from multiworld_serving.common.edges.edge import RowsLostError
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.inputs import MAX_INPUTS_HEAD_BYTES, MAX_RELEASED, BatchInputs
+from multiworld_serving.common.wire.inputs import MAX_INPUTS_HEAD_BYTES, MAX_RELEASED, BatchInputs, LostInput
 from multiworld_serving.common.wire.message import Header, Message, MessageKind, RowShape, WireError
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.workers.compute.engine import Engine
@@ -26,7 +27,6 @@ from multiworld_serving.workers.exit_timer import (
     is_out_of_memory,
 )
 from multiworld_serving.workers.incoming_assignment import IncomingAssignment
-from multiworld_serving.workers.incoming_inputs import InputLostError, fetch_inputs
 from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
 from multiworld_serving.workers.observability.metrics import Outcome, WorkerMetrics
 from multiworld_serving.workers.stage_loader import StageLoader
@@ -299,9 +299,10 @@ class Session:
         """The result of a batch, or why there is none."""
         try:
             return await self._result(message)
-        except InputLostError as error:
+        except RowsLostError as error:
             logger.warning("world=%s batch=%d stage=%d: %s", self._world.name, message.batch, message.stage, error)
-            return error.lost.message(message.batch, message.stage, message.version)
+            lost = LostInput(error.holders, error.unreachable, str(error))
+            return lost.message(message.batch, message.stage, message.version)
         except Exception as error:
             if is_out_of_memory(error):  # the leader reroutes the batch, and a supervisor starts a new process
                 self.out_of_memory = True
@@ -330,7 +331,7 @@ class Session:
         return Message(kind, message.batch, output, compute_ns, waited_us, message.stage, message.version)
 
     async def _input_of(self, message: Message) -> tuple[BatchInputs | None, torch.Tensor]:
-        """The input of a batch, fetched if it is not in the message; and for INPUTS the description. Raises InputLostError."""
+        """The input of a batch, fetched if it is not in the message; and for INPUTS the description. Raises RowsLostError."""
         assert message.payload is not None, "`_check` requires a payload"
         if message.kind is MessageKind.BATCH:
             return None, message.payload
@@ -341,7 +342,8 @@ class Session:
         if not expected.row_shape.accepts(row_shape):
             raise WireError(f"INPUTS with rows of {row_shape}; expected {expected.row_shape}")
         self._edges.store.release(inputs.release, self)
-        return inputs, await fetch_inputs(self._edges, inputs, expected.dtype, row_shape)
+        rest = inputs.relayed, inputs.relayed_at
+        return inputs, await self._edges.fetch_rows(inputs.sources, inputs.rows, expected.dtype, row_shape, rest)
 
 
 def _describe(error: Exception) -> str:

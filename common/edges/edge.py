@@ -1,32 +1,24 @@
-"""The consumer's end of an edge: opens it when a tensor is first needed, and keeps it until one of the two ends."""
+"""The consumer's end of an edge: opened when a tensor is first needed, and kept until one of the two ends."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from multiworld import AskError, Transport, World, WorldError, WorldManager, ask
-from multiworld_serving.common.config.addresses import parse_address
+from multiworld import Transport, World, WorldError
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import RowRef, row_refs_tensor
-from multiworld_serving.common.wire.join import WORLD_BACKEND, EdgeJoinRequest, JoinOffer
 from multiworld_serving.common.wire.message import Header, Message, MessageKind, WireError
 
 logger = logging.getLogger(__name__)
 
 _PRODUCER_RANK = 0
-_OPEN_S = 2.0
-"""Longest time for opening an edge."""
 _FETCH_S = 4.0
 """Longest time for one transfer over an open edge. A frozen producer is noticed earlier, by its heartbeats."""
 _MAX_QUEUED = 4096
@@ -38,13 +30,7 @@ class EdgeError(Exception):
 
 
 class HolderUnreachableError(EdgeError):
-    """No edge to the producer could be opened, or it broke.
-
-    Attributes:
-        holder: the producer; set by `Edges.fetch`.
-    """
-
-    holder = ""
+    """No edge to the producer could be opened, or it broke."""
 
 
 class EdgeBrokenError(HolderUnreachableError):
@@ -55,139 +41,105 @@ class TensorGoneError(EdgeError):
     """The producer does not have the tensor any more."""
 
 
-@dataclass(slots=True, eq=False)
-class _Fetch:
-    """A fetch that waits. `shape` is that of the result."""
+class RowsLostError(Exception):
+    """Rows of several producers could not be fetched.
 
-    refs: Sequence[RowRef]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    take: bool
-    future: asyncio.Future[Tensor]
+    Args:
+        failed: each producer that could not send its rows, and why.
+
+    Attributes:
+        holders: these producers.
+        unreachable: those of them that this process cannot reach; the others do not have the rows any more.
+    """
+
+    def __init__(self, failed: Sequence[tuple[str, EdgeError]]) -> None:
+        super().__init__("; ".join(str(error) for _, error in failed))
+        self.holders = tuple(holder for holder, _ in failed)
+        self.unreachable = tuple(holder for holder, error in failed if not isinstance(error, TensorGoneError))
 
 
 class Edge:
-    """The edge to one producer. Its task opens the world, performs the fetches in order, and ends when the edge breaks.
+    """The edge to one producer. The first fetch opens it. One fetch is performed after another. If the edge breaks, all of them fail.
 
     Args:
         holder: the producer, as it announced itself: HOST:PORT/INCARNATION.
-        consumer: name of this process, for the producer's log.
-        manager: hosts the worlds.
-        bind_host: local address of the connections; empty lets the kernel choose. The manager must have the same.
-        on_ended: called when the edge has ended, before its fetches fail.
+        open_world: joins a new world with the producer, or raises HolderUnreachableError.
+        on_ended: called with the world of the edge when it has ended, before its fetches fail; None: it was never open.
+
+    Attributes:
+        tasks: of the fetches.
     """
 
     def __init__(
         self,
         holder: str,
-        consumer: str,
-        manager: WorldManager,
-        secret: bytes,
+        open_world: Callable[[str], Awaitable[World]],
+        on_ended: Callable[[Edge, World | None], object],
         metrics: EdgeMetrics,
-        bind_host: str,
-        on_ended: Callable[[Edge], object],
     ) -> None:
         self.holder = holder
         self.transport = Transport.TCP
-        self._consumer = consumer
-        self._manager = manager
-        self._secret = secret
-        self._metrics = metrics
-        self._bind_host = bind_host
+        self.tasks: set[asyncio.Task[Tensor]] = set()
+        self._open_world = open_world
         self._on_ended = on_ended
-        self._queue: deque[_Fetch] = deque()
-        self._added = asyncio.Event()
+        self._metrics = metrics
+        self._turn = asyncio.Lock()
+        self._channel: Channel | None = None
+        self._ending: EdgeError | None = None
         self._numbers = itertools.count(1)
         self._expected: tuple[int, torch.dtype, tuple[int, ...]] = (0, torch.uint8, ())
-        self.task = asyncio.create_task(self._run())
 
-    def fetch(
-        self, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool
-    ) -> asyncio.Future[Tensor]:
-        """Queue a fetch; see `Edges.fetch`. Raises HolderUnreachableError if too many wait."""
-        if len(self._queue) >= _MAX_QUEUED:
+    async def fetch(self, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool) -> Tensor:
+        """See `Edges.fetch`. If it is cancelled, the transfer still completes: otherwise the edge would break."""
+        if len(self.tasks) >= _MAX_QUEUED:
             raise HolderUnreachableError(f"{_MAX_QUEUED} fetches wait for {self.holder}")
-        fetch = _Fetch(refs, dtype, shape, take, asyncio.get_running_loop().create_future())
-        self._queue.append(fetch)
-        self._added.set()
-        return fetch.future
+        task = asyncio.create_task(self._fetch(refs, dtype, shape, take=take))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return await asyncio.shield(task)
 
-    async def _run(self) -> None:
-        reason: EdgeError = HolderUnreachableError("this process stops")
-        world: World | None = None
-        try:
-            world = await self.open()
-            self._metrics.opened("received", 1)
-            self.transport = world.transport
-            await self._serve(Channel(world, _PRODUCER_RANK, self._check))
-        except EdgeError as error:
-            reason = error
-        except (WorldError, TimeoutError) as error:
-            reason = EdgeBrokenError(f"the edge to {self.holder} broke: {str(error) or 'no answer in time'}")
-        except Exception as error:
-            logger.exception("the edge to %s failed", self.holder)
-            reason = HolderUnreachableError(f"the edge to {self.holder} failed: {type(error).__name__}")
-        finally:
-            self._on_ended(self)
-            for fetch in self._queue:
-                if not fetch.future.done():
-                    fetch.future.set_exception(type(reason)(str(reason)))
-            if world is not None:
-                self._metrics.opened("received", -1)
-                with contextlib.suppress(WorldError):
-                    await self._manager.close_world(world.name)
+    async def _fetch(self, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool) -> Tensor:
+        async with self._turn:
+            if self._ending is not None:
+                raise type(self._ending)(str(self._ending))
+            try:
+                if self._channel is None:
+                    world = await self._open_world(self.holder)
+                    self._channel, self.transport = Channel(world, _PRODUCER_RANK, self._check), world.transport
+                tensor = await self._transfer(self._channel, refs, dtype, shape, take=take)
+            except HolderUnreachableError as error:
+                self._end(error)
+                raise
+            except (WorldError, TimeoutError) as error:
+                broken = EdgeBrokenError(f"the edge to {self.holder} broke: {str(error) or 'no answer in time'}")
+                self._end(broken)
+                raise broken from error
+            except Exception as error:
+                logger.exception("the edge to %s failed", self.holder)
+                failed = HolderUnreachableError(f"the edge to {self.holder} failed: {type(error).__name__}")
+                self._end(failed)
+                raise failed from error
+        if tensor is None:
+            raise TensorGoneError(f"{self.holder} does not have it any more")
+        return tensor
 
-    async def open(self) -> World:
-        """Join a new world with the producer. Raises HolderUnreachableError."""
-        try:
-            location, _, incarnation = self.holder.rpartition("/")
-            address = parse_address(location)
-            request = EdgeJoinRequest(self._consumer, incarnation)
-            async with asyncio.timeout(_OPEN_S):
-                answer = await ask(
-                    *(address.host, address.port, request.to_json()),
-                    secret=self._secret,
-                    timeout_s=_OPEN_S,
-                    bind_host=self._bind_host,
-                )
-                offer = JoinOffer.from_json(answer)
-                return await self._manager.initialize_world(
-                    *(offer.world, 1, 2, WORLD_BACKEND),
-                    addr=address.host,
-                    port=address.port,
-                    generation=offer.generation,
-                    timeout=_OPEN_S,
-                )
-        except (AskError, PermissionError, WorldError, ValueError, OSError) as error:  # a TimeoutError is an OSError
-            raise HolderUnreachableError(f"no edge to {self.holder}: {str(error) or type(error).__name__}") from error
+    def _end(self, error: EdgeError) -> None:
+        self._ending = error
+        self._on_ended(self, None if self._channel is None else self._channel.world)
 
-    async def _serve(self, channel: Channel) -> NoReturn:
-        """Perform fetches in their order until the edge breaks. Raises WorldError, TimeoutError."""
-        while True:
-            while self._queue:
-                fetch = self._queue[0]
-                if not fetch.future.done():
-                    await self._perform(channel, fetch)
-                self._queue.popleft()
-                del fetch  # its future refers to the tensor
-            self._added.clear()
-            await self._added.wait()
-
-    async def _perform(self, channel: Channel, fetch: _Fetch) -> None:
+    async def _transfer(
+        self, channel: Channel, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool
+    ) -> Tensor | None:
+        """The rows; None if the producer does not have them. Raises WorldError, TimeoutError."""
         number = next(self._numbers)
-        self._expected = (number, fetch.dtype, fetch.shape)
-        kind = MessageKind.TAKE_ROWS if fetch.take else MessageKind.FETCH_ROWS
+        self._expected = number, dtype, shape
+        kind = MessageKind.TAKE_ROWS if take else MessageKind.FETCH_ROWS
         async with asyncio.timeout(_FETCH_S):
-            await channel.send(Message(kind, number, row_refs_tensor(fetch.refs)))
+            await channel.send(Message(kind, number, row_refs_tensor(refs)))
             tensor = (await channel.receive_view()).payload
         if tensor is not None:
-            self._metrics.transferred("received", self.transport, tensor.nbytes)
-        if fetch.future.done():
-            return  # its caller was cancelled
-        if tensor is not None:
-            fetch.future.set_result(tensor)
-        else:
-            fetch.future.set_exception(TensorGoneError(f"{self.holder} does not have it any more"))
+            self._metrics.bytes["received", self.transport].inc(tensor.nbytes)
+        return tensor
 
     def _check(self, header: Header) -> None:
         """Reject an answer that was not asked for, before memory is allocated for it. Raises WireError."""

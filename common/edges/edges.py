@@ -10,27 +10,35 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from multiworld import AskError, Transport, World, WorldError, WorldManager
+from multiworld import AskError, Transport, World, WorldError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address, parse_address
 from multiworld_serving.common.config.edges import EdgePortSettings
-from multiworld_serving.common.edges.edge import Edge, EdgeBrokenError, HolderUnreachableError, TensorGoneError
+from multiworld_serving.common.edges.edge import (
+    Edge,
+    EdgeBrokenError,
+    EdgeError,
+    HolderUnreachableError,
+    RowsLostError,
+    TensorGoneError,
+)
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.edges.store import TensorStore
 from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.inputs import MAX_FETCH_ROWS, RowRef, row_refs
-from multiworld_serving.common.wire.join import WORLD_BACKEND, EdgeJoinRequest, JoinOffer
+from multiworld_serving.common.wire.inputs import MAX_FETCH_ROWS, RowRef, Source, row_refs
+from multiworld_serving.common.wire.join import EdgeJoinRequest, JoinOffer
 from multiworld_serving.common.wire.message import Header, Message, MessageKind, WireError
 
 _CONSUMER_RANK = 1
 _MAX_SERVED = 1024
 """Edges on which others fetch from this process."""
+_OPEN_S = 2.0
+"""Longest time for opening an edge."""
 _JOIN_S = 5.0
 """Longest wait for a consumer to join the world that it was offered."""
 _SEND_S = 20.0
@@ -72,23 +80,16 @@ class Edges:
         loopback = ipaddress.ip_address(host).is_loopback
         self._host = "0.0.0.0" if loopback and settings.advertise_edge is not None else host  # noqa: S104 - asked for
         self._incarnation = secrets.token_hex(8)
-        secret, *_ = self._secrets = settings.edge_secrets
+        self._name = name
+        self._bind_host = bind_host
+        self._secrets = settings.edge_secrets
         self._manager = WorldManager(
-            secret=secret,
+            secret=self._secrets[0],
             verify_collectives=False,
             **settings.heartbeats,
             bind_host=bind_host,
-            on_shared_memory_missing=metrics.shared_memory_missing,
+            on_shared_memory_missing=metrics.shared_memory_missing.inc,
             register_shared_memory=register,
-        )
-        self._open = partial(
-            Edge,
-            consumer=name,
-            manager=self._manager,
-            secret=secret,
-            metrics=metrics,
-            bind_host=bind_host,
-            on_ended=self._forget,
         )
         self._metrics = metrics
         self._edges: dict[str, Edge] = {}
@@ -118,7 +119,7 @@ class Edges:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks = [*(edge.task for edge in self._edges.values()), *self._served]
+        tasks = [*self._served, *(task for edge in self._edges.values() for task in edge.tasks)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -135,6 +136,52 @@ class Edges:
             async with asyncio.timeout(timeout_s):
                 while len(self.store):  # noqa: ASYNC110 - once, when the process ends
                     await asyncio.sleep(_POLL_S)
+
+    async def fetch_rows(
+        self,
+        sources: Sequence[Source],
+        rows: int,
+        dtype: torch.dtype,
+        row_shape: tuple[int, ...],
+        rest: tuple[Tensor | None, Sequence[int]] = (None, ()),
+        *,
+        take: bool = False,
+    ) -> Tensor:
+        """A tensor [rows, *row_shape] from rows of several producers, which are fetched at the same time. Rows that nobody has are zeros.
+
+        Args:
+            rest: rows that were not kept, and their positions.
+            take: see `fetch`.
+        Raises:
+            RowsLostError: at least one producer could not send its rows.
+        """
+        shapes = [(len(source.at), *row_shape) for source in sources]
+        found = await asyncio.gather(
+            *(
+                self.fetch(source.holder, source.refs, dtype, shape, take=take)
+                for source, shape in zip(sources, shapes, strict=True)
+            ),
+            return_exceptions=True,
+        )
+        parts: list[tuple[Sequence[int], Tensor]] = []
+        failed: list[tuple[str, EdgeError]] = []
+        for source, part in zip(sources, found, strict=True):
+            if isinstance(part, EdgeError):
+                failed.append((source.holder, part))
+            elif isinstance(part, BaseException):
+                raise part
+            else:
+                parts.append((source.at, part))
+        if failed:
+            raise RowsLostError(failed)
+        if rest[0] is not None:
+            parts.append((rest[1], rest[0]))
+        if len(parts) == 1 and tuple(parts[0][0]) == tuple(range(rows)):
+            return parts[0][1]  # not copied
+        batch = torch.zeros((rows, *row_shape), dtype=dtype)
+        for at, part in parts:
+            batch[torch.tensor(at)] = part
+        return batch
 
     async def fetch(
         self, holder: str, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool = False
@@ -162,14 +209,13 @@ class Edges:
                 except EdgeBrokenError:
                     tensor, transport = await self._fetch(holder, refs, dtype, shape, take=take)
         except TensorGoneError:
-            self._metrics.failed("gone")
+            self._metrics.fetches["gone"].inc()
             raise
         except (HolderUnreachableError, TimeoutError) as error:
-            self._metrics.failed("unreachable")
-            unreachable = HolderUnreachableError(str(error) or f"{holder} did not send it within {_TOTAL_S:g} s")
-            unreachable.holder = holder
-            raise unreachable from error
-        self._metrics.fetched(time.monotonic() - began_s, transport)
+            self._metrics.fetches["unreachable"].inc()
+            raise HolderUnreachableError(str(error) or f"{holder} did not send it within {_TOTAL_S:g} s") from error
+        self._metrics.fetches["fetched"].inc()
+        self._metrics.fetch_s[transport].observe(time.monotonic() - began_s)
         return tensor
 
     async def _fetch(
@@ -177,7 +223,7 @@ class Edges:
     ) -> tuple[Tensor, Transport]:
         edge = self._edges.get(holder)
         if edge is None:
-            edge = self._edges[holder] = self._open(holder)
+            edge = self._edges[holder] = Edge(holder, self._open_world, self._forget, self._metrics)
         return await edge.fetch(refs, dtype, shape, take=take), edge.transport
 
     def _fetch_own(self, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool) -> Tensor:
@@ -188,10 +234,31 @@ class Edges:
             self.store.take(refs)
         return found
 
-    def _forget(self, edge: Edge) -> None:
-        """The next fetch opens a new edge."""
-        if self._edges.get(edge.holder) is edge:
-            del self._edges[edge.holder]
+    async def _open_world(self, holder: str) -> World:
+        """Join a new world with a producer. Raises HolderUnreachableError."""
+        try:
+            location, _, incarnation = holder.rpartition("/")
+            address = parse_address(location)
+            async with asyncio.timeout(_OPEN_S):
+                answer = await ask(
+                    *(address.host, address.port, EdgeJoinRequest(self._name, incarnation).to_json()),
+                    secret=self._secrets[0],
+                    timeout_s=_OPEN_S,
+                    bind_host=self._bind_host,
+                )
+                world = await JoinOffer.from_json(answer).form(self._manager, 1, address, _OPEN_S)
+        except (AskError, PermissionError, WorldError, ValueError, OSError) as error:  # a TimeoutError is an OSError
+            raise HolderUnreachableError(f"no edge to {holder}: {str(error) or type(error).__name__}") from error
+        self._metrics.open["received"].inc()
+        return world
+
+    def _forget(self, edge: Edge, world: World | None) -> None:
+        """An edge has ended: the next fetch opens a new one."""
+        del self._edges[edge.holder]
+        if world is not None:
+            self._metrics.open["received"].dec()
+            with contextlib.suppress(WorldError):
+                self._manager.remove_world(world.name)
 
     # What others fetch here.
 
@@ -205,34 +272,28 @@ class Edges:
         if len(self._served) >= _MAX_SERVED:
             raise AskError(f"this process has {_MAX_SERVED} edges already")
         generation = next(self._generations)
-        name = f"edge:{self._incarnation}:{generation}"
-        task = asyncio.create_task(self._serve(request.consumer, name, generation))
+        offer = JoinOffer(f"edge:{self._incarnation}:{generation}", generation)
+        task = asyncio.create_task(self._serve(request.consumer, offer))
         self._served.add(task)
         task.add_done_callback(self._served.discard)
-        return JoinOffer(name, generation).to_json().encode()
+        return offer.to_json().encode()
 
-    async def _serve(self, consumer: str, name: str, generation: int) -> None:
+    async def _serve(self, consumer: str, offer: JoinOffer) -> None:
         try:
-            world = await self._manager.initialize_world(
-                *(name, 0, 2, WORLD_BACKEND),
-                addr=self._host,
-                port=self._port,
-                generation=generation,
-                timeout=_JOIN_S,
-            )
+            world = await offer.form(self._manager, 0, Address(self._host, self._port), _JOIN_S)
         except (WorldError, OSError) as error:
             logger.info("consumer=%s has not opened its edge: %s", consumer, error)
             return
-        self._metrics.opened("sent", 1)
-        logger.debug("edge=%s consumer=%s opened", name, consumer)
+        self._metrics.open["sent"].inc()
+        logger.debug("edge=%s consumer=%s opened", world.name, consumer)
         try:
             await self._answer(world)
         except (WorldError, TimeoutError) as ending:
-            logger.debug("edge=%s consumer=%s ended: %s", name, consumer, ending)
+            logger.debug("edge=%s consumer=%s ended: %s", world.name, consumer, ending)
         finally:
-            self._metrics.opened("sent", -1)
+            self._metrics.open["sent"].dec()
             with contextlib.suppress(WorldError):
-                await self._manager.close_world(name)
+                await self._manager.close_world(world.name)
 
     async def _answer(self, world: World) -> NoReturn:
         """Answer fetches in their order until the edge ends. Raises WorldError; TimeoutError if the consumer does not read."""
@@ -248,7 +309,7 @@ class Edges:
                     await channel.send(Message(MessageKind.GONE, message.batch))
                     continue
                 await channel.send(Message(MessageKind.ROWS, message.batch, found))
-            self._metrics.transferred("sent", world.transport, found.nbytes)
+            self._metrics.bytes["sent", world.transport].inc(found.nbytes)
             if message.kind is MessageKind.TAKE_ROWS:
                 self.store.take(refs)
             del found

@@ -50,7 +50,8 @@ class TensorStore:
         self._metrics = metrics
         self._entries: dict[int, _Entry] = {}
         self._next = 1
-        metrics.store(budget_bytes, lambda: self.used_bytes)
+        metrics.budget_bytes.set(budget_bytes)
+        metrics.retained_bytes.set_function(lambda: self.used_bytes)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -68,7 +69,7 @@ class TensorStore:
         if fetched.nbytes < self._min_bytes:
             return None
         if self.used_bytes + tensor.nbytes > self._budget_bytes:
-            self._metrics.budget_exceeded()
+            self._metrics.budget_exceeded.inc()
             return None
         number, self._next = self._next, self._next + 1
         self._entries[number] = _Entry(tensor, owner)

@@ -10,6 +10,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
+from multiworld import World, WorldManager
 from multiworld.texts import MAX_HOST_CHARS, MAX_NAME_CHARS, shown
 from multiworld_serving.common.config.addresses import Address, parse_address
 from multiworld_serving.common.wire.message import MAX_DIMS, WireError
@@ -164,6 +165,16 @@ class JoinOffer(JsonMessage, frozen=True, forbid_unknown_fields=True):
     wait_ms: Annotated[int, Meta(ge=0, le=100_000_000)] = 0
     address: str = ""
     leader: NoName = ""
+
+    async def form(self, manager: WorldManager, rank: int, address: Address, timeout_s: float) -> World:
+        """Form the world: the process that offers it has rank 0 and listens at `address`. Raises JoinError, WorldError, OSError."""
+        return await manager.initialize_world(
+            *(self.world, rank, 2, WORLD_BACKEND),
+            addr=address.host,
+            port=address.port,
+            generation=self.generation,
+            timeout=timeout_s,
+        )
 
     def joins_at(self, asked: Address) -> Address:
         """Address to join at, if the request was sent to `asked`. Raises WireError."""

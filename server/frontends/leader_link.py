@@ -14,7 +14,7 @@ from multiworld import AskError, WorldError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges.edges import Edges
-from multiworld_serving.common.wire.join import WORLD_BACKEND, FrontendJoinRequest, JoinOffer
+from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer
 from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.server.frontends.link import Link, LinkLostError, Received
 from multiworld_serving.server.frontends.messages import (
@@ -158,14 +158,8 @@ class LeaderLink:
         """Join and stay until the link ends. Raises an error if the leader could not be used."""
         self.address = self._settings.leader_at(self._number, self.address)
         offer = await self._ask()
-        address = offer.joins_at(self.address)
-        world = await self._manager.initialize_world(
-            *(offer.world, 1, 2, WORLD_BACKEND),
-            addr=address.host,
-            port=address.port,
-            generation=offer.generation,
-            timeout=min(15.0, self._settings.join_timeout_s),
-        )
+        timeout_s = min(15.0, self._settings.join_timeout_s)
+        world = await offer.form(self._manager, 1, offer.joins_at(self.address), timeout_s)
         self._welcome, self._unusable = False, ""
         self._link = Link(world, _LEADER_RANK, self._receive)
         try:

@@ -24,11 +24,12 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
 
-from multiworld_serving.common.edges.edge import EdgeError, HolderUnreachableError
+from multiworld_serving.common.edges.edge import RowsLostError
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.server.administration import Desired
 from multiworld_serving.server.errors import (
@@ -48,13 +49,11 @@ from multiworld_serving.server.frontends.messages import (
     Operation,
     OperationName,
     Predict,
-    PredictReply,
     Rejection,
     Step,
     parse_rows,
     rows_payload,
 )
-from multiworld_serving.server.frontends.request_tensors import KeptInput, RequestTensors
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.tracing import current_span_ids
 from multiworld_serving.server.predictor import ModelVersion, Prediction, RestartStep, ServedModel
@@ -68,7 +67,16 @@ _DEADLINE_GRACE_S = 0.5
 """The leader enforces the deadline with a more precise error; this is the extra time that it gets to report it."""
 _CHECK_S = 1.0
 """How long after a rejection requests are checked before their inputs are decoded."""
+_KEEP_S = 5.0
+"""How long the input of a request that ended without an answer is kept: its batch may be on the way to a worker, with rows of others."""
 _TRY_ELSEWHERE = frozenset({"overloaded", "no_replica", "not_ready"})
+
+
+class KeptInput(NamedTuple):
+    """The input of a request, [N, …], and its id for workers; None if they cannot fetch it."""
+
+    rows: Tensor
+    number: int | None
 
 
 class LeaderPool:
@@ -118,7 +126,7 @@ class LeaderPool:
         self._check_until_s = 0.0
         self._was_ready = False
         self._clock = clock
-        self._tensors = RequestTensors(edges)
+        self._edges = edges
 
     # -- requests --------------------------------------------------------------------------------------------------------------
 
@@ -149,9 +157,9 @@ class LeaderPool:
     async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
         """See `Pipeline.predict`."""
         row_bytes = rows.shape[1] if self.model.result().input_rows.row_shape is None else 0
-        fetches = self._tensors.fetches
+        store, fetches = None if self._edges is None else self._edges.store, self._edges is not None
         request = Predict(request_id, 0.0, current_span_ids(), key, len(rows), row_bytes=row_bytes, fetches=fetches)
-        kept_input, resent = self._tensors.keep(rows), 0
+        kept_input, resent = KeptInput(rows, None if store is None else store.put(self, rows)), 0
         try:
             while True:
                 reply, again = await self._request(request, deadline_s, kept_input)
@@ -159,31 +167,38 @@ class LeaderPool:
                 try:
                     output = await self._output(reply, request.rows, deadline_s)
                     break
-                except EdgeError as lost:
+                except RowsLostError as lost:
                     logger.warning("request_id=%s the answer is lost: %s", request.request_id, lost)
                     self._check_resubmission(0, deadline_s, lost)
                     resent += 1
-                    unreachable = lost.holder if isinstance(lost, HolderUnreachableError) else None
+                    unreachable = next(iter(lost.unreachable), None)
                     request = msgspec.structs.replace(request, fetches=False, unreachable=unreachable)
                     self.metrics.resubmitted("answer_lost")
         except BaseException:
-            self._tensors.expire(kept_input)
+            if store is not None and kept_input.number is not None:
+                store.expire(kept_input.number, _KEEP_S)
             raise
-        self._tensors.release(kept_input)
-        answer: PredictReply = reply.body
-        return answer.prediction(output, resent)
+        if store is not None and kept_input.number is not None:
+            store.release((kept_input.number,))
+        answer: Prediction = reply.body
+        return msgspec.structs.replace(answer, output=output, kept=(), attempts=answer.attempts + resent)
 
     async def _output(self, reply: Received, count: int, deadline_s: float) -> Tensor:
-        """The output of a request with so many rows: from the reply, and from workers that keep it. Raises EdgeError, DeadlineError."""
+        """The output, `count` rows: from the reply, and from workers that keep them. Raises RowsLostError, DeadlineError."""
         rows, answer = self.model.result().output_rows, reply.body
-        answer.check_kept(rows, count)
-        missing = count - sum(len(part.at) for part in answer.kept)
-        output = parse_rows(reply.payload, missing, rows) if missing else None
-        if output is not None and not answer.kept:
-            return output
+        if not answer.kept:
+            return parse_rows(reply.payload, count, rows)
+        kept = [at for source in answer.kept for at in source.at]
+        sent_at = [at for at in range(count) if at not in kept]
+        if self._edges is None or len(kept) + len(sent_at) != count:
+            raise ValueError(f"outputs of the samples {kept!s:.100}; expected each of {count} at most once")
+        sent = parse_rows(reply.payload, len(sent_at), rows) if sent_at else None
+        row_shape = (answer.row_bytes,) if rows.row_shape is None else rows.row_shape
         try:
             async with asyncio.timeout(max(0.0, deadline_s - self._clock()) + _DEADLINE_GRACE_S):
-                return await self._tensors.fetch(answer.kept, output, count, rows.dtype)
+                return await self._edges.fetch_rows(
+                    answer.kept, count, rows.dtype, row_shape, (sent, sent_at), take=True
+                )
         except TimeoutError as error:
             raise DeadlineError("the answer could not be fetched before the deadline; try again") from error
 

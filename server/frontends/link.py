@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from torch import Tensor
 
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from multiworld.texts import shown
@@ -42,8 +43,20 @@ _MAX_BACKLOG_BYTES = 2 * MAX_BYTES
 Reply = tuple[Any, bytes | memoryview]
 """Body and payload."""
 _HEALTHY = frozenset({Cause.LEFT, Cause.ABORTED})
-_DECODER = msgspec.json.Decoder(AnyBody)
-_ENCODER = msgspec.json.Encoder()
+
+
+def _encode_tensor(value: object) -> None:
+    """A tensor is not in the JSON: its rows are the payload."""
+    if not isinstance(value, Tensor):
+        raise NotImplementedError(f"a message with a {type(value).__name__}")
+
+
+def _decode_tensor(_type: type, _value: object) -> Tensor:
+    return torch.empty(0)
+
+
+_DECODER = msgspec.json.Decoder(AnyBody, dec_hook=_decode_tensor)
+_ENCODER = msgspec.json.Encoder(enc_hook=_encode_tensor)
 
 
 class Kind(IntEnum):

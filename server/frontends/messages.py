@@ -14,7 +14,7 @@ from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError, ModelError
 from multiworld_serving.server.administration import Desired
 from multiworld_serving.server.errors import RequestRejected
-from multiworld_serving.server.predictor import KeptRows, ModelVersion, Prediction, RestartStep, ServedModel
+from multiworld_serving.server.predictor import ModelVersion, Prediction, RestartStep, ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot
 
 _INTERNAL = "internal"
@@ -46,7 +46,7 @@ class Check(Body, frozen=True):
 
 
 class Predict(Body, frozen=True):
-    """Frontend to leader: a request. Reply: PredictReply or Rejection.
+    """Frontend to leader: a request. Reply: Prediction or Rejection.
 
     Attributes:
         timeout_s: seconds until its deadline.
@@ -68,41 +68,6 @@ class Predict(Body, frozen=True):
     row_bytes: Annotated[int, Meta(ge=0, lt=_MAX_ROW)] = 0
     fetches: bool = False
     unreachable: str | None = None
-
-
-class PredictReply(Body, frozen=True):
-    """A `Prediction` without its output, whose rows are the payload, or stay at the workers that `kept` names."""
-
-    model: str
-    version: str
-    queue_s: float
-    compute_s: float
-    transfer_s: float
-    attempts: int
-    path: tuple[str, ...]
-    batch_size: int
-    version_number: int
-    kept: tuple[KeptRows, ...]
-
-    @classmethod
-    def of(cls, prediction: Prediction) -> PredictReply:
-        return cls(*(getattr(prediction, field) for field in cls.__struct_fields__))
-
-    def prediction(self, output: Tensor, resent: int) -> Prediction:
-        """The prediction with this output, of a request that the frontend sent again so often."""
-        fields = msgspec.structs.asdict(self)
-        return Prediction(output, **fields | {"kept": (), "attempts": self.attempts + resent})
-
-    def check_kept(self, rows: RowFormat, count: int) -> None:
-        """Raise ValueError unless rows of these shapes can be in an output of `count` rows, each once."""
-        for kept in self.kept:
-            if kept.shape != rows.row_shape and (rows.row_shape is not None or len(kept.shape) != 1):
-                raise ValueError(f"an output of the shape {kept.shape!s:.100}; expected {rows.row_shape or '(bytes,)'}")
-            if len(kept.rows) != len(kept.at):
-                raise ValueError(f"{len(kept.rows)} rows of an output for {len(kept.at)} samples")
-        found = [at for kept in self.kept for at in kept.at]
-        if len(set(found)) < len(found) or any(not 0 <= at < count for at in found):
-            raise ValueError(f"outputs of the samples {found!s:.100}; expected each of {count} at most once")
 
 
 class Rejection(Body, frozen=True):
@@ -208,7 +173,7 @@ AnyBody = (
     | LeaderState
     | Check
     | Predict
-    | PredictReply
+    | Prediction
     | Rejection
     | Operation
     | Step

@@ -14,7 +14,8 @@ from dataclasses import replace
 from functools import partial
 
 from multiworld import JoinError, World, WorldError, WorldManager
-from multiworld_serving.common.wire.join import WORLD_BACKEND, FrontendJoinRequest, JoinOffer
+from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer
 from multiworld_serving.server.errors import StageError
 from multiworld_serving.server.frontends.link import MAX_BYTES, Kind, Link, LinkLostError, Received, Reply, encode
 from multiworld_serving.server.frontends.messages import (
@@ -26,7 +27,6 @@ from multiworld_serving.server.frontends.messages import (
     Metrics,
     Operation,
     Predict,
-    PredictReply,
     Rejection,
     Scrape,
     Step,
@@ -71,7 +71,7 @@ class FrontendSessions:
         leader: Leader,
         metrics: LeaderMetrics,
         manager: WorldManager,
-        address: tuple[str, int],
+        address: Address,
         advertised: str = "",
     ) -> None:
         self.name = name
@@ -79,7 +79,7 @@ class FrontendSessions:
         self.leader = leader
         self.metrics = metrics
         self._manager = manager
-        self._host, self._port = address
+        self._address = address
         self._advertised = advertised
         self._sessions: set[FrontendSession] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -103,11 +103,11 @@ class FrontendSessions:
     def offer(self, request: FrontendJoinRequest) -> JoinOffer:
         """Offer a world to a frontend, and wait for it there."""
         generation = next(self._generations)
-        world = f"frontend:{request.frontend}:{generation}"
-        task = asyncio.create_task(self._serve(request, world, generation))
+        offer = JoinOffer(f"frontend:{request.frontend}:{generation}", generation, address=self._advertised)
+        task = asyncio.create_task(self._serve(request, offer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return JoinOffer(world, generation, address=self._advertised)
+        return offer
 
     def state_changed(self) -> None:
         """Send the current state to all frontends."""
@@ -150,15 +150,9 @@ class FrontendSessions:
 
     # -- sessions --------------------------------------------------------------------------------------------------------------
 
-    async def _serve(self, request: FrontendJoinRequest, world_name: str, generation: int) -> None:
+    async def _serve(self, request: FrontendJoinRequest, offer: JoinOffer) -> None:
         try:
-            world = await self._manager.initialize_world(
-                *(world_name, 0, 2, WORLD_BACKEND),
-                addr=self._host,
-                port=self._port,
-                generation=generation,
-                timeout=_JOIN_WORLD_S,
-            )
+            world = await offer.form(self._manager, 0, self._address, _JOIN_WORLD_S)
         except (JoinError, WorldError, OSError) as error:
             logger.warning("frontend %s has not joined: %s", request.frontend, error)
             return
@@ -180,8 +174,7 @@ class FrontendSessions:
                 self.leader.driver.relays.forget(request.edge, request.frontend)
             self.metrics.frontends.set(len(self._sessions))
             with contextlib.suppress(WorldError):
-                await self._manager.close_world(world_name)
-                self._manager.remove_world(world_name)
+                await self._manager.close_world(world.name)
             self.state_changed()
 
     async def scrape_others(self, asking: FrontendSession) -> list[tuple[str, str]]:
@@ -317,4 +310,4 @@ def _reply_of(found: Prediction | Exception) -> Reply:
     payload = rows_payload(found.output)
     if len(payload) > MAX_BYTES:
         raise StageError(f"the output has {len(payload)} bytes; at most {MAX_BYTES} can be sent to a frontend")
-    return PredictReply.of(found), payload
+    return found, payload

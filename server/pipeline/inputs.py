@@ -11,7 +11,6 @@ from torch import Tensor
 
 from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, Source
 from multiworld_serving.common.wire.message import RowShape
-from multiworld_serving.server.predictor import KeptRows
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 
 
@@ -50,11 +49,16 @@ class KeptOutput:
     def inputs(self) -> BatchInputs:
         """The message for the worker of the next stage."""
         source = Source(self.holder, (RowRef(self.tensor, ALL_ROWS),), tuple(range(self.rows)))
-        return BatchInputs(self.rows, (source,), row_bytes=self.row_shape.dims[0] if self.row_shape.varies else 0)
+        return BatchInputs(self.rows, (source,), row_bytes=self.row_bytes)
 
-    def rows_at(self, rows: tuple[int, ...], at: tuple[int, ...]) -> KeptRows:
+    @property
+    def row_bytes(self) -> int:
+        """See `BatchInputs`."""
+        return self.row_shape.dims[0] if self.row_shape.varies else 0
+
+    def rows_at(self, rows: tuple[int, ...], at: tuple[int, ...]) -> Source:
         """Rows for the frontend that fetches them; they answer the samples `at` of its request."""
-        return KeptRows(self.holder, self.tensor, rows, at, self.row_shape.dims)
+        return Source(self.holder, tuple(RowRef(self.tensor, row) for row in rows), at)
 
     def release(self) -> None:
         """Tell the worker that it is not needed any more."""

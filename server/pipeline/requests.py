@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from multiworld_serving.common.wire.inputs import Source
 from multiworld_serving.server.errors import (
     DeadlineError,
     DrainingError,
@@ -23,7 +24,7 @@ from multiworld_serving.server.errors import (
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.inputs import KeptOutput, RemoteInput, RequestInput
-from multiworld_serving.server.predictor import KeptRows, ModelVersion, Prediction
+from multiworld_serving.server.predictor import ModelVersion, Prediction
 from multiworld_serving.server.scheduling.actions import Answer, Reject
 from multiworld_serving.server.scheduling.events import RequestArrived, RequestCancelled
 from multiworld_serving.server.versions.version_table import VersionTable
@@ -82,7 +83,8 @@ class PendingRequest:
     def prediction(self, model: str, now_s: float) -> Prediction:
         """The answer, when no sample is open any more and one version has computed all."""
         last = slowest = self.parts[-1]
-        kept: list[KeptRows] = []
+        kept: list[Source] = []
+        lengths: set[int] = set()
         samples: list[int] = []
         sent: list[Tensor] = []
         for part in self.parts:
@@ -90,9 +92,12 @@ class PendingRequest:
                 slowest = part
             if isinstance(part.output, KeptOutput):
                 kept.append(part.output.rows_at(part.rows, part.at))
+                lengths.add(part.output.row_bytes)
             else:
                 samples += part.at
                 sent.append(_rows_of(part.output, part.rows))
+        if len(lengths) > 1:
+            raise ValueError("the rows of an output have several lengths")
         output = _NO_OUTPUT if not sent else sent[0] if len(sent) == 1 else torch.cat(sent)
         if samples != sorted(samples):
             output = output[torch.tensor(samples).argsort()]
@@ -108,6 +113,7 @@ class PendingRequest:
             path=last.path,
             batch_size=max(last.batch_size, slowest.batch_size),
             kept=tuple(kept),
+            row_bytes=max(lengths, default=0),
         )
 
 

@@ -165,8 +165,7 @@ async def test_only_the_edge_breaks_when_the_producer_lies_or_does_not_answer(
 async def test_only_the_edge_breaks_when_the_consumer_lies(question: Message) -> None:
     async with edges("p") as producer, edges("c") as consumer:
         number = kept(producer)
-        opened = consumer._edges[producer.holder] = consumer._open(producer.holder)
-        world = await opened.open()
+        world = await consumer._open_world(producer.holder)
         await Channel(world, 0, lambda _: None).send(question)
         await until(lambda: world.state.ended)
         assert torch.equal(await fetch(consumer, producer.holder, number), ROWS)

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, LostInput, RowRef
+from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, LostInput, RowRef, Source
 from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.common.wire.message import Message, MessageKind, RowShape
 from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.inputs import RemoteInput, RequestInput
-from multiworld_serving.server.predictor import KeptRows, Prediction
+from multiworld_serving.server.predictor import Prediction
 from multiworld_serving.server.replicas.worker import SentBatch, SlotId, Worker
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.config import SchedulerConfig
@@ -113,7 +113,7 @@ async def test_only_references_pass_the_leader_and_outputs_are_released() -> Non
     assert inputs.expires_s > 0, "nobody tells the worker when frontends have fetched the answers"
     answer = bench.kept(second, batch)
     found = await asked
-    assert found.kept == (KeptRows(second.edge, answer, (0,), (0,), (5,)),)
+    assert found.kept == (Source(second.edge, (RowRef(answer, 0),), (0,)),)
     assert (first.released, second.released) == ([output], [])
     assert bench.relayed == 0
     assert not bench.driver._batches

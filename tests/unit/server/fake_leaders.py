@@ -25,7 +25,6 @@ from multiworld_serving.server.frontends.messages import (
     Load,
     Operation,
     Predict,
-    PredictReply,
     Rejection,
     Scrape,
     Step,
@@ -135,7 +134,7 @@ class FakeLeader(LeaderLink):
         assert self.state is not None
         found = prediction(self.state.version.name, self.state.version.number)
         probabilities = memoryview(bytearray(rows_payload(found.output)))
-        return Received(Kind.REPLY, 1, PredictReply.of(found), probabilities)
+        return Received(Kind.REPLY, 1, found, probabilities)
 
     async def stream(self, operation: Operation) -> AsyncGenerator[Step | Done, None]:
         self.operations.append(operation.operation)

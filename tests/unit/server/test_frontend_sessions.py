@@ -132,7 +132,7 @@ class Service:
         self.port = self.leader.manager.listen("127.0.0.1", 0)
         leader = cast(Leader, self.leader)
         self.sessions = FrontendSessions(
-            "leader-0", MODEL, leader, self.metrics, self.leader.manager, ("127.0.0.1", self.port)
+            "leader-0", MODEL, leader, self.metrics, self.leader.manager, Address("127.0.0.1", self.port)
         )
         self.leader.inform_frontends = self.sessions.inform
         self.leader.manager.answer("127.0.0.1", self.port, _answerer(leader, self.sessions))

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from multiworld_serving.common.edges.edges import Edges
-from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef
+from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, Source
 from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.link import Kind, Received
-from multiworld_serving.server.frontends.messages import Check, Predict, PredictReply, Rejection, Scrape, rows_payload
+from multiworld_serving.server.frontends.messages import Check, Predict, Rejection, Scrape, rows_payload
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.predictor import ImageSizes, KeptRows, Prediction, ServedModel
+from multiworld_serving.server.predictor import ImageSizes, Prediction, ServedModel
 from tests.unit.edges.edge_parts import edges
 from tests.unit.server.fake_leaders import FakeLeader, prediction
 
@@ -32,7 +32,7 @@ class EdgeLeader(FakeLeader):
         images: what a worker could fetch for each request: None if the image was in the frame.
     """
 
-    kept: tuple[KeptRows, ...] = ()
+    kept: tuple[Source, ...] = ()
     rest = torch.empty(0, 2)
     unreachable = False
     frontend: Edges
@@ -56,7 +56,7 @@ class EdgeLeader(FakeLeader):
             raise Rejection.of(InputUnreachableError("far away")).error()
         if not self.kept or not body.fetches:
             return reply
-        answer = msgspec.structs.replace(PredictReply.of(prediction()), kept=self.kept)
+        answer = msgspec.structs.replace(prediction(), kept=self.kept)
         return Received(Kind.REPLY, 1, answer, rows_payload(self.rest))
 
     @property
@@ -88,7 +88,7 @@ async def test_image_stays_at_the_frontend_and_the_answer_at_the_worker() -> Non
         leader = EdgeLeader(pool, frontend)
         number = worker.store.put("leader", ANSWERS)
         assert number is not None
-        leader.kept = (KeptRows(worker.holder, number, (1,), (0,), (2,)),)
+        leader.kept = (Source(worker.holder, (RowRef(number, 1),), (0,)),)
         found = await predict(pool)
         assert torch.equal(found.output, ANSWERS[1:])
         assert (found.kept, found.attempts) == ((), 1)
@@ -104,7 +104,7 @@ async def test_request_is_sent_again_and_its_answer_relayed_when_it_cannot_be_fe
         pool, metrics = pool_with(frontend)
         leader = EdgeLeader(pool, frontend)
         holder = worker.holder if gone else "127.0.0.1:1/abc"
-        leader.kept = (KeptRows(holder, 99, (0,), (0,), (2,)),)
+        leader.kept = (Source(holder, (RowRef(99, 0),), (0,)),)
         found = await predict(pool)
         assert torch.equal(found.output, torch.tensor([[0.25, 0.75]]))
         assert found.attempts == 2
@@ -149,8 +149,8 @@ async def test_rows_of_one_request_come_from_workers_and_from_the_leader_in_thei
         assert numbers[0] is not None
         assert numbers[1] is not None
         leader.kept = (
-            KeptRows(first.holder, numbers[0], (1, 2), (3, 0), (2,)),
-            KeptRows(second.holder, numbers[1], (1,), (2,), (2,)),
+            Source(first.holder, (RowRef(numbers[0], 1), RowRef(numbers[0], 2)), (3, 0)),
+            Source(second.holder, (RowRef(numbers[1], 1),), (2,)),
         )
         leader.rest = rows[1:2]
         images = torch.stack([IMAGE + at for at in range(4)])

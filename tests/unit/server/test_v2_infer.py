@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import time
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -214,7 +214,7 @@ class MovingPredictor(ColourPredictor):
     async def predict(self, rows: torch.Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
         answer = await super().predict(rows, deadline_s=deadline_s, request_id=request_id)
         version, self.number = self.version, 2
-        return dataclasses.replace(answer, version=version.name, version_number=version.number)
+        return msgspec.structs.replace(answer, version=version.name, version_number=version.number)
 
 
 async def test_requested_version_answers_or_the_request_fails() -> None:
