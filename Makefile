@@ -81,14 +81,15 @@ proto: ## Compile open_inference.proto after a change of it; the descriptor is c
 docs: .venv-docs/.installed ## Build the documentation site into site/; warnings and broken links are errors.
 	exec .venv-docs/bin/python -m mkdocs build --strict $(ARGS)
 
-dist: $(STAMP) ## Build wheel and sdist of multiworld-serving and multiworld-client into dist/, and check them.
+dist: $(STAMP) ## Build wheel and sdist of multiworld-serving, multiworld and multiworld-client into dist/, and check them.
 	rm -rf dist build
 	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m build --outdir dist packaging/library
 	$(BIN)/python -m build --outdir dist packaging/client
 	$(BIN)/python -m twine check --strict dist/*
 
 clean: ## Remove all generated files, including the virtual environments.
-	rm -rf $(VENV) .venv-peers .venv-docs .venv-proto build dist site *.egg-info packaging/client/build packaging/client/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .venv-docs .venv-proto build dist site *.egg-info packaging/*/build packaging/*/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv-peers/.installed: pyproject.toml

@@ -10,8 +10,6 @@ This package does not import `multiworld_serving` or `multiworld_client`; pyproj
 manager.py (the public entry), then world.py (the life of one world) and errors.py.
 """
 
-from importlib.metadata import PackageNotFoundError, version
-
 from multiworld.communicator import WorldCommunicator
 from multiworld.control.loop import ControlLoop
 from multiworld.control.query import ask
@@ -33,10 +31,8 @@ from multiworld.ops.operation import Operation
 from multiworld.ops.views import View
 from multiworld.world import World, WorldState
 
-try:
-    __version__ = version("multiworld-serving")
-except PackageNotFoundError:  # runs from a checkout that is not installed
-    __version__ = "0"
+__version__ = "0.1.0"
+"""Equal to the versions in pyproject.toml and packaging/."""
 
 WatchDog = ControlLoop
 """The name of `ControlLoop` in pymultiworld."""

@@ -1,5 +1,6 @@
 """The wheels contain exactly the documented packages, and the command works beside packages of other projects."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -7,6 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import multiworld
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,18 +55,70 @@ def test_serving_wheel_has_three_top_level_packages_and_their_data(serving: Path
     assert "multiworld_serving/server/api/oip_grpc/open_inference.proto" in names
 
 
-def test_client_wheel_has_one_package_and_needs_only_httpx(tmp_path: Path) -> None:
-    source = tmp_path / "source"
+def wheel_of_part(part: str, package: str, folder: Path) -> Path:
+    """Build the wheel of a distribution in `packaging` that contains one package."""
+    source, wheels = folder / "source", folder / "wheels"
     source.mkdir()
+    wheels.mkdir()
     for name in ("pyproject.toml", "README.md"):
-        (source / name).write_bytes((ROOT / "packaging" / "client" / name).read_bytes())
-    (source / "multiworld_client").symlink_to(ROOT / "multiworld_client")
-    folder = tmp_path / "wheel"
+        (source / name).write_bytes((ROOT / "packaging" / part / name).read_bytes())
+    (source / package).symlink_to(ROOT / package)
+    wheel = wheel_of(source, wheels)
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {package}
+    assert f"{package}/py.typed" in names
+    own, serving = project_of(ROOT / "packaging" / part), project_of(ROOT)
+    assert own["version"] == serving["version"]
+    assert set(own["dependencies"]) <= set(serving["dependencies"])  # type: ignore[call-overload]
+    return wheel
+
+
+def test_client_wheel_has_one_package_and_needs_only_httpx(tmp_path: Path) -> None:
+    wheel_of_part("client", "multiworld_client", tmp_path)
+    assert project_of(ROOT / "packaging" / "client")["dependencies"] == ["httpx>=0.27,<1"]
+
+
+EXAMPLES_OF_PYMULTIWORLD = ("send_recv", "broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter")
+
+
+def test_library_wheel_runs_the_examples_of_pymultiworld_without_the_service(tmp_path: Path) -> None:
+    wheel = wheel_of_part("library", "multiworld", tmp_path)
+    assert multiworld.__version__ == project_of(ROOT)["version"]
+    installed, folder = tmp_path / "installed", tmp_path / "folder"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(installed)]
+    subprocess.run([*pip, str(wheel)], check=True, capture_output=True, timeout=100)
     folder.mkdir()
-    names = zipfile.ZipFile(wheel_of(source, folder)).namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"multiworld_client"}
-    assert "multiworld_client/py.typed" in names
-    client, serving = project_of(ROOT / "packaging" / "client"), project_of(ROOT)
-    assert client["version"] == serving["version"]
-    assert client["dependencies"] == ["httpx>=0.27,<1"]
-    assert set(client["dependencies"]) <= set(serving["dependencies"])  # type: ignore[call-overload]
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['multiworld_serving'] = None  # importing it is an error\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.launch", *EXAMPLES_OF_PYMULTIWORLD, "--steps", "2"],
+        check=False,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{folder}:{installed}", "PYTHONVERBOSE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [f"{example}: done" in done.stdout for example in EXAMPLES_OF_PYMULTIWORLD] == [True] * 7
+    assert f"{installed}/multiworld/manager.py" in done.stderr
+    assert f"{ROOT}/multiworld/" not in done.stderr
+
+
+def test_files_of_pymultiworld_in_the_same_folder_are_an_error(tmp_path: Path) -> None:
+    for name in ("__init__", "watchdog"):  # pymultiworld was installed after this distribution
+        (tmp_path / "multiworld").mkdir(exist_ok=True)
+        (tmp_path / "multiworld" / f"{name}.py").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-c", "import multiworld_serving"],
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 1
+    assert "has files of pymultiworld, which has the same import name; uninstall it" in done.stderr
