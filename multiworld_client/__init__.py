@@ -4,11 +4,11 @@
         print(client.predict("photo.jpg").label)
 
 Imports nothing of the rest of the project and needs only httpx. numpy arrays, torch tensors and Pillow images are accepted if the caller
-has imported these libraries. Start reading at `synchronous.py`; `codec.py` builds requests and parses answers, `retries.py` decides
+has imported these libraries. Start reading at `clients.py`; `codec.py` builds requests and parses answers, `retries.py` decides
 about retries.
 """
 
-from multiworld_client.asynchronous import AsyncClient
+from multiworld_client.clients import AsyncClient, Client
 from multiworld_client.errors import (
     AccessDeniedError,
     ClientError,
@@ -24,7 +24,6 @@ from multiworld_client.errors import (
 )
 from multiworld_client.results import Label, Prediction
 from multiworld_client.retries import Retries
-from multiworld_client.synchronous import Client
 
 __all__ = [
     "AccessDeniedError",
