@@ -4,19 +4,18 @@ There is code for a few batch sizes, and batches are padded to the next one: on 
 batch 1. The GPU part has not been run yet; tests/integration/test_gpu_stages.py needs a GPU.
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.errors import CompileError, StageError
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation_of_rows, example_rows
 from multiworld_serving.models.optimize.folding import folded
 from multiworld_serving.models.optimize.fusing import Workload
-from multiworld_serving.models.optimize.graphs import place
+from multiworld_serving.models.optimize.graphs import copy_of, place
 from multiworld_serving.models.optimize.tuning import ExecutionMode, Tuning
 
 
@@ -62,9 +61,8 @@ class CompiledStage(nn.Module):
             CompileError: there is no compiler, it fails, or the result is not accurate.
         """
         rows = example_rows(self.spec, size)
-        body = self._folded.module
         # A module of its own, because its code is cached without guards: these compare shapes, which are fixed, and numbers of threads.
-        module = fx.GraphModule(body, copy.deepcopy(body.graph))
+        module = copy_of(self._folded.module)
         try:
             self._code[size] = torch.compile(module, dynamic=False, fullgraph=True, **self._options())
             with torch.inference_mode():

@@ -6,23 +6,24 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.optimize.fusing import Workload, fuse
 from multiworld_serving.models.optimize.graphs import (
+    CONV,
     add_constant,
     aten,
     constant,
-    graph_of,
+    copy_of,
     only_user,
     propagate,
     value_of,
 )
 from multiworld_serving.models.optimize.precision import lower
 
-_CONV, _LINEAR = aten.conv2d.default, aten.linear.default
+_LINEAR = aten.linear.default
 _BATCH_NORM = aten._native_batch_norm_legit_no_training.default
 _SHAPE_ROWS = 2
 """Batch size for computing shapes. With 1, a weight that is the same for all rows would have the shape of an activation."""
@@ -36,10 +37,10 @@ def folded(
     Args:
         stage: not changed, and no weight is shared with it.
         dtype: of weights and activations inside.
-        fused: also fuse convolutions and linear layers for this workload (see `fusing`; check `fusable` first).
+        fused: also fuse convolutions for this workload (see `fusing`; check `fusable` first).
     """
     with torch.inference_mode(mode=False), torch.no_grad():
-        module = graph_of(stage)
+        module = copy_of(stage.module)
         example = stage.spec.example(_SHAPE_ROWS)
         propagate(module, stage.spec.input_rows.unpack(example))
         fold_batch_norm(module)
@@ -51,7 +52,10 @@ def folded(
             fuse(module, workload, _SHAPE_ROWS)
         module.graph.eliminate_dead_code()
         body = fx.GraphModule(module, module.graph)  # without the weights that are no longer used
-        _own_memory(body, stage)
+        for each in body.modules():
+            # The received weights are parts of one file, and one of them keeps all of it in memory.
+            for name, weight in list(each.named_buffers(recurse=False)):
+                setattr(each, name, weight.clone())
     return BundleStage(stage.spec, body)
 
 
@@ -76,16 +80,16 @@ def fold_batch_norm(module: fx.GraphModule) -> None:
 
 def _is_foldable(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether the node is a convolution or linear layer with fixed weights, used once."""
-    if node.target not in (_CONV, _LINEAR) or only_user(node) is None or node.kwargs:
+    if node.target not in (CONV, _LINEAR) or only_user(node) is None or node.kwargs:
         return False
     value = value_of(node)
     fixed = all(each is None or constant(module, each) is not None for each in node.args[1:3])
-    return fixed and value is not None and (node.target == _CONV or value.dim() == 2)
+    return fixed and value is not None and (node.target == CONV or value.dim() == 2)
 
 
 def _use_channels_last(module: fx.GraphModule) -> None:
     """Convert image inputs to channels-last if there are convolutions. Operators keep the layout of their input."""
-    if not any(node.target == _CONV for node in module.graph.nodes):
+    if not any(node.target == CONV for node in module.graph.nodes):
         return
     for node in list(module.graph.nodes):
         value = value_of(node)
@@ -98,17 +102,8 @@ def _use_channels_last(module: fx.GraphModule) -> None:
 
 
 def _lay_out_weights(module: fx.GraphModule) -> None:
-    for conv in [node for node in module.graph.nodes if node.target == _CONV]:
+    for conv in [node for node in module.graph.nodes if node.target == CONV]:
         weight = constant(module, conv.args[1])
         if weight is not None:
             laid_out = weight.contiguous(memory_format=torch.channels_last)
             conv.update_arg(1, add_constant(module, conv, laid_out))
-
-
-def _own_memory(module: nn.Module, stage: BundleStage) -> None:
-    """Copy the weights that are still those of the stage. They are parts of the file that was received: one of them keeps all of it."""
-    shared = {weight.untyped_storage().data_ptr() for weight in stage.state_dict().values()}
-    for each in module.modules():
-        for name, value in (*each.named_buffers(recurse=False), *list(vars(each).items())):
-            if isinstance(value, Tensor) and not value.is_mkldnn and value.untyped_storage().data_ptr() in shared:
-                setattr(each, name, value.clone())

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from multiworld_serving.models.bundle.stage import BundleStage
+from multiworld_serving.models.bundle.values import values_of
 
 aten = torch.ops.aten
+CONV = aten.conv2d.default
 
 
-def graph_of(stage: BundleStage) -> fx.GraphModule:
-    """A module that takes the input tensors and returns a tuple of outputs. Its graph may be changed; it shares the stage's weights."""
-    return fx.GraphModule(stage.module, copy.deepcopy(stage.module.graph))
+def copy_of(module: fx.GraphModule) -> fx.GraphModule:
+    """The module with a graph that may be changed. It shares the weights."""
+    return fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
 def constant(module: fx.GraphModule, node: Any) -> Tensor | None:
@@ -53,29 +54,17 @@ def value_of(node: Any) -> Tensor | None:
 
 def propagate(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
     """Store what each node computes from such inputs, without data."""
-    _Shapes(module).run(*(each.to("meta") for each in inputs))
-
-
-class _Shapes(fx.Interpreter):
-    def run_node(self, n: fx.Node) -> Any:
-        n.meta["val"] = value = super().run_node(n)
-        return value
-
-    def fetch_attr(self, target: str) -> Any:
-        return super().fetch_attr(target).to("meta")
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return super().call_function(target, args, on_device(kwargs, torch.device("meta")))
-
-
-def on_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Arguments of an operator that creates its result on this device."""
-    return kwargs | {"device": device} if kwargs.get("device") is not None else kwargs
+    empty = copy_of(module)
+    place(empty, torch.device("meta"))
+    values = values_of(empty, [each.to("meta") for each in inputs])
+    for node, value in zip(module.graph.nodes, values, strict=False):  # the last node is the output
+        node.meta["val"] = value
 
 
 def place(module: fx.GraphModule, device: torch.device) -> None:
     """Move a graph with its weights to this device, in place."""
     for node in module.graph.nodes:
-        node.kwargs = on_device(node.kwargs, device)
+        if node.kwargs.get("device") is not None:
+            node.update_kwarg("device", device)
     module.recompile()
     module.to(device)

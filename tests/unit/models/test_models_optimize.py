@@ -25,7 +25,7 @@ def test_fused_convolution_uses_the_preferred_layout_for_batch_size_and_threads(
     def fused_for(max_batch_size: int, threads: tuple[int, ...]) -> FusedConv:
         window = (conv.padding, conv.stride, conv.dilation, conv.groups)
         workload = Workload(max_batch_size, threads)
-        return FusedConv(conv.weight.detach(), conv.bias, window, ("none", [], ""), workload, (2, 256, 14, 14), 2)
+        return FusedConv(conv.weight.detach(), conv.bias, window, None, workload, (2, 256, 14, 14), 2)
 
     fused = fused_for(8, (1, 2, 3))
     for threads in (1, 2, 3):
@@ -34,7 +34,7 @@ def test_fused_convolution_uses_the_preferred_layout_for_batch_size_and_threads(
             with torch_threads(threads):
                 window = (conv.padding, conv.stride, conv.dilation, conv.groups)
                 wanted = torch.ops.mkldnn._reorder_convolution_weight(conv.weight, *window, batch.shape)
-                assert raw(fused.weight.wanted_for(rows > 1)) == raw(wanted)
+                assert raw(fused.weight_for(rows)) == raw(wanted)
                 assert torch.allclose(fused(batch), conv(batch), atol=1e-4)
 
 
