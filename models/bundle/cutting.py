@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,7 +14,6 @@ from multiworld_serving.models.bundle.graph import Graph
 from multiworld_serving.models.bundle.nodes import Call, Input, Item
 from multiworld_serving.models.bundle.values import values_of
 from multiworld_serving.models.errors import StageError
-from multiworld_serving.models.partition import partition
 
 _MAX_POSITIONS = 128
 """Positions considered for cuts. More would make the partition slow and hardly better."""
@@ -134,16 +134,50 @@ def _cut(
 ) -> Cut:
     found = _positions(graph, costs_s, lengths)
     positions = sorted(found)
-    ends = [*positions, len(graph.nodes) - 1]
-    starts = [0, *(position + 1 for position in positions)]
-    blocks_s = [sum(costs_s[start : end + 1]) for start, end in zip(starts, ends, strict=True)]
-    sizes = [found[position] for position in positions]
-    ranges = partition(blocks_s, num_stages, [size / _LINK_BYTES_PER_S for size in sizes])
-    return Cut(
-        tuple(positions[end - 1] for _, end in ranges[:-1]),
-        tuple(sum(blocks_s[first:end]) for first, end in ranges),
-        tuple(sizes[end - 1] for _, end in ranges[:-1]),
-    )
+    passed_s = list(accumulate(costs_s, initial=0.0))
+    blocks_s = [
+        passed_s[end] - passed_s[start] for start, end in pairwise([0, *(each + 1 for each in positions), len(costs_s)])
+    ]
+    ends = partition(blocks_s, num_stages, [found[position] / _LINK_BYTES_PER_S for position in positions])
+    chosen = tuple(positions[end - 1] for end in ends[:-1])
+    stage_s = tuple(sum(blocks_s[first:end]) for first, end in pairwise([0, *ends]))
+    return Cut(chosen, stage_s, tuple(found[position] for position in chosen))
+
+
+def partition(costs: Sequence[float], num_stages: int, transfers: Sequence[float]) -> tuple[int, ...]:
+    """Partition blocks into contiguous stages that minimise the cost of the slowest stage. Of equal ones, prefer even stages.
+
+    Args:
+        costs: cost of each block, >= 0, in any unit.
+        num_stages: from 1 to the number of blocks.
+        transfers: cost of sending or receiving the tensor after each block except the last, in the unit of `costs`, added to the
+            stages on both sides.
+    Returns:
+        The end of each stage, exclusive, in order.
+    Raises:
+        StageError: `num_stages` is out of range.
+    """
+    count = len(costs)
+    if not 1 <= num_stages <= count:
+        raise StageError(
+            f"{num_stages} stages, but the model can be cut into at most {count}; choose 1 to {count} stages"
+        )
+    before, crossing = list(accumulate(costs, initial=0)), [0.0, *transfers, 0.0]
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0, 0, ())}
+    """The slowest stage, the sum of squared costs, and the ends, by the end of the last stage."""
+    for _ in range(num_stages):
+        following = {}
+        for end in range(1, count + 1):
+            options = []
+            for start, (slowest, squares, ends) in best.items():
+                if start < end:
+                    cost = before[end] - before[start] + crossing[start] + crossing[end]
+                    options.append((max(slowest, cost), squares + cost * cost, ends))
+            if options:
+                slowest, squares, ends = min(options)
+                following[end] = slowest, squares, (*ends, end)
+        best = following
+    return best[count][2]
 
 
 def _positions(graph: Graph, costs_s: Sequence[float], lengths: Mapping[str, int]) -> dict[int, int]:

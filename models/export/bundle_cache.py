@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _TIMEOUT_S = 1800.0
 _HOST = "https://download.pytorch.org"
 _PROBE_TIMEOUT_S = 3.0
-"""How long "auto" waits for it, including DNS."""
+"""How long "auto" waits for it, besides DNS."""
 _MIN_BATCH_SIZE = 64
 """Bundles compute batches of at least this size, so that most services share one in the cache."""
 _KEY_LETTERS = 12
@@ -89,13 +89,13 @@ def exported(name: str, weights: str, max_batch_size: int = _MIN_BATCH_SIZE, *, 
 def trained_weights(name: str, max_batch_size: int, *, image_size: int | None = None) -> str:
     """DEFAULT if the model can be exported with these weights, else random:0 with a warning.
 
-    If their host does not answer, this takes at most `_PROBE_TIMEOUT_S`, and an export only if the cache has neither bundle.
+    If their host does not answer, weights in torch.hub's cache are tried only if the cache has no bundle with random weights.
     """
     model = CachedModel(name, "DEFAULT", max(max_batch_size, _MIN_BATCH_SIZE), image_size)
     reason = None if model.path().exists() else _why_unreachable()
     if reason is None or not replace(model, weights=UNTRAINED).path().exists():
         try:
-            _export(model, *(["offline"] if reason else []))
+            _export(model)
         except WeightsError as error:
             reason = reason or str(error)
         else:
@@ -109,26 +109,14 @@ def trained_weights(name: str, max_batch_size: int, *, image_size: int | None = 
 
 def _why_unreachable() -> str | None:
     """Why no published weights can be downloaded now. None if they can."""
-    results: list[str | None] = []
-
-    def probe() -> None:
-        request = urllib.request.Request(_HOST, method="HEAD", headers={"User-Agent": "torch.hub"})
-        # OSError covers refused, unreachable, DNS failures and timeouts; ValueError a malformed proxy URL.
-        try:
-            with urllib.request.urlopen(request, timeout=_PROBE_TIMEOUT_S):  # noqa: S310
-                results.append(None)
-        except urllib.error.HTTPError:
-            results.append(None)
-        except TimeoutError:
-            pass  # like no result yet
-        except (OSError, ValueError) as error:
-            results.append(f"{_HOST} cannot be reached: {getattr(error, 'reason', None) or error}")
-
-    # A thread, because DNS lookups have no timeout; daemon, so that it does not block the exit.
-    thread = threading.Thread(target=probe, name="weights-probe", daemon=True)
-    thread.start()
-    thread.join(_PROBE_TIMEOUT_S)
-    return results[0] if results else f"{_HOST} does not answer within {_PROBE_TIMEOUT_S:g} s"
+    request = urllib.request.Request(_HOST, method="HEAD", headers={"User-Agent": "torch.hub"})
+    try:
+        with urllib.request.urlopen(request, timeout=_PROBE_TIMEOUT_S):  # noqa: S310
+            return None
+    except urllib.error.HTTPError:
+        return None  # the host answers
+    except (OSError, ValueError) as error:  # refused, unreachable, unknown, silent, or a malformed URL of a proxy
+        return f"{_HOST} cannot be reached: {getattr(error, 'reason', None) or error}"
 
 
 def _folder() -> Path:
@@ -144,7 +132,7 @@ def _sha256(path: str) -> str:
         raise WeightsError(f"cannot read weights from {path}: {error.strerror or error}; check the path") from error
 
 
-def _export(model: CachedModel, *options: str) -> Path:
+def _export(model: CachedModel) -> Path:
     path = model.path()
     if path.exists():
         return path
@@ -159,19 +147,19 @@ def _export(model: CachedModel, *options: str) -> Path:
             if not path.exists():
                 for unfinished in path.parent.glob(f".{path.name}-*"):  # of a process that was killed
                     shutil.rmtree(unfinished, ignore_errors=True)
-                _export_in_child(model, path, *options)
+                _export_in_child(model, path)
     except OSError as error:
         raise ExportError(f"{model.name} cannot be exported to {path}: {error.strerror or error}") from error
     return path
 
 
-def _export_in_child(model: CachedModel, path: Path, *options: str) -> None:
+def _export_in_child(model: CachedModel, path: Path) -> None:
     began_s = time.monotonic()
     command = [sys.executable, "-P", "-m", "multiworld_serving.models.export.torchvision_models"]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(  # noqa: S603 - arguments of ours, no shell
-            [*command, json.dumps(asdict(model)), str(path), *options], stdout=subprocess.PIPE, stderr=errors, text=True
+            [*command, json.dumps(asdict(model)), str(path)], stdout=subprocess.PIPE, stderr=errors, text=True
         ) as child,
     ):
         deadline = threading.Timer(_TIMEOUT_S, child.kill)

@@ -229,19 +229,14 @@ def published_weights(name: str, weights: str | None = None) -> Any:
         ) from error
 
 
-def _cached_file(published: Any) -> Path:
-    """The path of these weights in torch.hub's cache, whether or not it exists."""
-    name: str = published.url.rsplit("/", 1)[-1]
-    return Path(torch.hub.get_dir()) / "checkpoints" / name
-
-
 def _fetched(name: str, published: Any) -> nn.Module:
     """The model with published weights, downloaded into torch.hub's cache if they are not there. Executes no code of the file.
 
     Raises:
         WeightsError: the download failed or stalled, or the cached file is damaged; the message says what to do.
     """
-    file, before = _cached_file(published), socket.getdefaulttimeout()
+    file = Path(torch.hub.get_dir()) / "checkpoints" / published.url.rpartition("/")[2]
+    before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_STALL_TIMEOUT_S)  # torch.hub opens its connection without a timeout
     try:
         with contextlib.redirect_stdout(sys.stderr):  # "Downloading: ..." is not the program's output
@@ -263,20 +258,16 @@ def _fetched(name: str, published: Any) -> nn.Module:
     return model
 
 
-def main(model: str, path: str, *options: str) -> None:
+def main(model: str, path: str) -> None:
     """Export a model into the cache. Prints each step.
 
     Args:
         model: JSON of a `CachedModel`.
-        options: "offline": download nothing.
     Raises:
         ModelError: it cannot be exported.
     """
     asked = CachedModel(**json.loads(model))
     torch.set_num_threads(1)  # the service keeps its cores while it loads a version
-    check_name(asked.name)
-    if "offline" in options and not _cached_file(published_weights(asked.name, "DEFAULT")).exists():
-        raise WeightsError(f"{asked.name} has no weights in the cache of torch.hub")
     _step("loading the model")
     loaded = load_model(asked.name, asked.weights, image_size=asked.image_size)
     export_loaded(loaded, Path(path), max_batch_size=asked.max_batch_size, progress=_step)
