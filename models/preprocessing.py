@@ -63,7 +63,10 @@ class Normalize(nn.Module):
         Raises:
             PreprocessingError: not uint8, or not [B,3,H,W]. Floats would silently be divided by 255 again.
         """
-        check_images(images)
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
+            raise PreprocessingError(
+                f"images are {images.dtype} {list(images.shape)}; expected torch.uint8 [B, 3, H, W], not yet normalised"
+            )
         return images.to(torch.float32).div_(255).sub_(self.mean).div_(self.std)
 
 
@@ -85,11 +88,3 @@ class ImageModel(nn.Module):
         """
         output: Tensor = self.softmax(self.model(self.normalize(images)))
         return output
-
-
-def check_images(images: Tensor) -> None:
-    """Raise PreprocessingError unless they are uint8 [B,3,H,W]."""
-    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
-        raise PreprocessingError(
-            f"images are {images.dtype} {list(images.shape)}; expected torch.uint8 [B, 3, H, W], not yet normalised"
-        )

@@ -65,8 +65,8 @@ def estimate_costs(graph: Graph, lengths: Mapping[str, int]) -> tuple[float, ...
             fewest, end = math.inf, None
         written = node.row_bytes(lengths) if isinstance(node, Call | Item) else 0
         work_s[position] = operations / _OPERATIONS_PER_S + written / _MEMORY_BYTES_PER_S
-        crossing = graph.live_after(position)
-        if crossing and work_s[position]:
+        crossing = graph.live_after(position) if work_s[position] else None
+        if crossing:
             size = sum(graph.tensor(name).row_bytes(lengths) for name in crossing)
             if size <= fewest:
                 fewest, end = size, position
@@ -113,35 +113,23 @@ def cut_graph(
     Raises:
         StageError: the graph has fewer places to cut.
     """
-    if num_stages is not None:
-        return _cut(graph, costs_s, num_stages, lengths)
-    best = _cut(graph, costs_s, 1, lengths)
-    for count in range(2, MAX_AUTO_STAGES + 1):
-        try:
-            found = _cut(graph, costs_s, count, lengths)
-        except StageError:
-            break
-        if found.balance >= _LEAST_BALANCE:
-            best = found
-    return best
-
-
-def _cut(
-    graph: Graph,
-    costs_s: Sequence[float],
-    num_stages: int,
-    lengths: Mapping[str, int],
-) -> Cut:
     found = _positions(graph, costs_s, lengths)
     positions = sorted(found)
     passed_s = list(accumulate(costs_s, initial=0.0))
-    blocks_s = [
-        passed_s[end] - passed_s[start] for start, end in pairwise([0, *(each + 1 for each in positions), len(costs_s)])
-    ]
-    ends = partition(blocks_s, num_stages, [found[position] / _LINK_BYTES_PER_S for position in positions])
-    chosen = tuple(positions[end - 1] for end in ends[:-1])
-    stage_s = tuple(sum(blocks_s[first:end]) for first, end in pairwise([0, *ends]))
-    return Cut(chosen, stage_s, tuple(found[position] for position in chosen))
+    starts = [0, *(position + 1 for position in positions), len(costs_s)]
+    blocks_s = [passed_s[end] - passed_s[start] for start, end in pairwise(starts)]
+    transfers_s = [found[position] / _LINK_BYTES_PER_S for position in positions]
+
+    def cut(count: int) -> Cut:
+        ends = partition(blocks_s, count, transfers_s)
+        chosen = tuple(positions[end - 1] for end in ends[:-1])
+        stage_s = tuple(sum(blocks_s[first:end]) for first, end in pairwise([0, *ends]))
+        return Cut(chosen, stage_s, tuple(found[position] for position in chosen))
+
+    if num_stages is not None:
+        return cut(num_stages)
+    cuts = map(cut, range(1, min(MAX_AUTO_STAGES, len(blocks_s)) + 1))
+    return [each for each in cuts if each.balance >= _LEAST_BALANCE][-1]  # one stage is always balanced
 
 
 def partition(costs: Sequence[float], num_stages: int, transfers: Sequence[float]) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from multiworld_serving.models.bundle.checking import check_graph
 from multiworld_serving.models.bundle.graph import MAX_GRAPH_BYTES, Graph
 from multiworld_serving.models.bundle.manifest import MAX_MANIFEST_BYTES, Manifest, spec_of
-from multiworld_serving.models.bundle.nodes import BATCH, DTYPES
+from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError
 from multiworld_serving.models.weights.tensor_file import TensorFile
@@ -35,7 +35,7 @@ MANIFEST, GRAPH, WEIGHTS, SELF_TEST = "manifest.json", "graph.json", "weights.sa
 _MAX_SELF_TEST_BYTES = 1 << 30
 _MAX_HEADER_BYTES = 100 << 20
 _CHUNK = 2 << 20
-"""Bytes, or elements, that are handled at a time."""
+"""Elements that are handled at a time."""
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,8 @@ def _check_weights(bundle: Bundle) -> None:
     """Raise BundleError unless every weight of the graph is there, as described, and not NaN."""
     with bundle.weights_file.tensors() as file:
         for node in bundle.graph.weights:
-            if node.key not in bundle.weights_file.entries:
-                raise BundleError(f"the weights of the bundle lack {node.key!r}")
-            tensor = file.get_tensor(node.key)
-            if tensor.dtype != DTYPES[node.dtype] or tuple(tensor.shape) != node.shape:
-                found = f"{tensor.dtype} {list(tensor.shape)}"
-                raise BundleError(f"the weight {node.key!r} is {found}, not as the graph says")
-            if any(part.isnan().any() for part in tensor.flatten().split(_CHUNK)):
+            tensor = node.check(file.get_tensor(node.key) if node.key in bundle.weights_file.entries else None)
+            if any(part.isnan().any() for part in torch.split(tensor.flatten(), _CHUNK)):
                 raise BundleError(f"the weight {node.key!r} contains NaN; export the model with other weights")
 
 
@@ -188,11 +183,7 @@ def _unpack(path: Path, folder: Path) -> None:
                 raise BundleError(f"{name} in {path} is encrypted or packed in another way than by deflate")
             if entry.file_size > limit:
                 raise BundleError(f"{name} in {path} has {entry.file_size} bytes, which is more than it may have")
-            with archive.open(entry) as source, (folder / name).open("wb") as target:
-                left = entry.file_size
-                while chunk := source.read(min(left, _CHUNK)):
-                    target.write(chunk)
-                    left -= len(chunk)
+            archive.extract(entry, folder)  # not more than `file_size`
 
 
 def write_bundle(

@@ -32,7 +32,6 @@ from msgspec import Meta, Struct
 from torch import Tensor, fx, nn
 
 from multiworld_serving.models.bundle.nodes import (
-    DTYPES,
     MAX_ITEMS,
     Call,
     Calls,
@@ -72,7 +71,8 @@ class Graph:
     """Nodes in the order of computation, and the names of the outputs.
 
     Raises:
-        BundleError: a node uses a name that no earlier node has, two nodes have one name, or an output is not a tensor.
+        BundleError: an operator is not allowed or has other arguments, a node uses a name that no earlier node has, two nodes have one
+            name, or an output is not a tensor.
     """
 
     nodes: tuple[Node, ...]
@@ -88,6 +88,10 @@ class Graph:
                     raise BundleError(
                         f"invalid graph: {node.name!r} uses {name!r:.60}, which is not computed before it"
                     )
+            if isinstance(node, Call | Calls):
+                arguments = {argument.name for argument in find_operator(node.target)._schema.arguments}
+                if not arguments.issuperset(node.kwargs):  # torch checks the rest when the shapes are computed
+                    raise BundleError(f"invalid graph: the arguments of {node.name!r} are not those of {node.target}")
             if isinstance(node, Item) and not isinstance(known[node.value], Calls):
                 raise BundleError(f"invalid graph: {node.name!r} is an item of something else than several tensors")
             known[node.name] = node
@@ -150,34 +154,25 @@ class Graph:
         None if it is impossible to cut there, because later nodes need something else than tensors with one row for each row of the
         batch and sizes of their dimensions.
         """
-        return self._crossing[position]
+        last_use, recomputed = self._last_use, self._recomputed
+        live = [
+            node
+            for node in self.nodes[: position + 1]
+            if last_use[node.name] > position and node.name not in recomputed
+        ]
+        rows = [node for node in live if isinstance(node, TensorNode) and node.has_rows]
+        dimensions = {dim for node in rows for dim in node.shape}
+        needed = {dim for name, dims in recomputed.items() if last_use[name] > position for dim in dims}
+        return tuple(node.name for node in live) if live and len(rows) == len(live) and needed <= dimensions else None
 
     @cached_property
-    def _crossing(self) -> list[tuple[str, ...] | None]:
-        recomputed = self._recomputed
-        last_use = {name: len(self.nodes) for name in self.outputs}
-        needed: set[str] = set().union(*(recomputed.get(name, ()) for name in self.outputs))
-        dimensions_needed: list[set[str]] = []
-        for position, node in reversed(list(enumerate(self.nodes))):
-            dimensions_needed.append(needed)
-            if node.name not in recomputed:
-                needed = needed.union(*(recomputed.get(name, ()) for name in node.operands))
-            for name in node.operands:
-                last_use.setdefault(name, position)
-        dimensions_needed.reverse()
-        found: list[tuple[str, ...] | None] = []
-        live: dict[str, Node] = {}
+    def _last_use(self) -> dict[str, int]:
+        """The position of the last node that uses each node and is not recomputed. -1: there is none."""
+        found = dict.fromkeys(self.by_name, -1)
         for position, node in enumerate(self.nodes):
-            if last_use.get(node.name, -1) > position and node.name not in recomputed:
-                live[node.name] = node
-            for name in node.operands:
-                if last_use[name] <= position:
-                    live.pop(name, None)
-            rows = [each for each in live.values() if isinstance(each, TensorNode) and each.has_rows]
-            dimensions = {dim for each in rows for dim in each.shape}
-            possible = live and len(rows) == len(live) and dimensions_needed[position] <= dimensions
-            found.append(tuple(live) if possible else None)
-        return found
+            if node.name not in self._recomputed:
+                found |= dict.fromkeys(node.operands, position)
+        return found | dict.fromkeys(self.outputs, len(self.nodes))
 
     @cached_property
     def _recomputed(self) -> dict[str, set[str]]:
@@ -238,7 +233,7 @@ class Graph:
                 case Weight(key=key):
                     if key not in attributes:
                         attributes[key] = f"weight_{len(attributes)}"
-                        root.register_buffer(attributes[key], _weight(weights, node))
+                        root.register_buffer(attributes[key], node.check(weights.get(key)))
                     made = graph.get_attr(attributes[key])
                 case Size(dimension=dimension):
                     source, dim = self._source_of(dimension)
@@ -261,14 +256,3 @@ class Graph:
             if dimension in node.shape:
                 return node.name, node.shape.index(dimension)
         raise BundleError(f"invalid graph: no input has the dimension {dimension!r}")
-
-
-def _weight(weights: Mapping[str, Tensor], node: Weight) -> Tensor:
-    tensor = weights.get(node.key)
-    if tensor is None:
-        raise BundleError(f"the weights lack {node.key!r}")
-    if tensor.dtype != DTYPES[node.dtype] or tuple(tensor.shape) != node.shape:
-        raise BundleError(
-            f"the weight {node.key!r} is {tensor.dtype} {tuple(tensor.shape)}; the graph expects {node.dtype} {node.shape}"
-        )
-    return tensor

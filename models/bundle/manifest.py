@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from multiworld_serving.models.bundle.graph import MAX_NODES, Graph
-from multiworld_serving.models.bundle.nodes import BATCH, Shape, Size, TensorNode, bundle_errors
+from multiworld_serving.models.bundle.nodes import BATCH, Dtype, Shape, Size, TensorNode, bundle_errors
 from multiworld_serving.models.errors import BundleError
 from multiworld_serving.models.preprocessing import Preprocessing
 
@@ -41,7 +41,7 @@ class TensorSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: str
-    dtype: str
+    dtype: Dtype
     shape: Shape
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from msgspec import Meta, Struct
 
-from multiworld_serving.models.bundle.operators import INTEGER_OPERATORS, find_operator
+from multiworld_serving.models.bundle.operators import INTEGER_OPERATORS
 from multiworld_serving.models.errors import BundleError
 
 BATCH = "batch"
@@ -27,13 +27,8 @@ MAX_ITEMS = 4096
 _MAX_DEPTH = 6
 _MAX_ERROR_CHARACTERS = 300
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    )
-}
+_DTYPES = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
 """Element types by name."""
 _LITERALS: dict[str, Mapping[str, Any]] = {
     "dtype": DTYPES,
@@ -48,6 +43,8 @@ _LITERALS: dict[str, Mapping[str, Any]] = {
 """Values that JSON cannot express, by kind and name."""
 
 Name = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_.]{0,199}\Z")]
+Dtype = Annotated[str, Meta(pattern=rf"\A({'|'.join(_DTYPES)})\Z")]
+"""A key of DTYPES."""
 Dim = Annotated[int, Meta(ge=0, lt=1 << 40)] | Name | None
 """A fixed length, the name of a variable dimension, or None: computed from variable dimensions."""
 Shape = Annotated[tuple[Dim, ...], Meta(max_length=MAX_DIMS)]
@@ -64,18 +61,21 @@ class Node(Struct, frozen=True, dict=True, array_like=True, forbid_unknown_field
     @cached_property
     def operands(self) -> tuple[str, ...]:
         """Names of the nodes that this one uses, each once."""
+        match self:
+            case Call(args=args, kwargs=kwargs) | Calls(args=args, kwargs=kwargs):
+                return tuple(dict.fromkeys(_values([*args, *kwargs.values()], 0)))
+            case Integer(args=args):
+                return tuple(dict.fromkeys(_values(args, 0)))
+            case Item(value=value):
+                return (value,)
         return ()
 
 
 class TensorNode(Node, frozen=True):
     """A node that is one tensor."""
 
-    dtype: str
+    dtype: Dtype
     shape: Shape
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise BundleError(f"{self.dtype[:60]!r} is not an element type; expected one of {', '.join(DTYPES)}")
 
     @property
     def has_rows(self) -> bool:
@@ -111,6 +111,15 @@ class Weight(TensorNode, frozen=True, tag="weight"):
 
     key: _Key
 
+    def check(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        """The tensor with this key. Raises BundleError if there is none, or if it has another dtype or shape."""
+        if tensor is None:
+            raise BundleError(f"the weights lack {self.key!r}")
+        if tensor.dtype != DTYPES[self.dtype] or tuple(tensor.shape) != self.shape:
+            found = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise BundleError(f"the weight {self.key!r} is {found}; the graph expects {self.dtype} {self.shape}")
+        return tensor
+
 
 class Size(Node, frozen=True, tag="size"):
     """The length of a variable dimension."""
@@ -119,18 +128,10 @@ class Size(Node, frozen=True, tag="size"):
 
 
 class Integer(Node, frozen=True, tag="integer"):
-    """Arithmetic on sizes."""
+    """Arithmetic on sizes. `target` is one of INTEGER_OPERATORS."""
 
-    target: str
+    target: Annotated[str, Meta(pattern=rf"\A({'|'.join(INTEGER_OPERATORS)})\Z")]
     args: list[Any]
-
-    def __post_init__(self) -> None:
-        if self.target not in INTEGER_OPERATORS:
-            raise BundleError(f"{self.target[:60]!r} is not arithmetic on sizes")
-
-    @cached_property
-    def operands(self) -> tuple[str, ...]:
-        return _operands_of(self.args)
 
 
 class Call(TensorNode, frozen=True, tag="call"):
@@ -140,14 +141,6 @@ class Call(TensorNode, frozen=True, tag="call"):
     args: list[Any]
     kwargs: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_call(self)
-
-    @cached_property
-    def operands(self) -> tuple[str, ...]:
-        return _operands_of([*self.args, *self.kwargs.values()])
-
 
 class Calls(Node, frozen=True, tag="calls"):
     """An operator that returns several tensors; an `Item` picks one."""
@@ -156,33 +149,12 @@ class Calls(Node, frozen=True, tag="calls"):
     args: list[Any]
     kwargs: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        _check_call(self)
-
-    @cached_property
-    def operands(self) -> tuple[str, ...]:
-        return _operands_of([*self.args, *self.kwargs.values()])
-
 
 class Item(TensorNode, frozen=True, tag="item"):
     """One of several tensors."""
 
     value: Name
     index: Annotated[int, Meta(ge=0, lt=MAX_ITEMS)]
-
-    @cached_property
-    def operands(self) -> tuple[str, ...]:
-        return (self.value,)
-
-
-def _check_call(node: Call | Calls) -> None:
-    names = {argument.name for argument in find_operator(node.target)._schema.arguments}
-    if not names.issuperset(node.kwargs):  # torch itself checks the rest when the shapes are computed
-        raise BundleError(f"the arguments of {node.name!r} are not those of {node.target}")
-
-
-def _operands_of(arguments: list[Any]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_values(arguments, 0)))
 
 
 def _values(argument: Any, depth: int) -> Iterator[str]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from multiworld_serving.models.bundle.manifest import TensorSpec
-from multiworld_serving.models.bundle.nodes import BATCH, DTYPES, MAX_DIMS
+from multiworld_serving.models.bundle.nodes import BATCH, DTYPES
 from multiworld_serving.models.errors import BundleError
 
 MAX_ROW_BYTES = 1 << 30
@@ -38,7 +38,7 @@ class RowFormat:
         tensors: with shapes (BATCH, …).
         dimensions: (least, most) length of each variable dimension.
     Raises:
-        BundleError: an element type, dimension or size is invalid.
+        BundleError: a dimension or the size of a row is invalid.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -48,11 +48,8 @@ class RowFormat:
         for tensor in self.tensors:
             dims = tensor.shape
             known = all(dim is None or isinstance(dim, int) or dim in self.dimensions for dim in dims[1:])
-            fixed = [dim for dim in dims[1:] if isinstance(dim, int)]
-            if dims[:1] != (BATCH,) or len(dims) > MAX_DIMS or not known or any(dim < 0 for dim in fixed):
+            if dims[:1] != (BATCH,) or not known:
                 raise BundleError(f"rows of {tensor.name!r:.60} cannot have the shape {list(dims)!s:.100}")
-            if tensor.dtype not in DTYPES:
-                raise BundleError(f"rows of {tensor.name!r:.60} cannot have the element type {tensor.dtype!r:.20}")
         if not self.tensors or self._bytes(self._lengths_at(1)) > MAX_ROW_BYTES:
             raise BundleError(f"a row has no tensor, or more than {MAX_ROW_BYTES >> 20} MiB")
 
@@ -77,7 +74,7 @@ class RowFormat:
     def row_shape(self) -> tuple[int, ...] | None:
         """Shape of one row; None if it depends on variable dimensions."""
         if self.is_plain:
-            return _fixed(self.tensors[0].shape[1:])
+            return self._shapes(())[0]
         return None if self._variable else (self._bytes(()),)
 
     @cached_property
@@ -207,7 +204,3 @@ class RowFormat:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
-
-
-def _fixed(dims: Sequence[int | str | None]) -> tuple[int, ...]:
-    return tuple(dim for dim in dims if isinstance(dim, int))

@@ -108,9 +108,9 @@ def test_empty_tensors_and_computed_dimensions_travel() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape"),
-    [("float31", ("batch",)), ("uint8", (2,)), ("uint8", ("batch", "unknown")), ("uint8", ("batch", 1 << 31))],
+    "shape",
+    [(2,), ("batch", "unknown"), ("batch", 1 << 31)],
 )
-def test_impossible_formats_are_refused(dtype: str, shape: tuple[str | int, ...]) -> None:
+def test_impossible_formats_are_refused(shape: tuple[str | int, ...]) -> None:
     with pytest.raises(BundleError, match="row"):
-        RowFormat((TensorSpec("a", dtype, shape),))
+        RowFormat((TensorSpec("a", "uint8", shape),))
