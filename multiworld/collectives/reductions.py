@@ -50,24 +50,6 @@ def all_reduce(ranks: Ranks, tensor: Tensor, op: AnyReduceOp) -> Collective:
     )
 
 
-def all_reduce_out(operand: Tensor, result: Tensor, op: AnyReduceOp, number: int | None = None) -> Collective:
-    """Reduce `operand` of all members into `result` of all members. `operand` is only read.
-
-    Args:
-        operand, result: [n], contiguous, on the CPU, in different memory; same dtype and n at all members.
-        number: see `Collective`.
-    """
-    name = _name("all_reduce", op)
-    check_computable("all_reduce", operand, name)
-    return Collective(
-        name="all_reduce",
-        signature=f"all_reduce({tensor_signature(operand)}, {name})",
-        algorithm=lambda: lambda channel: allreduce.all_reduce(channel, operand, result, name),
-        tensors=(operand, result),
-        number=number,
-    )
-
-
 def reduce(ranks: Ranks, tensor: Tensor, dst: int, op: AnyReduceOp) -> Collective:
     """Reduce `tensor` in place at rank `dst`; its content at other ranks is undefined afterwards."""
     ranks.check_root("reduce", dst)

@@ -4,7 +4,6 @@ No tensor is written before `unpack`, which runs after its bucket has finished o
 values until then, and nothing has to be restored.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,8 +16,6 @@ from multiworld.ops.validation import check_distinct
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
 BUCKET_BYTES = 1 << 20
 """Maximum bytes of a bucket with several tensors: large enough to share one transfer, small enough to repeat little after a failure."""
-_ALIGNMENT = 64
-"""Bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +29,11 @@ class Bucket:
         return self.tensors[0].dtype
 
     @property
-    def count(self) -> int:
-        return sum(tensor.numel() for tensor in self.tensors)
-
-    @property
     def nbytes(self) -> int:
-        return self.count * self.dtype.itemsize
+        return sum(tensor.nbytes for tensor in self.tensors)
 
-    def operand(self) -> Tensor:
-        """Return the elements as one flat, contiguous tensor on the host: a view of a single contiguous host tensor, otherwise a copy."""
-        only = self.tensors[0]
-        if len(self.tensors) == 1 and only.is_contiguous() and only.device.type == "cpu":
-            return only.view(-1)
+    def copy(self) -> Tensor:
+        """Return the elements as one flat, contiguous tensor on the host, in memory of its own."""
         return torch.cat([tensor.reshape(-1) for tensor in self.tensors]).cpu()
 
     def unpack(self, result: Tensor) -> None:
@@ -78,23 +68,3 @@ def _writable(name: str, tensor: Tensor) -> Tensor:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TypeError(f"{name}: cannot reduce {tensor.dtype}; expected one of {known}")
     return RecvBuffer(name, tensor, on_host=False).tensor
-
-
-class Workspace:
-    """Memory for the results of a call until its round is committed. It has the size of the largest call so far and is reused."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def allocate(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        """Return flat host memory for the result of each bucket."""
-        ends = list(itertools.accumulate((-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in buckets), initial=0))
-        if self._memory.numel() < ends[-1]:
-            self._memory = torch.empty(ends[-1], dtype=torch.uint8)
-        return [
-            self._memory[begin : begin + bucket.nbytes].view(bucket.dtype)
-            for begin, bucket in zip(ends, buckets, strict=False)
-        ]
-
-    def free(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)

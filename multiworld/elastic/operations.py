@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from multiworld.collectives.allreduce import bytes_sent
-from multiworld.collectives.reductions import AnyReduceOp, all_reduce_out
-from multiworld.elastic.buckets import Workspace, make_buckets
+from multiworld.collectives.reductions import AnyReduceOp, all_reduce
+from multiworld.elastic.buckets import make_buckets
 from multiworld.elastic.protocol.rounds import Round
 from multiworld.errors import Cause, WorldError
 from multiworld.ops.operation import Operation
@@ -103,7 +103,7 @@ class AllReduceCall:
 
     Attributes:
         contributors: for each bucket, the number of members of the view in which it finished here last; 0 before.
-        retries: how often unfinished operations were run again.
+        runs: how often unfinished operations were run.
 
     Raises TypeError, ValueError for invalid arguments.
     """
@@ -115,13 +115,9 @@ class AllReduceCall:
         self.buckets = make_buckets("all_reduce", tensors)
         self.counters = ByteCounters()
         self.contributors = [0] * len(self.buckets)
-        self.retries = 0
+        self.runs = 0
         self._op = names[0]
-        self._results: list[Tensor] = []
-
-    def allocate(self, workspace: Workspace) -> None:
-        """Provide memory for the results, before operations are started. It is used until the call ends, or until `renew`."""
-        self._results = workspace.allocate(self.buckets)
+        self._results: dict[int, Tensor] = {}
 
     @property
     def signature(self) -> str:
@@ -130,15 +126,18 @@ class AllReduceCall:
         return f"{self._op} {sizes}"
 
     def start(self, world: World, index: int, number: int | None = None) -> Operation:
-        """Start to reduce one bucket of all members. The tensors are only read.
+        """Start to reduce a copy of one bucket of all members.
+
+        Each start has memory of its own, because operations of a view that broke may still write to theirs.
 
         Args:
             number: identifies the operation; None: the members start their operations in the same order.
         Raises BrokenWorldException when the view has ended; the result is undefined then.
         """
-        bucket = self.buckets[index]
-        op = ReduceOp.SUM if self._is_truncated(index) else _OPS[self._op]
-        return world.start(all_reduce_out(bucket.operand(), self._results[index], op, number))
+        result = self._results[index] = self.buckets[index].copy()
+        plan = all_reduce(world.ranks, result, ReduceOp.SUM if self._is_truncated(index) else _OPS[self._op])
+        plan.number = number
+        return world.start(plan)
 
     def on_finished(self, world: World, index: int) -> None:
         """Count a bucket that finished on this member."""
@@ -152,6 +151,7 @@ class AllReduceCall:
 
         Raises WorldError when the view has ended. Any other error ends the view.
         """
+        self.runs += 1
         window = asyncio.Semaphore(max_in_flight)
         started: dict[int, Operation] = {}
         failure: BaseException | None = None
@@ -177,16 +177,9 @@ class AllReduceCall:
         if failure is not None:
             raise failure
 
-    def renew(self, round_: Round) -> None:
-        """Allocate new memory for the unfinished results: operations of the previous view may still write to the old memory."""
-        self.retries += 1
-        for index in round_.unfinished:
-            self.contributors[index] = 0
-            self._results[index] = torch.empty_like(self._results[index])
-
     def unpack(self, index: int) -> None:
         """Copy a result into its tensors. The operation has finished on all members."""
-        result = self._results[index]
+        result = self._results.pop(index)
         if self._is_truncated(index):
             with torch.inference_mode():
                 result.div_(self.contributors[index], rounding_mode="trunc")

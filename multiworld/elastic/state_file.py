@@ -26,7 +26,6 @@ class StateFile:
         self._path = path
         self._write_timeout_s = write_timeout_s
         self._views: dict[str, View] = {}
-        self._saved = True  # the last write, or the one in progress, includes all changes
         self._writer = ThreadPoolExecutor(1, "multiworld-state-file")  # one write at a time
 
     def load(self) -> dict[str, View]:
@@ -42,15 +41,14 @@ class StateFile:
 
     def store(self, name: str, view: View) -> None:
         """Store this view with the next `flush`."""
-        self._views[name], self._saved = view, False
+        self._views[name] = view
 
     def remove(self, name: str) -> None:
         """Remove this world with the next `flush`."""
         self._views.pop(name, None)
-        self._saved = False
 
     async def flush(self) -> None:
-        """Wait until all changes are on the disk. After a failed write, the next call writes them again.
+        """Write all views and wait until they are on the disk.
 
         Raises:
             RuntimeError: no thread can be started.
@@ -58,7 +56,8 @@ class StateFile:
         """
         if self._path is None:
             return
-        writing = asyncio.get_running_loop().run_in_executor(self._writer, self._write, self._path)
+        data = msgspec.json.encode(self._views)
+        writing = asyncio.get_running_loop().run_in_executor(self._writer, _replace, self._path, data)
         try:
             await asyncio.wait_for(writing, self._write_timeout_s)
         except TimeoutError:
@@ -69,16 +68,6 @@ class StateFile:
         with contextlib.suppress(OSError, RuntimeError):
             await self.flush()
         self._writer.shutdown(wait=False)
-
-    def _write(self, path: Path) -> None:
-        if self._saved:
-            return
-        self._saved = True  # before the copy: a change during the write is not in it
-        try:
-            _replace(path, msgspec.json.encode(self._views.copy()))
-        except BaseException:
-            self._saved = False
-            raise
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -9,7 +9,6 @@ from torch.distributed import ReduceOp
 
 from multiworld.collectives.reductions import AnyReduceOp
 from multiworld.elastic.agent import MemberAgent
-from multiworld.elastic.buckets import Workspace
 from multiworld.elastic.errors import DesyncError, ElasticError, ViewChangeError
 from multiworld.elastic.operations import AllReduceCall, AllReduceHandle, AllReduceOutcome
 from multiworld.elastic.protocol.commit_protocol import agree, pass_boundary, run_round
@@ -35,7 +34,6 @@ class ElasticWorld:
         self._agent = agent
         self._state = agent.state
         self._call_lock = asyncio.Lock()
-        self._workspace = Workspace()
         self._round: Round | None = None
         self._async_tags: set[tuple[int, int]] = set()  # view number and tag of each `all_reduce_async` in flight
 
@@ -90,7 +88,6 @@ class ElasticWorld:
     async def leave(self) -> None:
         """Leave the world and free all resources. The others form the next view. Idempotent."""
         await self._agent.close()
-        self._workspace.free()
 
     # -- operations that survive a failure -----------------------------------------------------------------------------
 
@@ -121,13 +118,9 @@ class ElasticWorld:
             raise ValueError(f"all_reduce: max_in_flight must be at least 1, got {max_in_flight}")
         call = AllReduceCall(tensors, op)
         async with self._call("all_reduce", timeout_s):
-            call.allocate(self._workspace)
             round_ = Round(self._state.committed, len(call.buckets), call.signature)
 
-            async def run(view_number: int, is_retry: bool) -> None:
-                if is_retry:
-                    call.renew(round_)
-                    self._workspace.free()
+            async def run(view_number: int) -> None:
                 with self._agent.world_of(view_number) as world:
                     assert world is not None  # a member that is alone runs nothing
                     await call.run(world, round_, max_in_flight)
@@ -139,8 +132,8 @@ class ElasticWorld:
                 if size:
                     call.unpack(index)
                 contributors += [size] * len(bucket.tensors)
-        counters = call.counters
-        return AllReduceOutcome(success, counters.sent, counters.received, call.retries, self.size, tuple(contributors))
+        counters, retries = call.counters, max(call.runs - 1, 0)
+        return AllReduceOutcome(success, counters.sent, counters.received, retries, self.size, tuple(contributors))
 
     async def all_reduce_with_retry(
         self,
@@ -181,7 +174,6 @@ class ElasticWorld:
                 f"all_reduce_async: an all-reduce with tag {tag} is in flight; await it or choose another tag"
             )
         call = AllReduceCall([tensor], op)
-        call.allocate(Workspace())
         view_number = self.view_number
         with self._agent.world_of(view_number):
             self._async_tags.add(running)

@@ -142,7 +142,7 @@ class Member:
             number = self.state.committed
             round_, values = Round(number, OPERATIONS, f"call {number}"), dict[int, Value]()
 
-            async def run(view_number: int, _is_retry: bool, round_: Round = round_, values: Any = values) -> None:
+            async def run(view_number: int, round_: Round = round_, values: Any = values) -> None:
                 await self._run(view_number, round_, values)
 
             success = await run_round(self, round_, run)

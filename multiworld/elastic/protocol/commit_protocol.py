@@ -32,10 +32,10 @@ class Member(Protocol):
         ...
 
 
-RunOperations = Callable[[int, bool], Awaitable[None]]
-"""Runs the unfinished operations of the round in a view. Marks each operation that finishes. Returns when none is in flight.
+RunOperations = Callable[[int], Awaitable[None]]
+"""Runs the unfinished operations of the round in the view of this number. Marks those that finish. Returns when none is in flight.
 
-Arguments: number of the view; whether the operations ran before, in a view that broke. Raises BrokenWorldException when the view has ended.
+Raises BrokenWorldException when the view has ended.
 """
 
 
@@ -61,16 +61,16 @@ async def run_round(member: Member, round_: Round, run: RunOperations) -> bool:
 
     Raises RoundMismatch.
     """
-    view_number, is_retry = await member.next_view(0), False
+    view_number = await member.next_view(0)
     while True:
         try:
             if await agree(member, round_, view_number):
                 return True
             if len(member.state.view.members) == 1 and member.state.commit_round(view_number):
                 return False
-            await run(view_number, is_retry)
+            await run(view_number)
         except BrokenWorldException:
-            view_number, is_retry = await member.next_view(view_number), True
+            view_number = await member.next_view(view_number)
 
 
 async def pass_boundary(member: Member) -> None:
