@@ -83,10 +83,13 @@ async def _serve(
     stop = asyncio.Event()
     on_stop_signal(stop.set)
     metrics = LeaderMetrics(build_labels(torch.__version__))
-    reporter = _StartupReporter()
+    started_s, announced = time.monotonic(), False
 
     def changed() -> None:
-        reporter.show(leader)
+        nonlocal announced
+        if leader.ready and not announced:
+            announced = True
+            logger.info("leader ready after_s=%.1f", time.monotonic() - started_s)
         frontends.state_changed()
 
     leader = Leader(model.name, plan, settings, metrics, loader=loader, traces=traces, on_change=changed)
@@ -172,30 +175,3 @@ def _reload_tokens_on_sighup(settings: LeaderSettings, leader: Leader) -> None:
 
     if settings.token_file is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-
-
-class _StartupReporter:
-    """Logs when the pipeline is ready; at DEBUG also the states of the replicas until then."""
-
-    def __init__(self) -> None:
-        self._started_s = time.monotonic()
-        self._last = ""
-        self._ready = False
-
-    def show(self, leader: Leader) -> None:
-        """Log the replica states until the pipeline is ready."""
-        if self._ready:
-            return
-        snapshot = leader.snapshot()
-        stages = "  ".join(f"stage {stage.index}: {_count(stage.replicas)}" for stage in snapshot.stages)
-        if stages != self._last:
-            self._last = stages
-            logger.debug("workers: %s", stages)
-        if snapshot.ready:
-            self._ready = True
-            logger.info("leader ready after_s=%.1f", time.monotonic() - self._started_s)
-
-
-def _count(replicas: tuple[Any, ...]) -> str:
-    states = [replica.state for replica in replicas]
-    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))

@@ -6,7 +6,10 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
 
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.http.listener import bind
@@ -18,7 +21,6 @@ logger = logging.getLogger(__name__)
 _MAX_CONNECTIONS = 16
 _KEEP_ALIVE_S = 5
 _CLOSE_S = 1
-_TEXT = "text/plain; charset=utf-8"
 
 
 @contextlib.asynccontextmanager
@@ -66,25 +68,15 @@ async def metrics_port(
 
 
 def _app(metrics: ProgramMetrics, ready: Callable[[], bool]) -> ASGIApp:
-    async def page(scope: Scope) -> tuple[int, bytes, str]:
-        """Status, body and content type."""
-        if scope["method"] not in {"GET", "HEAD"}:
-            return 405, b"send GET or HEAD\n", _TEXT
-        match scope["path"]:
-            case "/metrics":
-                return 200, await metrics.scrape(), CONTENT_TYPE
-            case "/healthz":
-                return 200, b"alive\n", _TEXT
-            case "/readyz" if ready():
-                return 200, b"serves\n", _TEXT
-            case "/readyz":
-                return 503, b"this process does not serve now; wait until workers have joined leaders\n", _TEXT
-        return 404, b"there is nothing at this path; there are /metrics, /healthz and /readyz\n", _TEXT
+    async def scrape(_: Request) -> Response:
+        return Response(await metrics.scrape(), headers={"Content-Type": CONTENT_TYPE})
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        status, body, content_type = await page(scope)
-        headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+    async def healthz(_: Request) -> Response:
+        return PlainTextResponse("alive\n")
 
-    return answer
+    async def readyz(_: Request) -> Response:
+        if ready():
+            return PlainTextResponse("serves\n")
+        return PlainTextResponse("this process does not serve now; wait until workers have joined leaders\n", 503)
+
+    return Router([Route("/metrics", scrape), Route("/healthz", healthz), Route("/readyz", readyz)])

@@ -24,7 +24,6 @@ from multiworld_serving.server.frontends.messages import (
     Load,
     Metrics,
     Scrape,
-    Welcome,
 )
 from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.server.snapshots import LeaderSnapshot
@@ -42,7 +41,6 @@ class LeaderLink:
     """Joins one leader and stays joined while `run` runs.
 
     Args:
-        manager: used by this link only, because two leaders may use the same world name.
         address: where the leader listens; `settings` may know another one before each attempt to join.
         pool: is told what happens on the link.
         edges: of this process; None: all tensors go through the leaders.
@@ -51,7 +49,6 @@ class LeaderLink:
     Attributes:
         state: last state reported by the leader; None while disconnected.
         name: of the leader, as known from its last state.
-        ambiguous: whether another leader of this frontend has the same name; set by the pool.
         was_ready: whether the leader has been ready since this link was formed.
         relays: whether inputs are sent to the leader, because a worker could not fetch one since this link was formed.
     """
@@ -60,7 +57,6 @@ class LeaderLink:
         self,
         address: Address,
         settings: FrontendSettings,
-        manager: WorldManager,
         pool: LeaderPool,
         edges: Edges | None = None,
         number: int = 0,
@@ -69,22 +65,20 @@ class LeaderLink:
         self._number = number
         self.state: LeaderState | None = None
         self.name: str | None = None
-        self.ambiguous = False
         self.was_ready = False
         self.relays = False
         self._edges = edges
         self._settings = settings
-        self._manager = manager
         self._pool = pool
         self._link: Link | None = None
-        self._welcome = False
         self._unusable = ""
         """Why this leader cannot be used, as found when the link was formed."""
 
     @property
     def label(self) -> str | None:
-        """Name of the leader that no other leader of this frontend has; None if it was never reached."""
-        return f"{self.name}@{self.address}" if self.ambiguous else self.name
+        """Name of the leader, with its address if another leader has the same name; None if it was never reached."""
+        is_unique = all(other is self or other.name != self.name for other in self._pool.links)
+        return self.name if self.name is None or is_unique else f"{self.name}@{self.address}"
 
     @property
     def usable(self) -> bool:
@@ -133,20 +127,22 @@ class LeaderLink:
         Raises:
             UserError: the leader rejects the token, and it is the only leader.
         """
-        failures = 0
-        while True:
-            try:
-                await self._serve_once()
-                failures = 0
-            except PermissionError as error:
-                message = f"the leader at {self.address} rejects this frontend's token: {error}"
-                if len(self._settings.leaders) == 1 and self.name is None:
-                    raise UserError(message) from error
-                failures = self._log_failure(failures, message)
-            except (AskError, WorldError, WireError, OSError) as error:
-                failures = self._log_failure(failures, str(error))
-            longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10))
-            await asyncio.sleep(longest_s * random.uniform(0.5, 1.0))
+        settings, failures = self._settings, 0
+        # `verify_collectives` must equal the leader's. Each link has a manager, because two leaders may use the same world name.
+        async with WorldManager(secret=settings.secret, verify_collectives=False, **settings.heartbeats) as manager:
+            while True:
+                try:
+                    await self._serve_once(manager)
+                    failures = 0
+                except PermissionError as error:
+                    message = f"the leader at {self.address} rejects this frontend's token: {error}"
+                    if len(settings.leaders) == 1 and self.name is None:
+                        raise UserError(message) from error
+                    failures = self._log_failure(failures, message)
+                except (AskError, WorldError, WireError, OSError) as error:
+                    failures = self._log_failure(failures, str(error))
+                longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10))
+                await asyncio.sleep(longest_s * random.uniform(0.5, 1.0))
 
     def _log_failure(self, failures: int, message: str) -> int:
         """Log a failure to join, unless it repeats. Returns the number of failures in a row."""
@@ -154,13 +150,13 @@ class LeaderLink:
             logger.warning("leader=%s cannot be joined: %s", self.address, message)
         return failures + 1
 
-    async def _serve_once(self) -> None:
+    async def _serve_once(self, manager: WorldManager) -> None:
         """Join and stay until the link ends. Raises an error if the leader could not be used."""
         self.address = self._settings.leader_at(self._number, self.address)
         offer = await self._ask()
         timeout_s = min(15.0, self._settings.join_timeout_s)
-        world = await offer.form(self._manager, 1, offer.joins_at(self.address), timeout_s)
-        self._welcome, self._unusable = False, ""
+        world = await offer.form(manager, 1, offer.joins_at(self.address), timeout_s)
+        self._unusable = ""
         self._link = Link(world, _LEADER_RANK, self._receive)
         try:
             lost = await self._link.run()
@@ -171,8 +167,7 @@ class LeaderLink:
         finally:
             self._on_lost()
             with contextlib.suppress(WorldError):
-                await self._manager.close_world(world.name)
-                self._manager.remove_world(world.name)
+                await manager.close_world(world.name)
 
     async def _ask(self) -> JoinOffer:
         settings = self._settings
@@ -201,7 +196,9 @@ class LeaderLink:
         link, number = self._link, received.number
         assert link is not None, "messages come over the link"
         match received.body:
-            case LeaderState() as state if self._welcome:
+            case LeaderState() as state:
+                if self.state is None and (why := self._pool.accepts(state.model, self)) is not None:
+                    raise ValueError(why)
                 self.state, self.name = state, state.leader
                 self.was_ready |= state.ready
                 self._pool.on_state(self)
@@ -209,10 +206,6 @@ class LeaderLink:
                     link.handle(number, self._until_idle())
             case Scrape():
                 link.reply(number, Metrics((("", self._pool.metrics.text().decode()),)))
-            case Welcome(model=model):
-                if (why := self._pool.accepts(model, self)) is not None:
-                    raise ValueError(why)
-                self._welcome = True
             case body:
                 raise ValueError(f"unexpected {type(body).__name__} from a leader")
 

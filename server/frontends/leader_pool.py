@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -67,6 +66,7 @@ _DEADLINE_GRACE_S = 0.5
 """The leader enforces the deadline with a more precise error; this is the extra time that it gets to report it."""
 _CHECK_S = 1.0
 """How long after a rejection requests are checked before their inputs are decoded."""
+_POLL_S = 0.02
 _KEEP_S = 5.0
 """How long the input of a request that ended without an answer is kept: its batch may be on the way to a worker, with rows of others."""
 _TRY_ELSEWHERE = frozenset({"overloaded", "no_replica", "not_ready"})
@@ -85,7 +85,6 @@ class LeaderPool:
     Args:
         grace_s: how long a request waits while no leader is usable.
         on_change: called when the state of a leader has changed.
-        clock: of the deadlines.
         edges: of this process; None: all tensors go through the leaders.
 
     Attributes:
@@ -98,7 +97,6 @@ class LeaderPool:
         grace_s: float,
         metrics: FrontendMetrics,
         on_change: Callable[[PipelineSnapshot], None],
-        clock: Callable[[], float] = time.monotonic,
         edges: Edges | None = None,
     ) -> None:
         self.links: list[LeaderLink] = []
@@ -110,7 +108,6 @@ class LeaderPool:
         self._on_change = on_change
         self._admitted = 0
         self._changed = asyncio.Event()
-        self._idle = asyncio.Event()
         self._desired: Desired | None = None
         """The version that all leaders should serve: the one with the highest revision that a leader has reported."""
         self._current: list[LeaderLink] = []
@@ -125,7 +122,6 @@ class LeaderPool:
         self._version = ModelVersion(0, "")
         self._check_until_s = 0.0
         self._was_ready = False
-        self._clock = clock
         self._edges = edges
 
     # -- requests --------------------------------------------------------------------------------------------------------------
@@ -140,7 +136,7 @@ class LeaderPool:
 
     async def check(self, *, deadline_s: float, ahead: int) -> None:
         """See `Pipeline.check`. Asks a leader only if one has rejected a request recently, or none is ready: it costs a round trip."""
-        if self._clock() < self._check_until_s or not self.ready:
+        if time.monotonic() < self._check_until_s or not self.ready:
             await self._request(Check(ahead, 0.0), deadline_s)
 
     def admit(self) -> None:
@@ -152,7 +148,6 @@ class LeaderPool:
         self.open_requests -= 1
         if admitted:
             self._admitted -= 1
-            self._idle.set()
 
     async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
         """See `Pipeline.predict`."""
@@ -195,7 +190,7 @@ class LeaderPool:
         sent = parse_rows(reply.payload, len(sent_at), rows) if sent_at else None
         row_shape = (answer.row_bytes,) if rows.row_shape is None else rows.row_shape
         try:
-            async with asyncio.timeout(max(0.0, deadline_s - self._clock()) + _DEADLINE_GRACE_S):
+            async with asyncio.timeout(max(0.0, deadline_s - time.monotonic()) + _DEADLINE_GRACE_S):
                 return await self._edges.fetch_rows(
                     answer.kept, count, rows.dtype, row_shape, (sent, sent_at), take=True
                 )
@@ -216,10 +211,10 @@ class LeaderPool:
                     raise next(iter(rejected.values()))
                 if self._unloaded is not None:
                     raise self._unloaded.error()
-                grace_until_s = grace_until_s or self._clock() + self._grace_s
+                grace_until_s = grace_until_s or time.monotonic() + self._grace_s
                 await self._wait_for_change(min(grace_until_s, deadline_s), deadline_s)
                 continue
-            timeout_s = deadline_s - self._clock()
+            timeout_s = deadline_s - time.monotonic()
             sent, payload = _message(body, timeout_s, link, kept_input)
             try:
                 limit_s = max(0.0, timeout_s) + _DEADLINE_GRACE_S
@@ -234,9 +229,9 @@ class LeaderPool:
                 resent += 1
                 self.metrics.resubmitted("failed" if lost.failed else "left")
             except RequestRejected as rejection:
-                self._check_until_s = self._clock() + _CHECK_S
-                if rejection.reason == "draining" and self._clock() < deadline_s:
-                    until_s = min(self._clock() + _DEADLINE_GRACE_S, deadline_s)
+                self._check_until_s = time.monotonic() + _CHECK_S
+                if rejection.reason == "draining" and time.monotonic() < deadline_s:
+                    until_s = min(time.monotonic() + _DEADLINE_GRACE_S, deadline_s)
                     await self._wait_for_change(until_s, deadline_s, strict=False)  # the leader sends its new state
                 elif rejection.reason not in _TRY_ELSEWHERE or rejected:
                     raise
@@ -253,7 +248,7 @@ class LeaderPool:
             raise PoisonError(
                 f"{failures} leaders failed while they had this request; it is not sent to another one"
             ) from lost
-        if self._clock() >= deadline_s:
+        if time.monotonic() >= deadline_s:
             raise DeadlineError(f"the deadline has passed, and before that: {lost}; try again") from lost
 
     def _choose(self, rejected: Mapping[LeaderLink, object], body: Check | Predict) -> LeaderLink | None:
@@ -269,12 +264,12 @@ class LeaderPool:
         """Wait for a change of a leader's state. If `strict`, raise when `until_s` passes first."""
         changed = self._changed
         try:
-            async with asyncio.timeout(max(0.0, until_s - self._clock())):
+            async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
                 await changed.wait()
         except TimeoutError:
             if not strict:
                 return
-            if self._clock() >= deadline_s:
+            if time.monotonic() >= deadline_s:
                 raise DeadlineError("no leader was reachable before the deadline; try again") from None
             raise NotReadyError(
                 f"no leader has been reachable for {self._grace_s:g} s; wait until one has started"
@@ -348,8 +343,10 @@ class LeaderPool:
 
     # -- links -----------------------------------------------------------------------------------------------------------------
 
-    def accepts(self, model: ServedModel, leader: LeaderLink) -> str | None:
+    def accepts(self, model: ServedModel | None, leader: LeaderLink) -> str | None:
         """Why this leader cannot be used, because it serves another model; None if it can."""
+        if model is None:
+            return "the first state of a leader has no model"
         if not self.model.done():
             self.model.set_result(model)
         served = self.model.result()
@@ -363,7 +360,6 @@ class LeaderPool:
     def on_state(self, leader: LeaderLink) -> None:
         """The leader's state has changed, or the leader was lost."""
         self._was_ready |= leader.was_ready
-        self._find_ambiguous_names()
         self._spread_desired()
         self._find_candidates()
         self._changed.set()
@@ -404,28 +400,10 @@ class LeaderPool:
             usable = [(link, state) for link, state in usable if link.was_ready]
         self._candidates = [link for link, state in sorted(usable, key=lambda each: not each[1].ready)]
 
-    def _find_ambiguous_names(self) -> None:
-        counts = Counter(link.name for link in self.links)
-        for name in {link.name for link in self.links if link.name and counts[link.name] > 1 and not link.ambiguous}:
-            addresses = ", ".join(str(link.address) for link in self.links if link.name == name)
-            logger.warning(
-                "the leaders at %s have the same name %s: give each its own --name, or, if it is one leader, only one address; "
-                "until then metrics and status call them NAME@ADDRESS",
-                *(addresses, name),
-            )
-        for link in self.links:
-            link.ambiguous = link.name is not None and counts[link.name] > 1
-
     async def wait_idle(self) -> None:
         """Wait until no admitted request needs a leader that drains: there are none, or another leader is usable."""
-        while self._admitted and not any(link.usable for link in self._current):
-            self._idle.clear()
-            waits = {asyncio.create_task(self._idle.wait()), asyncio.create_task(self._changed.wait())}
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
+        while self._admitted and not any(link.usable for link in self._current):  # noqa: ASYNC110 - only while leaders stop
+            await asyncio.sleep(_POLL_S)
 
 
 def _message(

@@ -9,15 +9,15 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Awaitable
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import uvloop
 
-from multiworld import WorldManager
 from multiworld_serving.common.config import UserError, raise_descriptor_limit
-from multiworld_serving.common.config.addresses import Address, local_host
+from multiworld_serving.common.config.addresses import local_host
 from multiworld_serving.common.config.process import notify_systemd, on_stop_signal
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.edges.edges import Edges
@@ -104,6 +104,16 @@ def _listener(fd: int | None, host: str, port: int, name: str, *, reserve: bool 
     return sock
 
 
+async def _first(*waits: Awaitable[object]) -> None:
+    """Return when one of them has ended. The others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 class _Frontend:
     """One frontend process."""
 
@@ -127,7 +137,9 @@ class _Frontend:
         self._edges: Edges | None = None
         if settings.edges == "auto":
             self._edges = Edges(settings.name, local_host(settings.leaders), settings, EdgeMetrics(self._metrics))
-        self._pool = LeaderPool(settings.recovery_grace_s, self._metrics, self._on_change, edges=self._edges)
+        self._pool = LeaderPool(settings.recovery_grace_s, self._metrics, self._on_change, self._edges)
+        for number, address in enumerate(settings.leaders):
+            self._pool.links.append(LeaderLink(address, settings, self._pool, self._edges, number))
         self._announced = False
         self._started_s = time.monotonic()
         self._http_server: HttpServer | None = None
@@ -142,35 +154,19 @@ class _Frontend:
             async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
                 if self._edges is not None:
                     await stack.enter_async_context(self._edges)
-                links = [await self._link(stack, *numbered) for numbered in enumerate(settings.leaders)]
-                self._pool.links.extend(links)
-                running = [tasks.create_task(link.run()) for link in links]
-                stopping = asyncio.create_task(self._stop.wait())
+                running = [tasks.create_task(link.run()) for link in self._pool.links]
                 try:
-                    ends: list[asyncio.Future[object]] = [stopping, self._pool.model]  # type: ignore[list-item]  # only waited for
-                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                    await _first(self._stop.wait(), asyncio.shield(self._pool.model))
                     if not self._stop.is_set():
                         running.append(tasks.create_task(self._report_load()))
                         await self._serve_http()
                 finally:
-                    stopping.cancel()
                     for task in running:
                         task.cancel()
         except* UserError as errors:
             raise errors.exceptions[0] from None
         logger.info("stopped")
         return 0
-
-    async def _link(self, stack: contextlib.AsyncExitStack, number: int, address: Address) -> LeaderLink:
-        settings = self._settings
-        manager = await stack.enter_async_context(
-            WorldManager(
-                secret=settings.secret,
-                verify_collectives=False,  # must equal the leader's
-                **settings.heartbeats,
-            )
-        )
-        return LeaderLink(address, settings, manager, self._pool, self._edges, number)
 
     async def _serve_http(self) -> None:
         settings, pool, metrics = self._settings, self._pool, self._metrics
@@ -215,10 +211,7 @@ class _Frontend:
         reload_on_sighup(settings, apply)
         async with serving(admin), serving(http), grpc or contextlib.nullcontext(), notify_systemd():
             logger.info("%s serves http=%s:%d", settings.name, *self._http.getsockname()[:2])
-            ends = [asyncio.create_task(event.wait()) for event in (self._stop, http.stopped, admin.stopped)]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for end in ends:
-                end.cancel()
+            await _first(self._stop.wait(), http.stopped.wait(), admin.stopped.wait())
             logger.info("stopping: waiting for %d open requests", pool.open_requests)
             http.set_graceful_timeout(
                 settings.drain_timeout_s

@@ -28,12 +28,6 @@ class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The body of a message. Its class is the tag `type`."""
 
 
-class Welcome(Body, frozen=True):
-    """Leader to frontend, the first message: the model."""
-
-    model: ServedModel
-
-
 class Check(Body, frozen=True):
     """Frontend to leader: would a request be rejected? Reply: Done or Rejection.
 
@@ -154,6 +148,7 @@ class LeaderState(Body, frozen=True):
         desired, served, obstacle: see `Leader`.
         rejection: why it rejects all requests (draining, or unloaded); None if it does not.
         snapshot: its pipeline and its frontends.
+        model: only in the first state.
     """
 
     leader: str
@@ -166,22 +161,11 @@ class LeaderState(Body, frozen=True):
     rejection: Rejection | None
     snapshot: PipelineSnapshot
     obstacle: str = ""
+    model: ServedModel | None = None
 
 
 AnyBody = (
-    Welcome
-    | LeaderState
-    | Check
-    | Predict
-    | Prediction
-    | Rejection
-    | Operation
-    | Step
-    | Done
-    | Follow
-    | Scrape
-    | Metrics
-    | Load
+    LeaderState | Check | Predict | Prediction | Rejection | Operation | Step | Done | Follow | Scrape | Metrics | Load
 )
 
 

@@ -13,6 +13,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 
+import msgspec
+
 from multiworld import JoinError, World, WorldError, WorldManager
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer
@@ -30,7 +32,6 @@ from multiworld_serving.server.frontends.messages import (
     Rejection,
     Scrape,
     Step,
-    Welcome,
     parse_rows,
     rows_payload,
 )
@@ -201,8 +202,7 @@ class FrontendSession:
 
     async def run(self) -> LinkLostError:
         """Serve the frontend until its link ends; returns why it ended."""
-        self.link.send(Welcome(self._sessions.model))
-        self.link.send(self._sessions.state())
+        self.link.send(msgspec.structs.replace(self._sessions.state(), model=self._sessions.model))
         return await self.link.run()
 
     def snapshot(self) -> FrontendSnapshot:

@@ -69,7 +69,7 @@ class FakeLeader(LeaderLink):
 
     def __init__(self, pool: LeaderPool, number: int) -> None:
         none = cast(Any, None)
-        super().__init__(Address("10.0.0.1", 8000 + number), none, none, pool)
+        super().__init__(Address("10.0.0.1", 8000 + number), none, pool)
         self.name = f"leader-{number}"
         self.pool = pool
         self.answers: list[BaseException | asyncio.Event] = []

@@ -32,7 +32,6 @@ from multiworld_serving.server.frontends.messages import (
     Predict,
     Rejection,
     Step,
-    Welcome,
     parse_rows,
     rows_payload,
 )
@@ -322,7 +321,7 @@ def test_predictions_images_and_models_round_trip() -> None:
     with pytest.raises(ValueError, match="383 bytes"):
         parse_rows(memoryview(bytearray(383)), 2, model.input_rows)
     for described in (model, TEXT_MODEL):
-        assert round_trip(Welcome(described)).model == described
+        assert round_trip(msgspec.structs.replace(STATE, model=described)).model == described
 
 
 def test_rows_of_several_tensors_round_trip() -> None:
@@ -346,7 +345,7 @@ def test_rows_of_several_tensors_round_trip() -> None:
 )
 def test_impossible_model_of_a_leader_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"row|crop_size|output"):
-        round_trip({"type": "Welcome", "model": {**msgspec.to_builtins(TEXT_MODEL), **wrong}})
+        round_trip({**msgspec.to_builtins(STATE), "model": {**msgspec.to_builtins(TEXT_MODEL), **wrong}})
 
 
 def test_every_rejection_round_trips() -> None:

@@ -137,7 +137,7 @@ class Service:
         self.leader.inform_frontends = self.sessions.inform
         self.leader.manager.answer("127.0.0.1", self.port, _answerer(leader, self.sessions))
         self.links: dict[str, LeaderLink] = {}
-        self._running: list[tuple[asyncio.Task[None], WorldManager]] = []
+        self._running: list[asyncio.Task[None]] = []
 
     def settings(self, name: str = "frontend-0", secret: str = SECRET, leaders: str = "") -> FrontendSettings:
         leader = leaders or f"127.0.0.1:{self.port}"
@@ -147,18 +147,16 @@ class Service:
         """Start a frontend and wait until it is connected."""
         settings = self.settings(name)
         pool = LeaderPool(5.0, FrontendMetrics(), lambda _: None)
-        manager = WorldManager(secret=SECRET, verify_collectives=False)
-        link = self.links[name] = LeaderLink(Address("127.0.0.1", self.port), settings, manager, pool)
+        link = self.links[name] = LeaderLink(Address("127.0.0.1", self.port), settings, pool)
         pool.links.append(link)
-        self._running.append((asyncio.create_task(link.run()), manager))
+        self._running.append(asyncio.create_task(link.run()))
         await until(lambda: link.state is not None)
         return pool
 
     async def stop_frontend(self, number: int = 0) -> None:
-        task, manager = self._running.pop(number)
+        task = self._running.pop(number)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await manager.aclose()
 
     async def close(self) -> None:
         while self._running:
@@ -232,9 +230,9 @@ async def test_join_request_of_another_protocol_is_refused_with_what_to_upgrade(
 
 
 async def test_frontend_ends_when_its_only_leader_does_not_take_its_token() -> None:
-    async with running() as service, WorldManager(secret="another", verify_collectives=False) as manager:
+    async with running() as service:
         settings = service.settings(secret="another")
-        link = LeaderLink(settings.leaders[0], settings, manager, LeaderPool(1.0, FrontendMetrics(), lambda _: None))
+        link = LeaderLink(settings.leaders[0], settings, LeaderPool(1.0, FrontendMetrics(), lambda _: None))
         with pytest.raises(UserError, match="rejects this frontend's token"):
             await link.run()
 
@@ -247,7 +245,7 @@ async def test_frontend_with_the_same_name_replaces_the_former() -> None:
         await until(lambda: service.leader.got)
         [session] = service.sessions._sessions
         # The former one would join again and again: it is as good as dead.
-        former_task, _ = service._running[0]
+        former_task = service._running[0]
         link = service.links["frontend-0"]
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(link, "_ask", asyncio.Event().wait)
