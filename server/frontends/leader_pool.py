@@ -23,7 +23,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -36,6 +35,7 @@ from multiworld_serving.server.errors import (
     DrainingError,
     InputUnreachableError,
     NotReadyError,
+    OverloadedError,
     PoisonError,
     RequestRejected,
 )
@@ -70,13 +70,6 @@ _POLL_S = 0.02
 _KEEP_S = 5.0
 """How long the input of a request that ended without an answer is kept: its batch may be on the way to a worker, with rows of others."""
 _TRY_ELSEWHERE = frozenset({"overloaded", "no_replica", "not_ready"})
-
-
-class KeptInput(NamedTuple):
-    """The input of a request, [N, …], and its id for workers; None if they cannot fetch it."""
-
-    rows: Tensor
-    number: int | None
 
 
 class LeaderPool:
@@ -135,9 +128,16 @@ class LeaderPool:
         self.open_requests += 1
 
     async def check(self, *, deadline_s: float, ahead: int) -> None:
-        """See `Pipeline.check`. Asks a leader only if one has rejected a request recently, or none is ready: it costs a round trip."""
-        if time.monotonic() < self._check_until_s or not self.ready:
-            await self._request(Check(ahead, 0.0), deadline_s)
+        """See `Pipeline.check`. Asks a leader only if one has rejected a request recently, because it costs a round trip."""
+        if not self._candidates:
+            await self._wait_for_leader(deadline_s)
+        if (now_s := time.monotonic()) < self._check_until_s:
+            try:
+                await self._candidates[0].connected().call(Check(ahead, deadline_s - now_s), timeout_s=_CHECK_S)
+            except OverloadedError:
+                raise
+            except (LinkLostError, RequestRejected, TimeoutError) as error:
+                logger.debug("a check failed, so `predict` decides: %s", error)
 
     def admit(self) -> None:
         """See `Pipeline.admit`."""
@@ -152,31 +152,72 @@ class LeaderPool:
     async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
         """See `Pipeline.predict`."""
         row_bytes = rows.shape[1] if self.model.result().input_rows.row_shape is None else 0
-        store, fetches = None if self._edges is None else self._edges.store, self._edges is not None
-        request = Predict(request_id, 0.0, current_span_ids(), key, len(rows), row_bytes=row_bytes, fetches=fetches)
-        kept_input, resent = KeptInput(rows, None if store is None else store.put(self, rows)), 0
+        store = None if self._edges is None else self._edges.store
+        number = None if store is None else store.put(self, rows)
+        request = Predict(
+            *(request_id, 0.0, current_span_ids(), key, len(rows), number, row_bytes), fetches=store is not None
+        )
         try:
-            while True:
-                reply, again = await self._request(request, deadline_s, kept_input)
-                resent += again
-                try:
-                    output = await self._output(reply, request.rows, deadline_s)
-                    break
-                except RowsLostError as lost:
-                    logger.warning("request_id=%s the answer is lost: %s", request.request_id, lost)
-                    self._check_resubmission(0, deadline_s, lost)
-                    resent += 1
-                    unreachable = next(iter(lost.unreachable), None)
-                    request = msgspec.structs.replace(request, fetches=False, unreachable=unreachable)
-                    self.metrics.resubmitted("answer_lost")
+            answer = await self._send(request, rows, deadline_s)
         except BaseException:
-            if store is not None and kept_input.number is not None:
-                store.expire(kept_input.number, _KEEP_S)
+            if store is not None and number is not None:
+                store.expire(number, _KEEP_S)
             raise
-        if store is not None and kept_input.number is not None:
-            store.release((kept_input.number,))
-        answer: Prediction = reply.body
-        return msgspec.structs.replace(answer, output=output, kept=(), attempts=answer.attempts + resent)
+        if store is not None and number is not None:
+            store.release((number,))
+        return answer
+
+    async def _send(self, request: Predict, rows: Tensor, deadline_s: float) -> Prediction:
+        """Send a request to a leader, and to others as the table above says.
+
+        Args:
+            rows: its input, for leaders to which it cannot be named as `Predict.tensor`.
+        """
+        rejected: dict[LeaderLink, RequestRejected] = {}
+        failures = resent = 0
+        while True:
+            link = self._choose(rejected)
+            if link is None:
+                if rejected:
+                    raise next(iter(rejected.values()))
+                await self._wait_for_leader(deadline_s)
+                continue
+            timeout_s = deadline_s - time.monotonic()
+            tensor = None if link.relays else request.tensor
+            message = msgspec.structs.replace(request, timeout_s=timeout_s, tensor=tensor)
+            payload = rows_payload(rows) if tensor is None else b""
+            try:
+                limit_s = max(0.0, timeout_s) + _DEADLINE_GRACE_S
+                reply = await link.connected().call(message, payload, timeout_s=limit_s)
+                output = await self._output(reply, len(rows), deadline_s)
+            except RowsLostError as lost:
+                logger.warning("request_id=%s the answer is lost: %s", request.request_id, lost)
+                self._check_resubmission(0, deadline_s, lost)
+                resent += 1
+                unreachable = next(iter(lost.unreachable), None)
+                request = msgspec.structs.replace(request, fetches=False, unreachable=unreachable)
+                self.metrics.resubmitted("answer_lost")
+            except InputUnreachableError as error:
+                link.relays = True
+                self._check_resubmission(0, deadline_s, error)
+                self.metrics.resubmitted("relay")
+            except LinkLostError as lost:
+                failures += lost.failed
+                self._check_resubmission(failures, deadline_s, lost)
+                resent += 1
+                self.metrics.resubmitted("failed" if lost.failed else "left")
+            except RequestRejected as rejection:
+                now_s = time.monotonic()
+                self._check_until_s = now_s + _CHECK_S
+                if rejection.reason == "draining" and now_s < deadline_s:
+                    await self._wait_for_change(min(now_s + _DEADLINE_GRACE_S, deadline_s))  # to the leader's new state
+                else:
+                    self._try_elsewhere(link, rejection, rejected)
+            except TimeoutError as error:
+                raise DeadlineError("the leader did not reply before the deadline; try again") from error
+            else:
+                answer: Prediction = reply.body
+                return msgspec.structs.replace(answer, output=output, kept=(), attempts=answer.attempts + resent)
 
     async def _output(self, reply: Received, count: int, deadline_s: float) -> Tensor:
         """The output, `count` rows: from the reply, and from workers that keep them. Raises RowsLostError, DeadlineError."""
@@ -197,50 +238,15 @@ class LeaderPool:
         except TimeoutError as error:
             raise DeadlineError("the answer could not be fetched before the deadline; try again") from error
 
-    async def _request(
-        self, body: Check | Predict, deadline_s: float, kept_input: KeptInput | None = None
-    ) -> tuple[Received, int]:
-        """Send a request to a leader, and to others as the table above says. Returns the reply and how often it was sent again."""
-        rejected: dict[LeaderLink, RequestRejected] = {}
-        failures = resent = 0
-        grace_until_s: float | None = None
-        while True:
-            link = self._choose(rejected, body)
-            if link is None:
-                if rejected:
-                    raise next(iter(rejected.values()))
-                if self._unloaded is not None:
-                    raise self._unloaded.error()
-                grace_until_s = grace_until_s or time.monotonic() + self._grace_s
-                await self._wait_for_change(min(grace_until_s, deadline_s), deadline_s)
-                continue
-            timeout_s = deadline_s - time.monotonic()
-            sent, payload = _message(body, timeout_s, link, kept_input)
-            try:
-                limit_s = max(0.0, timeout_s) + _DEADLINE_GRACE_S
-                return await link.connected().call(sent, payload, timeout_s=limit_s), resent
-            except InputUnreachableError as error:
-                link.relays = True
-                self._check_resubmission(0, deadline_s, error)
-                self.metrics.resubmitted("relay")
-            except LinkLostError as lost:
-                failures += lost.failed and isinstance(body, Predict)
-                self._check_resubmission(failures, deadline_s, lost)
-                resent += 1
-                self.metrics.resubmitted("failed" if lost.failed else "left")
-            except RequestRejected as rejection:
-                self._check_until_s = time.monotonic() + _CHECK_S
-                if rejection.reason == "draining" and time.monotonic() < deadline_s:
-                    until_s = min(time.monotonic() + _DEADLINE_GRACE_S, deadline_s)
-                    await self._wait_for_change(until_s, deadline_s, strict=False)  # the leader sends its new state
-                elif rejection.reason not in _TRY_ELSEWHERE or rejected:
-                    raise
-                else:
-                    rejected[link] = rejection
-                    if self._choose(rejected, body) is not None:
-                        self.metrics.resubmitted(rejection.reason)
-            except TimeoutError as error:
-                raise DeadlineError("the leader did not reply before the deadline; try again") from error
+    def _try_elsewhere(
+        self, link: LeaderLink, rejection: RequestRejected, rejected: dict[LeaderLink, RequestRejected]
+    ) -> None:
+        """Note that this leader rejects the request. Raises the rejection if no other leader may accept it."""
+        if rejection.reason not in _TRY_ELSEWHERE or rejected:
+            raise rejection
+        rejected[link] = rejection
+        if self._choose(rejected) is not None:
+            self.metrics.resubmitted(rejection.reason)
 
     def _check_resubmission(self, failures: int, deadline_s: float, lost: Exception) -> None:
         """Raise if a request whose leader, input or answer was lost is not sent again."""
@@ -251,29 +257,34 @@ class LeaderPool:
         if time.monotonic() >= deadline_s:
             raise DeadlineError(f"the deadline has passed, and before that: {lost}; try again") from lost
 
-    def _choose(self, rejected: Mapping[LeaderLink, object], body: Check | Predict) -> LeaderLink | None:
+    def _choose(self, rejected: Mapping[LeaderLink, object]) -> LeaderLink | None:
         """The first candidate that has not rejected the request. If there is none, an admitted request goes to a leader that drains."""
         for link in self._candidates:
             if link not in rejected:
                 return link
-        if rejected or isinstance(body, Check):
+        if rejected:
             return None
         return next((link for link in self.links if link.state is not None and link.state.snapshot.draining), None)
 
-    async def _wait_for_change(self, until_s: float, deadline_s: float, *, strict: bool = True) -> None:
-        """Wait for a change of a leader's state. If `strict`, raise when `until_s` passes first."""
+    async def _wait_for_leader(self, deadline_s: float) -> None:
+        """Wait until a leader can be used. Raises NotReadyError after `grace_s` or if the model is unloaded, and DeadlineError."""
+        until_s = min(time.monotonic() + self._grace_s, deadline_s)
+        while not self._candidates:
+            if self._unloaded is not None:
+                raise self._unloaded.error()
+            if not await self._wait_for_change(until_s):
+                if time.monotonic() >= deadline_s:
+                    raise DeadlineError("no leader was reachable before the deadline; try again")
+                raise NotReadyError(f"no leader has been reachable for {self._grace_s:g} s; wait until one has started")
+
+    async def _wait_for_change(self, until_s: float) -> bool:
+        """Wait for a change of a leader's state. Returns whether there was one in time."""
         changed = self._changed
         try:
             async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
-                await changed.wait()
+                return await changed.wait()
         except TimeoutError:
-            if not strict:
-                return
-            if time.monotonic() >= deadline_s:
-                raise DeadlineError("no leader was reachable before the deadline; try again") from None
-            raise NotReadyError(
-                f"no leader has been reachable for {self._grace_s:g} s; wait until one has started"
-            ) from None
+            return False
 
     # -- the state of the service ----------------------------------------------------------------------------------------------
 
@@ -404,14 +415,3 @@ class LeaderPool:
         """Wait until no admitted request needs a leader that drains: there are none, or another leader is usable."""
         while self._admitted and not any(link.usable for link in self._current):  # noqa: ASYNC110 - only while leaders stop
             await asyncio.sleep(_POLL_S)
-
-
-def _message(
-    body: Check | Predict, timeout_s: float, link: LeaderLink, kept_input: KeptInput | None
-) -> tuple[Check | Predict, memoryview]:
-    """A message for this leader: with the id of the input if workers can fetch it, and with the input if not."""
-    if not isinstance(body, Predict) or kept_input is None:
-        return msgspec.structs.replace(body, timeout_s=timeout_s), memoryview(b"")
-    if kept_input.number is None or link.relays:
-        return msgspec.structs.replace(body, timeout_s=timeout_s), rows_payload(kept_input.rows)
-    return msgspec.structs.replace(body, timeout_s=timeout_s, tensor=kept_input.number), memoryview(b"")

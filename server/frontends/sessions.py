@@ -52,8 +52,6 @@ _SCRAPE_S = 2.0
 """Longest wait for the metrics of another frontend."""
 _INFORM_S = 60.0
 """Longest wait until a frontend knows the state, and has no request that needs a leader that rejects requests."""
-_RECENT_S = 1.0
-"""How long a frontend's report of its number of requests in preparation is used."""
 
 
 class FrontendSessions:
@@ -139,11 +137,6 @@ class FrontendSessions:
             snapshot=snapshot,
         )
 
-    def ahead(self, session: FrontendSession) -> int:
-        """Requests in preparation at all frontends, as reported recently."""
-        recent_s = time.monotonic() - _RECENT_S
-        return sum(each.ahead for each in self._sessions if each is session or each.ahead_s > recent_s)
-
     async def inform(self) -> None:
         """Send the state to all frontends. Returns when each knows it and has no request that needs this leader; at most `_INFORM_S`."""
         state = self.state()
@@ -178,11 +171,16 @@ class FrontendSessions:
                 await self._manager.close_world(world.name)
             self.state_changed()
 
-    async def scrape_others(self, asking: FrontendSession) -> list[tuple[str, str]]:
-        """Name and metrics of the other frontends; those that do not reply in time are left out."""
-        others = [session for session in self._sessions if session is not asking]
-        found = await asyncio.gather(*(session.scrape() for session in others))
-        return [(session.who.frontend, text) for session, text in zip(others, found, strict=True) if text]
+    async def scrape(self, *, others_than: FrontendSession | None) -> Metrics:
+        """The metrics of this leader, and those of the other frontends, unless it is None. Those that do not reply in time are left out."""
+        texts = [(self.name, (await self.metrics.scrape()).decode())]
+        asked = [session for session in self._sessions if others_than not in (None, session)]
+        for session, reply in zip(
+            asked, await asyncio.gather(*(each.ask(Scrape(), _SCRAPE_S) for each in asked)), strict=True
+        ):
+            if reply is not None:
+                texts.append((session.who.frontend, reply.body.texts[0][1]))
+        return Metrics(tuple(texts))
 
 
 class FrontendSession:
@@ -190,13 +188,11 @@ class FrontendSession:
 
     Attributes:
         who: its join request.
-        ahead: its number of requests in preparation, as reported at `ahead_s`.
     """
 
     def __init__(self, sessions: FrontendSessions, who: FrontendJoinRequest, world: World) -> None:
         self.who = who
         self.link = Link(world, _FRONTEND_RANK, self._receive)
-        self.ahead, self.ahead_s = 0, 0.0
         self._connections, self._requests = 0, 0
         self._sessions = sessions
 
@@ -217,11 +213,6 @@ class FrontendSession:
             return await self.link.call(body, timeout_s=timeout_s)
         return None
 
-    async def scrape(self) -> str:
-        """The frontend's metrics as text; empty if it does not reply in time."""
-        reply = await self.ask(Scrape(), _SCRAPE_S)
-        return "" if reply is None else str(reply.body.texts[0][1])
-
     def _receive(self, received: Received) -> None:
         number = received.number
         match received.body:
@@ -232,7 +223,7 @@ class FrontendSession:
             case Operation() as operation:
                 self.link.handle(number, self._operate(number, operation))
             case Scrape(others=others):
-                self.link.handle(number, self._scrape(others=others))
+                self.link.handle(number, self._sessions.scrape(others_than=self if others else None))
             case Load() as load:
                 self._connections, self._requests = load.connections, load.requests
             case Follow(desired=desired):
@@ -241,9 +232,7 @@ class FrontendSession:
                 raise ValueError(f"unexpected {type(body).__name__} from a frontend")
 
     def _check(self, number: int, check: Check) -> None:
-        self.ahead, self.ahead_s = check.ahead, time.monotonic()
-        deadline_s = time.monotonic() + check.timeout_s
-        rejection = self._sessions.leader.rejection(deadline_s, self._sessions.ahead(self))
+        rejection = self._sessions.leader.rejection(time.monotonic() + check.timeout_s, check.ahead)
         if rejection is None:
             self.link.reply(number, Done())
         else:
@@ -295,12 +284,6 @@ class FrontendSession:
                     async for step in steps:
                         self.link.reply(number, Step(step), kind=Kind.STEP)
         return Done(version)
-
-    async def _scrape(self, *, others: bool) -> Metrics:
-        texts = [(self._sessions.name, (await self._sessions.metrics.scrape()).decode())]
-        if others:
-            texts += await self._sessions.scrape_others(self)
-        return Metrics(tuple(texts))
 
 
 def _reply_of(found: Prediction | Exception) -> Reply:

@@ -291,17 +291,20 @@ async def test_prediction_is_that_of_the_leader() -> None:
         assert not service.leader.tasks
 
 
-async def test_check_counts_what_all_frontends_prepare() -> None:
+async def test_leader_says_in_advance_that_it_would_reject_a_request() -> None:
     async with running() as service:
-        first, second = await service.frontend("a"), await service.frontend("b")
+        pool = await service.frontend()
         deadline_s = time.monotonic() + 30
-        first._check_until_s = second._check_until_s = deadline_s  # as after a rejection
-        await first.check(deadline_s=deadline_s, ahead=3)
-        await second.check(deadline_s=deadline_s, ahead=4)
-        assert service.leader.ahead == [3, 7]
-        service.leader.rejects_with = OverloadedError("full", retry_after_s=1)
+        await pool.check(deadline_s=deadline_s, ahead=2)
+        assert service.leader.ahead == [], "it is asked only after a rejection"
+        service.leader.failure = OverloadedError("full")
         with pytest.raises(OverloadedError, match="full"):
-            await first.check(deadline_s=deadline_s, ahead=1)
+            await predict(pool)
+        await pool.check(deadline_s=deadline_s, ahead=3)
+        service.leader.rejects_with = OverloadedError("still full", retry_after_s=1)
+        with pytest.raises(OverloadedError, match="still full"):
+            await pool.check(deadline_s=deadline_s, ahead=4)
+        assert service.leader.ahead == [3, 4]
 
 
 async def test_leader_withdraws_a_request_when_the_client_has_gone() -> None:
