@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
-from collections.abc import Iterable, Sequence
 from importlib.metadata import version
-from typing import Literal
 
 from prometheus_client import (
     CollectorRegistry,
@@ -17,7 +15,6 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Prometheus' text format."""
@@ -50,26 +47,6 @@ class ProgramMetrics:
         """As `text`. Formats `registry` on a thread, because the series of 100 workers take about 40 ms."""
         derived = generate_latest(self.derived)
         return await asyncio.to_thread(generate_latest, self.registry) + derived
-
-
-def derived_family(
-    kind: Literal["counter", "gauge"],
-    name: str,
-    says: str,
-    labels: Sequence[str],
-    values: Iterable[tuple[Sequence[object], float]],
-) -> Metric:
-    """A family of a collector.
-
-    Args:
-        values: the values of the labels of each series, and its value.
-    """
-    family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(
-        f"multiworld_{name}", says, labels=labels
-    )
-    for of_labels, value in values:
-        family.add_metric([str(label) for label in of_labels], value)
-    return family
 
 
 def build_labels(torch: str) -> dict[str, str]:

@@ -87,7 +87,7 @@ class Leader:
         self._operations = Operations(
             self._registry, self._versions, loader, settings.join_timeout_s, self._into_service
         )
-        metrics.derived.register(PipelineCollector(metrics, self.snapshot, self.driver.scheduler.counters.hedges))
+        metrics.derived.register(PipelineCollector(self.snapshot, self.driver.scheduler.counters))
         self.inform_frontends: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
         self.served = self.desired = Desired(0, plan.version, plan.digest)
         self.obstacle = ""

@@ -58,9 +58,9 @@ async def metrics_port(
             sock,
             max_connections=_MAX_CONNECTIONS,
             keep_alive_s=_KEEP_ALIVE_S,
+            close_s=_CLOSE_S,
             lifespan="off",
         )
-        server.set_graceful_timeout(_CLOSE_S)
         found: int = sock.getsockname()[1]
         async with serving(server):
             logger.info("listening metrics=http://%s:%d/metrics", f"[{host}]" if ":" in host else host, found)

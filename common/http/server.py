@@ -30,6 +30,7 @@ class HttpServer(uvicorn.Server):
         sock: bound and listening; closed when the server stops.
         max_connections: further requests get 503 while this many connections are open.
         context: for TLS; None = plain HTTP.
+        close_s: how long running requests may take after shutdown begins.
         lifespan: "off" for an application without ASGI lifespan events.
     """
 
@@ -41,6 +42,7 @@ class HttpServer(uvicorn.Server):
         max_connections: int,
         keep_alive_s: int = KEEP_ALIVE_S,
         context: ssl.SSLContext | None = None,
+        close_s: float = _CLOSE_S,
         lifespan: Literal["auto", "off"] = "auto",
     ) -> None:
         config = uvicorn.Config(
@@ -55,7 +57,7 @@ class HttpServer(uvicorn.Server):
             backlog=BACKLOG,
             limit_concurrency=max_connections + 1,  # uvicorn refuses at the limit, not above it
             timeout_keep_alive=keep_alive_s,
-            timeout_graceful_shutdown=_CLOSE_S,
+            timeout_graceful_shutdown=math.ceil(close_s),
         )
         config.load()
         config.ssl = context
@@ -74,10 +76,6 @@ class HttpServer(uvicorn.Server):
     def connections(self) -> int:
         """Number of open connections."""
         return len(self.server_state.connections)
-
-    def set_graceful_timeout(self, seconds: float) -> None:
-        """Set how long running requests may take after shutdown begins. Needed if the server was not drained before."""
-        self.config.timeout_graceful_shutdown = math.ceil(seconds)
 
     def reload_tls(self, context: ssl.SSLContext | None) -> None:
         """Use this context for new connections. Open connections keep theirs. A port with TLS gets one, and only such a port."""

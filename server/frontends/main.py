@@ -196,7 +196,9 @@ class _Frontend:
         )
         connections = max_connections(settings)
         tls = self._credentials
-        http = HttpServer(app, self._http, max_connections=connections, context=tls.http)
+        http = HttpServer(
+            *(app, self._http), max_connections=connections, context=tls.http, close_s=settings.drain_timeout_s
+        )
         admin = HttpServer(admin_app, self._admin, max_connections=connections, context=tls.admin)
         self._http_server = http
         grpc = self._grpc_port(inference, authorizer, connections)
@@ -213,9 +215,6 @@ class _Frontend:
             logger.info("%s serves http=%s:%d", settings.name, *self._http.getsockname()[:2])
             await _first(self._stop.wait(), http.stopped.wait(), admin.stopped.wait())
             logger.info("stopping: waiting for %d open requests", pool.open_requests)
-            http.set_graceful_timeout(
-                settings.drain_timeout_s
-            )  # requests in flight are answered; new connections are not accepted
             http.should_exit = True  # both at once
             if grpc is not None:
                 grpc.stop(settings.drain_timeout_s)

@@ -6,18 +6,18 @@ Counters and histograms are incremented where things happen. What follows from t
 
 from __future__ import annotations
 
-from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from multiworld import Cause
-from multiworld_serving.common.metrics import ProgramMetrics, derived_family
+from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.scheduling.state import Counters
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaState
 
 HedgeOutcome = Literal["won", "lost", "wasted"]
@@ -45,16 +45,10 @@ class LinkMetrics(NamedTuple):
 
 
 class LeaderMetrics(ProgramMetrics):
-    """The counters, gauges and histograms of a leader. `Counter` and the others are thread-safe.
-
-    Attributes:
-        reroutes, retries: batches by stage. `PipelineCollector` exports them.
-    """
+    """The counters, gauges and histograms of a leader. `Counter` and the others are thread-safe."""
 
     def __init__(self, build: dict[str, str] | None = None) -> None:
         super().__init__(build)
-        self.reroutes: Tally[int] = Tally()
-        self.retries: Tally[int] = Tally()
         self._links: dict[tuple[int, int], LinkMetrics] = {}
         self._versions: set[tuple[str, str, int]] = set()
         self._define_requests()
@@ -170,57 +164,46 @@ class LeaderMetrics(ProgramMetrics):
 
 @dataclass(eq=False)
 class PipelineCollector(Collector):
-    """Derives the metrics of the pipeline from its snapshot.
+    """Derives the metrics of the pipeline from its snapshot, and from what the scheduler counts."""
 
-    Attributes:
-        hedges: late batches that were sent to a second replica, by `HedgeOutcome`.
-    """
-
-    metrics: LeaderMetrics
     snapshot: Callable[[], PipelineSnapshot]
-    hedges: Mapping[str, int]
+    counters: Counters
 
     def collect(self) -> Iterator[Metric]:
         """See `Collector`."""
-        now, metrics = self.snapshot(), self.metrics
-        for name, says, value in (
-            ("queue_depth", "Images accepted by the leader and not in flight.", now.queue_depth),
-            (
-                "redundancy",
-                "Smallest number of ready replicas of any stage, minus one; -1 = not serving.",
-                now.redundancy,
-            ),
-            ("spares", "Spare workers: they hold all stages and serve none.", len(now.spares)),
-        ):
-            yield derived_family("gauge", name, says, (), [((), value)])
-        hedges = [((outcome,), self.hedges.get(outcome, 0)) for outcome in get_args(HedgeOutcome)]
-        says = "Late batches sent to a second replica, by outcome."
-        yield derived_family("counter", "hedges", says, ("outcome",), hedges)
-        for name, why, counts in (
-            ("reroutes", "their replica was lost", metrics.reroutes),
-            ("retries", "the stage raised an error", metrics.retries),
-        ):
-            says = f"Batches sent to another replica because {why}."
-            of_stages = [((stage.index,), counts[stage.index]) for stage in now.stages]
-            yield derived_family("counter", name, says, ("stage",), of_stages)
-        states = [
-            ((stage.index, state), sum(replica.state == state for replica in stage.replicas))
-            for stage in now.stages
-            for state in get_args(ReplicaState)
-        ]
-        yield derived_family("gauge", "stage_replicas", "Replicas of a stage, by state.", ("stage", "state"), states)
-        slots = [
-            (f"s{stage.index}.r{replica.slot}", (stage.index, replica.slot), replica)
-            for stage in now.stages
-            for replica in stage.replicas
-            if replica.world is not None
-        ]
-        in_flight = [(slot, replica.in_flight) for _, slot, replica in slots]
-        says = "Batches in flight to a replica."
-        yield derived_family("gauge", "replica_in_flight", says, ("stage", "replica"), in_flight)
-        up = [((world, *slot), replica.state == "ready") for world, slot, replica in slots]
-        says = "1 while the world of the link is ready."
-        yield derived_family("gauge", "world_up", says, ("world", "stage", "replica"), up)
-        workers = [((world, replica.worker or "", replica.host or ""), 1) for world, _, replica in slots]
+        now = self.snapshot()
+        yield _gauge("queue_depth", "Images accepted by the leader and not in flight.", value=now.queue_depth)
+        says = "Smallest number of ready replicas of any stage, minus one; -1 = not serving."
+        yield _gauge("redundancy", says, value=now.redundancy)
+        yield _gauge("spares", "Spare workers: they hold all stages and serve none.", value=len(now.spares))
+        hedges = _counter("hedges", "Late batches sent to a second replica, by outcome.", ("outcome",))
+        for outcome in get_args(HedgeOutcome):
+            hedges.add_metric((outcome,), self.counters.hedges[outcome])
+        reroutes = _counter("reroutes", "Batches sent to another replica because their replica was lost.", ("stage",))
+        retries = _counter("retries", "Batches sent to another replica because the stage raised an error.", ("stage",))
+        replicas = _gauge("stage_replicas", "Replicas of a stage, by state.", ("stage", "state"))
+        in_flight = _gauge("replica_in_flight", "Batches in flight to a replica.", ("stage", "replica"))
+        up = _gauge("world_up", "1 while the world of the link is ready.", ("world", "stage", "replica"))
         says = "1 for the worker that has the link, or had it last."
-        yield derived_family("gauge", "world_worker", says, ("world", "worker", "host"), workers)
+        workers = _gauge("world_worker", says, ("world", "worker", "host"))
+        for stage in now.stages:
+            index = str(stage.index)
+            reroutes.add_metric((index,), self.counters.reroutes[stage.index])
+            retries.add_metric((index,), self.counters.retries[stage.index])
+            for state in get_args(ReplicaState):
+                replicas.add_metric((index, state), sum(replica.state == state for replica in stage.replicas))
+            for replica in stage.replicas:
+                if replica.world is not None:
+                    slot, world = str(replica.slot), f"s{index}.r{replica.slot}"
+                    in_flight.add_metric((index, slot), replica.in_flight)
+                    up.add_metric((world, index, slot), replica.state == "ready")
+                    workers.add_metric((world, replica.worker or "", replica.host or ""), 1)
+        yield from (hedges, reroutes, retries, replicas, in_flight, up, workers)
+
+
+def _gauge(name: str, says: str, labels: Sequence[str] | None = None, value: float | None = None) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"multiworld_{name}", says, value, labels)
+
+
+def _counter(name: str, says: str, labels: Sequence[str]) -> CounterMetricFamily:
+    return CounterMetricFamily(f"multiworld_{name}", says, labels=labels)

@@ -114,8 +114,8 @@ class Requests:
         self._second = self._errors = 0
         self._model = ""
         self._protocols: Sequence[InferenceProtocol] = ()
-        self._versions: dict[str, set[tuple[str, ...]]] = {}
-        """Labels of the series of each version; the latest last."""
+        self._versions: list[str] = []
+        """Those with series; the latest last."""
         labels = ("model", "version", "protocol", "code", "reason")
         self._requests = Counter(
             "multiworld_requests", "Inference requests completed, by outcome.", labels, registry=registry
@@ -212,9 +212,7 @@ class Requests:
         code, duration_s = record.status, record.duration_s
         self._in_flight.dec()
         self._use(record.version)
-        labels = (self._model, record.version, str(record.protocol), str(code), record.reason)
-        self._versions[record.version].add(labels)
-        self._requests.labels(*labels).inc()
+        self._requests.labels(self._model, record.version, record.protocol, code, record.reason).inc()
         self._duration.labels(self._model, record.protocol, code).observe(duration_s)
         self._statuses[str(code)[0]] += 1
         if code == 200:
@@ -243,26 +241,23 @@ class Requests:
 
     def _use(self, version: str) -> None:
         """Note that this version is the latest one, and remove the series of the version that was used longest ago."""
-        if next(reversed(self._versions), None) == version:
+        versions = self._versions
+        if versions and versions[-1] == version:
             return
-        if version in self._versions:
-            self._versions[version] = self._versions.pop(version)
+        if version in versions:
+            versions.remove(version)
+            versions.append(version)
             return
+        versions.append(version)
         self._images.labels(self._model, version)
-        self._versions[version] = {
-            (self._model, version, protocol, str(code), reason)
-            for protocol in self._protocols
-            for reason, code in _OUTCOMES.items()
-        }
-        for labels in self._versions[version]:
-            self._requests.labels(*labels)
         for protocol in self._protocols:
             self._duration.labels(self._model, protocol, 200)
-        if len(self._versions) > MAX_VERSIONS:
-            former = next(iter(self._versions))
-            self._images.remove(self._model, former)
-            for labels in self._versions.pop(former):
-                self._requests.remove(*labels)
+            for reason, code in _OUTCOMES.items():
+                self._requests.labels(self._model, version, protocol, code, reason)
+        if len(versions) > MAX_VERSIONS:
+            former = {"version": versions.pop(0)}
+            self._images.remove_by_labels(former)
+            self._requests.remove_by_labels(former)
 
     # For the status page
 

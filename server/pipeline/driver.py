@@ -427,11 +427,8 @@ class SchedulerDriver:
             metrics.batch_size.observe(len(action.requests))
             metrics.queue_s.observe(action.waited_s)
         elif action.kind == "reroute":
-            metrics.reroutes[action.stage] += 1
             metrics.reroute_s.observe(action.waited_s)
             logger.info(
                 "batch=%d stage=%d rerouted to world=%s generation=%d attempt=%d after_s=%.3f",
                 *(action.batch, action.stage, *worker.id, action.attempt, action.waited_s),
             )
-        elif action.kind == "retry":
-            metrics.retries[action.stage] += 1

@@ -359,7 +359,7 @@ class WorkerRegistry:
                 plan.spec.index,
                 plan.spec.blocks,
                 tuple(self._snapshot(slot) for slot in self.placement.of_stage(plan.spec.index)),
-                self._metrics.reroutes[plan.spec.index],
+                self._driver.scheduler.counters.reroutes[plan.spec.index],
             )
             for plan in self._versions.current.stages
         )

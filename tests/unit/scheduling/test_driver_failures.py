@@ -242,11 +242,11 @@ async def test_retries_and_reroutes_are_counted_apart() -> None:
         batch, _ = done.result()
         bench.report(waits[done], batch, Message.from_text(MessageKind.FAILED, "of this test", batch=batch.batch))
         await waiting
-        assert bench.metrics.retries[0] == 1
+        assert bench.driver.scheduler.counters.retries[0] == 1
         bench.driver.submit_event(ReplicaLost(waits[waiting].worker.replica(1), "exit"))
         assert (await waits[done].sent.get())[0].batch == batch.batch
-    assert bench.metrics.retries[0] == 1
-    assert bench.metrics.reroutes[0] == 1
+    assert bench.driver.scheduler.counters.retries[0] == 1
+    assert bench.driver.scheduler.counters.reroutes[0] == 1
     for task in asked:
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)

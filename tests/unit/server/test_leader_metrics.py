@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter as Tally
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -10,6 +12,7 @@ from multiworld_serving.server.observability.frontend_metrics import FrontendMet
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics, PipelineCollector
 from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.scheduling.state import Counters
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, ReplicaState, StageSnapshot
 
 BUILD = {"version": "0.1.0"}
@@ -66,11 +69,11 @@ def stage(index: int, *states: ReplicaState) -> StageSnapshot:
     return StageSnapshot(index, ("stem",), tuple(replicas))
 
 
-def leader_metrics(*stages: StageSnapshot, hedges: dict[str, int] | None = None) -> LeaderMetrics:
+def leader_metrics(*stages: StageSnapshot, counters: Counters | None = None) -> LeaderMetrics:
     """The metrics of a leader with these stages."""
     metrics = LeaderMetrics(BUILD)
     now = PipelineSnapshot("m", "v", True, False, 1.0, 3, 4, stages)
-    metrics.derived.register(PipelineCollector(metrics, lambda: now, hedges or {}))
+    metrics.derived.register(PipelineCollector(lambda: now, counters or Counters()))
     return metrics
 
 
@@ -107,8 +110,8 @@ def test_every_documented_name_is_exposed_with_its_labels(
 
 
 def test_pipeline_is_derived_from_its_snapshot() -> None:
-    metrics = leader_metrics(stage(0, "ready", "joining"), stage(1, "ready"), hedges={"won": 2})
-    metrics.reroutes[1] += 1
+    counters = Counters(hedges=Tally(won=2), reroutes=Tally({1: 1}))
+    metrics = leader_metrics(stage(0, "ready", "joining"), stage(1, "ready"), counters=counters)
     value = metrics.derived.get_sample_value
     assert (value("multiworld_queue_depth"), value("multiworld_redundancy")) == (3, 0)
     assert value("multiworld_hedges_total", {"outcome": "won"}) == 2
