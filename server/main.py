@@ -3,32 +3,25 @@
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import uvloop
 
-from multiworld import AskError
 from multiworld_serving.common.config import (
     SettingsError,
     UserError,
     raise_descriptor_limit,
     release_free_memory,
 )
-from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.config.process import notify, notify_systemd, on_stop_signal
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.observers import suppress_errors
-from multiworld_serving.common.wire.join import FrontendJoinRequest
-from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.capacity_report import CAPACITY_FIELD
 from multiworld_serving.server.frontends.sessions import FrontendSessions
@@ -102,18 +95,10 @@ async def _serve(
         ) from error
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_exit(leader)
-        frontends = FrontendSessions(
-            settings.name,
-            model,
-            leader,
-            metrics,
-            leader.manager,
-            Address(settings.join_host, leader.join_port),
-            settings.advertised(leader.join_port),
-        )
+        frontends = FrontendSessions(settings, model, leader, metrics)
         stack.push_async_callback(frontends.close)
         leader.inform_frontends = frontends.inform
-        leader.answer(_answerer(leader, frontends))
+        leader.answer(frontends.answer)
         reporting = asyncio.create_task(frontends.run())
         stack.callback(reporting.cancel)
         capacity = asyncio.create_task(_report_capacity(leader, tell=settings.report_capacity))
@@ -143,21 +128,6 @@ async def _report_capacity(leader: Leader, *, tell: bool) -> None:
         if tell and report is not None:
             notify(CAPACITY_FIELD + report.to_json())
         await asyncio.sleep(_CAPACITY_INTERVAL_S)
-
-
-def _answerer(leader: Leader, frontends: FrontendSessions) -> Callable[[str, str], Any]:
-    """Answers join requests of frontends and workers."""
-
-    async def answer(question: str, host: str) -> bytes:
-        try:
-            is_frontend = '"frontend"' in question and "frontend" in json.loads(question)
-            if is_frontend:
-                return frontends.offer(FrontendJoinRequest.from_json(question)).to_json().encode()
-        except (WireError, ValueError, TypeError, RecursionError) as error:
-            raise AskError(str(error)) from error
-        return await leader.offer_worker(question, host)
-
-    return answer
 
 
 def _reload_tokens_on_sighup(settings: LeaderSettings, leader: Leader) -> None:

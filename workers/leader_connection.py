@@ -15,7 +15,7 @@ from multiworld import AskError, Cause, JoinError, World, WorldError, WorldManag
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges.edges import Edges
-from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinOffer, JoinRequest
+from multiworld_serving.common.wire.join import JoinOffer, JoinRequest
 from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.workers.compute.device import free_memory_mb
 from multiworld_serving.workers.compute.engine import Engine
@@ -169,12 +169,8 @@ class LeaderConnection:
         """Join the offered world. Raises WorldError, WireError."""
         address = offer.joins_at(self._leader)
         try:
-            return await self._manager.initialize_world(
-                *(offer.world, 1, 2, WORLD_BACKEND),
-                addr=address.host,
-                port=address.port,
-                generation=offer.generation,
-                timeout=min(_WORLD_INIT_TIMEOUT_S, self._settings.join_timeout_s),
+            return await offer.form(
+                self._manager, 1, address, min(_WORLD_INIT_TIMEOUT_S, self._settings.join_timeout_s)
             )
         except JoinError as error:
             if address == self._leader:

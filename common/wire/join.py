@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from importlib.metadata import version
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 import msgspec
 import torch
@@ -68,22 +68,30 @@ class _Sender(msgspec.Struct):
     release: str = "unknown"
 
 
-def _require_protocol(text: str | bytes, kind: str, advice: str) -> None:
-    """Raise WireError if the join request of a `kind` of process has another protocol. Other fields may differ then."""
-    try:
-        sender = msgspec.json.decode(text, type=_Sender)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return  # the whole decoder says why
-    if sender.protocol == PROTOCOL:
-        return
-    older = "leader" if sender.protocol > PROTOCOL else kind
-    raise WireError(
-        f"{kind} {sender.worker or sender.frontend!r:.70} has release {shown(sender.release, 20)} with protocol {sender.protocol}, and "
-        f"this leader release {RELEASE} with protocol {PROTOCOL}: upgrade this {older} ({advice})"
-    )
+class _ProcessJoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
+    """The join request of a process that may have another release."""
+
+    kind: ClassVar[str]
+    advice: ClassVar[str]
+    """In which order processes are upgraded."""
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Decode. Raises WireError if it is invalid or of another protocol. Other fields may differ then."""
+        try:
+            sender = msgspec.json.decode(text, type=_Sender)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
+            return super().from_json(text)  # says why
+        if sender.protocol != PROTOCOL:
+            older = "leader" if sender.protocol > PROTOCOL else cls.kind
+            raise WireError(
+                f"{cls.kind} {sender.worker or sender.frontend!r:.70} has release {shown(sender.release, 20)} with protocol "
+                f"{sender.protocol}, and this leader release {RELEASE} with protocol {PROTOCOL}: upgrade this {older} ({cls.advice})"
+            )
+        return super().from_json(text)
 
 
-class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
+class JoinRequest(_ProcessJoinRequest, frozen=True, forbid_unknown_fields=True):
     """A worker asks for a world. A second request with the same `worker` name replaces the first worker.
 
     Attributes:
@@ -96,6 +104,8 @@ class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
         release: of the worker, for messages.
     """
 
+    kind = "worker"
+    advice = "leaders and workers change together"
     worker: Name
     device: Name
     host: Host
@@ -107,14 +117,8 @@ class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     protocol: int = PROTOCOL
     release: Name = RELEASE
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Decode. Raises WireError if it is invalid or of another protocol."""
-        _require_protocol(text, "worker", "leaders and workers change together")
-        return super().from_json(text)
 
-
-class FrontendJoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
+class FrontendJoinRequest(_ProcessJoinRequest, frozen=True, forbid_unknown_fields=True):
     """A frontend asks for a world. A second request with the same `frontend` name replaces the first frontend.
 
     Attributes:
@@ -123,19 +127,14 @@ class FrontendJoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
         release: of the frontend, for messages.
     """
 
+    kind = "frontend"
+    advice = "upgrade one leader first, then the frontends, then the other leaders"
     frontend: Name
     host: Host
     pid: Pid
     edge: NoHolder = ""
     protocol: int = PROTOCOL
     release: Name = RELEASE
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Decode. Raises WireError if it is invalid or of another protocol."""
-        order = "upgrade one leader first, then the frontends, then the other leaders"
-        _require_protocol(text, "frontend", order)
-        return super().from_json(text)
 
 
 class EdgeJoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):

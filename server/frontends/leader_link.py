@@ -71,8 +71,6 @@ class LeaderLink:
         self._settings = settings
         self._pool = pool
         self._link: Link | None = None
-        self._unusable = ""
-        """Why this leader cannot be used, as found when the link was formed."""
 
     @property
     def label(self) -> str | None:
@@ -156,12 +154,11 @@ class LeaderLink:
         offer = await self._ask()
         timeout_s = min(15.0, self._settings.join_timeout_s)
         world = await offer.form(manager, 1, offer.joins_at(self.address), timeout_s)
-        self._unusable = ""
         self._link = Link(world, _LEADER_RANK, self._receive)
         try:
             lost = await self._link.run()
             if self.state is None:
-                raise WireError(self._unusable or f"the link ended before the leader sent its state: {lost}")
+                raise WireError(f"the link ended before the leader sent its state: {lost}")
             log = logger.warning if lost.failed else logger.info
             log("leader=%s name=%s the link ended: %s", self.address, self.name, lost)
         finally:
@@ -183,16 +180,6 @@ class LeaderLink:
         return JoinOffer.from_json(answer)
 
     def _receive(self, received: Received) -> None:
-        try:
-            self._handle(received)
-        except ValueError as error:
-            if self.state is not None or self._link is None:
-                raise
-            # The leader has another release or another model. It is no failure of the world, which would be logged at each attempt.
-            self._unusable = self._unusable or f"{type(error).__name__}: {error!s:.300}"
-            self._link.world.close()
-
-    def _handle(self, received: Received) -> None:
         link, number = self._link, received.number
         assert link is not None, "messages come over the link"
         match received.body:

@@ -285,8 +285,9 @@ class Link:
             )
             lost = LinkLostError(str(ending), failed=failed)
         except ValueError as error:
-            lost = LinkLostError(f"invalid message ({type(error).__name__}: {error!s:.200})", failed=True)
-            self.fail(str(lost))
+            # The other end may have another release or another model. A failure of the world would be logged at each attempt to join.
+            lost = LinkLostError(f"invalid message ({type(error).__name__}: {error!s:.300})", failed=True)
+            self.world.close()
         finally:
             self._end()
             for number in tuple(self._handling):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import os
 import socket
@@ -15,7 +16,7 @@ from functools import partial
 
 import msgspec
 
-from multiworld import JoinError, World, WorldError, WorldManager
+from multiworld import AskError, JoinError, World, WorldError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer
 from multiworld_serving.server.errors import StageError
@@ -36,6 +37,7 @@ from multiworld_serving.server.frontends.messages import (
     rows_payload,
 )
 from multiworld_serving.server.leader import Leader
+from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.observability.tracing import remote_span
 from multiworld_serving.server.pipeline.inputs import RemoteInput, RequestInput
@@ -58,28 +60,16 @@ class FrontendSessions:
     """All frontends of a leader.
 
     Args:
-        manager: hosts the worlds; the leader's.
-        address: where it listens.
-        advertised: HOST:PORT at which frontends join; empty = the address that they connected to.
+        leader: listens already.
     """
 
-    def __init__(
-        self,
-        name: str,
-        model: ServedModel,
-        leader: Leader,
-        metrics: LeaderMetrics,
-        manager: WorldManager,
-        address: Address,
-        advertised: str = "",
-    ) -> None:
-        self.name = name
+    def __init__(self, settings: LeaderSettings, model: ServedModel, leader: Leader, metrics: LeaderMetrics) -> None:
+        self.name = settings.name
         self.model = model
         self.leader = leader
         self.metrics = metrics
-        self._manager = manager
-        self._address = address
-        self._advertised = advertised
+        self._address = Address(settings.join_host, leader.join_port)
+        self._advertised = settings.advertised(leader.join_port)
         self._sessions: set[FrontendSession] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._generations = itertools.count(1)
@@ -99,14 +89,20 @@ class FrontendSessions:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def offer(self, request: FrontendJoinRequest) -> JoinOffer:
-        """Offer a world to a frontend, and wait for it there."""
+    async def answer(self, question: str, host: str) -> bytes:
+        """Answer a join request: offer a world to a frontend, and wait for it there. All others are requests of workers."""
+        try:
+            if '"frontend"' not in question or "frontend" not in json.loads(question):
+                return await self.leader.offer_worker(question, host)
+            request = FrontendJoinRequest.from_json(question)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise AskError(str(error)) from error
         generation = next(self._generations)
         offer = JoinOffer(f"frontend:{request.frontend}:{generation}", generation, address=self._advertised)
         task = asyncio.create_task(self._serve(request, offer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return offer
+        return offer.to_json().encode()
 
     def state_changed(self) -> None:
         """Send the current state to all frontends."""
@@ -146,7 +142,7 @@ class FrontendSessions:
 
     async def _serve(self, request: FrontendJoinRequest, offer: JoinOffer) -> None:
         try:
-            world = await offer.form(self._manager, 0, self._address, _JOIN_WORLD_S)
+            world = await offer.form(self.leader.manager, 0, self._address, _JOIN_WORLD_S)
         except (JoinError, WorldError, OSError) as error:
             logger.warning("frontend %s has not joined: %s", request.frontend, error)
             return
@@ -168,7 +164,7 @@ class FrontendSessions:
                 self.leader.driver.relays.forget(request.edge, request.frontend)
             self.metrics.frontends.set(len(self._sessions))
             with contextlib.suppress(WorldError):
-                await self._manager.close_world(world.name)
+                await self.leader.manager.close_world(world.name)
             self.state_changed()
 
     async def scrape(self, *, others_than: FrontendSession | None) -> Metrics:

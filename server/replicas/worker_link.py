@@ -10,9 +10,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
+from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import BatchInputs
-from multiworld_serving.common.wire.join import WORLD_BACKEND
+from multiworld_serving.common.wire.join import JoinOffer
 from multiworld_serving.common.wire.message import Header, Message, MessageKind, RowShape, WireError
 from multiworld_serving.server.replicas.worker import (
     AssignmentRefusedError,
@@ -212,13 +213,7 @@ class WorkerLink:
 
     async def _form_world(self, manager: WorldManager, host: str, port: int) -> None:
         self._joining = asyncio.create_task(
-            manager.initialize_world(
-                *(self.worker.id.world, 0, 2, WORLD_BACKEND),
-                addr=host,
-                port=port,
-                generation=self.worker.generation,
-                timeout=_JOIN_WORLD_S,
-            )
+            JoinOffer(*self.worker.id).form(manager, 0, Address(host, port), _JOIN_WORLD_S)
         )
         self._world = await self._joining
         self._channel = Channel(self._world, _WORKER_RANK, self._check)

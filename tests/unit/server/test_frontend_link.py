@@ -344,7 +344,7 @@ def test_rows_of_several_tensors_round_trip() -> None:
     ],
 )
 def test_impossible_model_of_a_leader_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"row|crop_size|output"):
+    with pytest.raises(ValueError, match=r"row|crop_size|output|dtype"):
         round_trip({**msgspec.to_builtins(STATE), "model": {**msgspec.to_builtins(TEXT_MODEL), **wrong}})
 
 

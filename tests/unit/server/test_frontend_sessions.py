@@ -31,7 +31,7 @@ from multiworld_serving.server.frontends.messages import Done, Follow, Load, Pre
 from multiworld_serving.server.frontends.scrape import scrape_service
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
-from multiworld_serving.server.main import _answerer
+from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.relays import Relays
@@ -56,6 +56,7 @@ class FakeLeader:
 
     def __init__(self) -> None:
         self.manager = WorldManager(secret=SECRET, verify_collectives=False)
+        self.join_port = 0
         self.inform_frontends: Callable[[], Awaitable[None]]
         self.version = ModelVersion(1, "v1")
         self.desired = self.served = Desired(0, self.version, "digest of v1")
@@ -131,11 +132,11 @@ class Service:
         self.metrics = LeaderMetrics()
         self.port = self.leader.manager.listen("127.0.0.1", 0)
         leader = cast(Leader, self.leader)
-        self.sessions = FrontendSessions(
-            "leader-0", MODEL, leader, self.metrics, self.leader.manager, Address("127.0.0.1", self.port)
-        )
+        self.leader.join_port = self.port
+        settings = LeaderSettings(name="leader-0", local_token=SecretStr(SECRET))
+        self.sessions = FrontendSessions(settings, MODEL, leader, self.metrics)
         self.leader.inform_frontends = self.sessions.inform
-        self.leader.manager.answer("127.0.0.1", self.port, _answerer(leader, self.sessions))
+        self.leader.manager.answer("127.0.0.1", self.port, self.sessions.answer)
         self.links: dict[str, LeaderLink] = {}
         self._running: list[asyncio.Task[None]] = []
 
