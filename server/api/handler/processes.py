@@ -1,4 +1,4 @@
-"""Starts the processes of a handler, calls them, and replaces those that end or do not return in time.
+"""Starts the processes of a handler when they are needed, calls them, and ends those that do not return in time.
 
 Each process is a `ProcessPoolExecutor` of its own with one worker, because a worker that ends breaks its executor.
 """
@@ -6,7 +6,6 @@ Each process is a `ProcessPoolExecutor` of its own with one worker, because a wo
 from __future__ import annotations
 
 import asyncio
-import logging
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,14 +19,10 @@ from multiworld_serving.server.api.handler import program
 from multiworld_serving.server.api.handler.program import Outcome
 from multiworld_serving.server.errors import HandlerError, HandlerInputError, OverloadedError
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 _LOAD_S = 60.0
 """Longest time for loading a handler."""
-_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
-"""Pause after a handler could not be loaded; it doubles each time."""
 _MAX_TEXT_CHARS = 1000
 
 
@@ -95,7 +90,7 @@ class HandlerProcesses:
         Raises:
             OverloadedError: too many calls wait.
             HandlerInputError: the handler raised ValueError.
-            HandlerError: another error, or the process ended or did not return in time; it is replaced.
+            HandlerError: another error, or the process ended or did not return in time. A later call starts another one.
         """
         if self._free.locked() and self.waiting >= self._max_waiting:
             raise OverloadedError(f"{self.waiting} bodies wait for the handler, which is the limit; try again later")
@@ -104,14 +99,17 @@ class HandlerProcesses:
             await self._free.acquire()
         finally:
             self.waiting -= 1
-        outcome: Outcome[T] = await asyncio.shield(self._in_background(self._run(function, arguments)))
-        return _result(outcome)
+        task = asyncio.create_task(self._run(function, arguments))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return _result(await asyncio.shield(task))
 
     async def _run(self, function: Callable[..., Outcome[T]], arguments: tuple[object, ...]) -> Outcome[T]:
         """Call on an idle process, or on a new one. The caller has acquired `_free`."""
         process = self._idle.pop() if self._idle else self._start()
         try:
-            await _loaded(process)
+            async with asyncio.timeout(_LOAD_S):
+                _result(await asyncio.wrap_future(process.loading))
             async with asyncio.timeout(self._timeout_s):
                 outcome = await asyncio.wrap_future(process.submit(function, *arguments))
         except TimeoutError:
@@ -121,52 +119,18 @@ class HandlerProcesses:
         except HandlerError as failure:
             error = str(failure)
         else:
-            self._give_back(process)
+            self._idle.append(process)
             return outcome
-        self._end(process)
-        self._in_background(self._replace())
+        finally:
+            self._free.release()
+        self._all.discard(process)
+        process.kill()
         return "failed", error
-
-    async def _replace(self) -> None:
-        """Start a process and load the handler there, until that succeeds."""
-        pause_s = _BACKOFF_S
-        while True:
-            process = self._start()
-            try:
-                await _loaded(process)
-            except (HandlerError, BrokenProcessPool, TimeoutError) as error:
-                self._end(process)
-                logger.error("the handler cannot be loaded; trying again in %g s: %s", pause_s, error)  # noqa: TRY400
-                await asyncio.sleep(pause_s)
-                pause_s = min(_MAX_BACKOFF_S, pause_s * 2)
-            else:
-                self._give_back(process)
-                return
 
     def _start(self) -> _Process:
         process = _Process(self._where)
         self._all.add(process)
         return process
-
-    def _end(self, process: _Process) -> None:
-        self._all.discard(process)
-        process.kill()
-
-    def _give_back(self, process: _Process) -> None:
-        self._idle.append(process)
-        self._free.release()
-
-    def _in_background(self, work: Any) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-
-async def _loaded(process: _Process) -> None:
-    """Wait until the handler is loaded. Raises HandlerError, BrokenProcessPool or TimeoutError."""
-    async with asyncio.timeout(_LOAD_S):
-        _result(await asyncio.shield(asyncio.wrap_future(process.loading)))
 
 
 def _result(outcome: Outcome[T]) -> T:
