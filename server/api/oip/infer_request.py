@@ -6,6 +6,7 @@ gRPC has another encoding of the same request: it calls `infer_body` and `infer_
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Annotated, Any
 
 import msgspec
@@ -152,33 +153,24 @@ def _named(kind: str, names: Sequence[str]) -> str:
 
 def _binary_data(asked: InferBody, binary: memoryview | None) -> list[memoryview | None]:
     """The part of each input in the binary data that follow the JSON."""
-    found: list[memoryview | None] = []
-    at = 0
-    for tensor in asked.inputs:
-        size = None if tensor.parameters is None else tensor.parameters.binary_data_size
-        if size is None:
-            found.append(None)
-            continue
-        if tensor.data is not None:
+    sizes = [None if each.parameters is None else each.parameters.binary_data_size for each in asked.inputs]
+    for tensor, size in zip(asked.inputs, sizes, strict=True):
+        if size is not None and tensor.data is not None:
             raise InferenceRequestError(
                 f"the input {tensor.name!r} has both `data` and `binary_data_size`; give one of them"
             )
-        left = 0 if binary is None else binary.nbytes - at
-        last = tensor is asked.inputs[-1]
-        if binary is None or not (size == left if last else 0 <= size <= left):
-            follow = "none, since Inference-Header-Content-Length is missing" if binary is None else f"{left} bytes"
-            raise InferenceRequestError(
-                f"the input {tensor.name!r} has `binary_data_size` {size}, but after the JSON there are {follow}"
-                + (" for it" if at else "")
-            )
-        found.append(binary[at : at + size])
-        at += size
-    if binary is not None and at < binary.nbytes:
-        raise InferenceRequestError(
-            f"{binary.nbytes - at} bytes follow the JSON, but no input has `binary_data_size` in its `parameters`"
-            + (" for them" if at else "")
+    given = [size for size in sizes if size is not None]
+    if sum(given) != (0 if binary is None else binary.nbytes) or min(given, default=0) < 0:
+        follow = (
+            "none, since Inference-Header-Content-Length is missing" if binary is None else f"{binary.nbytes} bytes"
         )
-    return found
+        declared = f"have `binary_data_size` {abbreviated(given)}" if given else "have no `binary_data_size`"
+        raise InferenceRequestError(f"the inputs {declared}, but after the JSON there are {follow}")
+    ends = accumulate(size or 0 for size in sizes)
+    return [
+        None if binary is None or size is None else binary[end - size : end]
+        for size, end in zip(sizes, ends, strict=True)
+    ]
 
 
 def _rows(inputs: Sequence[InputTensor], data: Sequence[memoryview | None], signature: Signature) -> tuple[Tensor, str]:

@@ -70,12 +70,41 @@ class V2Routes:
         return {"model_stats": [self.requests.statistics(str(self.predictor.version.number))]}
 
     async def _infer(self, request: Request) -> Response:
+        """Compute one or more samples. If one of them is rejected, the whole request is."""
         query_parameters(request)
         self._check(**request.path_params)
-        version = request.path_params.get("version")
-        return await infer(
-            self.inference, request, client_timeout_s(request), None if version is None else int(version)
+        inference, headers, version = self.inference, request.headers, request.path_params.get("version")
+        encoding, json_bytes = (
+            content_encoding(headers.get("content-encoding")),
+            _json_bytes(headers.get(HEADER_LENGTH)),
         )
+        accepted = accepted_encoding(headers.get("accept-encoding"))
+        record = RequestRecord.of(request.scope)
+        opened = OpenRequest(inference.gate, record, request.receive, client_timeout_s(request))
+
+        def parsed(body: bytes) -> InferRequest:
+            plain = body if encoding is None else unpack(body, encoding, inference.gate.limits.max_body_bytes)
+            asked = parse_infer_request(plain, json_bytes, inference.signature)
+            asked.version = None if version is None else int(version)
+            return asked
+
+        async def parse(body: bytes) -> InferRequest:
+            return await inference.threads.run(partial(parsed, body))
+
+        def response(prediction: Prediction, asked: InferRequest) -> Response:
+            body, binary_at = build_response(prediction, asked.outputs, asked.id, inference.signature)
+            answer = prediction_headers(prediction) | {"Vary": "Accept-Encoding"}
+            if binary_at is not None:
+                answer[HEADER_LENGTH] = str(binary_at)
+            if accepted is not None:
+                body, answer["Content-Encoding"] = pack(body, accepted), accepted
+            media_type = "application/json" if binary_at is None else "application/octet-stream"
+            return Response(body, media_type=media_type, headers=answer)
+
+        async def encode(prediction: Prediction, asked: InferRequest) -> Response:
+            return await encoded(partial(response, prediction, asked), prediction)
+
+        return await inference.answer(opened, partial(opened.body, headers, allow_empty=True), parse, encode)
 
 
 def server_metadata(extensions: Sequence[str]) -> dict[str, Any]:
@@ -93,48 +122,6 @@ def _json_endpoint(find: Callable[[], object], check: Callable[..., None] = lamb
         return JSONResponse(find())
 
     return endpoint
-
-
-async def infer(
-    inference: Inference, request: Request, timeout_s: float | None, version: int | None = None
-) -> Response:
-    """Compute one or more samples of a request whose model and version were checked.
-
-    Args:
-        timeout_s: the client's timeout from the request header.
-        version: number of the version that the client requires; None = any.
-    Raises:
-        RequestRejected: at least one sample was rejected, and so the whole request is.
-    """
-    headers, signature, record = request.headers, inference.signature, RequestRecord.of(request.scope)
-    encoding, json_bytes = content_encoding(headers.get("content-encoding")), _json_bytes(headers.get(HEADER_LENGTH))
-    accepted = accepted_encoding(headers.get("accept-encoding"))
-
-    opened = OpenRequest(inference.gate, record, request.receive, timeout_s)
-
-    def parsed(body: bytes) -> InferRequest:
-        plain = body if encoding is None else unpack(body, encoding, inference.gate.limits.max_body_bytes)
-        asked = parse_infer_request(plain, json_bytes, signature)
-        asked.version = version
-        return asked
-
-    async def parse(body: bytes) -> InferRequest:
-        return await inference.threads.run(partial(parsed, body))
-
-    def response(prediction: Prediction, asked: InferRequest) -> Response:
-        body, binary_at = build_response(prediction, asked.outputs, asked.id, signature)
-        answer = prediction_headers(prediction) | {"Vary": "Accept-Encoding"}
-        if binary_at is not None:
-            answer[HEADER_LENGTH] = str(binary_at)
-        if accepted is not None:
-            body, answer["Content-Encoding"] = pack(body, accepted), accepted
-        media_type = "application/json" if binary_at is None else "application/octet-stream"
-        return Response(body, media_type=media_type, headers=answer)
-
-    async def encode(prediction: Prediction, asked: InferRequest) -> Response:
-        return await encoded(partial(response, prediction, asked), prediction)
-
-    return await inference.answer(opened, partial(opened.body, headers, allow_empty=True), parse, encode)
 
 
 def _json_bytes(given: str | None) -> int | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-import msgspec
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
@@ -16,13 +15,12 @@ from multiworld_serving.server.api.inference import InferRequest
 from multiworld_serving.server.api.oip.infer_request import (
     MAX_FIELDS,
     MAX_VALUES,
-    InferBody,
     infer_body,
     infer_request,
 )
 from multiworld_serving.server.api.oip.infer_response import encoded_outputs
 from multiworld_serving.server.api.oip.metadata import Signature
-from multiworld_serving.server.api.oip.tensors import BINARY_ONLY, InputTensor
+from multiworld_serving.server.api.oip.tensors import BINARY_ONLY, abbreviated
 from multiworld_serving.server.errors import InferenceRequestError
 from multiworld_serving.server.predictor import ModelVersion, Prediction
 
@@ -102,6 +100,7 @@ def parse_infer_message(body: bytes, signature: Signature, now: ModelVersion) ->
     message = decode(METHODS["ModelInfer"].request, body)
     version = message.model_version or None
     signature.check_served(message.model_name, version, now)
+    inputs = _inputs(message)
     request = {
         "id": message.id,
         "parameters": _parameters(message.parameters) | {"binary_data_output": True},
@@ -109,18 +108,9 @@ def parse_infer_message(body: bytes, signature: Signature, now: ModelVersion) ->
             {"name": each.name, "parameters": _parameters(each.parameters, without="binary_data")}
             for each in message.outputs
         ],
-        "inputs": [
-            {
-                "name": each.name,
-                "datatype": each.datatype,
-                "shape": list(each.shape[:_MAX_DIMENSIONS]),
-                "parameters": _parameters(each.parameters),
-            }
-            for each in message.inputs
-        ],
+        "inputs": [described for described, _ in inputs],
     }
-    asked, data = _with_values(infer_body(request, signature), message)
-    found = infer_request(asked, data, signature)
+    found = infer_request(infer_body(request, signature), [data for _, data in inputs], signature)
     found.version = None if version is None else int(version)
     return found
 
@@ -147,50 +137,49 @@ def _parameters(parameters: Mapping[str, Any], without: str = "") -> dict[str, A
     return {name: getattr(value, choice) if choice else None for name, value, choice in found if name != without}
 
 
-def _with_values(asked: InferBody, message: Any) -> tuple[InferBody, list[memoryview | None]]:
-    """The request with the values of typed contents in `data`; and the binary data of each input, also of elements of BYTES."""
+def _inputs(message: Any) -> list[tuple[dict[str, Any], memoryview | None]]:
+    """The inputs, see `_input`."""
     raw = message.raw_input_contents
-    if raw and len(raw) != len(asked.inputs):
+    if raw and len(raw) != len(message.inputs):
         raise InferenceRequestError(
-            f"`raw_input_contents` has {len(raw)} elements for {len(asked.inputs)} inputs; expected one for each"
+            f"`raw_input_contents` has {len(raw)} elements for {len(message.inputs)} inputs; expected one for each"
         )
     values = sum(len(found) for each in message.inputs for _, found in each.contents.ListFields())
     if values > MAX_VALUES:
         raise InferenceRequestError(
             f"the `contents` of the inputs have {values} values, at most {MAX_VALUES}; send `raw_input_contents`"
         )
-    inputs: list[InputTensor] = []
-    data: list[memoryview | None] = []
-    for at, tensor in enumerate(asked.inputs):
-        contents = message.inputs[at].contents
-        typed = [field.name for field, _ in contents.ListFields()]
-        if raw and typed:
+    return [_input(each, raw[at] if raw else None) for at, each in enumerate(message.inputs)]
+
+
+def _input(tensor: Any, raw: bytes | None) -> tuple[dict[str, Any], memoryview | None]:
+    """An input as JSON describes it, with the values of typed contents; or its binary data, also for elements of BYTES."""
+    name, datatype, expected = abbreviated(tensor.name), tensor.datatype, _CONTENTS.get(tensor.datatype)
+    described: dict[str, Any] = {
+        "name": tensor.name,
+        "datatype": datatype,
+        "shape": list(tensor.shape[:_MAX_DIMENSIONS]),
+    }
+    described["parameters"] = _parameters(tensor.parameters)
+    fields = [field.name for field, _ in tensor.contents.ListFields()]
+    if raw is not None:
+        if fields:
             raise InferenceRequestError(
-                f"the input {tensor.name!r} has both `contents` and `raw_input_contents`; give one of them"
+                f"the input {name} has both `contents` and `raw_input_contents`; give one of them"
             )
-        values_of, binary = (None, memoryview(raw[at])) if raw else _typed(tensor, contents, typed)
-        inputs.append(msgspec.structs.replace(tensor, data=values_of))
-        data.append(binary)
-    return msgspec.structs.replace(asked, inputs=inputs), data
-
-
-def _typed(tensor: InputTensor, contents: Any, fields: Sequence[str]) -> tuple[list[Any] | None, memoryview | None]:
-    """The values of its `contents` as a list, or as binary data."""
-    if tensor.datatype not in _CONTENTS.keys() | BINARY_ONLY:
-        return None, None  # refused because of its datatype
-    expected = _CONTENTS.get(tensor.datatype)
+        return described, memoryview(raw)
+    if "shared_memory_region" in tensor.parameters or (expected is None and datatype not in BINARY_ONLY):
+        return described, None  # refused for that reason
     if fields != [expected] and (fields or 0 not in tensor.shape):
         raise InferenceRequestError(
-            f"the input {tensor.name!r} of {tensor.datatype} has its values in {' and '.join(fields) or 'no field'}; expected "
-            + ("raw_input_contents" if expected is None else f"raw_input_contents or {expected}")
+            f"the input {name} of {datatype} has its values in {' and '.join(fields) or 'no field'}; expected raw_input_contents"
+            + ("" if expected is None else f" or {expected}")
         )
-    if expected is None:
-        return None, memoryview(b"")
-    values = getattr(contents, expected)
-    if tensor.datatype == "BYTES":
-        elements = (part for each in values for part in (len(each).to_bytes(_LENGTH_BYTES, "little"), each))
-        return None, memoryview(b"".join(elements))
-    return list(values), None
+    values = [] if expected is None else list(getattr(tensor.contents, expected))
+    if datatype != "BYTES" and expected is not None:
+        return described | {"data": values}, None
+    elements = (part for each in values for part in (len(each).to_bytes(_LENGTH_BYTES, "little"), each))
+    return described, memoryview(b"".join(elements))
 
 
 def _check_fields(body: bytes) -> None:

@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         text(json.dumps({"inputs": [GOOD_BINARY[0]]}).encode()),
         "after the JSON there are none, since Inference-Header-Content-Length is missing",
     ),
-    "size too small": (sized(767), "`binary_data_size` 767, but after the JSON there are 768 bytes"),
+    "size too small": (sized(767), "`binary_data_size` [767], but after the JSON there are 768 bytes"),
     "data and size": (request((GOOD_BINARY[0] | {"data": VALUES}, DATA)), "has both `data` and `binary_data_size`"),
     "size right, shape not": (request(binary_tensor("UINT8", SHAPE, DATA[:-1])), "requires 768 bytes of data, not 767"),
     "elements left": (request(binary_tensor("BYTES", [1], elements(FILE, b"x"))), "5 bytes of data left over"),
