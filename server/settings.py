@@ -24,8 +24,6 @@ JOIN_PORT_STEP = 100
 
 
 _ADMIN_PORT: Any = setting(8002, "Network", ge=0, le=65535)
-EXAMPLE = "{example}"
-"""In the banner, the place of the path and options of a request, which depend on the model."""
 
 
 class HttpSettings(ServiceSettings):
@@ -74,8 +72,6 @@ class HttpSettings(ServiceSettings):
     """Descriptor of a socket that is bound to the gRPC port and does not listen."""
     supervisor_metrics_file: Path | None = setting(None, INTERNAL)
     """File with the metrics of the supervisor."""
-    banner: str | None = setting(None, INTERNAL)
-    """Text to print when the service is ready, with {example} for a request."""
     http_shares: int = setting(1, INTERNAL, ge=1)
     """Number of frontends that share the sockets and the limits."""
 

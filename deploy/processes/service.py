@@ -23,7 +23,6 @@ from multiworld_serving.common.config.process import notify_systemd, on_stop_sig
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.common.http.listener import bind
-from multiworld_serving.deploy.processes.banner import banner
 from multiworld_serving.deploy.processes.child_process import ChildProcess
 from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.processes.programs import (
@@ -224,8 +223,6 @@ class _Service:
         own: Values = {"leader": ",".join(f"{host}:{sock.getsockname()[1]}" for sock in self._joins)}
         if role == "frontend":
             own |= {"http_shares": settings.frontends, "supervisor_metrics_file": self._restarts_file}
-            if slot == 0 and settings.log_format == "text":
-                own["banner"] = banner(settings, **self._addresses)
             return {**frontend_values(settings, slot), **own, **fds}
         own |= {
             "name": f"{_NAMES[role]}-{slot}",
@@ -279,23 +276,16 @@ class _Service:
     def _socket(self, host: str, port: int, name: str, *, reserve: bool = False) -> socket.socket:
         return self._stack.enter_context(bind(host, port, option(name), reserve=reserve))
 
-    @property
-    def _addresses(self) -> dict[str, str]:
-        """URLs and addresses, as the log and the banner show them; `grpc` is empty without a gRPC port."""
+    def _log_addresses(self) -> None:
         settings = self._settings
         scheme = "http" if settings.tls_cert_file is None else "https"
         host, admin_host = _local_host(settings.host), _local_host(settings.admin_host)
-        return {
-            "http_url": f"{scheme}://{host}:{self._http.getsockname()[1]}",
-            "admin_url": f"{scheme}://{admin_host}:{self._admin.getsockname()[1]}",
-            "joins": ",".join(f"{settings.join_host}:{sock.getsockname()[1]}" for sock in self._joins),
-            "grpc": f"{host}:{self._grpc.getsockname()[1]}" if self._grpc else "",
-        }
-
-    def _log_addresses(self) -> None:
-        settings, found = self._settings, self._addresses
-        grpc = f" grpc={found['grpc']}" if self._grpc else ""
-        logger.info("listening http=%s metrics=%s/metrics join=%s%s", *list(found.values())[:3], grpc)
+        logger.info(
+            "listening http=%s://%s:%d metrics=%s://%s:%d/metrics join=%s%s",
+            *(scheme, host, self._http.getsockname()[1], scheme, admin_host, self._admin.getsockname()[1]),
+            ",".join(f"{settings.join_host}:{sock.getsockname()[1]}" for sock in self._joins),
+            f" grpc={host}:{self._grpc.getsockname()[1]}" if self._grpc else "",
+        )
         if settings.external_workers:
             there = _external_host(settings.join_host)
             each = " ".join(

@@ -45,7 +45,7 @@ from multiworld_serving.server.http.limits import max_connections, request_limit
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.tracing import RequestTraces, exporting_traces
-from multiworld_serving.server.settings import EXAMPLE, FrontendSettings
+from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.server.snapshots import PipelineSnapshot
 
 if TYPE_CHECKING:  # an extra
@@ -238,17 +238,6 @@ class _Frontend:
             self._announced = True
             after_s = time.monotonic() - self._started_s
             logger.info("ready model=%s version=%s after_s=%.1f", snapshot.model, snapshot.version, after_s)
-            if self._settings.banner is not None:
-                text = f"{snapshot.model}, weights {snapshot.version}, is ready\n{self._settings.banner}"
-                print(text.replace(EXAMPLE, self._example), end="", flush=True)  # noqa: T201
-
-    @property
-    def _example(self) -> str:
-        """Path and options of a request with curl."""
-        model = self._pool.model.result()
-        if self._handler is not None:
-            return "/predict --data-binary @FILE"
-        return "/predict -F image=@photo.jpg" if model.image and model.labels else f"/v2/models/{model.name}"
 
     async def _report_load(self) -> None:
         while True:
