@@ -76,11 +76,6 @@ class HttpSettings(ServiceSettings):
     """Number of frontends that share the sockets and the limits."""
 
     @property
-    def needs_keys(self) -> bool:
-        """Whether inference requires a key."""
-        return self.api_keys_file is not None
-
-    @property
     def admin_host(self) -> str:
         """Address of the admin port."""
         return self.host if self.metrics_host is None else self.metrics_host

@@ -1,6 +1,7 @@
 """The settings that a service passes on to its processes, as JSON."""
 
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -88,7 +89,9 @@ def test_grpc_port_is_refused_without_its_packages(
     assert str(raised.value) == "--grpc-port requires: pip install 'multiworld-serving[grpc]'"
 
 
-def test_service_keeps_the_grpc_port_for_its_frontends_and_refuses_that_of_another() -> None:
+def test_service_keeps_the_grpc_port_for_its_frontends_and_refuses_that_of_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with service(load(ServeSettings, {**PORTS, "grpc_port": "0", "frontends": "2"})) as made:
         found = FrontendSettings.model_validate_json(Path(made._command("frontend", 1)[-1]).read_text())
         assert made._grpc is not None
@@ -104,7 +107,9 @@ def test_service_keeps_the_grpc_port_for_its_frontends_and_refuses_that_of_anoth
                 service(load(ServeSettings, {**PORTS, "grpc_port": str(port)})),
             ):
                 pass
-        assert made._addresses["grpc"] == f"127.0.0.1:{port}"
+        with caplog.at_level(logging.INFO):
+            made._log_addresses()
+        assert f" grpc=127.0.0.1:{port}" in caplog.text
 
 
 @pytest.mark.parametrize("timeout_s", [0.2, 1.0, 30.0, 600.0])
