@@ -33,8 +33,6 @@ class Desired(NamedTuple):
     revision: int
     """Number of the operation; 0: the version of the settings. The highest one wins."""
     version: ModelVersion
-    digest: str
-    """See `VersionPlan.digest`."""
     weights: str | None = None
     """With which the version is loaded; None: the weights of the settings."""
     unloaded: bool = False

@@ -89,7 +89,7 @@ class Leader:
         )
         metrics.derived.register(PipelineCollector(self.snapshot, self.driver.scheduler.counters))
         self.inform_frontends: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
-        self.served = self.desired = Desired(0, plan.version, plan.digest)
+        self.served = self.desired = Desired(0, plan.version)
         self.obstacle = ""
         self._following: asyncio.Task[None] | None = None
         self.closed: RequestRejected | None = None
@@ -195,9 +195,7 @@ class Leader:
         Cancelling is safe, see `Operations.load_version`.
         """
         revision = max(revision, self.desired.revision + 1)
-        version = await self._operations.load_version(
-            weights, lambda plan: Desired(revision, plan.version, plan.digest, weights)
-        )
+        version = await self._operations.load_version(weights, lambda plan: Desired(revision, plan.version, weights))
         await self.inform_frontends()
         return version
 
@@ -298,9 +296,9 @@ class Leader:
 
 def _check_content(desired: Desired, plan: VersionPlan) -> Desired:
     """Raises VersionFailedError if a version that was read is not what the other leaders serve."""
-    if plan.digest != desired.digest:
+    if plan.version.digest != desired.version.digest:
         raise VersionFailedError(
-            f"what this leader reads as version {plan.version.name} has the digest {plan.digest}, not {desired.digest}; "
+            f"what this leader reads as version {plan.version.name} has the digest {plan.version.digest}, not {desired.version.digest}; "
             "give all leaders the same file, or load a version with `multiworld load-version`"
         )
     return desired

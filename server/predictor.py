@@ -107,7 +107,9 @@ class ModelVersion(NamedTuple):
     number: int
     """Starts at 1. A recent version keeps its number when it is loaded again."""
     name: str
-    """For example "IMAGENET1K_V2"."""
+    """For example "IMAGENET1K_V2". Only a label."""
+    digest: str = ""
+    """Hash of its graph and weights: what the version is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,8 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=Tr
     """Samples of all requests that the last stage answered together, at most."""
     version_number: int = 1
     """See `ModelVersion.number`."""
+    version_digest: str = ""
+    """See `ModelVersion.digest`."""
     kept: tuple[Source, ...] = ()
     """Between leader and frontend: rows of the output that workers keep, and which samples they answer. The frontend fetches them."""
     row_bytes: int = 0

@@ -174,9 +174,10 @@ async def encoded(encode: Callable[[], T], prediction: Prediction) -> T:
 
 
 def prediction_headers(prediction: Prediction) -> dict[str, str]:
-    """Version, path and attempts."""
+    """Version with its digest, path and attempts."""
     return {
         "X-Model-Version": _quoted(prediction.version, ":+@,"),
+        "X-Model-Digest": prediction.version_digest,
         "X-Path": ",".join(_quoted(world, ":+@") for world in prediction.path),
         "X-Attempts": str(prediction.attempts),
     }

@@ -106,6 +106,7 @@ class PendingRequest:
             model=model,
             version=last.version.name,
             version_number=last.version.number,
+            version_digest=last.version.digest,
             queue_s=max(0.0, now_s - self.arrived_s - slowest.compute_s - slowest.transfer_s),
             compute_s=slowest.compute_s,
             transfer_s=slowest.transfer_s,

@@ -48,8 +48,8 @@ class ModelSource:
         manifest = bundle.manifest
         self._check_batch_size(manifest)
         logger.debug("partitioning %s@%s into %d stages", manifest.name, manifest.version, settings.stages)
-        version = ModelVersion(1, manifest.version)
-        return _served(bundle), VersionPlan(version, make_bundle_plan(bundle, settings.stages, tuning), bundle.digest)
+        version = ModelVersion(1, manifest.version, bundle.digest)
+        return _served(bundle), VersionPlan(version, make_bundle_plan(bundle, settings.stages, tuning))
 
     def load(self, weights: str | None, versions: VersionTable) -> VersionPlan:
         """Load, check and partition a version (None: that of the settings). Blocks.
@@ -77,8 +77,8 @@ class ModelSource:
             )
         if manifest.version == versions.current.version.name:
             return versions.current
-        version = ModelVersion(versions.number_of(manifest.version), manifest.version)
-        return VersionPlan(version, make_bundle_plan(bundle, len(stages), stages[0].tuning, version.number), digest)
+        version = ModelVersion(versions.number_of(manifest.version), manifest.version, digest)
+        return VersionPlan(version, make_bundle_plan(bundle, len(stages), stages[0].tuning, version.number))
 
     def check(self) -> None:
         """Check that the first version has as many stages and as large batches as the settings ask for.

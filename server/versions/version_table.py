@@ -17,8 +17,6 @@ class VersionPlan:
 
     version: ModelVersion
     stages: tuple[StagePlan, ...]
-    digest: str = ""
-    """Hash of its graph and weights: what the version is. Its name is only a label."""
 
     @property
     def number(self) -> int:
@@ -71,7 +69,7 @@ class VersionTable:
 
     def digest_of(self, name: str) -> str | None:
         """The digest of a recent version; None if the name is new."""
-        return self._known[name].digest if name in self._known else None
+        return self._known[name].version.digest if name in self._known else None
 
     def plan(self, key: str) -> VersionPlan:
         """The plan in service with this key. Raises KeyError."""

@@ -34,7 +34,7 @@ from multiworld_serving.server.observability.frontend_metrics import FrontendMet
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, StageSnapshot
 
-FIRST = Desired(0, ModelVersion(1, "v1"), "digest of v1")
+FIRST = Desired(0, ModelVersion(1, "v1", "digest of v1"))
 MODEL = ServedModel.image_classifier("m", "v1", ("a", "b"), ImageSizes(18, 16))
 
 
@@ -48,7 +48,7 @@ def leader_state(name: str, **changes: Any) -> LeaderState:
 
 def desired(revision: int, name: str, digest: str = "") -> Desired:
     """That version 1 to 9 with this name serves."""
-    return Desired(revision, ModelVersion(int(name[1:]), name), digest or f"digest of {name}", name)
+    return Desired(revision, ModelVersion(int(name[1:]), name, digest or f"digest of {name}"), name)
 
 
 def prediction(version: str = "v1", number: int = 1) -> Prediction:

@@ -49,7 +49,9 @@ def test_version_of_the_same_interface_is_loaded(folder: Path) -> None:
     assert loader.load(None, versions) is plan
     found = loader.load("two", versions)
     assert (found.version.name, found.version.number, len(found.stages)) == ("2", 2, 2)
-    with pytest.raises(BundleError, match=f"has the digest .*, but .* version 1 with the digest {plan.digest}; export"):
+    with pytest.raises(
+        BundleError, match=f"has the digest .*, but .* version 1 with the digest {plan.version.digest}; export"
+    ):
         loader.load("same version", versions)
 
 

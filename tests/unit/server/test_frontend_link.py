@@ -311,7 +311,7 @@ def round_trip(body: Any) -> Any:
 
 def test_predictions_images_and_models_round_trip() -> None:
     kept = (Source("h:1/a", (RowRef(5, 1), RowRef(5, 2)), (1, 0)),)
-    answer = Prediction(torch.rand(2, 1000), "m", "v", 0.1, 0.2, 0.3, 2, ("s0.r1", "s1.r0"), 4, 3, kept)
+    answer = Prediction(torch.rand(2, 1000), "m", "v", 0.1, 0.2, 0.3, 2, ("s0.r1", "s1.r0"), 4, 3, "digest", kept)
     found = round_trip(answer)
     assert not found.output.numel(), "its rows are the payload"
     assert msgspec.structs.replace(found, output=answer.output) == answer
@@ -374,8 +374,8 @@ STATE = LeaderState(
     "here",
     12,
     ModelVersion(2, "v2"),
-    Desired(3, ModelVersion(3, "v3"), "0123", "random:3"),
-    Desired(1, ModelVersion(2, "v2"), "4567", None, unloaded=True),
+    Desired(3, ModelVersion(3, "v3", "0123"), "random:3"),
+    Desired(1, ModelVersion(2, "v2", "4567"), None, unloaded=True),
     True,
     Rejection.of(OverloadedError("full", retry_after_s=1)),
     PipelineSnapshot(

@@ -61,6 +61,7 @@ async def test_predict_returns_version_path_attempts_and_id_in_headers() -> None
         )
     assert response.headers["X-Request-Id"] == response.json()["id"] == frontend.predictor.request_ids[0] == "mine-1"
     assert response.headers["X-Model-Version"] == "weights%20v1%20%C3%BC"
+    assert response.headers["X-Model-Digest"] == "0f0f"
     assert response.headers["X-Path"] == "stage0-0,stage1-1"
     assert response.headers["X-Attempts"] == "2"
 

@@ -59,7 +59,7 @@ class FakeLeader:
         self.join_port = 0
         self.inform_frontends: Callable[[], Awaitable[None]]
         self.version = ModelVersion(1, "v1")
-        self.desired = self.served = Desired(0, self.version, "digest of v1")
+        self.desired = self.served = Desired(0, self.version)
         self.obstacle = ""
         self.ready = True
         self.failure: Exception | None = None
@@ -102,7 +102,7 @@ class FakeLeader:
         if self.failure is not None:
             raise self.failure
         self.version = ModelVersion(2, weights or "v1")
-        self.follow(Desired(revision, self.version, "digest of v2", weights))
+        self.follow(Desired(revision, self.version, weights))
         await self.inform_frontends()
         return self.version
 
@@ -188,7 +188,7 @@ async def test_frontend_knows_the_model_and_the_state_when_it_has_joined() -> No
         pool = await service.frontend()
         assert pool.model.result() == MODEL
         assert pool.ready
-        assert pool.version == (1, "v1")
+        assert pool.version == ModelVersion(1, "v1")
         service.leader.ready = False
         service.sessions.state_changed()
         await until(lambda: not pool.ready)
@@ -368,9 +368,9 @@ async def test_operations_are_performed_by_the_leader() -> None:
     async with running() as service:
         pool = await service.frontend()
         other = await service.frontend("frontend-1")
-        assert await pool.load_version("v2") == (2, "v2")
-        assert pool.version == (2, "v2")
-        assert other.version == (2, "v2"), "every frontend knows it when the operation ends"
+        assert await pool.load_version("v2") == ModelVersion(2, "v2")
+        assert pool.version == ModelVersion(2, "v2")
+        assert other.version == ModelVersion(2, "v2"), "every frontend knows it when the operation ends"
         await until(lambda: service.links["frontend-1"].state.served.revision == 1)  # type: ignore[union-attr]
         assert [step async for step in pool.restart_workers()] == STEPS
         await pool.unload()

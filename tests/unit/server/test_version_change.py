@@ -90,7 +90,7 @@ def plan(number: int) -> VersionPlan:
 
 
 def desire(plan: VersionPlan) -> Desired:
-    return Desired(1, plan.version, plan.digest)
+    return Desired(1, plan.version)
 
 
 class Service:
@@ -201,7 +201,7 @@ async def test_progress_names_the_worker_that_loads_and_those_that_have_passed()
         await second.loading.wait()
         assert service.operations.progress == RolloutProgress("loading", "b", "s0.r1", ("a",), 2)
         second.proceed.set()
-        assert await task == (2, "v2")
+        assert await task == ModelVersion(2, "v2")
         assert [desired.version.number for desired in service.switched] == [2]
         assert service.operations.progress is None
         assert [(link.worker.loaded, link.dropped) for link in service.links] == [({2}, [1])] * 2
@@ -234,7 +234,7 @@ async def test_rollout_completes_when_a_worker_is_lost_while_it_loads(monkeypatc
         second.proceed.set()
         await again.loading.wait()
         again.proceed.set()
-        assert await task == (2, "v2")
+        assert await task == ModelVersion(2, "v2")
 
 
 async def test_version_fails_when_it_may_be_the_reason_that_workers_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:

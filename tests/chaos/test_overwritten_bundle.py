@@ -1,0 +1,93 @@
+"""A bundle is overwritten and leaders are killed under load: each response is what the content with its digest computes.
+
+`MULTIWORLD_TORTURE_S` sets the duration.
+"""
+
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from multiworld_serving.testing.local_service import LocalService
+from tests.bundles import CLASSES, SIZE, classifier_bundle
+from tests.e2e.images import png
+from tests.waiting import wait_until
+
+DURATION_S = float(os.environ.get("MULTIWORLD_TORTURE_S", "20"))
+CLIENTS = 4
+
+pytestmark = pytest.mark.timeout(DURATION_S + 300)
+
+
+def overwrite(path: Path, content: Path) -> None:
+    """File by file, so that a leader may read a mixture."""
+    shutil.copytree(content, path, dirs_exist_ok=True)
+
+
+def test_no_response_is_of_another_content_than_its_digest_when_the_bundle_is_overwritten(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (8, 3, SIZE, SIZE), dtype=torch.uint8, generator=generator)
+    contents: dict[str, Path] = {}
+    expected: dict[str, torch.Tensor] = {}
+    served = tmp_path / "served"
+    for seed in (1, 2):  # both with the label "1"
+        bundle = classifier_bundle(tmp_path / f"content-{seed}", seed)
+        contents[bundle.digest] = tmp_path / f"content-{seed}"
+        with torch.inference_mode():
+            (expected[bundle.digest],) = bundle.build(bundle.graph)(images)
+    first, second = contents
+    overwrite(served, contents[first])
+    wrong: list[str] = []
+    digests: Counter[str] = Counter()
+    stop = threading.Event()
+
+    def send(service: LocalService, number: int) -> None:
+        with httpx.Client(timeout=60) as client:
+            while not stop.is_set():
+                number = (number + 1) % len(images)
+                body, headers = png(images[number]), {"content-type": "image/png"}
+                response = client.post(f"{service.url}/predict?top_k={CLASSES}", content=body, headers=headers)
+                if response.status_code != 200:
+                    continue
+                digest = response.headers["x-model-digest"]
+                digests[digest] += 1
+                found = {each["class_id"]: each["probability"] for each in response.json()["predictions"]}
+                right = dict(enumerate(expected[digest][number].tolist()))
+                if found != pytest.approx(right, abs=1e-3):
+                    wrong.append(f"{response.headers['x-model-version']} {digest}: {found}, expected {right}")
+
+    def kill(service: LocalService, *slots: int) -> None:
+        pids = service.child_pids("leader")
+        for slot in slots:
+            os.kill(pids[slot], signal.SIGKILL)
+        wait_until(lambda: all(service.child_pids("leader")[slot] != pids[slot] for slot in slots))
+
+    chance, ends_s = random.Random(0), time.monotonic() + DURATION_S
+    with LocalService(model=served, stages=2, replicas=2, leaders=2) as service:
+        threads = [threading.Thread(target=send, args=(service, number)) for number in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        try:
+            while time.monotonic() < ends_s:
+                overwrite(served, contents[chance.choice([first, second])])
+                kill(service, chance.randrange(2))
+                seen = digests.total()
+                wait_until(lambda: digests.total() > seen + 20)
+            for digest in (second, first):  # when no leader has the former content, the service has the new one
+                overwrite(served, contents[digest])
+                kill(service, 0, 1)
+                seen = digests[digest]
+                wait_until(lambda: digests[digest] > seen + 20)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+    assert not wrong, wrong[0]
