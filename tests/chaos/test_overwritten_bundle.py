@@ -70,6 +70,10 @@ def test_no_response_is_of_another_content_than_its_digest_when_the_bundle_is_ov
             os.kill(pids[slot], signal.SIGKILL)
         wait_until(lambda: all(service.child_pids("leader")[slot] != pids[slot] for slot in slots))
 
+    def wait_for_responses(*wanted: str) -> None:
+        seen = sum(digests[digest] for digest in wanted)
+        wait_until(lambda: sum(digests[digest] for digest in wanted) > seen + 20)
+
     chance, ends_s = random.Random(0), time.monotonic() + DURATION_S
     with LocalService(model=served, stages=2, replicas=2, leaders=2) as service:
         threads = [threading.Thread(target=send, args=(service, number)) for number in range(CLIENTS)]
@@ -79,13 +83,11 @@ def test_no_response_is_of_another_content_than_its_digest_when_the_bundle_is_ov
             while time.monotonic() < ends_s:
                 overwrite(served, contents[chance.choice([first, second])])
                 kill(service, chance.randrange(2))
-                seen = digests.total()
-                wait_until(lambda: digests.total() > seen + 20)
+                wait_for_responses(first, second)
             for digest in (second, first):  # when no leader has the former content, the service has the new one
                 overwrite(served, contents[digest])
                 kill(service, 0, 1)
-                seen = digests[digest]
-                wait_until(lambda: digests[digest] > seen + 20)
+                wait_for_responses(digest)
         finally:
             stop.set()
             for thread in threads:
