@@ -9,18 +9,15 @@ import torch
 from torch import Tensor, fx
 
 from multiworld_serving.models.bundle.graph import Graph
-from multiworld_serving.models.bundle.nodes import BATCH, DTYPES, Call, Calls, Dim, TensorNode
+from multiworld_serving.models.bundle.nodes import BATCH, DTYPES, Call, Calls, Shape, TensorNode, names_in
 from multiworld_serving.models.bundle.rows import MAX_COMPUTED_BYTES
 from multiworld_serving.models.bundle.values import values_of
 from multiworld_serving.models.errors import BundleError
 
 MAX_TENSOR_BYTES = 8 << 30
 """Largest tensor that a graph may compute."""
-_BATCH_NORM = {
-    "aten._native_batch_norm_legit_no_training.default": range(1, 5),
-    "aten._native_batch_norm_legit.no_stats": range(1, 3),
-}
-"""Positions of arguments that must have one element per channel. These operators do not check it and would read beyond the end."""
+_BATCH_NORM = ("aten._native_batch_norm_legit_no_training.default", "aten._native_batch_norm_legit.no_stats")
+"""Operators that do not check that their weights have one element per channel, and would read beyond the end."""
 
 
 def check_graph(graph: Graph, lengths: Sequence[Mapping[str, int]]) -> None:
@@ -41,21 +38,10 @@ def check_graph(graph: Graph, lengths: Sequence[Mapping[str, int]]) -> None:
 
 
 def _check_channels(graph: Graph, node: Call | Calls) -> None:
-    def shape_of(argument: Any) -> tuple[Dim, ...] | None:
-        match argument:
-            case {"value": str(name)} if isinstance(given := graph.by_name[name], TensorNode):
-                return given.shape
-        return None
-
-    shapes = list(map(shape_of, node.args))
-    images = shapes[0] if shapes else None
-    count = images[1] if images is not None and len(images) > 1 else None
-    wrong = [
-        position
-        for position in _BATCH_NORM[node.target]
-        if position >= len(node.args) or (node.args[position] is not None and shapes[position] != (count,))
-    ]
-    if wrong or not isinstance(count, int) or node.kwargs:
+    shapes: list[Shape] = [getattr(graph.by_name[name], "shape", ()) for name in names_in(node.args)]
+    channels = shapes[0][1:2] if shapes else ()
+    fixed = channels != () and isinstance(channels[0], int)
+    if node.kwargs or not fixed or any(shape != channels for shape in shapes[1:]):
         raise BundleError(f"invalid graph: {node.name!r} does not have one weight per channel")
 
 

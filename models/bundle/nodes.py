@@ -63,9 +63,9 @@ class Node(Struct, frozen=True, dict=True, array_like=True, forbid_unknown_field
         """Names of the nodes that this one uses, each once."""
         match self:
             case Call(args=args, kwargs=kwargs) | Calls(args=args, kwargs=kwargs):
-                return tuple(dict.fromkeys(_values([*args, *kwargs.values()], 0)))
+                return tuple(dict.fromkeys(names_in([*args, *kwargs.values()])))
             case Integer(args=args):
-                return tuple(dict.fromkeys(_values(args, 0)))
+                return tuple(dict.fromkeys(names_in(args)))
             case Item(value=value):
                 return (value,)
         return ()
@@ -157,7 +157,8 @@ class Item(TensorNode, frozen=True, tag="item"):
     index: Annotated[int, Meta(ge=0, lt=MAX_ITEMS)]
 
 
-def _values(argument: Any, depth: int) -> Iterator[str]:
+def names_in(argument: Any, depth: int = 0) -> Iterator[str]:
+    """Names of the nodes in an argument, or in a list of arguments, in order."""
     match argument:
         case list() if depth > _MAX_DEPTH or len(argument) > MAX_ITEMS:
             raise BundleError(
@@ -165,7 +166,7 @@ def _values(argument: Any, depth: int) -> Iterator[str]:
             )
         case list():
             for item in argument:
-                yield from _values(item, depth + 1)
+                yield from names_in(item, depth + 1)
         case {"value": str(name)}:
             yield name
 

@@ -2,8 +2,7 @@
 
 A single tensor of fixed dimensions travels as it is, if messages can have its shape and element type. Everything else is packed into
 uint8 [rows, bytes]. A packed row begins with the length of every variable or computed dimension (int64, in the order of the tensors),
-followed by the bytes of each tensor's row. Each tensor begins at a multiple of `_ALIGNED_BYTES`. So schedulers, edges and frontends move
-rows without knowing what they contain.
+followed by the bytes of each tensor's row. So schedulers, edges and frontends move rows without knowing what they contain.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ MAX_COMPUTED_BYTES = 64 << 20
 _PLAIN_DIMS = range(2, 5)
 _PLAIN_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8")
 """Dimensions, with the batch, and element types of messages of the service."""
-_ALIGNED_BYTES = 16
 _LENGTH_BYTES = 8
 
 
@@ -92,13 +90,9 @@ class RowFormat:
         if self.is_plain:
             return tensors[0]
         count = len(tensors[0])
-        rows = torch.zeros((count, self._bytes(lengths)), dtype=torch.uint8, device=tensors[0].device)
-        if lengths:
-            head = torch.tensor(lengths, dtype=torch.int64).view(torch.uint8)
-            rows[:, : len(head)] = head.to(rows.device)
-        for tensor, (begin, end) in zip(tensors, self._places(lengths), strict=True):
-            rows[:, begin:end] = tensor.contiguous().view(count, -1).view(torch.uint8) if end > begin else rows[:, :0]
-        return rows
+        head = torch.tensor(lengths, dtype=torch.int64, device=tensors[0].device).expand(count, -1)
+        parts = (each.reshape(count, math.prod(each.shape[1:])) for each in (head, *tensors))
+        return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, ...]:
         """The inverse of `pack`. May share memory with `rows`.
@@ -114,13 +108,12 @@ class RowFormat:
         lengths = self.lengths(rows)
         if rows.shape[1] != self._bytes(lengths):
             raise BundleError(f"packed rows have {rows.shape[1]} bytes; expected {self._bytes(lengths)}")
+        _, *parts = rows.split_with_sizes(self._sizes(lengths), dim=1)
+        # Each part is copied, because the bytes of a tensor must begin at a multiple of the size of its elements.
+        copies = (part.clone(memory_format=torch.contiguous_format).flatten() for part in parts)
         return tuple(
-            rows[:, begin:end].contiguous().view(DTYPES[tensor.dtype]).view(len(rows), *shape)
-            if end > begin
-            else torch.empty((len(rows), *shape), dtype=DTYPES[tensor.dtype], device=rows.device)
-            for tensor, (begin, end), shape in zip(
-                self.tensors, self._places(lengths), self._shapes(lengths), strict=True
-            )
+            copy.view(DTYPES[tensor.dtype]).view(len(rows), *shape)
+            for tensor, copy, shape in zip(self.tensors, copies, self._shapes(lengths), strict=True)
         )
 
     def lengths(self, rows: Tensor) -> tuple[int, ...]:
@@ -188,19 +181,14 @@ class RowFormat:
             tuple(dim if isinstance(dim, int) else next(left) for dim in tensor.shape[1:]) for tensor in self.tensors
         ]
 
-    def _places(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
-        """Where the bytes of each tensor begin and end in a row."""
-        found, at = [], _aligned(len(lengths) * _LENGTH_BYTES)
-        for tensor, shape in zip(self.tensors, self._shapes(lengths), strict=True):
-            end = at + DTYPES[tensor.dtype].itemsize * math.prod(shape)
-            found.append((at, end))
-            at = _aligned(end)
-        return found
+    def _sizes(self, lengths: Sequence[int]) -> list[int]:
+        """Bytes of the lengths, and of each tensor, in a row."""
+        shapes = zip(self.tensors, self._shapes(lengths), strict=True)
+        return [
+            len(lengths) * _LENGTH_BYTES,
+            *(DTYPES[tensor.dtype].itemsize * math.prod(shape) for tensor, shape in shapes),
+        ]
 
     def _bytes(self, lengths: Sequence[int]) -> int:
         """Bytes of a row."""
-        return _aligned(self._places(lengths)[-1][1]) if self.tensors else 0
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        return sum(self._sizes(lengths))

@@ -80,13 +80,11 @@ class CompiledStage(nn.Module):
             self._reference.clear()
 
     def forward(self, batch: Tensor) -> Tensor:
-        """See `BundleStage`. Raises StageError if the batch is too large or has another dtype."""
+        """See `BundleStage`. Raises StageError if the batch is too large."""
         batch_size = len(batch)
         size = next((size for size in self.sizes if size >= batch_size), None)
         if size is None:
             raise StageError(f"a batch of {batch_size}; this stage supports at most {self.sizes[-1]}")
-        if batch.dtype != self.spec.input_rows.dtype:
-            raise StageError(f"a batch of {batch.dtype}; expected {self.spec.input_rows.dtype}")
         if size > batch_size:
             batch = torch.cat([batch, batch.new_zeros((size - batch_size, *batch.shape[1:]))])
         outputs = self._code[size](*self.spec.input_rows.unpack(batch.contiguous()))
