@@ -1,12 +1,42 @@
-"""The settings of one member of a world."""
+"""The settings of one member of a world, and of its heartbeats."""
 
 from dataclasses import dataclass
 
 import torch
 
 from multiworld.membership.acceptor import Acceptor
-from multiworld.membership.monitor import HeartbeatConfig
 from multiworld.transport.segments import SegmentPool
+
+_MIN_STALL_HEARTBEATS = 4
+"""Lower limit of `loop_stall_timeout_s` in heartbeats: a running event loop may increment its count one or two heartbeats late."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatConfig:
+    """Heartbeats are sent every `interval_s`; a peer from which nothing arrives for `timeout_s` is unresponsive (`Cause.HANG`).
+
+    Attributes:
+        loop_stall_timeout_s: a peer whose event loop has not run for this long is stalled (`Cause.STALLED`), and our heartbeats carry
+            the count of our event loop. None turns both off.
+    """
+
+    interval_s: float = 0.2
+    timeout_s: float = 1.0
+    loop_stall_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.interval_s < self.timeout_s:
+            raise ValueError(
+                f"heartbeat_interval_s must be over 0 and under heartbeat_timeout_s, got {self.interval_s} and {self.timeout_s}"
+            )
+        if (
+            self.loop_stall_timeout_s is not None
+            and self.loop_stall_timeout_s < _MIN_STALL_HEARTBEATS * self.interval_s
+        ):
+            raise ValueError(
+                f"loop_stall_timeout_s must be at least {_MIN_STALL_HEARTBEATS} times heartbeat_interval_s ({self.interval_s}), "
+                f"got {self.loop_stall_timeout_s}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,26 +4,15 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from multiworld.control.dial import resolve
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import JoinError
 from multiworld.membership.acceptor import Acceptor, bind
 from multiworld.membership.local_socket import bind_local
-from multiworld.membership.monitor import HeartbeatConfig
 from multiworld.world import World
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Listener:
-    """A listening port. It stays open while a world is hosted there, and until the manager's cleanup if `keep_open`."""
-
-    acceptor: Acceptor
-    keep_open: bool = False
-    worlds: set[World] = field(default_factory=set)
 
 
 class ListenerRegistry:
@@ -33,20 +22,19 @@ class ListenerRegistry:
         secret: the secret that clients must know.
     """
 
-    def __init__(self, secret: bytes, heartbeat: HeartbeatConfig) -> None:
+    def __init__(self, secret: bytes) -> None:
         self._secrets = [secret]  # shared with all acceptors
-        self._heartbeat = heartbeat
         self._local: Acceptor | None = None
         self._local_failed = False
-        self._listeners: dict[tuple[str, int], Listener] = {}
+        self._listeners: dict[tuple[str, int], Acceptor] = {}
 
-    def at(self, addr: str, port: int) -> Listener:
+    def at(self, addr: str, port: int) -> Acceptor:
         """Return the open listener at this address. Raises KeyError."""
         return self._listeners[listening_host(addr), port]
 
     def open(
         self, host: str, port: int, running_loop: Callable[[], ControlLoop], sock: socket.socket | None = None
-    ) -> Listener:
+    ) -> Acceptor:
         """Return the listener on `host`:`port`; open it if necessary.
 
         Args:
@@ -65,9 +53,9 @@ class ListenerRegistry:
             except BaseException:
                 sock.close()
                 raise
-            acceptor = Acceptor(control_loop, sock, self._secrets, self._heartbeat)
-            control_loop.call_soon(acceptor.open)
-            listener = self._listeners[host, acceptor.port] = Listener(acceptor)
+            listener = Acceptor(control_loop, sock, self._secrets)
+            control_loop.call_soon(listener.open)
+            self._listeners[host, listener.port] = listener
         return listener
 
     def open_local(self, folder: str, control_loop: ControlLoop) -> Acceptor | None:
@@ -79,7 +67,7 @@ class ListenerRegistry:
                 self._local_failed = True
                 logger.warning("members on this host are connected by TCP: no Unix socket in %s: %s", folder, error)
                 return None
-            self._local = Acceptor(control_loop, sock, self._secrets, self._heartbeat)
+            self._local = Acceptor(control_loop, sock, self._secrets)
             control_loop.call_soon(self._local.open)
         return self._local
 
@@ -95,13 +83,13 @@ class ListenerRegistry:
     def close_idle(self) -> None:
         """Close the listeners that have no world and no `keep_open`. Runs on the control loop's thread."""
         for key in [key for key, listener in self._listeners.items() if not listener.worlds and not listener.keep_open]:
-            self._listeners.pop(key).acceptor.close()
+            self._listeners.pop(key).close()
 
-    def detach_all(self) -> list[Listener]:
+    def detach_all(self) -> list[Acceptor]:
         """Remove and return all listeners. They are still open; the caller must close them."""
         listeners, self._listeners = list(self._listeners.values()), {}
         if self._local is not None:
-            listeners.append(Listener(self._local))
+            listeners.append(self._local)
             self._local = None
         return listeners
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from multiworld.communicator import WorldCommunicator
-from multiworld.config import WorldConfig
+from multiworld.config import HeartbeatConfig, WorldConfig
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import WorldExistsError, WorldNotFoundError
 from multiworld.events import EventStream, WorldEvent
@@ -28,7 +28,6 @@ from multiworld.listeners import ListenerRegistry, listening_host, resolved_host
 from multiworld.membership.acceptor import Answerer
 from multiworld.membership.generations import Generations
 from multiworld.membership.local_socket import default_runtime_dir
-from multiworld.membership.monitor import HeartbeatConfig
 from multiworld.transport.segments import Register, SegmentPool
 from multiworld.world import World, WorldState
 
@@ -105,7 +104,7 @@ class WorldManager:
         self._announced: set[str] = set()
         self._ended: weakref.WeakSet[World] = weakref.WeakSet()
         self._generations = Generations()
-        self._listeners = ListenerRegistry(self._secret, self._heartbeat)
+        self._listeners = ListenerRegistry(self._secret)
         self._events = EventStream()
         self._lock = threading.Lock()
         self._communicator = WorldCommunicator(self)
@@ -241,7 +240,7 @@ class WorldManager:
             local = self._listeners.open_local(self._runtime_dir, control_loop)
             config = replace(config, segments=self._segments, local_acceptor=local)
         self._announced.discard(config.name)
-        world = self._worlds[config.name] = World(config, control_loop, listener.acceptor if listener else None, self)
+        world = self._worlds[config.name] = World(config, control_loop, listener, self)
         if listener is not None:
             listener.worlds.add(world)
         # Programs may use a new name for every job.
@@ -284,11 +283,11 @@ class WorldManager:
         with self._lock:
             listener = self._listeners.open(host, port, self._running_loop, sock)
             listener.keep_open = True
-            return listener.acceptor.port
+            return listener.port
 
     def answer(self, addr: str, port: int, answerer: Answerer) -> None:
         """Answer the queries of `ask` on an open port with `answerer`, on the running event loop. Raises KeyError if it is not open."""
-        self._listeners.at(addr, port).acceptor.answerer = answerer, asyncio.get_running_loop()
+        self._listeners.at(addr, port).answerer = answerer, asyncio.get_running_loop()
 
     def _running_loop(self) -> ControlLoop:
         if self._control_loop is None:
@@ -382,7 +381,7 @@ class WorldManager:
                 logger.error("%r was not freed within %.0f s", world, _CLEANUP_S)
         if control_loop is not None:
             for listener in listeners:
-                control_loop.call_soon(listener.acceptor.close)
+                control_loop.call_soon(listener.close)
             control_loop.stop(0.0)
             yield from _pauses(lambda: not control_loop.running, _CONTROL_LOOP_S)
         if self._segments is not None:

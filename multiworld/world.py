@@ -29,8 +29,7 @@ from multiworld.control.loop import ControlLoop
 from multiworld.errors import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldError
 from multiworld.execution.process_group import abort_nccl_group
 from multiworld.membership.acceptor import Acceptor
-from multiworld.membership.bootstrap import Bootstrap
-from multiworld.membership.monitor import HostSession
+from multiworld.membership.forming import Forming
 from multiworld.operations import Transport, WorldOperations
 from multiworld.ops import p2p
 from multiworld.ops.messages import recv_message, recv_view, send_message
@@ -106,7 +105,7 @@ class World:
         self.ranks = Ranks(config.name, config.rank, config.size, config.backends, config.device)
         self._operations = WorldOperations(self, verify_collectives=config.verify_collectives)
         self._teardown_started = False
-        self._bootstrap = Bootstrap(self, config, control_loop, acceptor)
+        self._forming = Forming(self, config, control_loop, acceptor)
         self._poller: Poller | None = None
 
     def __repr__(self) -> str:
@@ -137,9 +136,9 @@ class World:
         After an error the caller must `close` the world, which frees it. Cancelling breaks it.
         """
         self._poller = poller_of(asyncio.get_running_loop())
-        await self._bootstrap.run()
+        await self._forming.run()
 
-    # -- calls of the bootstrap (see `FormingWorld`) -----------------------------------------------------------------------------
+    # -- calls of `Forming` (see `FormingWorld`) ---------------------------------------------------------------------------------
 
     def on_formed(self, group: ProcessGroup | None, socks: dict[int, socket.socket]) -> None:
         with self._lock:
@@ -246,10 +245,10 @@ class World:
 
         While the heartbeats of a member are late, the wait is up to `heartbeat_timeout_s` longer, because the member may be unresponsive.
         """
-        if self.state is not WorldState.READY or self._bootstrap.monitor is None:
+        if self.state is not WorldState.READY or self._forming.monitor is None:
             return
         heartbeat, now_s = self._config.heartbeat, time.monotonic()
-        late = math.isfinite(heartbeat.timeout_s) and self._bootstrap.monitor.silence_s() > 1.5 * heartbeat.interval_s
+        late = math.isfinite(heartbeat.timeout_s) and self._forming.monitor.silence_s() > 1.5 * heartbeat.interval_s
         if now_s < due_s + (heartbeat.timeout_s if late else 0.0):
             self._control_loop.call_later(_CAUSE_GRACE_S / 4, self._break_unless_cause_arrives, peer, detail, due_s)
         else:
@@ -266,14 +265,14 @@ class World:
             self.failure = BrokenWorldException(self.name, cause, rank, detail)
             self._operations.draining = cause is Cause.LEFT  # first, so that no operation fails in between
             self.state = WorldState.BROKEN
-            self.silent_s = self._bootstrap.monitor.detected_after_s if self._bootstrap.monitor is not None else None
+            self.silent_s = self._forming.monitor.detected_after_s if self._forming.monitor is not None else None
         if formed:
             logger.log(
                 logging.DEBUG if cause in (Cause.LEFT, Cause.ABORTED) else logging.WARNING,  # on purpose
                 "world=%s generation=%d rank=%d ready->broken cause=%s by=%d %s",
                 *(self.name, self.generation, self.rank, cause, rank, detail),
             )
-        self._bootstrap.wake()
+        self._forming.wake()
         self._control_loop.call_soon(self._announce_end, cause, rank, detail)
         if formed:
             self._listener.on_world_changed(self)
@@ -287,16 +286,16 @@ class World:
             formed = self.state is WorldState.READY
             self.state = WorldState.CLOSED
         logger.debug("world=%s generation=%d rank=%d ->closed", self.name, self.generation, self.rank)
-        self._bootstrap.wake()
+        self._forming.wake()
         self._control_loop.call_soon(self._announce_end, Cause.LEFT if formed else Cause.ABORTED, self.rank, "")
         self._listener.on_world_changed(self)
         self._start_teardown()
 
     def _announce_end(self, cause: Cause, rank: int, detail: str) -> None:
         """Announce the end to the other members, and free the name for the next generation. Runs on the control loop's thread."""
-        monitor = self._bootstrap.monitor
-        if isinstance(monitor, HostSession) and self._acceptor is not None:
-            self._acceptor.remove_session(monitor)
+        monitor = self._forming.monitor
+        if monitor is not None and self._acceptor is not None:
+            self._acceptor.remove(monitor)
         if monitor is None or not monitor.started:
             return
         if cause is not Cause.LEFT:
@@ -325,7 +324,7 @@ class World:
             if left or self.state is WorldState.CLOSED:
                 self._operations.leave(leave_s)
             group = self._operations.end()
-            self._bootstrap.close(self.ending() or JoinError(self.name, "ended"))
+            self._forming.close(self.ending() or JoinError(self.name, "ended"))
             if group is not None:
                 abort_nccl_group(group)
                 del group
@@ -337,5 +336,5 @@ class World:
             self._control_loop.call_soon(self._finish_teardown)
 
     def _finish_teardown(self) -> None:
-        self._bootstrap.finish()
+        self._forming.finish()
         self.reclaimed.set()

@@ -104,8 +104,8 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         "multiworld/membership/mesh.py": (
             # A data connection of another formation of the world is accepted.
             (
-                "if not self._member.formation or hello.formation != self._member.formation",
-                "if not self._member.formation",
+                "if not ours.formation or hello.formation != ours.formation",
+                "if not ours.formation",
             ),
         ),
         "multiworld/membership/store.py": (
@@ -118,8 +118,8 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         "multiworld/membership/acceptor.py": (
             # The end of a world removes the next generation.
             (
-                "self._sessions.get(session.member.world) is session",
-                "self._sessions.get(session.member.world) is not None",
+                "self._targets.get(target.key) is target",
+                "self._targets.get(target.key) is not None",
             ),
         ),
         "multiworld/transport/connection.py": (

@@ -24,7 +24,7 @@ async def dial(
     timeout_s: float,
     bind_host: str = "",
 ) -> socket.socket:
-    """Connect to another process and authenticate. Nothing is read from the returned socket after the other side's `Welcome`.
+    """Connect to another process and wait until it admits us. Nothing is read from the returned socket after its `Welcome`.
 
     Args:
         address: an IP address and a port, or the path of a Unix socket.
@@ -35,7 +35,23 @@ async def dial(
         RefusedError: another attempt cannot succeed.
         OSError, ValueError: see `reason_of`. Another attempt may succeed.
     """
-    loop = asyncio.get_running_loop()
+    sock, challenge = await connect(address, timeout_s, bind_host)
+    try:
+        handshake = ClientHandshake(secret, make_hello("" if isinstance(address, str) else sock.getsockname()[0]))
+        await asyncio.get_running_loop().sock_sendall(sock, handshake.hello(challenge).encode())
+        welcome = await next_frame(sock, timeout_s)
+        try:
+            handshake.check_welcome(welcome)
+        except PermissionError as error:
+            raise RefusedError(str(error)) from None
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def connect(address: tuple[str, int] | str, timeout_s: float, bind_host: str = "") -> tuple[socket.socket, Frame]:
+    """Connect to another process. Returns the socket and the first frame. Arguments and errors as in `dial`."""
     local = isinstance(address, str)
     family = socket.AF_UNIX if local else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
@@ -45,22 +61,20 @@ async def dial(
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if bind_host and not local:
             sock.bind((bind_host, 0))
-        async with asyncio.timeout(timeout_s):
-            await loop.sock_connect(sock, address)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.get_running_loop().sock_connect(sock, address)
+        except TimeoutError:
+            raise OSError(
+                f"no connection within {timeout_s:g} s; is the address right, and do routes and firewalls let this machine through?"
+            ) from None
         # TCP simultaneous open: on loopback, a client that retries a free ephemeral port can connect to itself.
         if not local and sock.getsockname() == sock.getpeername():
             raise OSError("no process listens there")
-        handshake = ClientHandshake(secret, make_hello("" if local else sock.getsockname()[0]))
-        await loop.sock_sendall(sock, handshake.hello(await _next_frame(sock, timeout_s)).encode())
-        welcome = await _next_frame(sock, timeout_s)
-        try:
-            handshake.check_welcome(welcome)
-        except PermissionError as error:
-            raise RefusedError(str(error)) from None
+        return sock, await next_frame(sock, timeout_s)
     except BaseException:
         sock.close()
         raise
-    return sock
 
 
 async def resolve(addr: str) -> list[str]:
@@ -78,7 +92,7 @@ def reason_of(error: Exception) -> str:
     return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
 
 
-async def _next_frame(sock: socket.socket, timeout_s: float) -> Frame:
+async def next_frame(sock: socket.socket, timeout_s: float) -> Frame:
     """Return the next frame that is not a heartbeat. Raises RefusedError, or ConnectionError if a retry may succeed, for a refusal."""
     while isinstance(frame := await read_frame(sock, timeout_s), Heartbeat):
         pass

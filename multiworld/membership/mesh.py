@@ -18,7 +18,7 @@ from multiworld.control.frames import Address, Start
 from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import JoinError
-from multiworld.membership.acceptor import Acceptor, bind
+from multiworld.membership.acceptor import Acceptor, RejectedError, bind
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,7 @@ class Mesh:
     def __init__(
         self, control_loop: ControlLoop, member: Hello, config: WorldConfig, acceptor: Acceptor | None
     ) -> None:
-        self.world = member.world
-        self.generation = 0
+        self.key: tuple[str, int | None] = member.world, 0
         self.obstacle = ""
         self._control_loop = control_loop
         self._member = member
@@ -56,9 +55,7 @@ class Mesh:
         """Where this member accepts data connections. Opens a port on `local_host` if necessary. Raises OSError."""
         member, local = self._member, self._config.local_acceptor
         if self._port is None and 0 < member.rank < member.size - 1:
-            self._port = Acceptor(
-                self._control_loop, bind(local_host, 0), [self._config.secret], self._config.heartbeat
-            )
+            self._port = Acceptor(self._control_loop, bind(local_host, 0), [self._config.secret])
             self._port.open()
             self._acceptors.append(self._port)
         host, port = self._port.address[:2] if self._port is not None else ("", 0)
@@ -69,10 +66,10 @@ class Mesh:
 
         Returns the sockets by rank, which the caller owns. Raises JoinError when a member refuses us. The caller must `close` the mesh.
         """
-        self.generation = start.generation
+        self.key = self._member.world, start.generation
         self._member = replace(self._member, generation=start.generation, formation=start.formation)
         for acceptor in self._acceptors:
-            acceptor.add_target(self)
+            acceptor.add(self)
         lower = start.addresses[: self._member.rank]
         self._dials = [self._control_loop.create_task(self._dial(*each)) for each in enumerate(lower)]
         await self._connected
@@ -84,28 +81,31 @@ class Mesh:
         for task in self._dials:
             task.cancel()
         for acceptor in self._acceptors:
-            acceptor.remove_target(self)
+            acceptor.remove(self)
         if self._port is not None:
             self._port.close()
         for sock in self._socks.values():
             sock.close()
 
-    # -- accepting (see `DataConnectionTarget`) ------------------------------------------------------------------------------
+    # -- accepting (see `AdmissionTarget`) -----------------------------------------------------------------------------------
 
-    def rejection(self, hello: Hello) -> str | None:
-        """Return the reason to refuse this connection; None to accept it."""
-        if hello.size != self._member.size or not self._member.rank < hello.rank < hello.size:
-            return (
-                f"rank {hello.rank} of {hello.size} must not connect to rank {self._member.rank} of {self._member.size}"
+    def accepts(self, hello: Hello) -> bool:
+        ours = self._member
+        if hello.size != ours.size or not ours.rank < hello.rank < hello.size:
+            raise RejectedError(
+                f"rank {hello.rank} of {hello.size} must not connect to rank {ours.rank} of {ours.size}"
             )
-        if hello.peer != self._member.rank:
-            return f"this is rank {self._member.rank}, not {hello.peer}"
-        if not self._member.formation or hello.formation != self._member.formation:
-            return "this member does not form that world any more"
-        return None
+        if hello.peer != ours.rank:
+            raise RejectedError(f"this is rank {ours.rank}, not {hello.peer}")
+        if not ours.formation or hello.formation != ours.formation:
+            raise RejectedError("this member does not form that world any more")
+        return True
 
-    def admit(self, rank: int, sock: socket.socket) -> None:
-        """Keep the connection to `rank`. A second connection replaces the first, which the same peer has abandoned (see `rejection`)."""
+    def admit(self, hello: Hello, sock: socket.socket) -> None:
+        """Keep the connection to a rank. A second connection replaces the first, which the same peer has abandoned (see `accepts`)."""
+        self._add(hello.rank, sock)
+
+    def _add(self, rank: int, sock: socket.socket) -> None:
         if rank in self._socks:
             self._socks[rank].close()
         self._socks[rank] = sock
@@ -124,15 +124,15 @@ class Mesh:
                 sock = await dial(to, config.secret, lambda _: hello, _ATTEMPT_S, config.bind_host)
             except (OSError, ValueError, RefusedError) as error:
                 if local:  # it is not on this host, or in a container that does not share the socket
-                    logger.debug("world=%s: rank %d is not reached by its Unix socket: %s", self.world, rank, error)
+                    logger.debug("world=%s: rank %d is not reached by its Unix socket: %s", hello.world, rank, error)
                     local = ""
                     continue
                 self.obstacle = f"rank {rank} at {address.host}:{address.port}: {reason_of(error)}"
                 if isinstance(error, RefusedError):
                     if not self._connected.done():
-                        self._connected.set_exception(JoinError(self.world, self.obstacle))
+                        self._connected.set_exception(JoinError(hello.world, self.obstacle))
                     return
                 await asyncio.sleep(_PAUSE_S)
             else:
-                self.admit(rank, sock)
+                self._add(rank, sock)
                 return

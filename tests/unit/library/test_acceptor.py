@@ -1,5 +1,6 @@
 """Which connections an acceptor admits, keeps waiting, or closes."""
 
+import asyncio
 import contextlib
 import socket
 import time
@@ -8,6 +9,7 @@ from queue import SimpleQueue
 
 import pytest
 
+from multiworld.config import HeartbeatConfig
 from multiworld.control.frames import (
     HEARTBEAT_BYTES,
     Challenge,
@@ -25,7 +27,8 @@ from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause
 from multiworld.membership import acceptor as acceptor_module
 from multiworld.membership.acceptor import Acceptor, bind
-from multiworld.membership.monitor import HeartbeatConfig, HostSession
+from multiworld.membership.monitor import MembershipMonitor
+from multiworld.membership.store import ControlStore
 from multiworld.texts import MAX_TEXT_CHARS
 
 PATIENCE_S = 30.0
@@ -48,15 +51,23 @@ class Told:
     def on_store_set(self, key: str, value: bytes) -> None:
         self.queue.put(("stored", key, value))
 
-    def on_member_failed(self, rank: int, cause: Cause, detail: str) -> None:
+    def fail(self, cause: Cause, rank: int, detail: str = "") -> None:
         self.details.append(detail)
         self.queue.put(("failed", rank, cause))
 
     def on_member_left(self, rank: int) -> None:
         self.queue.put(("left", rank))
 
-    def on_join_failed(self, reason: str, *, final: bool) -> None:
-        self.queue.put(("join failed", reason, final))
+
+class RecordingStore(ControlStore):
+    """The rendezvous of a world, which records what the members set."""
+
+    def __init__(self, told: Told) -> None:
+        super().__init__(lambda _key, _value: None)
+        self._told = told
+
+    def receive(self, key: str, value: bytes) -> None:
+        self._told.on_store_set(key, value)
 
 
 def started(generation: int) -> Start:
@@ -74,26 +85,31 @@ class Client:
         self.handshake = ClientHandshake(secret, hello)
 
     def next(self) -> Frame | None:
-        """The next frame that is not a heartbeat, `Start` without its addresses; None at the end."""
+        """The next frame that is neither a heartbeat nor a valid welcome, `Start` without its addresses; None at the end."""
         while True:
             while self._come:
                 frame = self._come.pop(0)
                 if isinstance(frame, Start):
                     return started(frame.generation)
-                if not isinstance(frame, Heartbeat):
+                if isinstance(frame, Welcome):
+                    self.handshake.check_welcome(frame)
+                elif not isinstance(frame, Heartbeat):
                     return frame
-            data = self.sock.recv(1 << 16)
-            if not data:
+            if not self._read():
                 return None
-            self._come += self._frames.feed(data)
+
+    def _read(self) -> bool:
+        data = self.sock.recv(1 << 16)
+        self._come += self._frames.feed(data)
+        return bool(data)
 
     def enter(self) -> "Client":
+        """Authenticate, and wait until the acceptor has read the request: it sends a heartbeat, a welcome or a refusal."""
         challenge = self.next()
         assert challenge is not None
         self.sock.sendall(self.handshake.hello(challenge).encode())
-        welcome = self.next()
-        assert welcome is not None
-        self.handshake.check_welcome(welcome)
+        while not self._come:
+            self._read()
         return self
 
 
@@ -102,18 +118,31 @@ class House:
 
     def __init__(self, control_loop: ControlLoop) -> None:
         self.control_loop = control_loop
-        self.acceptor = Acceptor(control_loop, bind("127.0.0.1", 0), [b"secret"], PATIENT)
+        self.acceptor = Acceptor(control_loop, bind("127.0.0.1", 0), [b"secret"])
         self.clients: list[Client] = []
+        self.tasks: set[asyncio.Task[None]] = set()
         control_loop.call_soon(self.acceptor.open)
 
     def host(self, world: str = "w", size: int = 2, generation: int = 1) -> Told:
         told = Told()
-        self.on_control_loop(
-            lambda: self.acceptor.add_session(
-                HostSession(self.control_loop, told, Hello(world, 0, size, generation), PATIENT)
-            )
-        )
+        self.monitor(told, PATIENT, Hello(world, 0, size, generation))
         return told
+
+    def monitor(self, told: Told, heartbeat: HeartbeatConfig, member: Hello) -> MembershipMonitor:
+        """Rank 0 of a world that opens."""
+
+        async def host(monitor: MembershipMonitor) -> None:
+            told.on_all_joined(await monitor.host())
+
+        def make() -> MembershipMonitor:
+            monitor = MembershipMonitor(self.control_loop, told, member, heartbeat, RecordingStore(told))
+            self.tasks.add(self.control_loop.create_task(host(monitor)))
+            self.acceptor.add(monitor)
+            return monitor
+
+        monitor = self.on_control_loop(make)
+        assert isinstance(monitor, MembershipMonitor)
+        return monitor
 
     def client(
         self, world: str = "w", rank: int = 1, size: int = 2, generation: int = 0, secret: bytes = b"secret"
@@ -288,18 +317,13 @@ def test_member_that_violates_the_protocol_is_lost(house: House, frame: Frame) -
     assert told.next() == ("failed", 1, Cause.EXIT)
 
 
-def strict_session(house: House, told: Told) -> HostSession:
-    """Rank 0 of a world of two with event loop monitoring."""
-    watching = HeartbeatConfig(0.05, 3600.0, 0.5)
-    session = house.on_control_loop(lambda: HostSession(house.control_loop, told, Hello("w", 0, 2, 1), watching))
-    assert isinstance(session, HostSession)
-    house.on_control_loop(lambda: house.acceptor.add_session(session))
-    return session
+STALL_CHECKED = HeartbeatConfig(0.05, 3600.0, 0.5)
+MEMBER = Hello("w", 0, 2, 1)
 
 
 def test_member_with_a_constant_count_is_lost_as_stalled_and_told_so(house: House) -> None:
     told = Told()
-    session = strict_session(house, told)
+    session = house.monitor(told, STALL_CHECKED, MEMBER)
     member = house.client().enter()
     assert told.next()[0] == "all joined"
     while told.queue.empty():
@@ -315,7 +339,7 @@ def test_member_with_a_constant_count_is_lost_as_stalled_and_told_so(house: Hous
 
 def test_member_without_counts_in_heartbeats_is_not_stalled(house: House) -> None:
     told = Told()
-    session = strict_session(house, told)
+    session = house.monitor(told, STALL_CHECKED, MEMBER)
     member = house.client().enter()
     assert told.next()[0] == "all joined"
     (connection,) = session.connections.values()
@@ -329,9 +353,7 @@ def test_member_without_counts_in_heartbeats_is_not_stalled(house: House) -> Non
 def test_silent_member_is_lost_and_told_so(house: House) -> None:
     told = Told()
     strict = HeartbeatConfig(0.05, 0.3)
-    session = house.on_control_loop(lambda: HostSession(house.control_loop, told, Hello("w", 0, 2, 1), strict))
-    assert isinstance(session, HostSession)
-    house.on_control_loop(lambda: house.acceptor.add_session(session))
+    session = house.monitor(told, strict, MEMBER)
     member = house.client().enter()
     assert told.next()[0] == "all joined"
     assert told.next() == ("failed", 1, Cause.HANG)

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
+from multiworld.config import HeartbeatConfig
 from multiworld.control.frames import HEARTBEAT_BYTES
 from multiworld.control.progress import LoopCounter, StallClock
-from multiworld.membership.monitor import HeartbeatConfig
 from tests.waiting import until
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import concurrent.futures
+import itertools
 import os
 import socket
 import threading
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 from torch._C._distributed_c10d import ProcessGroup
 
 from multiworld.config import WorldConfig
-from multiworld.control.dial import resolve
+from multiworld.control.dial import RefusedError, dial, reason_of, resolve
 from multiworld.control.frames import Address, Start
 from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
@@ -25,16 +26,19 @@ from multiworld.execution.failures import ConnectionLostError, described, lost_c
 from multiworld.execution.process_group import NCCL, make_nccl_group
 from multiworld.execution.threads import DaemonThread
 from multiworld.membership.acceptor import Acceptor
-from multiworld.membership.member import MemberSession
 from multiworld.membership.mesh import Mesh
-from multiworld.membership.monitor import HostSession, MembershipMonitor
+from multiworld.membership.monitor import MembershipMonitor, MonitoredWorld
 from multiworld.membership.store import ControlStore
 
 _BUILD_JOIN_S = 1.0
 """How long to wait for the group's constructor after an abort. It takes milliseconds, unless it connects to a frozen member."""
 _EXIT_S = 30.0
 """At process exit, how long to wait for groups under construction."""
-_RESOLVE_RETRY_S = 0.5
+_RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
+"""Pauses between attempts to connect to rank 0, which may not have started yet. The last one repeats."""
+_CONNECT_S = 1.0
+"""Lower limit of the timeout of one attempt, which is the heartbeat timeout, at most `_MAX_CONNECT_S`."""
+_MAX_CONNECT_S = 5.0
 
 _build_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 """The threads of this process that build a process group, or have built one."""
@@ -49,17 +53,13 @@ def _join_build_threads() -> None:
         thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
-class FormingWorld(Protocol):
-    """The part of a world that `Bootstrap` uses. All methods may be called from any thread."""
+class FormingWorld(MonitoredWorld, Protocol):
+    """The part of a world that `Forming` uses. All methods may be called from any thread."""
 
     generation: int
 
     def ending(self) -> WorldError | None:
         """Return a new instance of the error that the world ended with; None while it has not ended."""
-
-    def fail(self, cause: Cause, rank: int, detail: str = "") -> None: ...
-
-    def on_member_left(self, rank: int) -> None: ...
 
     def on_formed(self, group: ProcessGroup | None, socks: dict[int, socket.socket]) -> None:
         """Make the world ready, with this group of NCCL and the data connections by rank.
@@ -68,7 +68,7 @@ class FormingWorld(Protocol):
         """
 
 
-class Bootstrap:
+class Forming:
     """Forms a world at one member. Everything except `run`, `wake` and `close` runs on the control loop's thread.
 
     Attributes:
@@ -88,7 +88,6 @@ class Bootstrap:
         self._acceptor = acceptor
         self._mesh: Mesh | None = None
         self._obstacle = "no answer"
-        self._started: asyncio.Future[Start] = control_loop.loop.create_future()
         self._forming: asyncio.Task[None] | None = None
         self._build_thread: threading.Thread | None = None
 
@@ -122,11 +121,12 @@ class Bootstrap:
             raise JoinError(config.name, f"the world could not be formed: {error}") from error
 
     def _describe_obstacle(self) -> str:
-        if self._started.done() and not self._started.cancelled():
+        monitor = self.monitor
+        if monitor is not None and monitor.started:
             obstacle = self._mesh.obstacle if self._mesh is not None else ""
             return "all members joined, but their connections did not form" + (f": {obstacle}" if obstacle else "")
-        if isinstance(self.monitor, HostSession):
-            return f"ranks {', '.join(map(str, self.monitor.missing()))} did not join"
+        if monitor is not None and self._config.rank == 0:
+            return f"ranks {', '.join(map(str, monitor.missing()))} did not join"
         return self._obstacle
 
     async def _form(self, addresses: list[tuple[str, int]]) -> None:
@@ -137,8 +137,7 @@ class Bootstrap:
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # no warning if `run` was cancelled
         try:
             self._check()  # it may have ended since `run`
-            self._join(addresses)
-            start = await self._started
+            start = await self._join(addresses)
             world.generation = start.generation
             socks = await self._mesh.connect(start) if self._mesh is not None else {}
             world.on_formed(await self._build_group(), socks)
@@ -170,10 +169,13 @@ class Bootstrap:
                 return [(host, config.port) for host in await resolve(config.addr)]
             except OSError as error:
                 self._obstacle = f"{config.addr} cannot be resolved: {error.strerror}"
-                await asyncio.sleep(_RESOLVE_RETRY_S)
+                await asyncio.sleep(_RETRY_S[-1])
 
-    def _member(self) -> Hello:
-        """Our own world, rank and settings. A mesh is made if the world needs data connections."""
+    async def _join(self, addresses: list[tuple[str, int]]) -> Start:
+        """At rank 0: wait until all others have joined. At the others: join at rank 0, and retry after each failure until it starts.
+
+        Raises JoinError when rank 0 refuses us, OSError when no port can be opened for the other members.
+        """
         config = self._config
         backends = ",".join(f"{device}:{name}" for device, name in sorted(config.backends.items()))
         settings = f"backend={backends}, verify_collectives={config.verify_collectives}"
@@ -183,58 +185,44 @@ class Bootstrap:
         )
         if config.size > 1 and set(config.backends.values()) != {NCCL}:
             self._mesh = Mesh(self._control_loop, member, config, self._acceptor)
-        return member
+        if self._acceptor is not None:
+            self.monitor = monitor = self._monitor(self._with_address(member, ""))
+            self._acceptor.add(monitor)
+            return await monitor.host()
+        self.monitor = monitor = self._monitor(member)
+        awaited = f"generation {member.generation}" if member.generation else "the world"
 
-    def _make_hello(self, member: Hello, local_host: str) -> Hello:
-        """Raises OSError when no port can be opened for the other members."""
+        def make_hello(local_host: str) -> Hello:
+            self._obstacle = f"rank 0 answered, but {awaited} did not start there"
+            return self._with_address(member, local_host)
+
+        timeout_s = min(max(config.heartbeat.timeout_s, _CONNECT_S), _MAX_CONNECT_S)
+        for attempt, (host, port) in enumerate(itertools.cycle(addresses)):
+            try:
+                sock = await dial((host, port), config.secret, make_hello, timeout_s, config.bind_host)
+                start = await monitor.join(sock)
+            except RefusedError as error:
+                reason = f"rank 0 at {config.addr}:{config.port} refused us: {error}"
+                raise JoinError(config.name, reason) from None
+            except (OSError, ValueError) as error:
+                self._obstacle = reason_of(error)
+                await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+            else:
+                rank_0 = replace(start.addresses[0], host=host, port=port)  # where we have reached it
+                return replace(start, addresses=(rank_0, *start.addresses[1:]))
+        raise AssertionError("no address of rank 0")
+
+    def _monitor(self, member: Hello) -> MembershipMonitor:
+        return MembershipMonitor(self._control_loop, self._world, member, self._config.heartbeat, self._store)
+
+    def _with_address(self, member: Hello, local_host: str) -> Hello:
+        """Add where we accept data connections. Raises OSError when no port can be opened for them."""
         address = self._mesh.address(local_host) if self._mesh is not None else Address("", 0, "")
         return replace(member, host=address.host, port=address.port, local=address.local)
-
-    def _join(self, addresses: list[tuple[str, int]]) -> None:
-        config, member = self._config, self._member()
-        if config.rank == 0:
-            assert self._acceptor is not None
-            member = self._make_hello(member, "")
-            self.monitor = session = HostSession(self._control_loop, self, member, config.heartbeat)
-            self._acceptor.add_session(session)
-        else:
-            self.monitor = MemberSession(
-                self._control_loop,
-                self,
-                member,
-                config.heartbeat,
-                config.secret,
-                addresses,
-                config.bind_host,
-                partial(self._make_hello, member),
-            )
-
-    # -- events of the monitor (see `MonitoredWorld`) ------------------------------------------------------------------------------
-
-    def on_member_failed(self, rank: int, cause: Cause, detail: str) -> None:
-        self._world.fail(cause, rank, detail)
-
-    def on_member_left(self, rank: int) -> None:
-        self._world.on_member_left(rank)
-
-    def on_store_set(self, key: str, value: bytes) -> None:
-        if self._store is not None:
-            self._store.receive(key, value)
 
     def _publish(self, key: str, value: bytes) -> None:
         if self.monitor is not None:
             self.monitor.publish(key, value)
-
-    def on_join_failed(self, reason: str, *, final: bool) -> None:
-        config = self._config
-        self._obstacle = reason
-        if final and not self._started.done():
-            reason = f"rank 0 at {config.addr}:{config.port} refused us: {reason}"
-            self._started.set_exception(JoinError(config.name, reason))
-
-    def on_all_joined(self, start: Start) -> None:
-        if not self._started.done():
-            self._started.set_result(start)
 
     # -- NCCL --------------------------------------------------------------------------------------------------------------------
 
