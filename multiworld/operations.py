@@ -26,10 +26,10 @@ from torch._C._distributed_c10d import ProcessGroup
 from multiworld.collectives.channel import NUMBERED_FROM, CollectiveChannel
 from multiworld.collectives.fingerprint import MismatchError, verify
 from multiworld.errors import Cause, WorldError
-from multiworld.execution.blocking_pool import BlockingPool
 from multiworld.execution.cuda import await_queued, call_on
 from multiworld.execution.failures import ConnectionLostError, described, lost_connections
 from multiworld.execution.process_group import NCCL_ABORT_S, NCCL_POLL_S
+from multiworld.execution.worker_thread import WorkerThread
 from multiworld.ops.operation import Collective, CollectiveMessage, Operation, Plan, Receive, Send
 from multiworld.transport.connection import PeerConnection
 from multiworld.transport.poller import Poller, poller_of
@@ -88,9 +88,9 @@ class WorldOperations:
         self._pending: set[Operation] = set()
         self._copying_back: set[Operation] = set()
         self._failed: list[Operation] = []  # they get the error of the world when it has ended
-        self._pool = BlockingPool(f"multiworld-{world.name}", self._on_job_failed)
-        # A communicator takes its operations one at a time.
-        self._nccl_queue = BlockingPool(f"multiworld-{world.name}-nccl", self._on_job_failed, max_threads=1)
+        self._copying = WorkerThread(f"multiworld-{world.name}", self._on_job_failed)
+        self._posting = WorkerThread(f"multiworld-{world.name}-nccl", self._on_job_failed)
+        self._polling = WorkerThread(f"multiworld-{world.name}-nccl-poll", self._on_job_failed)
         self._on_nccl: list[Operation] = []  # posted, not completed
         self._verify = verify_collectives
         self._collectives = 0  # collectives that got their number here
@@ -192,7 +192,7 @@ class WorldOperations:
             transfer.set_data(plan.buffer())
         self._connections[plan.peer].send(transfer, plan.tag)
         if plan.staged:
-            self._pool.run(partial(self._run_step, operation, partial(self._load, plan, transfer)))
+            self._copying.run(partial(self._run_step, operation, partial(self._load, plan, transfer)))
 
     def _load(self, plan: Send, transfer: Transfer) -> None:
         """Copy the data of a send from its device, then send it."""
@@ -264,7 +264,7 @@ class WorldOperations:
         elif operation.plan.copy_back is None:
             self._complete(operation)
         else:
-            self._run_in_pool(operation, partial(self._finish, operation))
+            self._run_on_thread(operation, partial(self._finish, operation))
 
     def on_connection_lost(self, peer: int, pending: list[Operation | CollectiveMessage], reason: str) -> None:
         operations = list(
@@ -296,7 +296,7 @@ class WorldOperations:
 
         Raises RuntimeError when no thread can start.
         """
-        self._nccl_queue.run(partial(self._run_step, operation, partial(self._post_queued, operation)))
+        self._posting.run(partial(self._run_step, operation, partial(self._post_queued, operation)))
 
     @lost_connections()
     def _post_queued(self, operation: Operation) -> None:
@@ -309,7 +309,7 @@ class WorldOperations:
         with self._lock:
             self._on_nccl.append(operation)
             if len(self._on_nccl) == 1:
-                self._pool.run(self._poll_nccl)
+                self._polling.run(self._poll_nccl)
 
     def _poll_nccl(self) -> None:
         """Poll until NCCL has completed all operations. An operation that still runs `NCCL_ABORT_S` after the world ended is failed."""
@@ -318,7 +318,7 @@ class WorldOperations:
             with self._lock:
                 for operation in [each for each in self._on_nccl if each.work is None or each.work.is_completed()]:
                     self._on_nccl.remove(operation)
-                    self._run_in_pool(operation, partial(self._finish, operation))
+                    self._run_on_thread(operation, partial(self._finish, operation))
                 if aborted_s is None and self._world.ending() is not None:
                     aborted_s = time.monotonic() + NCCL_ABORT_S
                 if aborted_s is not None and time.monotonic() > aborted_s and self._on_nccl:
@@ -328,12 +328,12 @@ class WorldOperations:
                     return
             time.sleep(NCCL_POLL_S)
 
-    # -- steps on threads of the blocking pool ------------------------------------------------------------------------------------
+    # -- steps on threads ------------------------------------------------------------------------------------
 
-    def _run_in_pool(self, operation: Operation, job: Callable[[], None]) -> None:
-        """Run `job` on the blocking pool. Fails the operation when no thread can start."""
+    def _run_on_thread(self, operation: Operation, job: Callable[[], None]) -> None:
+        """Run `job` on the thread for copies. Fails the operation when no thread can start."""
         try:
-            self._pool.run(job)
+            self._copying.run(job)
         except Exception as error:  # noqa: BLE001 - see `_fail`
             self._fail([operation], operation.peer, error)
 
@@ -471,7 +471,8 @@ class WorldOperations:
         Returns False when a thread is still running, for example blocked in NCCL.
         """
         until_s = time.monotonic() + timeout_s
-        ended = [pool.close(max(0.0, until_s - time.monotonic())) for pool in (self._nccl_queue, self._pool)]
+        threads = self._posting, self._polling, self._copying
+        ended = [thread.close(max(0.0, until_s - time.monotonic())) for thread in threads]
         self.close()
         return all(ended)
 

@@ -79,7 +79,3 @@ class ControlStore(Store):
         """Delete `key` at this member only. Returns whether it was set."""
         with self._changed:
             return self._values.pop(key, None) is not None
-
-    def num_keys(self) -> int:
-        with self._changed:
-            return len(self._values)

@@ -149,7 +149,7 @@ class Script(TorturePart, ElasticPart):
 
     async def freeze_while_connecting(self, connected: bool) -> None:
         """Stop this process once, before or after it has opened its first peer connection."""
-        step = "admit" if connected else "_dial"
+        step = "_add" if connected else "_dial"
         original = getattr(Mesh, step)
 
         def freeze(mesh: Mesh, *arguments: Any) -> Any:

@@ -275,8 +275,8 @@ class TorturePart:
 
     async def _fire_lose(self, fault: Fault) -> None:
         world = self._joined[fault.world]
-        assert world._bootstrap.monitor is not None
-        _shut_down(world._bootstrap.monitor.connections[fault.peer]._sock)
+        assert world._forming.monitor is not None
+        _shut_down(world._forming.monitor.connections[fault.peer]._sock)
 
     def _call_of(
         self, fault: Fault, planned: PlannedWorld, rank: int, others: list[asyncio.Future[None]]

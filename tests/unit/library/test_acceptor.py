@@ -45,12 +45,6 @@ class Told:
     def next(self) -> tuple[object, ...]:
         return self.queue.get(timeout=PATIENCE_S)
 
-    def on_all_joined(self, start: Start) -> None:
-        self.queue.put(("all joined", start.generation, len(start.addresses)))
-
-    def on_store_set(self, key: str, value: bytes) -> None:
-        self.queue.put(("stored", key, value))
-
     def fail(self, cause: Cause, rank: int, detail: str = "") -> None:
         self.details.append(detail)
         self.queue.put(("failed", rank, cause))
@@ -64,10 +58,10 @@ class RecordingStore(ControlStore):
 
     def __init__(self, told: Told) -> None:
         super().__init__(lambda _key, _value: None)
-        self._told = told
+        self._queue = told.queue
 
     def receive(self, key: str, value: bytes) -> None:
-        self._told.on_store_set(key, value)
+        self._queue.put(("stored", key, value))
 
 
 def started(generation: int) -> Start:
@@ -132,7 +126,8 @@ class House:
         """Rank 0 of a world that opens."""
 
         async def host(monitor: MembershipMonitor) -> None:
-            told.on_all_joined(await monitor.host())
+            start = await monitor.host()
+            told.queue.put(("all joined", start.generation, len(start.addresses)))
 
         def make() -> MembershipMonitor:
             monitor = MembershipMonitor(self.control_loop, told, member, heartbeat, RecordingStore(told))

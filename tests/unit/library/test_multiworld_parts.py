@@ -11,8 +11,8 @@ from torch.distributed import DistStoreError
 
 from multiworld import JoinError, WorldEvent, WorldManager
 from multiworld.events import EventStream
-from multiworld.execution.blocking_pool import BlockingPool
 from multiworld.execution.process_group import UnsupportedBackendError, parse_backend
+from multiworld.execution.worker_thread import WorkerThread
 from multiworld.membership.generations import Generations
 from multiworld.membership.store import ControlStore
 
@@ -32,7 +32,6 @@ def test_key_is_published_and_read_back() -> None:
     assert store.get("a") == b"text"
     assert store.check(["a", "b"])
     assert not store.check(["a", "c"])
-    assert store.num_keys() == 2
     assert store.delete_key("a")
     assert not store.delete_key("a")
 
@@ -75,38 +74,12 @@ def test_waiting_ends_after_its_own_timeout_and_not_the_stores() -> None:
         ControlStore(lambda _key, _value: None, min_timeout_s=0.2).wait(["key"], timedelta(milliseconds=1))
 
 
-# -- waiters -----------------------------------------------------------------------------------------------------------------
+# -- worker thread -----------------------------------------------------------------------------------------------------------
 
 
-def test_threads_are_started_on_demand_and_reused() -> None:
-    waiters = BlockingPool("test")
-    gates = [threading.Event() for _ in range(3)]
-    done: SimpleQueue[int] = SimpleQueue()
-
-    def wait(number: int) -> None:
-        gates[number].wait(PATIENCE_S)
-        done.put(number)
-
-    for number in range(3):
-        waiters.run(partial(wait, number))
-    for number in (2, 0, 1):  # a blocked one does not delay the others
-        gates[number].set()
-        assert done.get(timeout=PATIENCE_S) == number
-    for number in range(50):
-        waiters.run(partial(done.put, number))
-        done.get(timeout=PATIENCE_S)
-    assert sum(thread.name == "test" for thread in threading.enumerate()) <= 3
-    assert waiters.close(PATIENCE_S)
-    assert not any(thread.name == "test" for thread in threading.enumerate())
-    with pytest.raises(RuntimeError):
-        waiters.run(lambda: None)
-
-
-@pytest.mark.parametrize("most", [1, 2])
-def test_jobs_above_the_limit_of_threads_wait_for_a_free_thread(most: int) -> None:
-    """With one thread the jobs run in order, also after one that raises."""
+def test_jobs_run_in_order_on_one_thread_also_after_one_that_raises() -> None:
     raised: list[BaseException] = []
-    waiters, gate, done = BlockingPool("test", raised.append, max_threads=most), threading.Event(), SimpleQueue[int]()
+    worker, gate, done = WorkerThread("test", raised.append), threading.Event(), SimpleQueue[int]()
 
     def work(number: int) -> None:
         gate.wait(PATIENCE_S)
@@ -115,25 +88,24 @@ def test_jobs_above_the_limit_of_threads_wait_for_a_free_thread(most: int) -> No
         done.put(number)
 
     for number in range(20):
-        waiters.run(partial(work, number))
-    assert sum(thread.name == "test" for thread in threading.enumerate()) == most
+        worker.run(partial(work, number))
+    assert sum(thread.name == "test" for thread in threading.enumerate()) == 1
     gate.set()
-    finished = [done.get(timeout=PATIENCE_S) for _ in range(19)]
-    assert (finished if most == 1 else sorted(finished)) == [number for number in range(20) if number != 3]
-    assert waiters.close(PATIENCE_S)
+    assert [done.get(timeout=PATIENCE_S) for _ in range(19)] == [number for number in range(20) if number != 3]
+    assert worker.close(PATIENCE_S)
     assert [type(error) for error in raised] == [MemoryError]
+    assert not any(thread.name == "test" for thread in threading.enumerate())
+    with pytest.raises(RuntimeError):
+        worker.run(lambda: None)
 
 
 def test_close_reports_a_thread_that_does_not_return() -> None:
-    waiters, gate = BlockingPool("test"), threading.Event()
-
-    def wait() -> None:
-        gate.wait(PATIENCE_S)
-
-    waiters.run(wait)
-    assert not waiters.close(0.05)
+    worker, running, gate = WorkerThread("test"), threading.Event(), threading.Event()
+    worker.run(lambda: running.set() or gate.wait(PATIENCE_S))
+    assert running.wait(PATIENCE_S)
+    assert not worker.close(0.05)
     gate.set()
-    assert waiters.close(PATIENCE_S)
+    assert worker.close(PATIENCE_S)
 
 
 # -- events ------------------------------------------------------------------------------------------------------------------
