@@ -30,7 +30,7 @@ from multiworld.execution.cuda import await_queued, call_on
 from multiworld.execution.failures import ConnectionLostError, described, lost_connections
 from multiworld.execution.process_group import NCCL_ABORT_S, NCCL_POLL_S
 from multiworld.execution.worker_thread import WorkerThread
-from multiworld.ops.operation import Collective, CollectiveMessage, Operation, Plan, Receive, Send
+from multiworld.ops.operation import Collective, Operation, Plan, Receive, Send
 from multiworld.transport.connection import PeerConnection
 from multiworld.transport.poller import Poller, poller_of
 from multiworld.transport.segments import SegmentPool
@@ -257,19 +257,17 @@ class WorldOperations:
 
     # -- results of connections --------------------------------------------------------------------------------------------------
 
-    def on_transferred(self, operation: Operation | CollectiveMessage) -> None:
+    def on_transferred(self, operation: Operation) -> None:
         """A transfer, or the algorithm of a collective, completed: copy the results back if necessary and complete the operation."""
-        if isinstance(operation, CollectiveMessage):
-            operation.on_transferred()
+        if operation.collective is not None:
+            operation.resolve(None)
         elif operation.plan.copy_back is None:
             self._complete(operation)
         else:
             self._run_on_thread(operation, partial(self._finish, operation))
 
-    def on_connection_lost(self, peer: int, pending: list[Operation | CollectiveMessage], reason: str) -> None:
-        operations = list(
-            dict.fromkeys(each.collective if isinstance(each, CollectiveMessage) else each for each in pending)
-        )
+    def on_connection_lost(self, peer: int, pending: list[Operation], reason: str) -> None:
+        operations = list(dict.fromkeys(each.collective or each for each in pending))
         if operations:  # without pending transfers, a later operation reports the loss; the control connection may know the reason by then
             self._fail(operations, peer, ConnectionLostError(reason))
 

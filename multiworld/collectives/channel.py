@@ -6,13 +6,12 @@ the order in which they were sent.
 """
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from multiworld.ops.operation import CollectiveMessage, Operation
+from multiworld.ops.operation import Operation
 from multiworld.transport.connection import PeerConnection
 from multiworld.transport.transfer import Transfer
 from multiworld.transport.wire import encode_signature, message_head
@@ -79,8 +78,9 @@ class CollectiveChannel:
     def _post(
         self, start: Callable[[PeerConnection, Transfer, int], None], peer: int, data: Tensor, head: bytes, kind: int
     ) -> asyncio.Future[None]:
-        future, on_transferred = _make_future()
-        transfer = Transfer(CollectiveMessage(self._operation, on_transferred), head)
+        whole, future = self._operation, asyncio.get_running_loop().create_future()
+        message = Operation(whole.plan, None, future, whole.on_cancelled, posted=True, collective=whole)
+        transfer = Transfer(message, head)
         transfer.set_data(data)
         with self._lock:
             self._check()
@@ -89,22 +89,3 @@ class CollectiveChannel:
 
     def _signature(self, data: Tensor, what: str) -> str:
         return f"{what or self.name}, {data.nbytes} bytes"
-
-
-def _make_future() -> tuple[asyncio.Future[None], Callable[[], None]]:
-    """A future of the running event loop and a function that completes it from any thread."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[None] = loop.create_future()
-
-    def complete() -> None:
-        if not future.done():
-            future.set_result(None)
-
-    def on_transferred() -> None:
-        if asyncio._get_running_loop() is loop:
-            complete()
-        else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing awaits the future
-                loop.call_soon_threadsafe(complete)
-
-    return future, on_transferred

@@ -128,6 +128,8 @@ class Operation:
     """Whether `WorldOperations.start` has returned the operation to its caller."""
     stream: Any = None
     """The CUDA stream that was current at the start of an operation on CUDA tensors; else None."""
+    collective: "Operation | None" = None
+    """For one message of a collective: the collective."""
 
     @property
     def name(self) -> str:
@@ -194,19 +196,6 @@ class Operation:
         else:
             self.future.set_exception(error)
             self.future.exception()  # mark as retrieved: asyncio logs errors of futures that nobody awaits
-
-
-@dataclass(slots=True, eq=False)
-class CollectiveMessage:
-    """One pending message of a collective.
-
-    Attributes:
-        collective: the collective.
-        on_transferred: called when the message is sent or received, under the world's lock, on any thread.
-    """
-
-    collective: Operation
-    on_transferred: Callable[[], object]
 
 
 def _is_being_cancelled() -> bool:

@@ -25,7 +25,7 @@ from itertools import islice
 from torch import Tensor
 
 from multiworld.execution.failures import ConnectionLostError
-from multiworld.ops.operation import CollectiveMessage, Operation
+from multiworld.ops.operation import Operation
 from multiworld.ops.views import View
 from multiworld.transport.poller import Poller
 from multiworld.transport.segments import MIN_BYTES, SegmentPool
@@ -298,7 +298,7 @@ class PeerConnection:
 
     def _on_frame(self, kind: int, tag: int, size: int, field: bytes) -> None:
         """Handle a frame about shared memory."""
-        operation: Operation | CollectiveMessage | None = None
+        operation: Operation | None = None
         try:
             if self._shared is None or kind not in (PLACE, IN_PLACE, RELEASE):
                 raise ValueError(f"it sent invalid data: a head of kind {kind}")
@@ -507,7 +507,7 @@ class PeerConnection:
             self._owner.on_connection_lost(self.peer, self._stop(), reason)
             self._sock.close()
 
-    def _stop(self) -> list[Operation | CollectiveMessage]:
+    def _stop(self) -> list[Operation]:
         """Stop polling and drop all transfers, but keep the socket open. Returns the operations that were pending."""
         self._poller.unregister(self._sock.fileno())
         transfers = [self._incoming] if self._incoming is not None else []

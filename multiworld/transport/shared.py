@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multiworld.ops.operation import CollectiveMessage, Operation
+from multiworld.ops.operation import Operation
 from multiworld.ops.views import View
 from multiworld.transport.segments import MIN_BYTES, Segment, SegmentPool, check_segment
 from multiworld.transport.transfer import Output, Transfer
@@ -61,7 +61,7 @@ class SharedMemory:
         self._pool = pool
         self._on_view_dropped = on_view_dropped
         # Sent, not released by the peer; with the operation that completes then.
-        self._leases: dict[int, tuple[Segment, Operation | CollectiveMessage | None]] = {}
+        self._leases: dict[int, tuple[Segment, Operation | None]] = {}
         self._last_lease = 0
         self._fds: deque[int] = deque()
         self._place: _Place | None = None
@@ -76,7 +76,7 @@ class SharedMemory:
         if not MIN_BYTES <= len(memory) <= _MAX_BYTES or len(self._leases) >= _MAX_LEASES:
             return ()
         # A collective may overwrite a tensor as soon as it is sent, so only sends leave their tensor in place.
-        found = self._pool.find(data) if isinstance(transfer.operation, Operation) else None
+        found = self._pool.find(data) if transfer.operation.collective is None else None
         kept = (
             found is not None and not transfer.lent
         )  # the sender may change the tensor when the operation is complete
@@ -101,7 +101,7 @@ class SharedMemory:
         _, _, lease, _ = HEAD.unpack(place.data)
         self._pool.release(self._leases.pop(lease)[0])
 
-    def on_release(self, lease: int) -> Operation | CollectiveMessage | None:
+    def on_release(self, lease: int) -> Operation | None:
         """The peer has released a lease. Returns the operation that completes with this. Raises ValueError for an unknown lease."""
         if lease not in self._leases:
             raise ValueError(f"it released lease {lease}, which it does not have")
@@ -175,7 +175,7 @@ class SharedMemory:
 
     # -- ending ------------------------------------------------------------------------------------------------------------------
 
-    def close(self) -> list[Operation | CollectiveMessage]:
+    def close(self) -> list[Operation]:
         """Close the received descriptors and end all leases. Returns the operations that a release would have completed."""
         if self._place is not None:
             self._fds.append(self._place.fd)

@@ -7,17 +7,17 @@ from typing import Protocol
 from torch import Tensor
 
 from multiworld.ops.buffers import byte_view
-from multiworld.ops.operation import CollectiveMessage, Operation
+from multiworld.ops.operation import Operation
 from multiworld.ops.views import View
 
 
 class ConnectionOwner(Protocol):
     """Receives the results of transfers. All methods are called under the world's lock."""
 
-    def on_transferred(self, operation: Operation | CollectiveMessage) -> None:
+    def on_transferred(self, operation: Operation) -> None:
         """A sent message is completely in the kernel's buffer, or a message was completely received. May use the connection."""
 
-    def on_connection_lost(self, peer: int, pending: list[Operation | CollectiveMessage], reason: str) -> None:
+    def on_connection_lost(self, peer: int, pending: list[Operation], reason: str) -> None:
         """The connection failed while these operations were pending."""
 
     def on_protocol_error(self, peer: int, detail: str) -> None:
@@ -32,7 +32,7 @@ class Transfer:
     """A message that this member sends or receives.
 
     Attributes:
-        operation: the operation, or the part of a collective, that completes with this transfer.
+        operation: the operation, or the message of a collective, that completes with this transfer.
         head: for a send, the complete head; for a receive, the expected signature (`encode_signature`).
         lent: a sent tensor of `allocate` may not be changed until it is dropped, so a send in place is complete when it is announced.
         memory: bytes of the sent or receiving tensor; keeps the tensor alive. None while the data is being copied from a device.
@@ -41,7 +41,7 @@ class Transfer:
         view: for a receive without memory that takes a view: gets the data; see multiworld/ops/messages.py.
     """
 
-    operation: Operation | CollectiveMessage
+    operation: Operation
     head: bytes
     lent: bool = False
     memory: memoryview | None = None
@@ -67,7 +67,7 @@ class Output:
     """
 
     data: bytes | memoryview
-    operation: Operation | CollectiveMessage | None = None
+    operation: Operation | None = None
     joined: bool = False
     fd: int = -1
     in_place: Transfer | None = None

@@ -101,7 +101,12 @@ def test_jobs_run_in_order_on_one_thread_also_after_one_that_raises() -> None:
 
 def test_close_reports_a_thread_that_does_not_return() -> None:
     worker, running, gate = WorkerThread("test"), threading.Event(), threading.Event()
-    worker.run(lambda: running.set() or gate.wait(PATIENCE_S))
+
+    def wait() -> None:
+        running.set()
+        gate.wait(PATIENCE_S)
+
+    worker.run(wait)
     assert running.wait(PATIENCE_S)
     assert not worker.close(0.05)
     gate.set()

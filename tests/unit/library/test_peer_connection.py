@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import torch
 
-from multiworld.ops.operation import CollectiveMessage, Operation
+from multiworld.ops.operation import Operation
 from multiworld.ops.p2p import recv, send
 from multiworld.ops.validation import Ranks
 from multiworld.transport.connection import MAX_CREDITS, PeerConnection
@@ -28,17 +28,17 @@ class Owner:
     """A world that only records its calls."""
 
     def __init__(self) -> None:
-        self.completed: list[Operation | CollectiveMessage] = []
-        self.lost: list[tuple[list[Operation | CollectiveMessage], str]] = []
+        self.completed: list[Operation] = []
+        self.lost: list[tuple[list[Operation], str]] = []
         self.protocol_errors: list[str] = []
         self.errors: list[Exception] = []
         self.then: Callable[[], object] = lambda: None
 
-    def on_transferred(self, operation: Operation | CollectiveMessage) -> None:
+    def on_transferred(self, operation: Operation) -> None:
         self.completed.append(operation)
         self.then()
 
-    def on_connection_lost(self, peer: int, pending: list[Operation | CollectiveMessage], reason: str) -> None:
+    def on_connection_lost(self, peer: int, pending: list[Operation], reason: str) -> None:
         self.lost.append((pending, reason))
 
     def on_protocol_error(self, peer: int, detail: str) -> None:
