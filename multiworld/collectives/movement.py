@@ -31,22 +31,17 @@ def broadcast(ranks: Ranks, tensor: Tensor, src: int) -> Collective:
     """Copy `tensor` of rank `src` into `tensor` of all other members. Same dtype and number of elements at all members."""
     ranks.check_root("broadcast", src)
     staged = ranks.check_devices("broadcast", (tensor,))
-    own = ranks.uses_own_connections(tensor)
-    target = RecvBuffer("broadcast", tensor, staged) if ranks.rank != src else None
-    buffer = target or SendBuffer(tensor, staged)
+    targets = [RecvBuffer("broadcast", tensor, staged)] if ranks.rank != src else []
+    buffer = targets[0] if targets else SendBuffer(tensor, staged)
     options = without_timeout(BroadcastOptions(), rootRank=src, rootTensor=0)
-
-    def algorithm() -> Algorithm:
-        data = flat_bytes(buffer.materialize())
-        return lambda channel: transfers.broadcast(channel, data, src)
-
-    return Collective(
-        name="broadcast",
-        signature=f"broadcast({tensor_signature(tensor)}, src {src})",
-        algorithm=algorithm if own else None,
-        post=None if own else lambda group: group.broadcast([flat_bytes(buffer.materialize())], options),
-        copy_back=_copy_back([target] if target is not None else []),
-        tensors=(tensor,),
+    return _exchange(
+        ranks,
+        f"broadcast({tensor_signature(tensor)}, src {src})",
+        (tensor,),
+        sent=dict if targets else _to_all(ranks, buffer),
+        received=lambda: {src: flat_bytes(buffer.materialize())} if targets else {},
+        post=lambda group: group.broadcast([flat_bytes(buffer.materialize())], options),
+        targets=targets,
         staged=staged,
     )
 
@@ -199,7 +194,7 @@ def _bytes(buffers: Sequence[SendBuffer | RecvBuffer]) -> list[Tensor]:
     return [flat_bytes(buffer.materialize()) for buffer in buffers]
 
 
-def _to_all(ranks: Ranks, source: SendBuffer) -> _ByRank:
+def _to_all(ranks: Ranks, source: SendBuffer | RecvBuffer) -> _ByRank:
     return lambda: dict.fromkeys(range(ranks.size), flat_bytes(source.materialize()))
 
 

@@ -82,10 +82,13 @@ may raise."""
 class SegmentPool:
     """The segments of a process. All methods may be called from any thread.
 
+    Attributes:
+        reserved_bytes: size of all segments, in use or kept for the next tensor.
+
     Args:
         budget_bytes: limit of the size of all segments together.
-        on_missing: called each time that the system has no memory for a segment. Must not block or raise.
-        register: prepares the memory of each segment, for example pins it for copies from a GPU; None: nothing.
+        on_missing: called each time that the system has no memory for a segment. Must not block, raise or use the pool.
+        register: prepares the memory of each segment, for example pins it for copies from a GPU; None: nothing. Must not use the pool.
     """
 
     def __init__(
@@ -101,11 +104,6 @@ class SegmentPool:
         self._lock = threading.Lock()
         self._forget()
         _pools.add(self)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Size of all segments, in use or kept for the next tensor."""
-        return self._reserved_bytes
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialized contiguous tensor in a segment; in ordinary memory if it is small or the budget is used up."""
@@ -135,23 +133,17 @@ class SegmentPool:
                 segment.owned = True
                 return segment
             self._make_room(capacity)
-            full = self._count >= _MAX_SEGMENTS or self._reserved_bytes + capacity > self._budget_bytes
-            if full:
+            if len(self._segments) >= _MAX_SEGMENTS or self.reserved_bytes + capacity > self._budget_bytes:
                 return None
-            self._reserved_bytes += capacity
-            self._count += 1
-        try:
-            segment = Segment(capacity)
-        except OSError as error:
-            self._report_missing(size, error)
-            with self._lock:
-                self._reserved_bytes -= capacity
-                self._count -= 1
-            return None
-        if self._register is not None:
-            segment.unregister = self._register(segment.address, capacity)
-        with self._lock:
+            try:
+                segment = Segment(capacity)
+            except OSError as error:
+                self._report_missing(size, error)
+                return None
+            if self._register is not None:
+                segment.unregister = self._register(segment.address, capacity)
             self._segments[segment.address] = segment
+            self.reserved_bytes += capacity
         return segment
 
     def _report_missing(self, size: int, error: OSError) -> None:
@@ -216,15 +208,14 @@ class SegmentPool:
 
     def _free(self, segment: Segment) -> None:
         del self._segments[segment.address]
-        self._reserved_bytes -= segment.size
-        self._count -= 1
+        self.reserved_bytes -= segment.size
         segment.unregister()
         segment.close()
 
     def _make_room(self, size: int) -> None:
         """Free kept segments of other sizes until one of `size` bytes is within the limits."""
         for kept in self._kept.values():
-            while kept and (self._count >= _MAX_SEGMENTS or self._reserved_bytes + size > self._budget_bytes):
+            while kept and (len(self._segments) >= _MAX_SEGMENTS or self.reserved_bytes + size > self._budget_bytes):
                 self._free(kept.pop())
 
     def _forget(self) -> None:
@@ -234,8 +225,7 @@ class SegmentPool:
         self._segments: dict[int, Segment] = {}  # by address
         self._kept: dict[int, list[Segment]] = {}  # unused, by size
         self._dropped: deque[Segment] = deque()
-        self._reserved_bytes = 0
-        self._count = 0  # of segments, with those that are being made
+        self.reserved_bytes = 0
 
     def forget_in_child(self) -> None:
         """In a forked child: release the copies of the parent's descriptors and start without segments."""

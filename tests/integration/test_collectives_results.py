@@ -56,8 +56,7 @@ class Case:
                 patch.setattr(allreduce, "ONE_SHOT_BYTES", 8)
                 patch.setattr(allreduce, "CHUNK_BYTES", 64)
                 patch.setattr(allreduce, "SLICE_ELEMENTS", 5)
-                patch.setattr(transfers, "DIRECT_BYTES", 8)
-                patch.setattr(transfers, "CHUNK_BYTES", 100)
+                patch.setattr(transfers, "_CHUNK_BYTES", 100)
             return crew.run(self.size, part, checked=self.checked)
 
     def values(self, *, powers: bool = False) -> list[Tensor]:

@@ -69,7 +69,7 @@ def held(pool: SegmentPool | None = None) -> dict[str, int]:
     """The resources that this process uses now, without what it keeps for the next tensors: freed memory, and segments of the pool."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    kept = 0 if pool is None else pool._count
+    kept = 0 if pool is None else len(pool._segments)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     usage = resources()
     return {
