@@ -21,19 +21,17 @@ from dataclasses import dataclass
 from random import Random
 from time import process_time
 
-from multiworld_serving.server.scheduling.scheduler import (
-    Action,
-    Answer,
+from multiworld_serving.server.scheduling.actions import Action, Answer, SendBatch
+from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.scheduling.events import (
     BatchDone,
     Event,
     ReplicaLost,
     ReplicaReady,
     RequestArrived,
-    Scheduler,
-    SchedulerConfig,
-    SendBatch,
     Tick,
 )
+from multiworld_serving.server.scheduling.scheduler import Scheduler
 
 _STAGES = 2
 

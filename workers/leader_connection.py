@@ -1,10 +1,8 @@
 """A worker's connection to one leader: request a world, serve in it, and rejoin after every failure."""
 
-import _thread
 import asyncio
 import contextlib
 import logging
-import mmap
 import os
 import random
 import time
@@ -36,14 +34,10 @@ DRAIN_S = 30.0
 """On shutdown, how long to wait for the leader to reroute this worker's batches."""
 _WORLD_INIT_TIMEOUT_S = 15.0
 """Limit for forming a world. The leader's own limit is shorter."""
-_THREAD_START_TIMEOUT_S = 10.0
-"""A thread that has not started by then never will."""
-_PROBE_BYTES = 64 << 20
-"""More than joining maps: a few thread stacks and receive buffers."""
 
 
 class StuckError(Exception):
-    """The stage hangs, this process is out of memory, or its GPU has failed. The process exits, because only a new one can recover.
+    """The stage hangs, or the GPU has failed. The process exits, because only a new one can recover.
 
     Attributes:
         status: the exit status.
@@ -107,7 +101,7 @@ class LeaderConnection:
 
         Raises:
             UserError: the leader rejects the token, and it is the only leader.
-            StuckError: the stage hangs, the process is out of memory, or the GPU has failed.
+            StuckError: the stage hangs, or the GPU has failed.
         """
         failures = 0
         while not self._worker.stop.is_set():
@@ -131,7 +125,6 @@ class LeaderConnection:
 
     async def serve_once(self) -> bool:
         """Join one world and serve in it until it ends. Returns whether a stage was served."""
-        await _check_thread_start()
         self._leader = self._settings.leader_at(self._number, self._leader)
         with self._worker.order.attempt(self._number):
             offer = await self._ask()
@@ -231,12 +224,10 @@ class LeaderConnection:
         await asyncio.wait({stay})
 
     async def _raise_if_stuck(self, session: Session) -> None:
-        """Raise StuckError if the process is out of memory, its GPU has failed, or the engine is still busy with a job of the ended world.
+        """Raise StuckError if the GPU has failed, or the engine is still busy with a job of the ended world.
 
         A hung batch may be the reason that the world ended. Loading a stage may take up to `join_timeout_s`.
         """
-        if session.out_of_memory:
-            _end_stuck("this process has no memory left")
         if session.device_failed:
             _end_stuck(f"{self._settings.device} has failed for this process", EXIT_DEVICE_FAILED)
         queue, began_s = session.queue, time.monotonic()
@@ -257,24 +248,3 @@ class LeaderConnection:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._worker.stop.wait()
-
-
-async def _check_thread_start() -> None:
-    """Check that this process can start threads and has memory for joining. Raises StuckError.
-
-    `threading.Thread.start` waits forever for a thread that fails to start for lack of memory, which would block the event loop. One
-    thread that starts does not prove that more can, because it may reuse the stack of one that ended; so memory is probed as well.
-    """
-    loop, ran = asyncio.get_running_loop(), asyncio.Event()
-
-    def run() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(ran.set)
-
-    try:
-        mmap.mmap(-1, _PROBE_BYTES).close()
-        _thread.start_new_thread(run, ())
-        async with asyncio.timeout(_THREAD_START_TIMEOUT_S):
-            await ran.wait()
-    except (OSError, RuntimeError, MemoryError):  # a TimeoutError is an OSError
-        _end_stuck("this process has no memory to start a thread, which joining needs")

@@ -34,7 +34,7 @@ from multiworld_serving.workers.stage_loader import StageLoader
 logger = logging.getLogger(__name__)
 
 _REPORT_S = 1.0
-"""How often the leader is told what has changed, and that its batches have not begun; several times in a `hang_timeout_s`."""
+"""How often this worker looks whether it obeys another leader now."""
 _FAILURE_GRACE_S = 30.0
 """After reporting that the stage cannot be loaded, how long to wait for the leader to end the world."""
 LEADER_RANK = 0
@@ -83,8 +83,6 @@ class Session:
     ) -> None:
         self.serving = False
         """True once a stage is loaded and warmed up."""
-        self.out_of_memory = False
-        """True once a batch failed because the host is out of memory."""
         self.device_failed = False
         """True once a batch failed because the GPU cannot be used by this process any more. The world ends then."""
         self.queue = engine.new_queue()
@@ -150,15 +148,10 @@ class Session:
                 self._handle(message)
 
     async def _report(self) -> None:
-        """Tell the leader which leader this worker obeys, and that its batches have not begun.
-
-        A leader that knows the latter does not take this worker for hung.
-        """
+        """Tell the leader which leader this worker obeys."""
         obeyed: str | None = None
         while True:
             await asyncio.sleep(_REPORT_S)
-            if self.queue.has_not_begun:
-                await self._tell(Message(MessageKind.BUSY))
             if obeyed != self._place.obeyed:
                 obeyed = self._place.obeyed
                 await self._tell(Message.from_text(MessageKind.OBEYS, obeyed))
@@ -305,7 +298,6 @@ class Session:
             return lost.message(message.batch, message.stage, message.version)
         except Exception as error:
             if is_out_of_memory(error):  # the leader reroutes the batch, and a supervisor starts a new process
-                self.out_of_memory = True
                 arm_exit_timer(OUT_OF_MEMORY_EXIT_S)
             self.device_failed |= is_device_failure(error)
             logger.exception("world=%s batch=%d stage=%d raised", self._world.name, message.batch, message.stage)

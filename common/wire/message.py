@@ -45,9 +45,6 @@ class MessageKind(IntEnum):
     RESTART = 8  # leader → worker: leave and exit; the supervisor starts the process again
     UNLOAD = 9  # leader → worker: unload the stages of this version
     FETCH_WEIGHTS = 20  # worker → leader: send the weights of the assigned stage; without it, the worker has the stage
-    BUSY = (
-        21  # worker → leader: the worker has not begun the batches of this leader, because it computes something else
-    )
     OBEYS = 23  # worker → leader: the name of the leader that the worker obeys instead of this one; empty: this one
     REFUSED = 24  # worker → leader: it obeys another leader, which has not assigned this stage (text)
     FRAMES = 11  # between leader and frontend: one or several messages (see multiworld_serving.server.frontends.link)

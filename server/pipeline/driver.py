@@ -45,7 +45,6 @@ from multiworld_serving.server.scheduling.events import (
     BatchFailed,
     Events,
     InputLost,
-    ReplicaBusy,
     ReplicaDraining,
     ReplicaId,
     ReplicaLost,
@@ -179,16 +178,9 @@ class SchedulerDriver:
         """Batches in flight at this worker."""
         return sum(self.scheduler.in_flight(worker.replica(version)) for version in worker.replicas)
 
-    def on_batch(self, link: WorkerLink, message: Message, sent: SentBatch | None) -> None:
-        """A message about the batches in flight at a worker, which has been checked. Raises WireError.
-
-        Args:
-            sent: the batch of RESULT, KEPT, FAILED and INPUT_LOST; BUSY concerns all.
-        """
-        if sent is None:
-            for version in tuple(link.worker.replicas):
-                self.submit_event(ReplicaBusy(link.worker.replica(version)))
-        elif message.kind is MessageKind.FAILED:
+    def on_batch(self, link: WorkerLink, message: Message, sent: SentBatch) -> None:
+        """A message about a batch in flight at a worker, which has been checked. Raises WireError."""
+        if message.kind is MessageKind.FAILED:
             self._on_failed(link.worker, sent, message.reason())
         elif message.kind is MessageKind.INPUT_LOST:
             self._on_input_lost(link.worker, sent, LostInput.from_json(message.text()))

@@ -46,7 +46,7 @@ class WorkerLink:
     Args:
         plans: the stages that the worker loads on joining: the stage of its slot, or all stages for a spare.
         on_state: called after every change of `worker.state`.
-        on_batch: called with RESULT, KEPT, FAILED and INPUT_LOST of a batch in flight, and with BUSY.
+        on_batch: called with RESULT, KEPT, FAILED and INPUT_LOST of a batch in flight.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class WorkerLink:
         worker: Worker,
         plans: tuple[StagePlan, ...],
         on_state: Callable[["WorkerLink"], None],
-        on_batch: Callable[["WorkerLink", Message, SentBatch | None], None],
+        on_batch: Callable[["WorkerLink", Message, SentBatch], None],
     ) -> None:
         self.worker = worker
         self._plans = {(plan.number, plan.spec.index): plan for plan in plans}
@@ -268,9 +268,7 @@ class WorkerLink:
     async def _reply(self) -> Message:
         """The worker's next reply while it loads a stage. Until it serves, only this method reads the channel."""
         if self._replies is None:
-            while (received := await self._receive()).kind is MessageKind.BUSY:
-                pass
-            return received
+            return await self._receive()
         message = await self._replies.get()
         if message is None:
             cause = self.worker.ending.cause if self.worker.ending else "it is leaving"
@@ -296,8 +294,6 @@ class WorkerLink:
                     if message.kind in (MessageKind.RESULT, MessageKind.KEPT):
                         self.worker.batches_done += 1
                     self._on_batch(self, message, self._in_flight.pop(message.batch))
-                case MessageKind.BUSY:
-                    self._on_batch(self, message, None)
                 case MessageKind.LEAVING:
                     self.drain()
                 case _:
@@ -329,7 +325,7 @@ class WorkerLink:
                 )
             case MessageKind.READY | MessageKind.REFUSED | MessageKind.OBEYS:
                 header.require_text()
-            case MessageKind.FETCH_WEIGHTS | MessageKind.BUSY | MessageKind.LEAVING:
+            case MessageKind.FETCH_WEIGHTS | MessageKind.LEAVING:
                 header.require_no_payload()
             case _:
                 raise WireError(f"unexpected {header.kind.name} from a worker: only a leader may send it")

@@ -52,13 +52,6 @@ class ReplicaDraining:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaBusy:
-    """The replica's worker has not begun the batches in flight: it computes something else."""
-
-    replica: ReplicaId
-
-
-@dataclass(frozen=True, slots=True)
 class ReplicaLost:
     """The link of this replica has ended. `cause` is a value of `multiworld.Cause`."""
 
@@ -121,7 +114,6 @@ Event: TypeAlias = (
     RequestArrived
     | RequestCancelled
     | ReplicaReady
-    | ReplicaBusy
     | ReplicaDraining
     | ReplicaLost
     | BatchDone

@@ -30,8 +30,8 @@ The rules:
 - An output may stay at its replica (`BatchDone.kept`). It is lost with the replica, or when another replica cannot get it (`InputLost`,
   which blames nobody). A lost input is never sent again: its requests are requeued, unless an attempt in flight succeeds. A draining
   replica is released when it keeps no input.
-- A replica with batches in flight that returns none for `hang_timeout_s` is failed. Time in which its worker reports that it
-  has not begun them does not count. So is a replica that raised on several consecutive batches which then succeeded elsewhere.
+- A replica with batches in flight that returns none for `hang_timeout_s` is failed. So is a replica that raised on several consecutive
+  batches which then succeeded elsewhere.
 - A request that cannot be answered by its deadline, at the rate at which full batches are answered, is rejected on arrival: see
   `admission.py`.
 - Late events (about a removed replica or an answered batch) have no effect.
@@ -43,14 +43,10 @@ from __future__ import annotations
 
 from multiworld_serving.server.scheduling.actions import (
     Action,
-    Answer,
     FailReplica,
-    FreeBatch,
     KeepOutput,
     Reject,
     Rejection,
-    ReleaseReplica,
-    SendBatch,
 )
 from multiworld_serving.server.scheduling.admission import Admission
 from multiworld_serving.server.scheduling.batch_lifecycle import BatchLifecycle
@@ -62,10 +58,8 @@ from multiworld_serving.server.scheduling.events import (
     BatchDone,
     BatchFailed,
     Drain,
-    Event,
     Events,
     InputLost,
-    ReplicaBusy,
     ReplicaDraining,
     ReplicaId,
     ReplicaLost,
@@ -79,33 +73,6 @@ from multiworld_serving.server.scheduling.state import SchedulerState
 
 _MAX_UNMATCHED_FAILURES = 3
 """A replica is failed after this many consecutive batches that raised there and succeeded on another replica."""
-
-__all__ = [
-    "Action",
-    "Answer",
-    "BatchDone",
-    "BatchFailed",
-    "Drain",
-    "Event",
-    "Events",
-    "FailReplica",
-    "FreeBatch",
-    "InputLost",
-    "KeepOutput",
-    "Reject",
-    "Rejection",
-    "ReleaseReplica",
-    "ReplicaBusy",
-    "ReplicaDraining",
-    "ReplicaLost",
-    "ReplicaReady",
-    "RequestArrived",
-    "RequestCancelled",
-    "Scheduler",
-    "SchedulerConfig",
-    "SendBatch",
-    "Tick",
-]
 
 
 class Scheduler:
@@ -225,9 +192,6 @@ class Scheduler:
                 self._cancelled(event)
             case ReplicaReady():
                 self._replica_ready(event)
-            case ReplicaBusy():
-                if (replica := self._state.table.replicas.get(event.replica)) is not None:
-                    self._state.table.postpone_hang(replica, self._state.now_s)
             case ReplicaDraining():
                 self._replica_draining(event)
             case ReplicaLost():

@@ -265,11 +265,6 @@ class ReplicaTable:
             self.hang_deadlines.discard(replica)
         return worked_s
 
-    def postpone_hang(self, replica: Replica, now_s: float) -> None:
-        """The replica's worker has not begun the batches in flight: restart the hang timer."""
-        if replica.in_flight:
-            self._start_hang_timer(replica, now_s)
-
     def _start_hang_timer(self, replica: Replica, now_s: float) -> None:
         self.hang_deadlines.set(replica, now_s + self._config.hang_timeout_s)
 

@@ -11,7 +11,8 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from multiworld_serving.server.scheduling.scheduler import Answer, BatchDone, Event, InputLost, KeepOutput, SendBatch
+from multiworld_serving.server.scheduling.actions import Answer, KeepOutput, SendBatch
+from multiworld_serving.server.scheduling.events import BatchDone, Event, InputLost
 
 if TYPE_CHECKING:
     from multiworld_serving.testing.simulation.simulator import Simulator

@@ -7,24 +7,19 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
-from multiworld_serving.server.scheduling.scheduler import (
+from multiworld_serving.server.scheduling.actions import (
     Action,
     Answer,
-    BatchDone,
-    Drain,
-    Event,
     FailReplica,
     FreeBatch,
     KeepOutput,
     Reject,
     ReleaseReplica,
-    RequestArrived,
-    RequestCancelled,
-    Scheduler,
-    SchedulerConfig,
     SendBatch,
-    Tick,
 )
+from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.scheduling.events import BatchDone, Drain, Event, RequestArrived, RequestCancelled, Tick
+from multiworld_serving.server.scheduling.scheduler import Scheduler
 from multiworld_serving.testing.simulation.data_plane import DataPlane
 from multiworld_serving.testing.simulation.event_queue import EventQueue
 from multiworld_serving.testing.simulation.invariants.checker import Checker

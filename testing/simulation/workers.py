@@ -8,14 +8,14 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from multiworld_serving.server.scheduling.scheduler import (
+from multiworld_serving.server.scheduling.actions import SendBatch
+from multiworld_serving.server.scheduling.events import (
     BatchDone,
     BatchFailed,
     InputLost,
     ReplicaDraining,
     ReplicaLost,
     ReplicaReady,
-    SendBatch,
 )
 from multiworld_serving.testing.simulation.scenarios import NETWORK_S, ROW_SHARE, WORK_S
 

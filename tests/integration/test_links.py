@@ -56,17 +56,14 @@ class Heard:
     failures: asyncio.Queue[tuple[int, str]] = field(default_factory=asyncio.Queue)
     lost: asyncio.Queue[tuple[int, LostInput]] = field(default_factory=asyncio.Queue)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
-    busy: asyncio.Event = field(default_factory=asyncio.Event)
 
     def on_state(self, link: WorkerLink) -> None:
         self.states.put_nowait(link.worker.state)
         if link.worker.state == "draining":
             self.leaving.set()
 
-    def on_batch(self, link: WorkerLink, message: Message, sent: SentBatch | None) -> None:
+    def on_batch(self, link: WorkerLink, message: Message, sent: SentBatch) -> None:
         match message.kind:
-            case MessageKind.BUSY:
-                self.busy.set()
             case MessageKind.FAILED:
                 self.failures.put_nowait((message.batch, message.text()))
             case MessageKind.INPUT_LOST:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
@@ -56,7 +55,6 @@ class LeaderSide:
     place: LeaderPlace | None = None
     states: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     results: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
-    busy: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: list[asyncio.Task[object]] = field(default_factory=list)
 
     async def join(self) -> None:
@@ -90,12 +88,9 @@ class LeaderSide:
     def on_state(self, link: WorkerLink) -> None:
         self.states.put_nowait(link.worker.state)
 
-    def on_batch(self, link: WorkerLink, message: Message, sent: SentBatch | None) -> None:
-        if message.kind is MessageKind.BUSY:
-            self.busy.set()
-        else:
-            assert message.kind is MessageKind.RESULT, message
-            self.results.put_nowait(message)
+    def on_batch(self, link: WorkerLink, message: Message, sent: SentBatch) -> None:
+        assert message.kind is MessageKind.RESULT, message
+        self.results.put_nowait(message)
 
 
 @dataclass
@@ -207,30 +202,6 @@ async def test_stage_is_not_loaded_when_the_weights_do_not_have_the_announced_ha
     await bad.until("broken")
     assert "0000 was announced" in ending_of(bad.link).detail
     assert len(worker.engine.stages) == 1
-
-
-async def test_worker_reports_that_it_has_not_begun_the_batch_of_a_leader(
-    worker: SharedWorker, plan: StagePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_session, "_REPORT_S", 0.01)
-    one, other = await worker.leader(plan), await worker.leader(plan)
-    await one.until("ready")
-    await other.until("ready")
-    one.busy.clear()  # its self-test may have waited while the other leader's stage was loaded
-    begun, proceed = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        begun.set()
-        assert proceed.wait(WAIT_S)
-
-    holding = asyncio.create_task(worker.engine.run(one.session.queue, hold, is_batch=True))
-    await asyncio.to_thread(begun.wait, WAIT_S)
-    waiting = asyncio.create_task(other.compute(1))
-    async with asyncio.timeout(WAIT_S):
-        await other.busy.wait()
-    assert not one.busy.is_set()
-    proceed.set()
-    await asyncio.gather(holding, waiting)
 
 
 async def test_worker_refuses_what_the_leader_that_it_obeys_has_not_assigned(

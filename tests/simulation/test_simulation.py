@@ -7,14 +7,10 @@ from functools import partial
 import pytest
 
 import multiworld_serving.testing.simulation.__main__ as program
-from multiworld_serving.server.scheduling.scheduler import (
-    Action,
-    Answer,
-    Events,
-    ReplicaLost,
-    Scheduler,
-    SchedulerConfig,
-)
+from multiworld_serving.server.scheduling.actions import Action, Answer
+from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.scheduling.events import Events, ReplicaLost
+from multiworld_serving.server.scheduling.scheduler import Scheduler
 from multiworld_serving.testing.simulation.scenarios import SCENARIOS, Scenario
 from multiworld_serving.testing.simulation.simulator import Simulator, check_outcomes, run_case
 

@@ -4,11 +4,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -64,9 +64,8 @@ class Engine:
         self._cores = cores
         self._compiler: Engine | None = self if device.type == "cuda" else None
         self.stages = StageStore()
-        self._jobs: deque[_Job] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        """None ends the thread."""
         self._current: _Job | None = None
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
@@ -86,9 +85,7 @@ class Engine:
         """Let the thread end after all submitted jobs. Does not wait."""
         if self._compiler not in (None, self):
             self._compiler.close()
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        self._jobs.put(None)
 
     @property
     def busy(self) -> bool:
@@ -99,13 +96,6 @@ class Engine:
         """The running job if it is of this queue."""
         current = self._current
         return current if current is not None and current.queue is queue else None
-
-    def waits(self, queue: "EngineQueue") -> bool:
-        """Whether jobs of this queue wait for one of another queue."""
-        with self._changed:
-            current = self._current
-            others = current is not None and current.queue is not queue
-            return others and any(job.queue is queue for job in self._jobs)
 
     @property
     def threads(self) -> tuple[int, ...]:
@@ -123,39 +113,21 @@ class Engine:
                 torch.set_num_threads(threads)
             yield
 
-    async def run(self, queue: "EngineQueue", call: Callable[[], Any], *, is_batch: bool = False) -> Any:
-        """Run `call` on the engine's thread and return its result. Raises what `call` raises."""
+    async def run(self, owner: "EngineQueue", call: Callable[[], Any], *, is_batch: bool = False) -> Any:
+        """Run `call` on the engine's thread and return its result. Raises what `call` raises. Cancelling drops a job that has not begun."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        with self._changed:
-            self._jobs.append(_Job(queue, call, future, is_batch))
-            self._changed.notify()
+        self._jobs.put(_Job(owner, call, future, is_batch))
         return await future
-
-    def discard_pending(self, queue: "EngineQueue") -> None:
-        """Remove the jobs of this queue that have not started."""
-        with self._changed:
-            self._jobs = deque(job for job in self._jobs if job.queue is not queue)
-
-    def _next(self) -> _Job | None:
-        """Wait for the next job. None when closed and all jobs are done."""
-        with self._changed:
-            self._current = None
-            while not self._jobs:
-                if self._closed:
-                    return None
-                self._changed.wait()
-            job = self._jobs.popleft()
-            job.begun_s = time.monotonic()
-            self._current = job
-            return job
 
     def _work(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # per thread; CUDA graphs are recorded on the current device
-        while (job := self._next()) is not None:
+        while (job := self._jobs.get()) is not None:
             if job.future.cancelled():
                 del job  # its tensors may lie in memory of another process
                 continue
+            job.begun_s = time.monotonic()
+            self._current = job
             result, error = None, None
             try:
                 result = job.call()
@@ -167,6 +139,7 @@ class Engine:
                 return
             except MemoryError:
                 arm_exit_timer(OUT_OF_MEMORY_EXIT_S)  # the caller would wait forever
+            self._current = None
             del job, result, error  # free the tensors before waiting for the next job
 
 
@@ -197,11 +170,6 @@ class EngineQueue:
         """Seconds that the current job of this queue has been running; 0 if none is."""
         job = self._engine.current_of(self)
         return 0.0 if job is None else time.monotonic() - job.begun_s
-
-    @property
-    def has_not_begun(self) -> bool:
-        """Whether jobs of this queue wait while a job of another queue runs."""
-        return self._engine.waits(self)
 
     @property
     def is_loading(self) -> bool:
@@ -237,7 +205,7 @@ class EngineQueue:
             MemoryError: there is not enough memory.
         """
         compiler = self._engine.compiler
-        queue = compiler.new_queue()
+        jobs = compiler.new_queue()
 
         def build() -> CompiledStage:
             sizes = len(batch_sizes(task.max_batch_size))  # each has the weights in its own layout
@@ -245,11 +213,11 @@ class EngineQueue:
             stage = load_bundle_stage(task.spec, task.weights)
             return CompiledStage(stage, task.max_batch_size, task.tuning, self._engine.device)
 
-        made: CompiledStage = await compiler.run(queue, build)
+        made: CompiledStage = await compiler.run(jobs, build)
         for size in made.sizes:
             if not is_needed():
                 return None
-            await compiler.run(queue, partial(made.compile_for, size))
+            await compiler.run(jobs, partial(made.compile_for, size))
         return await self._warmed_up(task, OptimizedStage(made, made.mode, "compiled while it served"))
 
     def serve(self, version: int, stage: LoadedStage) -> None:
@@ -291,8 +259,7 @@ class EngineQueue:
         return result
 
     def close(self) -> None:
-        """Discard pending jobs and stop serving."""
-        self._engine.discard_pending(self)
+        """Stop serving."""
         self._stages = {}
 
     async def _warmed_up(self, task: StageTask, optimized: OptimizedStage) -> LoadedStage:

@@ -29,27 +29,29 @@ them with the model. Unknown causes of broken links and unknown reasons of refus
 
 from __future__ import annotations
 
-from multiworld_serving.server.scheduling.scheduler import (
+from multiworld_serving.server.scheduling.actions import (
     Action,
     Answer,
+    FailReplica,
+    FreeBatch,
+    KeepOutput,
+    Reject,
+    ReleaseReplica,
+    SendBatch,
+)
+from multiworld_serving.server.scheduling.events import (
     BatchDone,
     BatchFailed,
     Drain,
     Event,
-    FailReplica,
-    FreeBatch,
     InputLost,
-    KeepOutput,
-    Reject,
-    ReleaseReplica,
     ReplicaDraining,
     ReplicaLost,
     ReplicaReady,
     RequestArrived,
     RequestCancelled,
-    Scheduler,
-    SendBatch,
 )
+from multiworld_serving.server.scheduling.scheduler import Scheduler
 from multiworld_serving.testing.simulation.invariants.reference_model import (
     BatchEntry,
     LinkEntry,

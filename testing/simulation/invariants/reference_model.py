@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from multiworld_serving.server.scheduling.scheduler import ReplicaReady, RequestArrived, SchedulerConfig, SendBatch
+from multiworld_serving.server.scheduling.actions import SendBatch
+from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.scheduling.events import ReplicaReady, RequestArrived
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from multiworld_serving.server.scheduling.scheduler import SchedulerConfig, SendBatch
+from multiworld_serving.server.scheduling.actions import SendBatch
+from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.testing.simulation.invariants.reference_model import (
     BatchEntry,
     LinkEntry,

@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from multiworld_serving.server.scheduling.scheduler import (
-    Action,
-    Answer,
+from multiworld_serving.server.scheduling.actions import Action, Answer, Reject, SendBatch
+from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.scheduling.events import (
     BatchDone,
     BatchFailed,
     Event,
     InputLost,
-    Reject,
     ReplicaDraining,
     ReplicaLost,
     ReplicaReady,
     RequestArrived,
-    Scheduler,
-    SchedulerConfig,
-    SendBatch,
     Tick,
 )
+from multiworld_serving.server.scheduling.scheduler import Scheduler
 
 A = TypeVar("A")
 

@@ -16,7 +16,7 @@ from multiworld_serving.server.scheduling.estimates.capacity import (
     replicas_wanted,
 )
 from multiworld_serving.server.scheduling.estimates.service_times import ServiceTimes
-from multiworld_serving.server.scheduling.scheduler import BatchDone, RequestArrived
+from multiworld_serving.server.scheduling.events import BatchDone, RequestArrived
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, sends
 
 

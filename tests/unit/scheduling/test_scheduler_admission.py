@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from multiworld_serving.server.scheduling.scheduler import (
-    Drain,
-    Reject,
-    ReplicaReady,
-    RequestArrived,
-    RequestCancelled,
-    Scheduler,
-    SchedulerConfig,
-    SendBatch,
-)
+from multiworld_serving.server.scheduling.actions import Reject, SendBatch
+from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.scheduling.events import Drain, ReplicaReady, RequestArrived, RequestCancelled
+from multiworld_serving.server.scheduling.scheduler import Scheduler
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, only, rejected, sends
 
 

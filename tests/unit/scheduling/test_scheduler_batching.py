@@ -6,17 +6,9 @@ import gc
 
 import pytest
 
+from multiworld_serving.server.scheduling.actions import Action, Answer, FreeBatch, KeepOutput, SendBatch
 from multiworld_serving.server.scheduling.batches import Attempt, Batch, Request
-from multiworld_serving.server.scheduling.scheduler import (
-    Action,
-    Answer,
-    BatchDone,
-    FreeBatch,
-    KeepOutput,
-    ReplicaReady,
-    RequestCancelled,
-    SendBatch,
-)
+from multiworld_serving.server.scheduling.events import BatchDone, ReplicaReady, RequestCancelled
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected, sends
 
 

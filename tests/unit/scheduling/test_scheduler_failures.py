@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from multiworld_serving.server.scheduling.scheduler import (
-    FailReplica,
-    FreeBatch,
-    Reject,
-    ReleaseReplica,
-    ReplicaBusy,
-    RequestCancelled,
-    SendBatch,
-)
+from multiworld_serving.server.scheduling.actions import FailReplica, FreeBatch, Reject, ReleaseReplica, SendBatch
+from multiworld_serving.server.scheduling.events import RequestCancelled
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected, sends
 
 
@@ -91,21 +84,6 @@ def test_hang_timeout_is_not_extended_by_further_batches() -> None:
     driver.arrive()
     assert driver.scheduler.next_wakeup_s() == 2.0
     assert of(driver.wait(0.6), FailReplica) == [FailReplica("s0r0", "hang")]
-
-
-def test_replica_is_not_failed_while_it_has_not_begun_its_batches() -> None:
-    driver = SchedulerHarness(replicas=1, hang_timeout_s=2.0)
-    send = only(driver.arrive(), SendBatch)
-    for _ in range(3):
-        assert driver.wait(1.5) == []
-        driver.handle(ReplicaBusy(send.replica))
-    assert driver.wait(1.4) == []
-    assert answered(driver.done(send)) == [1]
-    driver.handle(ReplicaBusy(send.replica))
-    assert driver.wait(100.0) == [], "it has no batch in flight"
-    (send,) = sends(driver.arrive())
-    driver.handle(ReplicaBusy(send.replica))
-    assert of(driver.wait(2.1), FailReplica) == [FailReplica(send.replica, "hang")], "it has begun"
 
 
 def test_idle_link_is_not_broken_by_time() -> None:

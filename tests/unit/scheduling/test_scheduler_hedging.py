@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from multiworld_serving.server.scheduling.scheduler import FailReplica, SendBatch
+from multiworld_serving.server.scheduling.actions import FailReplica, SendBatch
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only
 
 

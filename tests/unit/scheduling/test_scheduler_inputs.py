@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from multiworld_serving.server.scheduling.scheduler import (
-    FailReplica,
-    FreeBatch,
-    KeepOutput,
-    ReleaseReplica,
-    RequestCancelled,
-    SendBatch,
-)
+from multiworld_serving.server.scheduling.actions import FailReplica, FreeBatch, KeepOutput, ReleaseReplica, SendBatch
+from multiworld_serving.server.scheduling.events import RequestCancelled
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, sends
 
 

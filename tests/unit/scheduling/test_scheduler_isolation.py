@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multiworld_serving.server.scheduling.scheduler import FreeBatch, SendBatch
+from multiworld_serving.server.scheduling.actions import FreeBatch, SendBatch
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected, sends
 
 

@@ -97,7 +97,7 @@ async def test_building_a_stage_has_a_longer_limit_than_computing_a_batch(
     await asyncio.to_thread(begun.wait, 60)
     tie, session = (
         connection(1, engine),
-        cast(Session, SimpleNamespace(out_of_memory=False, device_failed=False, queue=queue)),
+        cast(Session, SimpleNamespace(device_failed=False, queue=queue)),
     )
     looking = asyncio.create_task(tie._raise_if_stuck(session))
     done, _ = await asyncio.wait({looking}, timeout=60 if is_batch else 0.5)
