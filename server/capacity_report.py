@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+import msgspec
 
 CAPACITY_FIELD = "X_CAPACITY="
 """Begins a message with a report; systemd ignores fields that begin with X_, see sd_notify(3)."""
 
 
-@dataclass(frozen=True, slots=True)
-class CapacityReport:
+class CapacityReport(msgspec.Struct, frozen=True):
     """The report of one leader."""
 
     wanted: tuple[float, ...]
@@ -18,17 +16,18 @@ class CapacityReport:
     serving: tuple[tuple[str, ...], ...]
     """Names of the workers with a ready replica of each stage."""
 
+    def __post_init__(self) -> None:
+        if len(self.wanted) != len(self.serving):
+            raise ValueError(f"{len(self.wanted)} and {len(self.serving)} stages")
+
     def to_json(self) -> str:
         """One line of JSON."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> CapacityReport | None:
         """The report; None if the text is not one, such as a line that was cut off."""
         try:
-            fields = json.loads(text)
-            wanted = tuple(float(share) for share in fields["wanted"])
-            serving = tuple(tuple(str(name) for name in names) for names in fields["serving"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
             return None
-        return cls(wanted, serving) if len(wanted) == len(serving) else None

@@ -19,64 +19,46 @@ class LeaderOrder:
     """Shared by the connections of one worker, which are numbered in the order of the leaders. Used on the event loop only."""
 
     def __init__(self) -> None:
-        self._links: dict[int, LeaderPlace] = {}
-        self._attempts: dict[int, asyncio.Event] = {}
+        self.links: dict[int, LeaderPlace] = {}
+        self.attempts: dict[int, asyncio.Event] = {}
         """Attempts to join; set as soon as the leader has assigned a stage."""
 
     @contextlib.contextmanager
     def attempt(self, number: int) -> Iterator[None]:
         """Covers an attempt to join this leader, and the world that follows."""
-        ended = self._attempts[number] = asyncio.Event()
+        ended = self.attempts[number] = asyncio.Event()
         try:
             yield
         finally:
             ended.set()
-            del self._attempts[number]
+            del self.attempts[number]
 
     @contextlib.contextmanager
     def linked(self, number: int, name: str) -> Iterator["LeaderPlace"]:
         """Covers the time in which this worker is linked to the leader with this name."""
-        place = self._links[number] = LeaderPlace(self, number, name)
+        place = self.links[number] = LeaderPlace(self, number, name)
         try:
             yield place
         finally:
-            del self._links[number]
+            del self.links[number]
 
     async def until_earlier_leaders_assigned(self, number: int) -> None:
         """Wait until the leaders before this one have assigned a stage or cannot be joined now; at most `EARLIER_LEADERS_S`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EARLIER_LEADERS_S):
-                for earlier in [event for other, event in self._attempts.items() if other < number]:
+                for earlier in [event for other, event in self.attempts.items() if other < number]:
                     await earlier.wait()
 
     def obeyed(self, number: int) -> str:
         """The name of the leader that this worker obeys instead of the one with this number; empty if there is none."""
-        first = min(self._links, default=number)
-        return self._links[first].name if first < number else ""
+        first = min(self.links, default=number)
+        return self.links[first].name if first < number else ""
 
     @property
     def parts(self) -> str:
         """`parts` of a JoinRequest: what the first leader that has assigned stages has assigned."""
-        held = next((place.parts for _, place in sorted(self._links.items()) if place.parts), ())
+        held = next((place.parts for _, place in sorted(self.links.items()) if place.parts), ())
         return ",".join(sorted(held)[:MAX_PARTS])
-
-    def holds(self, digest: str) -> bool:
-        """Whether a leader has assigned a stage with this digest."""
-        return any(digest in place.digests for place in self._links.values())
-
-    def assigned(self, number: int) -> None:
-        """A leader has assigned a stage."""
-        if number in self._attempts:
-            self._attempts[number].set()
-
-    def loaded(self, number: int) -> None:
-        """A stage of this leader is loaded. If this worker obeys it, leaders with stages that it has not assigned have to join again."""
-        if number not in self._links or self.obeyed(number):
-            return
-        held = self._links[number].parts
-        for other, place in self._links.items():
-            if other > number and place.parts and not place.parts & held:
-                place.leave()
 
 
 class LeaderPlace:
@@ -111,16 +93,21 @@ class LeaderPlace:
 
     def accepts(self, digest: str) -> bool:
         """Whether this worker may serve a stage with this digest for this leader."""
-        return not self.obeyed or self._order.holds(digest)
+        return not self.obeyed or any(digest in place.digests for place in self._order.links.values())
 
     def assigned(self, version: int, spec: BundleStageSpec, digest: str) -> None:
         """The leader has assigned a stage, which is going to be loaded."""
         self._stages[version, spec.index] = spec.part, digest
-        self._order.assigned(self._number)
+        if self._number in self._order.attempts:
+            self._order.attempts[self._number].set()
 
     def loaded(self) -> None:
-        """A stage is loaded."""
-        self._order.loaded(self._number)
+        """A stage is loaded. If this worker obeys the leader, leaders with stages that it has not assigned have to join again."""
+        if self._number not in self._order.links or self.obeyed:
+            return
+        for other, place in self._order.links.items():
+            if other > self._number and place.parts and not place.parts & self.parts:
+                place.leave()
 
     def unloaded(self, version: int) -> None:
         """The leader has unloaded a version."""

@@ -8,7 +8,7 @@ from multiworld_serving.server.scheduling.state import SchedulerState
 
 
 class BatchLifecycle:
-    """Applies the scheduler's decisions about batches and requests, and keeps backlog, queues and counters consistent."""
+    """Applies the scheduler's decisions about batches and requests, and keeps the backlog and the queues consistent."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
@@ -31,15 +31,12 @@ class BatchLifecycle:
         for request in reversed(requests):
             request.attempt = batch.attempt + 1
             self._state.backlog.requeue(request)
-        self._state.counters.requeued += len(requests)
         self._free(batch)
 
     def lose_input(self, batch: Batch) -> None:
         """Send the input of the current stage no more. The requests start again if no attempt is in flight that may have it."""
         self.move_input(batch, None)
-        if not batch.input_lost:
-            batch.input_lost = True
-            self._state.counters.inputs_lost[batch.stage] += 1
+        batch.input_lost = True
         for attempt in batch.in_flight.values():
             self._state.hedging.unwatch(attempt)
         if not batch.in_flight:
@@ -58,7 +55,6 @@ class BatchLifecycle:
             request.attempt = batch.attempt + 1
             request.runnable_since_s = self._state.now_s
             self._state.backlog.isolate(request)
-            self._state.counters.isolated += 1
         self._free(batch)
 
     def answer(self, batch: Batch, replica: Replica) -> None:

@@ -141,11 +141,9 @@ class Dispatcher:
         if replica is None or not self._state.hedging.try_acquire(len(late.batch.rows)):
             return False
         self._put_in_flight(late.batch, replica, "hedge", waited_s=self._state.now_s - late.sent_s)
-        self._state.counters.hedge_rows_sent += len(late.batch.rows)
         return True
 
     def _send(self, batch: Batch, replica: Replica) -> None:
-        rows = len(batch.rows)
         if batch.kind == "reroute":
             batch.attempt += 1
             self._state.counters.reroutes[batch.stage] += 1
@@ -153,8 +151,7 @@ class Dispatcher:
             batch.attempt += 1
             self._state.counters.retries[batch.stage] += 1
         self._put_in_flight(batch, replica, batch.kind, waited_s=self._state.now_s - batch.runnable_since_s)
-        self._state.counters.rows_sent += rows
-        self._state.hedging.refill_budget(rows)
+        self._state.hedging.refill_budget(len(batch.rows))
 
     def _put_in_flight(self, batch: Batch, replica: Replica, kind: SendKind, *, waited_s: float) -> None:
         attempt = Attempt(batch, replica, kind, self._state.now_s)

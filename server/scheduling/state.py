@@ -60,11 +60,8 @@ class SchedulerState:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start. `hedges`, `reroutes` and `retries` are exported as metrics; tests read the others."""
+    """Totals since the start, which are exported as metrics."""
 
-    rows_sent: int = 0
-    """Rows sent to all stages, without hedges."""
-    hedge_rows_sent: int = 0
     reroutes: Counter[int] = field(default_factory=Counter)
     """Batches sent again because their replica was lost, by stage."""
     retries: Counter[int] = field(default_factory=Counter)
@@ -72,13 +69,6 @@ class Counters:
     hedges: Counter[str] = field(default_factory=Counter)
     """By outcome: "won" (the hedge returned first), "lost" (the first attempt returned first), "wasted" (the hedge's replica
     was lost, its stage raised, or all requests of the batch were closed)."""
-    isolated: int = 0
-    """Requests taken out of their batch to be sent alone."""
-    requeued: int = 0
-    """Requests that start again at the first stage, in new batches: their version lost a stage and another version is complete, or the
-    input of their batch was lost."""
-    inputs_lost: Counter[int] = field(default_factory=Counter)
-    """Batches whose input was lost, by stage: its holder was removed, or a replica could not get it."""
 
 
 class Backlog:
