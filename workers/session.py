@@ -26,10 +26,9 @@ from multiworld_serving.workers.exit_timer import (
     is_device_failure,
     is_out_of_memory,
 )
-from multiworld_serving.workers.incoming_assignment import IncomingAssignment
 from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
 from multiworld_serving.workers.observability.metrics import Outcome, WorkerMetrics
-from multiworld_serving.workers.stage_loader import StageLoader
+from multiworld_serving.workers.stage_loader import IncomingAssignment, obtain_stage
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class Session:
         self._on_restart = on_restart
         self._place = place or LeaderPlace(LeaderOrder(), 0, "")
         self._place.leave = lambda: self._start(self.leave())
-        self._loader = StageLoader(engine, self.queue)
+        self._engine = engine
         self._metrics = metrics or WorkerMetrics()
         self._edges = edges
         self._channel = Channel(world, LEADER_RANK, self._check)
@@ -230,7 +229,7 @@ class Session:
             await self._channel.send(incoming.message(MessageKind.FETCH_WEIGHTS))
 
         try:
-            stage, load_s = await self._loader.obtain(incoming, fetch)
+            stage, load_s = await obtain_stage(self._engine, self.queue, incoming, fetch)
         except (BrokenWorldException, WorldClosedError):
             return
         except Exception as error:

@@ -18,8 +18,7 @@ from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute import engine as engine_module
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.stage_store import LoadedStage, StageTask
-from multiworld_serving.workers.incoming_assignment import IncomingAssignment
-from multiworld_serving.workers.stage_loader import StageLoader
+from multiworld_serving.workers.stage_loader import IncomingAssignment, obtain_stage
 from tests.bundles import classifier_bundle, text_bundle
 from tests.cut_bundles import bundle_plan
 from tests.resnets import sent_weights
@@ -44,7 +43,7 @@ async def loaded(plan: StagePlan, engine: Engine) -> LoadedStage:
         for chunk in plan.weights.chunks():
             incoming.add(Message(MessageKind.WEIGHTS, payload=chunk))
 
-    return (await StageLoader(engine, engine.new_queue()).obtain(incoming, fetch))[0]
+    return (await obtain_stage(engine, engine.new_queue(), incoming, fetch))[0]
 
 
 async def until(done: Callable[[], bool]) -> None:

@@ -18,9 +18,9 @@ from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers import session as worker_session
 from multiworld_serving.workers.compute.engine import Engine
-from multiworld_serving.workers.incoming_assignment import IncomingAssignment
 from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
 from multiworld_serving.workers.session import Session
+from multiworld_serving.workers.stage_loader import IncomingAssignment
 from tests.integration.test_links import ending_of
 from tests.resnets import resnet_plan
 from tests.sent_batches import send, worker_at

@@ -94,22 +94,6 @@ def test_time_does_not_run_backwards() -> None:
     assert send.waited_s == 0.0
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("num_stages", 0),
-        ("window", 0),
-        ("max_attempts", 1),
-        ("hang_timeout_s", 0.0),
-        ("hedge_factor", 0.5),
-        ("hedge_budget", -1),
-    ],
-)
-def test_config_with_a_number_out_of_range_is_rejected(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{name} is {value!r}"):
-        SchedulerConfig(**{"num_stages": 1, name: value})  # type: ignore[arg-type]
-
-
 def saturated(driver: SchedulerHarness, seconds: float) -> None:
     """Full batches of 4, each answered after 0.1 s, with more than a batch always waiting; 8 samples are left waiting."""
     send = only(driver.arrive(12), SendBatch)
