@@ -1,8 +1,6 @@
 """The stages that this process has loaded: each once, whichever leaders assigned it."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -11,9 +9,6 @@ from multiworld_serving.models.optimize.optimizing import OptimizedStage
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
 from multiworld_serving.models.weights.tensor_file import TensorFile
 from multiworld_serving.workers.compute.cores import BatchThreads
-
-_LONGEST_TURN_S = 30.0
-"""A session waits at most this long for another one that loads the same stage; then it loads the stage itself."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +54,6 @@ class StageStore:
         """Let other sessions find this stage."""
         self._stages[digest] = stage
 
-    @contextlib.asynccontextmanager
-    async def turn(self, digest: str) -> AsyncIterator[None]:
-        """Let one session at a time load this stage; the others wait, and then find it. Each waits at most `_LONGEST_TURN_S`.
-
-        If the session in turn fails or its world ends, the next one loads the stage.
-        """
-        lock = self._turns.setdefault(digest, asyncio.Lock())
-        in_turn = False
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LONGEST_TURN_S):
-                await lock.acquire()
-            in_turn = True
-        try:
-            yield
-        finally:
-            if in_turn:
-                lock.release()
+    def turn(self, digest: str) -> asyncio.Lock:
+        """Held by the session that loads this stage. Others wait for it, and then find the stage, or load it if the session failed."""
+        return self._turns.setdefault(digest, asyncio.Lock())
