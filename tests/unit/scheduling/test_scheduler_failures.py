@@ -18,6 +18,7 @@ def test_batch_is_rerouted_when_its_link_breaks() -> None:
     assert (again.batch, again.stage, again.kind, again.attempt) == (first.batch, 1, "reroute", 2)
     assert again.replica != second.replica
     assert answered(driver.done(again)) == [1]
+    assert driver.scheduler.counters.reroutes == {1: 1}
 
 
 def test_batches_of_a_broken_link_keep_their_order() -> None:
@@ -121,6 +122,7 @@ def test_batch_is_retried_on_another_replica_when_the_stage_raises() -> None:
     assert (again.batch, again.kind, again.attempt) == (send.batch, "retry", 2)
     assert again.replica != send.replica
     assert answered(driver.done(again)) == [1]
+    assert driver.scheduler.counters.retries == {0: 1}
 
 
 def test_retry_waits_for_another_replica_when_only_the_failing_one_has_room() -> None:
