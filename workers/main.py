@@ -38,8 +38,8 @@ _LAST_FETCHES_S = 1.0
 
 def run(settings: WorkerSettings) -> int:
     """Serve until stopped. Returns the exit status: 0 after SIGTERM, SIGINT, or a leader's restart request;
-    70 (EXIT_STUCK) when the model hangs or the host is out of memory; 71 (EXIT_DEVICE_FAILED) when the GPU has failed. A process whose
-    event loop is blocked ends with 70, too.
+    70 (EXIT_STUCK) when the model hangs; 71 (EXIT_DEVICE_FAILED) when the GPU has failed. A process whose event loop is blocked ends with
+    70, too. The kernel ends a process that is out of memory, see `exit_timer`.
 
     Raises:
         UserError: the device or the address to bind does not exist, or the leader rejects the token.
