@@ -120,6 +120,10 @@ class TorturePart:
         lasting = {f"multiworld-{planned.name}" for planned in self._mine() if planned.lasting}
         held["threads"] -= sum(thread.name in lasting for thread in threading.enumerate())
         held["fds"] -= self.manager._listeners._local is not None  # opened by the first world that needs it, and kept
+        if (
+            pool := self.manager._segments
+        ) is not None:  # unused segments, with two descriptors each, are kept up to a limit
+            held["fds"] -= 2 * sum(map(len, pool._kept.values()))
         return held
 
     # -- one world ---------------------------------------------------------------------------------------------------------------
