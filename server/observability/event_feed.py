@@ -104,9 +104,6 @@ class EventFeed:
         self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self._points: deque[Point] = deque(maxlen=_MAX_POINTS)
         self._last: PipelineSnapshot | None = None
-        self._rerouted: dict[tuple[str | None, int], int] = {}
-        self._shown: PipelineSnapshot | None = None
-        """The snapshot for followers."""
         self._statuses = requests.statuses()
         self._tick_s = time.monotonic()
         self._next_id = 1
@@ -116,7 +113,7 @@ class EventFeed:
     @asynccontextmanager
     async def running(self, snapshot: Callable[[], PipelineSnapshot]) -> AsyncIterator[None]:
         """Send a snapshot every second while the block runs."""
-        self._publish(snapshot())
+        self.observe(snapshot())
         task = asyncio.create_task(self._run(snapshot))
         try:
             yield
@@ -127,7 +124,7 @@ class EventFeed:
             self._wake()
 
     def observe(self, snapshot: PipelineSnapshot) -> None:
-        """Emit events for the differences to the last snapshot, and the snapshot itself if there are any."""
+        """Emit events for the differences to the last snapshot. Followers are woken if there are any."""
         next_id, last, self._last = self._next_id, self._last, snapshot
         if last is not None and last.version != snapshot.version:
             self._emit("version_changed", detail=f"{last.version} to {snapshot.version}")
@@ -145,8 +142,10 @@ class EventFeed:
             replicas = {each.slot: each for each in before.replicas} if before else {}
             for replica in stage.replicas if same_leader else ():
                 self._compare(stage.index, replicas.get(replica.slot), replica)
+            if before and same_leader and (moved := stage.rerouted - before.rerouted) > 0:
+                self._emit("rerouted", stage=stage.index, detail=f"{moved} {'batch' if moved == 1 else 'batches'}")
         if snapshot.draining or self._next_id > next_id:
-            self._publish(snapshot)
+            self._wake()
 
     async def follow(self, last_id: int = 0) -> AsyncIterator[bytes]:
         """Messages until the service drains or stops: first a snapshot, past points, and the events after event `last_id`."""
@@ -155,11 +154,9 @@ class EventFeed:
         yield b"retry: 2000\n\n"
         while True:
             changed, text = self._changed, b""
-            ended = self._ended or (
-                self._shown is not None and self._shown.draining
-            )  # clients connect to another frontend
-            if self._shown is not shown:
-                shown = self._shown
+            ended = self._ended or (self._last is not None and self._last.draining)  # clients go to another frontend
+            if self._last is not shown:
+                shown = self._last
                 text = _message("status", shown)
             if points := [point for point in self._points if point.at_unix_s > point_s]:
                 point_s = points[-1].at_unix_s
@@ -182,15 +179,9 @@ class EventFeed:
     def _tick(self, snapshot: PipelineSnapshot) -> None:
         statuses, now_s = self._requests.statuses(), time.monotonic()
         self._points.append(_point(statuses - self._statuses, now_s - self._tick_s, self._requests.take_durations()))
-        for stage in snapshot.stages:
-            counter = snapshot.leader, stage.index
-            moved = stage.rerouted - self._rerouted.get(counter, 0)
-            self._rerouted[counter] = stage.rerouted
-            if moved > 0:  # a leader that was restarted counts from 0
-                self._emit("rerouted", stage=stage.index, detail=f"{moved} {'batch' if moved == 1 else 'batches'}")
         self._statuses, self._tick_s = statuses, now_s
         self.observe(snapshot)
-        self._publish(snapshot)
+        self._wake()
 
     def _compare(self, stage: int, before: ReplicaSnapshot | None, now: ReplicaSnapshot) -> None:
         if before and (before.state, before.generation, before.world) == (now.state, now.generation, now.world):
@@ -211,10 +202,6 @@ class EventFeed:
     def _emit(self, what: EventType, **fields: Any) -> None:
         self._events.append(Event(self._next_id, time.time(), what, **fields))
         self._next_id += 1
-
-    def _publish(self, snapshot: PipelineSnapshot) -> None:
-        self._shown = snapshot
-        self._wake()
 
     def _wake(self) -> None:
         self._changed.set()

@@ -81,6 +81,7 @@ async def test_tick_reports_rates_latencies_and_reroutes() -> None:
         record = requests.begin(scope, "v", "predict")
         record.status, record.started_s = 200, record.started_s - duration_s
         requests.end(scope, record)
+    feed._tick(now)
     feed._tick(replace(now, stages=(replace(now.stages[0], rerouted=2),)))
     feed._tick(replace(now, stages=(replace(now.stages[0], rerouted=1),)))  # a leader that was restarted counts from 0
     messages = await told(feed)
@@ -91,8 +92,8 @@ async def test_tick_reports_rates_latencies_and_reroutes() -> None:
     )
     assert points[0][0]["answered"] > points[0][0]["failed"] == 0
     assert [(e["what"], e["detail"]) for kind, e in messages if kind == "event"] == [
-        ("rerouted", "2 batches"),
         ("serves", ""),
+        ("rerouted", "2 batches"),
     ]
     assert "status" in [kind for kind, _ in messages]
 

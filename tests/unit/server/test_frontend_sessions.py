@@ -56,7 +56,7 @@ class FakeLeader:
 
     def __init__(self) -> None:
         self.manager = WorldManager(secret=SECRET, verify_collectives=False)
-        self.join_port = 0
+        self.join_port = self.manager.listen("127.0.0.1", 0)
         self.inform_frontends: Callable[[], Awaitable[None]]
         self.version = ModelVersion(1, "v1")
         self.desired = self.served = Desired(0, self.version)
@@ -130,9 +130,8 @@ class Service:
     def __init__(self) -> None:
         self.leader = FakeLeader()
         self.metrics = LeaderMetrics()
-        self.port = self.leader.manager.listen("127.0.0.1", 0)
+        self.port = self.leader.join_port
         leader = cast(Leader, self.leader)
-        self.leader.join_port = self.port
         settings = LeaderSettings(name="leader-0", local_token=SecretStr(SECRET))
         self.sessions = FrontendSessions(settings, MODEL, leader, self.metrics)
         self.leader.inform_frontends = self.sessions.inform
