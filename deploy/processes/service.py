@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import subprocess
+import symtable
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -87,6 +88,8 @@ def _check_files(settings: ServeSettings) -> None:
         read_keys(keys)
     for client_ca in (settings.tls_client_ca_file, settings.metrics_client_ca_file):
         server_context(settings, client_ca)
+    if settings.handler is not None:
+        _check_handler(settings.handler)
 
 
 def _check_bundle(settings: ServeSettings) -> None:
@@ -94,6 +97,17 @@ def _check_bundle(settings: ServeSettings) -> None:
     from multiworld_serving.server.versions.model_source import ModelSource  # noqa: PLC0415
 
     ModelSource(settings).check()
+
+
+def _check_handler(handler: str) -> None:
+    """Raise UserError if the file cannot be read or is not Python, or does not define the class. Does not run it."""
+    file, _, name = handler.rpartition(":")
+    try:
+        names = symtable.symtable(Path(file).read_text(encoding="utf-8"), file, "exec").get_identifiers()
+    except (OSError, UnicodeDecodeError, SyntaxError) as error:
+        raise UserError(f"--handler {handler}: cannot be read: {error}; expected FILE.py:CLASS") from error
+    if name not in names:
+        raise UserError(f"--handler {handler}: {file} does not define {name}; expected FILE.py:CLASS")
 
 
 class _Service:
