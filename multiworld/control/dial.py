@@ -89,7 +89,9 @@ def reason_of(error: Exception) -> str:
     """Why an attempt to connect failed, as text."""
     if isinstance(error, TimeoutError | BlockingIOError):
         return "no answer"
-    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+    if isinstance(error, OSError) and error.errno and error.errno > 0:  # not of the resolver
+        return os.strerror(error.errno)  # asyncio's text begins with the number
+    return str(error)
 
 
 async def next_frame(sock: socket.socket, timeout_s: float) -> Frame:

@@ -10,7 +10,7 @@ import math
 import socket
 from collections.abc import Awaitable, Callable
 
-from multiworld.control.dial import RefusedError, connect, next_frame, resolve
+from multiworld.control.dial import RefusedError, connect, next_frame, reason_of, resolve
 from multiworld.control.frames import Frame, FrameError
 from multiworld.control.handshake import ClientHandshake, Hello
 from multiworld.errors import AskError
@@ -54,7 +54,7 @@ async def ask(
             f"{addr}:{port} did not answer within {timeout_s:g} s; is it the port for joining (8001 of a leader), not one for HTTP?"
         ) from None
     except (OSError, FrameError) as error:
-        raise AskError(f"{addr}:{port} cannot be queried: {error}") from error
+        raise AskError(f"{addr}:{port} cannot be queried: {reason_of(error)}") from error
     return handshake.check_reply(answer)
 
 
