@@ -44,6 +44,7 @@ async def test_infer_is_answered_logged_and_counted_as_over_http(caplog: pytest.
         assert trailers == {
             "x-request-id": "first",
             "x-model-version": "weights%20v1%20%C3%BC",
+            "x-model-digest": "0f0f",
             "x-path": "stage0-0,stage1-1",
             "x-attempts": "2",
         }
