@@ -34,6 +34,7 @@ from multiworld.ops.operation import Collective, Operation, Plan, Receive, Send
 from multiworld.transport.connection import PeerConnection
 from multiworld.transport.poller import Poller, poller_of
 from multiworld.transport.segments import SegmentPool
+from multiworld.transport.shared import SharedMemoryConnection
 from multiworld.transport.transfer import Transfer
 from multiworld.transport.wire import HEAD, MESSAGE, encode_signature, message_head
 
@@ -115,9 +116,12 @@ class WorldOperations:
         with self._lock:
             try:
                 for peer, sock in socks.items():
-                    shared = segments if sock.family == socket.AF_UNIX else None
-                    self._connections[peer] = PeerConnection(peer, sock, self._lock, self, poller, shared)
-                    self.transports[peer] = Transport.TCP if shared is None else Transport.SHARED_MEMORY
+                    if sock.family == socket.AF_UNIX and segments is not None:
+                        self._connections[peer] = SharedMemoryConnection(peer, sock, self._lock, self, poller, segments)
+                        self.transports[peer] = Transport.SHARED_MEMORY
+                    else:
+                        self._connections[peer] = PeerConnection(peer, sock, self._lock, self, poller)
+                        self.transports[peer] = Transport.TCP
             except OSError:
                 self._close_connections()
                 for sock in socks.values():

@@ -127,8 +127,13 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
             ("if at and self._outbox[0].joined:", "if at and not self._outbox:"),
         ),
         "multiworld/transport/shared.py": (
+            # A piece overwrites one that the receiver has not read.
+            ("self._pieces_sent - self._pieces_done >= SLOTS", "self._pieces_sent - self._pieces_done > SLOTS"),
             # A segment that the receiver has released is never used again.
-            ("        self._pool.release(segment)\n        return operation", "        return operation"),
+            (
+                "        self._pool.release(segment)\n        if operation is not None:\n            self._owner",
+                "        if operation is not None:\n            self._owner",
+            ),
             # Descriptors that arrived for a message stay open when the connection ends.
             (
                 "        for fd in self._fds:\n            os.close(fd)\n        self._fds.clear()\n",

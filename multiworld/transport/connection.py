@@ -1,6 +1,4 @@
-"""A connection between two members of a world that carries messages in both directions. No method blocks.
-
-A connection uses a TCP socket. Between members on one host it uses a Unix socket, and larger messages are in shared memory (shared.py).
+"""A connection between two members of a world that carries messages in both directions through a socket. No method blocks.
 
 Flow control uses receive credits: a receiver announces that it waits for a message with a given tag, and the sender writes a message only
 after this announcement. Data is written from the memory of the sent tensor and read into the memory of the receiving tensor, without a
@@ -8,16 +6,13 @@ copy between them. A receiver therefore buffers no messages, a pending tag does 
 because a connection with pending sends continues to read.
 """
 
-import array
 import contextlib
-import errno
 import logging
 import select
 import socket
 import struct
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -28,20 +23,8 @@ from multiworld.execution.failures import ConnectionLostError
 from multiworld.ops.operation import Operation
 from multiworld.ops.views import View
 from multiworld.transport.poller import Poller
-from multiworld.transport.segments import MIN_BYTES, SegmentPool
-from multiworld.transport.shared import FD_SPACE, SharedMemory
 from multiworld.transport.transfer import ConnectionOwner, Output, Transfer
-from multiworld.transport.wire import (
-    HEAD,
-    IN_PLACE,
-    MESSAGE,
-    NUMBERS,
-    PLACE,
-    RECV_READY,
-    RELEASE,
-    credit_head,
-    decode_signature,
-)
+from multiworld.transport.wire import HEAD, MESSAGE, RECV_READY, credit_head, decode_signature
 
 logger = logging.getLogger(__name__)
 
@@ -67,19 +50,10 @@ class PeerConnection:
 
     Attributes:
         end_reason: why the connection ended; None while it is usable.
-
-    Args:
-        segments: the shared memory of this process, for a Unix socket; None sends all data through the socket.
     """
 
     def __init__(
-        self,
-        peer: int,
-        sock: socket.socket,
-        lock: threading.RLock,
-        owner: ConnectionOwner,
-        poller: Poller,
-        segments: SegmentPool | None = None,
+        self, peer: int, sock: socket.socket, lock: threading.RLock, owner: ConnectionOwner, poller: Poller
     ) -> None:
         self.peer = peer
         self.end_reason: str | None = None
@@ -95,10 +69,7 @@ class PeerConnection:
         self._outbox: deque[Output] = deque()
         # Part of the first output, or its head, is already written: nothing may be inserted before it.
         self._partly_written = False
-        self._shared = (
-            SharedMemory(segments, weakref.WeakMethod(self._on_view_dropped)) if segments is not None else None
-        )
-        self._ancillary_bytes = FD_SPACE if segments is not None else 0
+        self._waiting = False  # the first output waits for the peer, not for the socket
         self._scratch = bytearray(_SCRATCH_BYTES)
         self._scratch_view = memoryview(self._scratch)
         self._head_bytes = 0  # bytes of an incomplete head in the scratch buffer
@@ -154,7 +125,6 @@ class PeerConnection:
             self._poller.unregister(self._sock.fileno())
             self._poller = poller
             poller.register(self._sock.fileno(), self.on_event, self._mask)
-            self._on_view_dropped()  # the former event loop may not have reported all
 
     def half_close(self) -> None:
         """Write and read nothing more, but keep the socket open: the peer can still read what is written. The owner is not called.
@@ -228,15 +198,8 @@ class PeerConnection:
             while remaining > 0 and self.end_reason is None:
                 buffers = self._read_buffers(remaining)
                 try:
-                    count, ancillary, flags, _ = self._sock.recvmsg_into(
-                        buffers, self._ancillary_bytes, socket.MSG_CMSG_CLOEXEC
-                    )
-                    if ancillary or flags & socket.MSG_CTRUNC:
-                        self._take_descriptors(ancillary, flags)
+                    count = self._receive_into(buffers)
                 except BlockingIOError:
-                    return
-                except ValueError as error:
-                    self._fail_protocol(str(error))
                     return
                 except OSError as error:
                     self._fail(error.strerror or str(error))
@@ -287,33 +250,13 @@ class PeerConnection:
         if self._head_bytes and at:
             self._scratch_view[: self._head_bytes] = self._scratch_view[at:end]
 
-    def _take_descriptors(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
-        """Take over the descriptors that came with received bytes. Raises OSError, and ValueError if there are too many."""
-        assert self._shared is not None
-        for level, kind, data in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._shared.add_descriptors(data)
-        if flags & socket.MSG_CTRUNC:
-            raise OSError(f"a descriptor from rank {self.peer} was lost: this process has too many open files")
+    def _receive_into(self, buffers: list[memoryview]) -> int:
+        """Read from the socket. Returns how many bytes."""
+        return self._sock.recvmsg_into(buffers)[0]
 
     def _on_frame(self, kind: int, tag: int, size: int, field: bytes) -> None:
-        """Handle a frame about shared memory."""
-        operation: Operation | None = None
-        try:
-            if self._shared is None or kind not in (PLACE, IN_PLACE, RELEASE):
-                raise ValueError(f"it sent invalid data: a head of kind {kind}")
-            if kind == PLACE:
-                self._shared.on_place(size, *NUMBERS.unpack(field))
-            elif kind == RELEASE:
-                operation = self._shared.on_release(size)
-            elif transfer := self._shared.receive(size, lambda place: self._match(tag, size, field, place)):
-                operation = transfer.operation
-                self._flush()  # the release
-        except ValueError as error:
-            self._fail_protocol(str(error))
-        else:
-            if operation is not None:
-                self._owner.on_transferred(operation)
+        """Handle a frame that this connection does not know."""
+        self._fail_protocol(f"it sent invalid data: a head of kind {kind}")
 
     def _start_message(self, tag: int, size: int, signature: bytes, following: memoryview) -> int:
         """Start to receive a message. `following` has the bytes read after its head. Returns how many of them belong to the message."""
@@ -376,17 +319,11 @@ class PeerConnection:
 
     def _enqueue(self, transfer: Transfer) -> None:
         """Queue the outputs of a message."""
-        if not transfer.memory:
-            self._outbox.append(Output(transfer.head, transfer.operation))
-        elif (
-            self._shared is not None
-            and len(transfer.memory) >= MIN_BYTES
-            and (frames := self._shared.outputs(transfer))
-        ):
-            self._outbox.extend(frames)
-        else:
+        if transfer.memory:
             self._outbox.append(Output(transfer.head, joined=True))
             self._outbox.append(Output(transfer.memory, transfer.operation))
+        else:
+            self._outbox.append(Output(transfer.head, transfer.operation))
 
     def _write_first(self, frame: bytes) -> None:
         """Write a frame before the messages that are not partly written: they may be long, and their order relative to it is irrelevant."""
@@ -400,56 +337,12 @@ class PeerConnection:
         self._outbox.insert(at, Output(frame))
 
     def _write(self) -> int:
-        """Write the first outputs. Returns how many bytes. Raises BlockingIOError when the socket takes none."""
-        buffers: list[bytes | memoryview] = []
-        passing: Output | None = None
-        for output in islice(self._outbox, _SENDMSG_BUFFERS):
-            if output.fd >= 0:
-                if passing is not None:
-                    break
-                passing = output
-            buffers.append(output.data)
-        if passing is None:
-            return self._sock.sendmsg(buffers)
-        # The descriptor is passed with the first byte, so it arrives before its frame.
-        rights = array.array("i", [passing.fd])
-        try:
-            sent = self._sock.sendmsg(buffers, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-        except OSError as error:
-            if (
-                error.errno != errno.ETOOMANYREFS
-            ):  # the user has as many descriptors in flight as open files are allowed
-                raise
-            self._send_through_socket(passing)
-            return self._write()
-        passing.fd = -1
-        return sent
-
-    def _send_through_socket(self, place: Output) -> None:
-        """Replace the PLACE and the IN_PLACE of a message by the message."""
-        transfer = place.in_place
-        assert self._shared is not None
-        assert transfer is not None
-        assert transfer.memory is not None
-        self._shared.revoke(place)
-        at = self._outbox.index(place)
-        self._outbox[at] = Output(transfer.head, joined=True)
-        self._outbox[at + 1] = Output(transfer.memory, transfer.operation)
-
-    def _on_view_dropped(self) -> None:
-        """Report the dropped views to the peer soon. Called on any thread, and takes no lock."""
-        self._poller.call_soon(self._write_releases)
-
-    def _write_releases(self) -> None:
-        with self._lock:
-            if self.end_reason is None and self._shared is not None and self._shared.released:
-                self._flush()
+        """Write the first outputs. Returns how many bytes. Raises BlockingIOError when they have to wait."""
+        return self._sock.sendmsg([output.data for output in islice(self._outbox, _SENDMSG_BUFFERS)])
 
     def _flush(self) -> None:
         remaining = _EVENT_BYTES
         outbox = self._outbox
-        while self._shared is not None and self._shared.released:
-            self._insert_first(self._shared.take_release())
         while outbox and remaining > 0:
             try:
                 sent = self._write()
@@ -472,7 +365,7 @@ class PeerConnection:
                 self._partly_written = True
             for operation in completed:  # after the outbox is updated, because the owner may send more
                 self._owner.on_transferred(operation)
-        mask = select.EPOLLIN | select.EPOLLOUT if outbox else select.EPOLLIN
+        mask = select.EPOLLIN | select.EPOLLOUT if outbox and not self._waiting else select.EPOLLIN
         if mask != self._mask and self.end_reason is None:
             self._mask = mask
             self._poller.modify(self._sock.fileno(), mask)
@@ -516,8 +409,6 @@ class PeerConnection:
         pending = [transfer.operation for transfer in transfers]
         pending += [output.operation for output in self._outbox if output.operation is not None]
         self._incoming = None
-        if self._shared is not None:
-            pending += self._shared.close()
         for dropped in (self._receives, self._sends, self._credits, self._outbox):
             dropped.clear()
         return pending

@@ -43,7 +43,7 @@ class Segment:
     """A memfd that this process has mapped. Closed when no reference and no tensor inside it is left.
 
     Attributes:
-        owned: a tensor of this process uses the segment.
+        owned: a tensor, or a connection, of this process uses the segment.
         leases: how many sent messages lie in the segment that their receivers have not released.
         unregister: called before the segment is freed; see `Register`.
         retired: the segment is freed, not used again, when it is unused. A receiver whose connection has ended may still read it.
@@ -108,22 +108,14 @@ class SegmentPool:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialized contiguous tensor in a segment; in ordinary memory if it is small or the budget is used up."""
         size = math.prod(shape) * dtype.itemsize
-        segment = self._take(size) if size >= MIN_BYTES else None
+        segment = self.take(size) if size >= MIN_BYTES else None
         if segment is None:
             return torch.empty(tuple(shape), dtype=dtype)
         buffer = memoryview(segment.memory)  # the storage of the tensor keeps it alive
         weakref.finalize(buffer, self._on_tensor_dropped, self._dropped, segment).atexit = False
         return torch.frombuffer(buffer, dtype=torch.uint8, count=size).view(dtype).view(tuple(shape))
 
-    def copy(self, data: memoryview) -> Segment | None:
-        """Copy `data` into a segment that no tensor uses. Lease it at once. None if there is no memory for it."""
-        segment = self._take(len(data))
-        if segment is not None:
-            segment.memory[: len(data)] = data
-            segment.owned = False
-        return segment
-
-    def _take(self, size: int) -> Segment | None:
+    def take(self, size: int) -> Segment | None:
         """Take an unused segment of at least `size` bytes, `owned` by the caller; None if there is no memory for it."""
         capacity = _capacity(size)
         with self._lock:
@@ -168,6 +160,13 @@ class SegmentPool:
         with self._lock:
             segment.leases -= 1
             segment.retired |= retire
+            self._settle(segment)
+
+    def drop(self, segment: Segment) -> None:
+        """The owner needs the segment no more. Its receiver may still have it mapped, so it is not used again."""
+        with self._lock:
+            segment.owned = False
+            segment.retired = True
             self._settle(segment)
 
     def close(self) -> None:

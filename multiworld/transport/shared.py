@@ -1,194 +1,374 @@
-"""Messages between two members on one host whose data is in shared memory of the sender, "in place".
+"""A connection between two members on one host: a Unix socket for heads and small messages, shared memory for the rest.
 
-Two frames in the Unix socket of the connection are one message: PLACE passes the descriptor of a segment, and IN_PLACE is the head of the
-message. The receiver copies the bytes or maps them privately as a view, and then releases the lease with RELEASE. A tensor of
-`SegmentPool.allocate` is sent from its own segment. Any other tensor is copied into a segment first.
+A tensor that lies in a segment of the sender (`SegmentPool.allocate`) is sent in place: the message passes the descriptor of the segment.
+The receiver copies the bytes, or maps them privately as a view, and releases the lease. Other data goes through the ring, a segment of a
+few slots that belongs to this connection. The sender fills a slot while the receiver copies the one before, and a slot is written again
+when the receiver reports that it has copied it.
 
-Everything that the peer sends is checked here: the descriptor (`check_segment`), offset and length against the announced message, and the
-number of each lease. No state lies in shared memory.
+Everything that the peer sends is checked here: the descriptor (`check_segment`), offset and length against the announced message, and
+the numbers of pieces and leases, which identify the use of a slot. No state lies in shared memory.
 """
 
 import array
+import errno
 import mmap
 import os
 import socket
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from multiworld.ops.operation import Operation
 from multiworld.ops.views import View
+from multiworld.transport.connection import PeerConnection
+from multiworld.transport.poller import Poller
 from multiworld.transport.segments import MIN_BYTES, Segment, SegmentPool, check_segment
-from multiworld.transport.transfer import Output, Transfer
-from multiworld.transport.wire import HEAD, IN_PLACE, NUMBERS, PLACE, RELEASE
+from multiworld.transport.transfer import ConnectionOwner, Output, Transfer
+from multiworld.transport.wire import HEAD, IN_PLACE, IN_RING, NUMBERS, PIECE, PIECE_DONE, PLACE, RELEASE, RING
 
-_MAX_BYTES = 1 << 26
-"""Larger tensors go through the socket, because a copy must not block an event loop for long."""
+SLOT_BYTES = 1 << 19
+SLOTS = 4
+"""Size in bytes and number of the slots of a ring. Few and small, so that they stay in the caches of the processor."""
+RING_BYTES = SLOTS * SLOT_BYTES
+_MAX_IN_PLACE_BYTES = 1 << 26
+"""Larger tensors go through the ring, because a receiver that copies must not block its event loop for long."""
 _MAX_LEASES = 256
-"""Messages that the peer has not released. More go through the socket, because each may hold a descriptor."""
+"""Messages in place that the peer has not released; more are copied, because each may hold a descriptor."""
 _MAX_FDS = 4
 """Received descriptors that wait for their frame."""
-FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
-"""Space for the ancillary data of one received message."""
+_FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
+_SENDMSG_BUFFERS = 16
 
 
-@dataclass(slots=True)
-class _Place:
-    """Where the data of the next message is: descriptor, lease, and offset in bytes."""
+class _RingMessage(Output):
+    """A message in the outbox whose bytes are copied into the ring when a slot is free. `written` counts the copied bytes."""
 
-    fd: int
-    lease: int
-    offset: int
+    __slots__ = ("memory", "written")
+
+    def __init__(self, transfer: Transfer) -> None:
+        super().__init__(b"", transfer.operation)
+        assert transfer.memory is not None
+        self.memory = transfer.memory
+        self.written = 0
 
 
-class SharedMemory:
-    """The messages in place of one connection. All methods except `queue_release` are called under the world's lock.
-
-    Attributes:
-        released: leases of the peer whose views were dropped here; the connection reports them.
+class SharedMemoryConnection(PeerConnection):
+    """This member's end of the connection to a peer on the same host. Like `PeerConnection`.
 
     Args:
+        sock: a Unix stream socket.
         pool: the segments of this process.
-        on_view_dropped: called when `released` is not empty. Called by the garbage collector, on any thread.
     """
 
-    def __init__(self, pool: SegmentPool, on_view_dropped: "weakref.WeakMethod[Callable[[], object]]") -> None:
-        self.released: deque[int] = deque()
+    def __init__(
+        self,
+        peer: int,
+        sock: socket.socket,
+        lock: threading.RLock,
+        owner: ConnectionOwner,
+        poller: Poller,
+        pool: SegmentPool,
+    ) -> None:
         self._pool = pool
-        self._on_view_dropped = on_view_dropped
-        # Sent, not released by the peer; with the operation that completes then.
+        self._ring: Segment | None = None
+        self._ring_view = memoryview(b"")
+        self._pieces_sent = self._pieces_done = 0
+        # Sent in place, not released by the peer; with the operation that completes then.
         self._leases: dict[int, tuple[Segment, Operation | None]] = {}
         self._last_lease = 0
         self._fds: deque[int] = deque()
-        self._place: _Place | None = None
+        self._peer_ring: memoryview | None = None
+        self._pieces_received = 0
+        self._slotted: Transfer | None = None  # the message whose pieces arrive
+        self._slotted_bytes = 0
+        self._place: tuple[int, int, int] | None = None  # descriptor, lease and offset of the next message in place
+        self._released: deque[int] = deque()  # leases of the peer whose views were dropped
+        super().__init__(peer, sock, lock, owner, poller)
 
     # -- sending -----------------------------------------------------------------------------------------------------------------
 
-    def outputs(self, transfer: Transfer) -> tuple[Output, ...]:
-        """The frames of a message in place. Empty if it must go through the socket."""
-        data, memory = transfer.data, transfer.memory
-        assert data is not None
+    def _enqueue(self, transfer: Transfer) -> None:
+        memory = transfer.memory
         assert memory is not None
-        if not MIN_BYTES <= len(memory) <= _MAX_BYTES or len(self._leases) >= _MAX_LEASES:
-            return ()
         # A collective may overwrite a tensor as soon as it is sent, so only sends leave their tensor in place.
-        found = self._pool.find(data) if transfer.operation.collective is None else None
-        kept = (
-            found is not None and not transfer.lent
-        )  # the sender may change the tensor when the operation is complete
-        if found is None:
-            copy = self._pool.copy(memory)
-            if copy is None:
-                return ()
-            found = copy, 0
+        if len(memory) < MIN_BYTES:
+            super()._enqueue(transfer)
+        elif transfer.operation.collective is None and self._enqueue_in_place(transfer, len(memory)):
+            pass
+        else:
+            self._enqueue_copied(transfer)
+
+    def _enqueue_copied(self, transfer: Transfer) -> None:
+        """Send through the ring, or through the socket without memory for a ring."""
+        if self._ring is not None or self._open_ring():
+            self._outbox.append(Output(_with_kind(IN_RING, transfer.head)))
+            self._outbox.append(_RingMessage(transfer))
+        else:
+            super()._enqueue(transfer)
+
+    def _enqueue_in_place(self, transfer: Transfer, size: int) -> bool:
+        """Send a tensor that lies in a segment. Returns False if it does not, or is too large."""
+        assert transfer.data is not None
+        found = self._pool.find(transfer.data)
+        if found is None or size > _MAX_IN_PLACE_BYTES or len(self._leases) >= _MAX_LEASES:
+            return False
         segment, offset = found
         self._pool.lease(segment)
         self._last_lease += 1
-        self._leases[self._last_lease] = segment, transfer.operation if kept else None
+        self._leases[self._last_lease] = segment, None if transfer.lent else transfer.operation
         place = HEAD.pack(PLACE, 0, self._last_lease, NUMBERS.pack(offset))
-        head = bytes([IN_PLACE]) + transfer.head[1:]
-        return (
-            Output(place, joined=True, fd=segment.fd, in_place=transfer),
-            Output(head, None if kept else transfer.operation),
-        )
+        self._outbox.append(Output(place, fd=segment.fd, in_place=transfer))
+        self._outbox.append(Output(_with_kind(IN_PLACE, transfer.head), transfer.operation if transfer.lent else None))
+        return True
 
-    def revoke(self, place: Output) -> None:
-        """The kernel has refused to pass the descriptor of this PLACE: the message goes through the socket."""
+    def _open_ring(self) -> bool:
+        """Make the ring and pass it to the peer. Returns False when there is no memory for it."""
+        self._ring = self._pool.take(RING_BYTES)
+        if self._ring is None:
+            return False
+        self._ring_view = memoryview(self._ring.memory)
+        self._outbox.append(Output(HEAD.pack(RING, 0, RING_BYTES, b""), fd=self._ring.fd))
+        return True
+
+    def _write(self) -> int:
+        outbox, self._waiting = self._outbox, False
+        if isinstance(outbox[0], _RingMessage):
+            self._write_piece(outbox[0])
+        buffers: list[bytes | memoryview] = []
+        passing: Output | None = None
+        for output in islice(outbox, _SENDMSG_BUFFERS):
+            if isinstance(output, _RingMessage) or (passing is not None and output.fd >= 0):
+                break
+            if output.fd >= 0:
+                passing = output
+            buffers.append(output.data)
+        if passing is None:
+            return self._sock.sendmsg(buffers)
+        # The descriptor is passed with the first byte, so it arrives before its frame.
+        rights = array.array("i", [passing.fd])
+        try:
+            sent = self._sock.sendmsg(buffers, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS or passing.in_place is None:
+                raise
+            self._copy_instead(passing, passing.in_place)
+            return self._write() if outbox else 0
+        passing.fd = -1
+        return sent
+
+    def _copy_instead(self, place: Output, transfer: Transfer) -> None:
+        """Send a message in place by copying: the user has as many descriptors in flight as open files are allowed."""
+        at = next(index for index, output in enumerate(self._outbox) if output is place)
+        following = [self._outbox.pop() for _ in range(len(self._outbox) - at)][::-1]
         _, _, lease, _ = HEAD.unpack(place.data)
         self._pool.release(self._leases.pop(lease)[0])
+        if self._ring is None:  # its descriptor would be refused, too
+            super()._enqueue(transfer)
+        else:
+            self._enqueue_copied(transfer)
+        self._outbox.extend(following[2:])  # without PLACE and IN_PLACE
 
-    def on_release(self, lease: int) -> Operation | None:
-        """The peer has released a lease. Returns the operation that completes with this. Raises ValueError for an unknown lease."""
-        if lease not in self._leases:
-            raise ValueError(f"it released lease {lease}, which it does not have")
-        segment, operation = self._leases.pop(lease)
-        self._pool.release(segment)
-        return operation
+    def _write_piece(self, message: _RingMessage) -> None:
+        """Copy the next piece into the ring and put its frame before the rest. Raises BlockingIOError when no slot is free."""
+        self._waiting = self._pieces_sent - self._pieces_done >= SLOTS
+        if self._waiting:
+            raise BlockingIOError
+        piece = message.memory[message.written : message.written + SLOT_BYTES]
+        at = self._pieces_sent % SLOTS * SLOT_BYTES
+        self._ring_view[at : at + len(piece)] = piece
+        frame = Output(HEAD.pack(PIECE, 0, len(piece), NUMBERS.pack(self._pieces_sent)))
+        self._pieces_sent += 1
+        message.written += len(piece)
+        if message.written == len(message.memory):
+            frame.operation = self._outbox.popleft().operation
+        self._outbox.appendleft(frame)
 
     # -- receiving ---------------------------------------------------------------------------------------------------------------
 
-    def add_descriptors(self, data: bytes) -> None:
-        """Take over received descriptors. Raises ValueError if the peer has sent more than it may."""
-        self._fds.extend(memoryview(data[: len(data) & ~3]).cast("i"))
+    def _receive_into(self, buffers: list[memoryview]) -> int:
+        count, messages, flags, _ = self._sock.recvmsg_into(buffers, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in messages:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._fds.extend(memoryview(data[: len(data) & ~3]).cast("i"))
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(f"a descriptor from rank {self.peer} was lost: this process has too many open files")
         if len(self._fds) > _MAX_FDS:
-            raise ValueError("it sent descriptors that it did not announce")
+            self._fail_protocol("it sent descriptors that it did not announce")
+        return count
 
-    def on_place(self, lease: int, offset: int) -> None:
-        """The next message in place is in the next descriptor. Raises ValueError."""
+    def _on_frame(self, kind: int, tag: int, size: int, field: bytes) -> None:
+        try:
+            if kind == RING:
+                self._on_ring(size)
+            elif kind == IN_RING:
+                self._on_ring_message(tag, size, field)
+            elif kind == PIECE:
+                self._on_piece(size, *NUMBERS.unpack(field))
+            elif kind == PIECE_DONE:
+                self._on_piece_done(size)
+            elif kind == PLACE:
+                self._on_place(size, *NUMBERS.unpack(field))
+            elif kind == IN_PLACE:
+                self._on_message_in_place(tag, size, field)
+            elif kind == RELEASE:
+                self._on_release(size)
+            else:
+                super()._on_frame(kind, tag, size, field)
+        except ValueError as error:
+            self._fail_protocol(str(error))
+
+    def _on_ring(self, size: int) -> None:
+        if self._peer_ring is not None or size != RING_BYTES:
+            raise ValueError(f"it sent a ring of {size} bytes" if self._peer_ring is None else "it sent a second ring")
+        fd = self._take_fd()
+        try:
+            check_segment(fd, 0, RING_BYTES)
+            self._peer_ring = memoryview(mmap.mmap(fd, RING_BYTES, prot=mmap.PROT_READ))
+        finally:
+            os.close(fd)
+
+    def _on_ring_message(self, tag: int, size: int, signature: bytes) -> None:
+        if self._slotted is not None or self._peer_ring is None or not size:
+            raise ValueError("it sent a message through a ring that is not ready for it")
+        self._slotted, self._slotted_bytes = self._match(tag, size, signature), 0
+
+    def _on_piece(self, size: int, number: int) -> None:
+        transfer, ring = self._slotted, self._peer_ring
+        if transfer is None or ring is None:
+            raise ValueError("it sent a piece of no message")
+        assert transfer.memory is not None
+        end = self._slotted_bytes + size
+        if number != self._pieces_received or not 0 < size <= SLOT_BYTES or end > len(transfer.memory):
+            raise ValueError(f"it sent piece {number} of {size} bytes where piece {self._pieces_received} was expected")
+        at = number % SLOTS * SLOT_BYTES
+        transfer.memory[self._slotted_bytes : end] = ring[at : at + size]
+        self._pieces_received += 1
+        self._slotted_bytes = end
+        complete = end == len(transfer.memory)
+        if complete:
+            self._slotted = None
+        self._write_first(HEAD.pack(PIECE_DONE, 0, number, b""))
+        if complete:
+            self._owner.on_transferred(transfer.operation)
+
+    def _on_piece_done(self, number: int) -> None:
+        if number != self._pieces_done or number >= self._pieces_sent:
+            raise ValueError(f"it released piece {number}, which it does not have")
+        self._pieces_done += 1
+        if self._waiting:
+            self._waiting = False
+            self._flush()
+
+    def _on_place(self, lease: int, offset: int) -> None:
         if self._place is not None:
             raise ValueError("it sent two segments for one message")
-        if not self._fds:
-            raise ValueError("it announced a descriptor and sent none")
-        self._place = _Place(self._fds.popleft(), lease, offset)
+        self._place = self._take_fd(), lease, offset
 
-    def receive(self, size: int, match: Callable[[Callable[[View], Tensor]], Transfer | None]) -> Transfer | None:
-        """Receive the data of an announced message. Raises ValueError.
-
-        Args:
-            match: returns the transfer that receives the message, or None after a violation of the protocol. Its argument provides
-                the data of a view.
-        Returns the complete transfer; None like `match`.
-        """
-        place, self._place = self._place, None
-        if place is None:
+    def _on_message_in_place(self, tag: int, size: int, signature: bytes) -> None:
+        if self._place is None:
             raise ValueError("it sent a message in place without its segment")
+        (fd, lease, offset), self._place = self._place, None
         try:
-            check_segment(place.fd, place.offset, size)
-            transfer = match(lambda view: self._map(view, place))
-            if transfer is None or (transfer.view is not None and transfer.view.shared):
-                return transfer
-            assert transfer.memory is not None
-            if os.preadv(place.fd, [transfer.memory], place.offset) != size:
-                raise ValueError(f"it sent a segment that cannot be read at {place.offset}")
-            self.released.append(place.lease)
-            return transfer
+            check_segment(fd, offset, size)
+            transfer = self._match(tag, size, signature, lambda view: self._map(view, fd, lease, offset))
+            if transfer is None:
+                return
+            if transfer.view is None or not transfer.view.shared:
+                assert transfer.memory is not None
+                if os.preadv(fd, [transfer.memory], offset) != size:
+                    raise ValueError(f"it sent a segment that cannot be read at {offset}")
+                self._write_first(HEAD.pack(RELEASE, 0, lease, b""))
         finally:
-            os.close(place.fd)
+            os.close(fd)
+        self._owner.on_transferred(transfer.operation)
 
-    def _map(self, view: View, place: _Place) -> Tensor:
+    def _map(self, view: View, fd: int, lease: int, offset: int) -> Tensor:
         """Map the data of a view, privately, so that writing to it changes only our memory. Without memory for it, use our own."""
-        start = place.offset % mmap.ALLOCATIONGRANULARITY
+        start = offset % mmap.ALLOCATIONGRANULARITY
         length = start + view.size_bytes
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         try:
-            mapped = mmap.mmap(place.fd, length, mmap.MAP_PRIVATE, protection, offset=place.offset - start)
+            mapped = mmap.mmap(fd, length, mmap.MAP_PRIVATE, protection, offset=offset - start)
         except OSError:
             return view.allocate()
-        release = weakref.finalize(mapped, _queue_release, weakref.ref(self), place.lease)
+        release = weakref.finalize(mapped, _queue_release, weakref.ref(self), lease)
         release.atexit = False
         data = torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=view.size_bytes)
         return view.place(data, release)
 
+    def _on_release(self, lease: int) -> None:
+        if lease not in self._leases:
+            raise ValueError(f"it released lease {lease}, which it does not have")
+        segment, operation = self._leases.pop(lease)
+        self._pool.release(segment)
+        if operation is not None:
+            self._owner.on_transferred(operation)
+
+    def _take_fd(self) -> int:
+        if not self._fds:
+            raise ValueError("it announced a descriptor and sent none")
+        return self._fds.popleft()
+
+    # -- releasing views ---------------------------------------------------------------------------------------------------------
+
     def queue_release(self, lease: int) -> None:
         """The view with this lease was dropped. Called by the garbage collector, on any thread and at any point, so it takes no lock."""
-        self.released.append(lease)
-        if on_view_dropped := self._on_view_dropped():
-            on_view_dropped()
+        self._released.append(lease)
+        self._poller.call_soon(partial(_write_releases, weakref.ref(self)))
 
-    def take_release(self) -> bytes:
-        """The frame that reports the next of `released`."""
-        return HEAD.pack(RELEASE, 0, self.released.popleft(), b"")
+    def write_releases(self) -> None:
+        """Report the dropped views to the peer, if no message has taken the reports along."""
+        with self._lock:
+            if self._released and self.end_reason is None:
+                self._flush()
+
+    def _flush(self) -> None:
+        while self._released:
+            self._insert_first(HEAD.pack(RELEASE, 0, self._released.popleft(), b""))
+        super()._flush()
 
     # -- ending ------------------------------------------------------------------------------------------------------------------
 
-    def close(self) -> list[Operation]:
-        """Close the received descriptors and end all leases. Returns the operations that a release would have completed."""
+    def move(self, poller: Poller) -> None:
+        super().move(poller)
+        poller.call_soon(partial(_write_releases, weakref.ref(self)))
+
+    def _stop(self) -> list[Operation]:
+        pending = super()._stop()
+        if self._slotted is not None:
+            pending.append(self._slotted.operation)
         if self._place is not None:
-            self._fds.append(self._place.fd)
+            self._fds.append(self._place[0])
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
-        leases, self._leases = self._leases, {}
-        for segment, _ in leases.values():
+        for segment, operation in self._leases.values():
             self._pool.release(segment, retire=True)
-        self._place = None
-        return [operation for _, operation in leases.values() if operation is not None]
+            if operation is not None:
+                pending.append(operation)
+        self._leases.clear()
+        if self._ring is not None:
+            self._pool.drop(self._ring)
+        self._ring = self._peer_ring = self._slotted = self._place = None
+        self._ring_view = memoryview(b"")
+        return pending
 
 
-def _queue_release(shared: "weakref.ref[SharedMemory]", lease: int) -> None:
-    if (alive := shared()) is not None:
+def _queue_release(connection: "weakref.ref[SharedMemoryConnection]", lease: int) -> None:
+    if (alive := connection()) is not None:
         alive.queue_release(lease)
+
+
+def _write_releases(connection: "weakref.ref[SharedMemoryConnection]") -> None:
+    if (alive := connection()) is not None:
+        alive.write_releases()
+
+
+def _with_kind(kind: int, head: bytes) -> bytes:
+    """The head of a message with another kind."""
+    return bytes([kind]) + head[1:]

@@ -63,7 +63,7 @@ class Output:
         operation: completes when the bytes are written.
         joined: the next output must follow directly (head and message).
         fd: descriptor to pass with the bytes; -1 for none.
-        in_place: for the PLACE of a message: the message, which goes through the socket if the kernel passes no more descriptors.
+        in_place: for the PLACE of a message: the message, which is copied if the kernel passes no more descriptors.
     """
 
     data: bytes | memoryview

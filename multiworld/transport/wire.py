@@ -11,14 +11,22 @@ MESSAGE = 2
 """Kind of a head that is followed by the bytes of a message."""
 
 # The other kinds are used between members on one host only; see multiworld/transport/shared.py.
-PLACE = 3
+RING = 3
+"""Passes the descriptor of the sender's ring; the number is its size in bytes."""
+IN_RING = 4
+"""Announces a message, like MESSAGE, whose bytes are in the ring and follow in pieces."""
+PIECE = 5
+"""The number is the length of the next piece in bytes; the field its number (`NUMBERS`), from 0."""
+PIECE_DONE = 6
+"""The number is that of a piece that the receiver has copied."""
+PLACE = 7
 """Passes a descriptor for the next IN_PLACE message. The number is that of the lease; the field the offset in bytes (`NUMBERS`)."""
-IN_PLACE = 4
+IN_PLACE = 8
 """Announces a message, like MESSAGE, whose bytes are in the segment of the preceding PLACE."""
-RELEASE = 5
+RELEASE = 9
 """The number is that of a lease that the receiver has released."""
 NUMBERS = struct.Struct("!Q40x")
-"""The field of PLACE."""
+"""The field of PIECE and PLACE."""
 
 _SIGNATURE_BYTES = 48
 

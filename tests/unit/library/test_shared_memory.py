@@ -22,11 +22,23 @@ from multiworld.membership.local_socket import bind_local, default_runtime_dir
 from multiworld.ops.messages import recv_view, send_message
 from multiworld.ops.operation import Operation
 from multiworld.ops.views import View
-from multiworld.transport.connection import PeerConnection
 from multiworld.transport.poller import poller_of
 from multiworld.transport.segments import MIN_BYTES, SegmentPool
+from multiworld.transport.shared import RING_BYTES, SLOT_BYTES, SharedMemoryConnection
 from multiworld.transport.transfer import Transfer
-from multiworld.transport.wire import HEAD, IN_PLACE, MESSAGE, NUMBERS, PLACE, RECV_READY, RELEASE
+from multiworld.transport.wire import (
+    HEAD,
+    IN_PLACE,
+    IN_RING,
+    MESSAGE,
+    NUMBERS,
+    PIECE,
+    PIECE_DONE,
+    PLACE,
+    RECV_READY,
+    RELEASE,
+    RING,
+)
 from tests.unit.library.test_peer_connection import RANKS, End, Owner, heard
 from tests.waiting import until
 
@@ -50,7 +62,7 @@ class LocalEnd(End):
         self.lock = threading.RLock()
         self.pool = SegmentPool(budget_bytes)
         poller = poller_of(asyncio.get_running_loop())
-        self.line = PeerConnection(1, sock, self.lock, self.owner, poller, self.pool)
+        self.line = SharedMemoryConnection(1, sock, self.lock, self.owner, poller, self.pool)
 
     def send_message(self, payload: Tensor) -> Operation:
         plan = send_message(RANKS, b"header", payload, 1, 0)
@@ -102,8 +114,8 @@ def leases(end: LocalEnd) -> int:
     return sum(segment.leases for segment in end.pool._segments.values())
 
 
-@pytest.mark.parametrize("size", [MIN_BYTES - 1, MIN_BYTES, 9 * MIB, 65 * MIB])
-@pytest.mark.parametrize("in_place", [True, False], ids=["allocated", "ordinary memory"])
+@pytest.mark.parametrize("size", [MIN_BYTES - 1, MIN_BYTES, SLOT_BYTES, RING_BYTES + 1, 9 * MIB])
+@pytest.mark.parametrize("in_place", [True, False])
 async def test_bytes_arrive_when_they_are_sent_both_ways_at_once(
     pair: tuple[LocalEnd, LocalEnd], size: int, in_place: bool
 ) -> None:
@@ -185,15 +197,18 @@ class RefusingSocket:
         return self._sock.sendmsg(buffers, ancillary)
 
 
-@pytest.mark.parametrize("in_place", [True, False], ids=["allocated", "ordinary memory"])
-async def test_message_goes_through_the_socket_when_too_many_descriptors_are_in_flight(
-    pair: tuple[LocalEnd, LocalEnd], in_place: bool
+@pytest.mark.parametrize("with_ring", [False, True])
+async def test_message_is_copied_when_too_many_descriptors_are_in_flight(
+    pair: tuple[LocalEnd, LocalEnd], with_ring: bool
 ) -> None:
     one, other = pair
+    if with_ring:
+        received = other.receive(torch.empty(MIB, dtype=torch.uint8))
+        await one.until_completed(one.send(random_bytes(MIB)))
+        await other.until_completed(received)
     refusing = RefusingSocket(one.line._sock)
     one.line._sock = refusing  # type: ignore[assignment]
-    tensors = [allocated(one, MIB) if in_place else random_bytes(MIB) for _ in range(3)]
-    targets = [torch.zeros(MIB, dtype=torch.uint8) for _ in range(3)]
+    tensors, targets = [allocated(one, MIB) for _ in range(3)], [torch.zeros(MIB, dtype=torch.uint8) for _ in range(3)]
     receives = [other.receive(target) for target in targets]
     await until(lambda: one.line._credits.get(0) == 3)
     sends = [one.send(tensor) for tensor in tensors]
@@ -201,22 +216,7 @@ async def test_message_goes_through_the_socket_when_too_many_descriptors_are_in_
     await other.until_completed(*receives)
     assert refusing.refused == 1
     assert all(torch.equal(tensor, target) for tensor, target in zip(tensors, targets, strict=True))
-    await until(lambda: leases(one) == 0)
-
-
-async def test_tensor_of_ordinary_memory_is_copied_once_and_can_be_changed_when_it_is_sent(
-    pair: tuple[LocalEnd, LocalEnd],
-) -> None:
-    one, other = pair
-    tensor = random_bytes(MIB)
-    expected = tensor.clone()
-    view, received = other.view()
-    sent = one.send(tensor)
-    await one.until_completed(sent)
-    tensor.fill_(0)
-    await other.until_completed(received)
-    assert view.shared
-    assert torch.equal(view.data, expected)
+    assert leases(one) == 0
 
 
 async def test_view_stays_intact_when_the_connection_and_the_tensor_of_the_sender_end(
@@ -309,6 +309,14 @@ def in_place(size: int = MIB) -> bytes:
     return HEAD.pack(IN_PLACE, 0, size, b"")
 
 
+def piece(number: int, size: int) -> bytes:
+    return HEAD.pack(PIECE, 0, size, NUMBERS.pack(number))
+
+
+RING_HEAD = HEAD.pack(RING, 0, RING_BYTES, b"")
+RING_MESSAGE = HEAD.pack(IN_RING, 0, MIB, b"")
+
+
 def regular_file(tmp_path: Path) -> int:
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     os.ftruncate(fd, MIB)
@@ -354,6 +362,11 @@ async def test_world_breaks_when_the_peer_passes_a_wrong_segment(
     [
         pytest.param(in_place(), "without its segment", id="no place"),
         pytest.param(place() + in_place(), "sent none", id="no descriptor"),
+        pytest.param(RING_HEAD, "sent none", id="ring without descriptor"),
+        pytest.param(HEAD.pack(RING, 0, 1 << 50, b""), "a ring of", id="ring of another size"),
+        pytest.param(RING_MESSAGE, "not ready", id="message without ring"),
+        pytest.param(piece(0, 1), "no message", id="piece without message"),
+        pytest.param(HEAD.pack(PIECE_DONE, 0, 0, b""), "does not have", id="piece that was never sent"),
         pytest.param(HEAD.pack(RELEASE, 0, 1, b""), "does not have", id="lease that was never given"),
         pytest.param(HEAD.pack(200, 0, 1, b""), "invalid data", id="unknown kind"),
     ],
@@ -366,6 +379,27 @@ async def test_world_breaks_when_the_peer_sends_a_frame_out_of_order(
     peer.send(frames)
     await until(lambda: bool(made.owner.protocol_errors))
     assert reason in made.owner.protocol_errors[0]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        pytest.param(piece(1, SLOT_BYTES), id="number too high"),
+        pytest.param(piece(0, SLOT_BYTES + 1), id="longer than a slot"),
+        pytest.param(piece(0, 0), id="empty"),
+        pytest.param(piece(0, SLOT_BYTES) + piece(0, SLOT_BYTES), id="number repeated"),
+        pytest.param(b"".join(piece(n, SLOT_BYTES) for n in range(2)) + piece(2, 1), id="more than announced"),
+    ],
+)
+async def test_world_breaks_when_a_piece_does_not_fit_the_message(
+    end: tuple[LocalEnd, socket.socket], frames: bytes
+) -> None:
+    made, peer = end
+    made.view()
+    pass_fd(peer, RING_HEAD + RING_MESSAGE, memfd(RING_BYTES))
+    peer.send(frames)
+    await until(lambda: bool(made.owner.protocol_errors))
+    assert "piece" in made.owner.protocol_errors[0]
 
 
 async def test_world_breaks_when_descriptors_come_without_frames(end: tuple[LocalEnd, socket.socket]) -> None:
