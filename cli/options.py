@@ -39,7 +39,7 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-O = TypeVar("O", bound=Options)  # noqa: E741
+OptionsType = TypeVar("OptionsType", bound=Options)
 S = TypeVar("S", bound=Settings)
 
 
@@ -116,7 +116,7 @@ class _ProgramOptions(Options):
     """Show all options, and exit."""
 
 
-def verb_command(verb: Callable[[O], int], cls: type[O]) -> Callable[..., int]:
+def verb_command(verb: Callable[[OptionsType], int], cls: type[OptionsType]) -> Callable[..., int]:
     """The typer command of a verb with these options."""
 
     @functools.wraps(verb)
@@ -185,7 +185,7 @@ def assignments(texts: tuple[str, ...]) -> dict[str, str]:
     return {name.strip().removeprefix("--").replace("-", "_"): text.strip() for name, _, text in pairs}
 
 
-def _parsed(cls: type[O], given: Mapping[str, Any]) -> O:
+def _parsed(cls: type[OptionsType], given: Mapping[str, Any]) -> OptionsType:
     """The options as given on the command line. Raises SettingsError."""
     names = {name: extra(field)["names"] or (option(name),) for name, field in cls.model_fields.items()}
     found = {name: each for name, each in given.items() if each is not None}

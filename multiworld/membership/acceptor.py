@@ -200,7 +200,7 @@ class Acceptor:
     # -- admission -----------------------------------------------------------------------------------------------------------
 
     def add(self, target: AdmissionTarget) -> None:
-        """Admit clients to `target` from now on, including those that already wait for it."""
+        """Admit clients to `target` from now on. Clients that wait for it are admitted, too."""
         self._targets[target.key] = target
         self._target_added.set_result(None)
         self._target_added = self._control_loop.loop.create_future()

@@ -159,7 +159,7 @@ class MembershipMonitor:
                 connection.send(data)
 
     def on_frame(self, connection: ControlConnection, frame: Frame) -> None:
-        """Handle a frame. Raises FrameError for one that is not valid here."""
+        """Handle a frame. Raises FrameError if its kind is not valid in this state."""
         match frame:
             case Heartbeat(count):
                 if count is not None:

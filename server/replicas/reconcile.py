@@ -95,7 +95,7 @@ class WorkerStep(NamedTuple):
     """A step with one worker.
 
     Attributes:
-        stage: the one to which it is moved; None: the one that needs it most when it joins.
+        stage: of "move": the stage that the worker joins next; None: `Placement.choose_stage` decides when it joins.
     """
 
     kind: StepKind

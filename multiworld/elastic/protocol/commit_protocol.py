@@ -33,7 +33,7 @@ class Member(Protocol):
 
 
 RunOperations = Callable[[int], Awaitable[None]]
-"""Runs the unfinished operations of the round in the view of this number. Marks those that finish. Returns when none is in flight.
+"""Runs the unfinished operations of a round in the view with this number, and marks those that succeed. Returns when none is in flight.
 
 Raises BrokenWorldException when the view has ended.
 """

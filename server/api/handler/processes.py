@@ -1,4 +1,4 @@
-"""Starts the processes of a handler when they are needed, calls them, and ends those that do not return in time.
+"""Starts a process of a handler when a call needs one, calls it, and ends it if it does not return in time.
 
 Each process is a `ProcessPoolExecutor` of its own with one worker, because a worker that ends breaks its executor.
 """
