@@ -71,7 +71,7 @@ class ExportOptions(Options):
     std: Channels | None = value(None, "Images and labels", metavar="R,G,B", allowed=_CHANNELS)
     """Standard deviation of each channel; by default ImageNet's."""
     labels: Path | None = value(None, "Images and labels", metavar="FILE")
-    """One label per class, or JSON. The bundle returns probabilities. Default: those of --weights."""
+    """Text with one label per line, in the order of the classes. The bundle returns probabilities. Default: those of --weights."""
 
 
 def export(options: ExportOptions) -> int:
