@@ -95,7 +95,8 @@ class Rollout:
         self._metrics.version_serves(versions.model, plan.version)
         for version in versions.switch_to(plan):
             self._metrics.version_retired(versions.model, version)
-        logger.info("version %s (number %d) -> %s (number %d)", former.name, former.number, *reversed(plan.version))
+        names = former.name, former.number, plan.version.name, plan.number
+        logger.info("version %s (number %d) -> %s (number %d)", *names)
         self._on_switch()
         if not self._switched.done():
             self._switched.set_result(None)
