@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import importlib
 import json
+import logging
 import os
 import select
 import signal
@@ -153,10 +154,17 @@ def run_program(arguments: list[str], environment: dict[str, str]) -> None:
     for name in [name for name in os.environ if name.startswith("MULTIWORLD_")]:
         del os.environ[name]
     os.environ.update(environment)
+    setattr(logging.Handler, "handleError", _raise_error)  # noqa: B010 - mypy rejects the assignment
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
     os.close(devnull)
     run(arguments)
+
+
+def _raise_error(handler: logging.Handler, record: logging.LogRecord) -> None:
+    """Raise the error of a line that cannot be formatted, as pytest does. One that cannot be written is ignored."""
+    if not isinstance(sys.exception(), OSError):
+        raise  # noqa: PLE0704 - called while the error is handled
 
 
 def _main(control: socket.socket) -> None:

@@ -63,6 +63,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         labels: one per class, if the output is the probabilities of classes [B,classes]; else empty.
         made_with: the versions of the programs that made it, for people.
         sha256: digests of the other files, by file name.
+        independent_rows: whether the export has proven that each row of a batch is computed independently of the others. Bundles of
+            earlier releases lack it.
     """
 
     name: Name
@@ -76,6 +78,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     labels: Annotated[tuple[Line, ...], Meta(max_length=1 << 20)]
     made_with: Line
     sha256: Annotated[Mapping[Line, Digest], Meta(max_length=16)]
+    independent_rows: bool = False
 
     @property
     def max_batch_size(self) -> int:

@@ -37,7 +37,7 @@ UNTRAINED = "random:0"
 _NOT_IN_FILE_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
 WEIGHTS_STATUS = 3
 """Exit status of the process that exports if the weights cannot be loaded."""
-_LAYOUT = 2
+_LAYOUT = 3
 """Increases when bundles of one model become different in another release."""
 
 

@@ -118,6 +118,7 @@ def export_model(
         labels=options.labels,
         made_with=f"torch {torch.__version__}",
         sha256={},
+        independent_rows=True,  # checked below, before the bundle is written
     )
     manifest.check_graph(graph)
     check_graph(graph, manifest.lengths)

@@ -14,6 +14,7 @@ from multiworld_serving.models.bundle.files import Bundle, read_bundle, read_man
 from multiworld_serving.models.bundle.manifest import Manifest
 from multiworld_serving.models.errors import BundleError, WeightsError
 from multiworld_serving.models.export.bundle_cache import exported
+from multiworld_serving.models.export.independence import prove_independent_rows
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.models.weights import SUFFIXES
 from multiworld_serving.server.leader_settings import LeaderSettings
@@ -124,7 +125,7 @@ class ModelSource:
             raise BundleError(
                 f"there is no bundle {weights[:64]!r} in --weights-dir {settings.weights_dir}; give its path as seen from there"
             )
-        return read_bundle(path)
+        return _read_proven(path)
 
     def _path(self, weights: str) -> Path:
         settings = self._settings
@@ -133,7 +134,7 @@ class ModelSource:
         )
 
     def _read(self, weights: str) -> Bundle:
-        return read_bundle(self._path(weights))
+        return _read_proven(self._path(weights))
 
     def _allowed(self, weights: str) -> str:
         """The weights that an administrator names. Raises WeightsError if they are outside `--weights-dir`, or not a valid path."""
@@ -142,6 +143,15 @@ class ModelSource:
         if "/" in weights or "\\" in weights or Path(weights).suffix.lower() in SUFFIXES:
             return str(_path_in(self._settings.weights_dir, weights))
         return weights  # a name of torchvision or random:SEED; everything else is rejected when it is loaded
+
+
+def _read_proven(path: Path) -> Bundle:
+    """Read a bundle whose rows do not depend on each other. Raises BundleError, ExportError."""
+    bundle = read_bundle(path)
+    if not bundle.manifest.independent_rows:
+        logger.info("%s was exported without a proof of independent rows; checking it at each start", path)
+        prove_independent_rows(bundle)
+    return bundle
 
 
 def _like(first: Bundle, bundle: Bundle) -> Bundle:

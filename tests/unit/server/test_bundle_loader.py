@@ -1,17 +1,21 @@
 """Serving bundles: partition, versions, and what is refused."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from multiworld_serving.models.errors import BundleError, ModelError, WeightsError
+from multiworld_serving.models.export.exporter import ExportOptions, export_model
 from multiworld_serving.models.optimize.tuning import NO_TUNING
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes
 from multiworld_serving.server.versions.model_source import ModelSource
 from multiworld_serving.server.versions.stage_weights import FileRange, StageWeights
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
-from tests.bundles import CLASSES, SIZE, classifier_bundle
+from tests.bundles import CLASSES, SIZE, Classifier, classifier_bundle
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +97,26 @@ def test_only_bundles_below_the_folder_are_loaded(folder: Path, name: str) -> No
 def test_settings_that_do_not_fit_the_bundle_are_refused(folder: Path, changed: dict[str, object], what: str) -> None:
     with pytest.raises(ModelError, match=what):
         source(folder, **changed).open(NO_TUNING)
+
+
+def test_bundle_without_a_proof_of_independent_rows_is_proven_when_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multiworld_serving.models.export.exporter.check_independent_rows", lambda *_: None)
+    mixing = nn.Sequential(Classifier(), nn.Softmax(0))
+    for name, model in (("good", Classifier()), ("mixing", mixing)):
+        options = ExportOptions(name, "1", ("images",), max_batch_size=8)
+        export_model(model.eval(), [torch.rand(2, 3, SIZE, SIZE)], tmp_path / name, options)
+        manifest = tmp_path / name / "manifest.json"
+        fields = json.loads(manifest.read_text())
+        assert fields.pop("independent_rows")
+        manifest.write_text(json.dumps(fields))
+    opened(tmp_path, model=str(tmp_path / "good"))
+    with pytest.raises(ModelError, match=r"mixes the rows of a batch: aten\..*softmax"):
+        opened(tmp_path, model=str(tmp_path / "mixing"))
+    loader, plan = opened(tmp_path, model=str(tmp_path / "good"))
+    with pytest.raises(ModelError, match="mixes the rows of a batch"):
+        loader.load("mixing", VersionTable(plan))
 
 
 def test_weights_are_read_in_chunks_that_make_up_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
