@@ -59,7 +59,6 @@ async def metrics_port(
             max_connections=_MAX_CONNECTIONS,
             keep_alive_s=_KEEP_ALIVE_S,
             close_s=_CLOSE_S,
-            lifespan="off",
         )
         found: int = sock.getsockname()[1]
         async with serving(server):

@@ -10,7 +10,6 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
-from typing import Literal
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -31,7 +30,6 @@ class HttpServer(uvicorn.Server):
         max_connections: further requests get 503 while this many connections are open.
         context: for TLS; None = plain HTTP.
         close_s: how long running requests may take after shutdown begins.
-        lifespan: "off" for an application without ASGI lifespan events.
     """
 
     def __init__(
@@ -43,13 +41,12 @@ class HttpServer(uvicorn.Server):
         keep_alive_s: int = KEEP_ALIVE_S,
         context: ssl.SSLContext | None = None,
         close_s: float = _CLOSE_S,
-        lifespan: Literal["auto", "off"] = "auto",
     ) -> None:
         config = uvicorn.Config(
             app,
             http="httptools",
             ws="none",
-            lifespan=lifespan,
+            lifespan="off",
             log_config=None,
             log_level=logging.ERROR,  # a client can cause a warning with each request
             access_log=False,  # the frontend writes its own: see `server.http.access_log`

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -63,7 +62,6 @@ class Application(FastAPI):
         permission_for: returns the permission that a path requires.
         version: returns the name of the version that serves; None for the admin port, which has no inference requests.
         other_port: the port with the paths that this one does not have.
-        lifespan: returns the context in which the port serves.
         document: returns the document of GET /openapi.json; None: there is none.
     """
 
@@ -76,14 +74,12 @@ class Application(FastAPI):
         permission_for: Callable[[str], Permission],
         version: Callable[[], str] | None = None,
         other_port: OtherPort | None = None,
-        lifespan: Callable[[Any], AbstractAsyncContextManager[None]] | None = None,
         document: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self._document = document
         super().__init__(
             routes=[*routes],
             redirect_slashes=False,
-            lifespan=lifespan,
             openapi_url="/openapi.json" if document else None,
             docs_url=None,  # this page and the next one load scripts from another site
             redoc_url=None,
@@ -100,9 +96,6 @@ class Application(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to a request. HEAD runs as GET and drops the body (RFC 9110, section 9.3.2)."""
-        if scope["type"] != "http":
-            await self.router(scope, receive, send)
-            return
         if self._version is None:
             record = self._requests.begin(scope, "", None)
         else:
@@ -183,12 +176,12 @@ def create_api(
     handler: HandlerProcesses | None = None,
     protocols: Sequence[InferenceProtocol] = ("predict", "v2"),
 ) -> Application:
-    """Create the HTTP API. Its lifespan runs the event feed and the decoding threads.
+    """Create the HTTP API.
 
     Args:
         authorizer: checks permissions; None = no authentication.
         traces: creates a span per traced request; None = no tracing.
-        feed: the leader calls its `observe` for each state change; without one, events are up to a second late.
+        feed: of GET /events; None = one without points and events.
         scrape: returns the metrics to serve; None = `metrics` alone.
         access_log: log all requests; otherwise failed inference requests only.
         admin_port: number of the admin port, for requests that belong there.
@@ -201,11 +194,6 @@ def create_api(
         predict = HandlerRoute(inference, handler)
     elif model.classifies_images:
         predict = PredictRoute(inference)
-
-    @asynccontextmanager
-    async def lifespan(_: Any) -> AsyncIterator[None]:
-        async with inference.threads, feed.running(pipeline.snapshot):
-            yield
 
     def document() -> dict[str, Any]:
         needs_key = authorizer is not None and bool(authorizer.keys.inference)
@@ -230,7 +218,6 @@ def create_api(
         permission_for=http_port_permission,
         version=lambda: pipeline.version.name,
         other_port=None if admin_port is None else OtherPort("the admin port", admin_port, is_admin_path),
-        lifespan=lifespan,
         document=document,
     )
 

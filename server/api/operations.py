@@ -15,7 +15,7 @@ from multiworld_serving.common.metrics import CONTENT_TYPE
 from multiworld_serving.server.api.oip.metadata import readiness_error
 from multiworld_serving.server.http.errors import rejection_response
 from multiworld_serving.server.http.route import Endpoint, route
-from multiworld_serving.server.observability.event_feed import EventFeed, EventStream
+from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import Pipeline
 
@@ -61,11 +61,9 @@ class StatusPage:
 
         return [route("/", index), route("/events", self.events), *_file_routes()]
 
-    async def events(self, request: Request) -> Response:
-        """Server-sent events: snapshot (`status`) and rates (`points`) every second, and events (`event`) as they happen."""
-        last_id = request.headers.get("last-event-id", "")
-        known = int(last_id) if last_id.isdecimal() and len(last_id) < 19 else 0
-        return EventStream(self.feed, known)
+    async def events(self, _: Request) -> Response:
+        """Server-sent events every second: snapshot (`status`), rates (`points`), and what has happened (`event`)."""
+        return self.feed.response(self.pipeline.snapshot)
 
 
 def operations_routes(pipeline: Pipeline, scrape: Scrape) -> list[Route]:

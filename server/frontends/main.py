@@ -53,7 +53,6 @@ if TYPE_CHECKING:  # an extra
 
 logger = logging.getLogger(__name__)
 
-_LOAD_INTERVAL_S = 1.0
 _HANDLER_TIMEOUT_S = 10.0
 """Maximum time of the handler for one body. After it, its process is replaced."""
 
@@ -73,26 +72,7 @@ def run(settings: FrontendSettings) -> int:
 async def _serve(settings: FrontendSettings) -> int:
     """Open what the process needs, and serve."""
     with contextlib.ExitStack() as stack:
-        credentials = read_credentials(settings)
-        http = stack.enter_context(_listener(settings.http_fd, settings.host, settings.http_port, "http_port"))
-        admin = stack.enter_context(
-            _listener(settings.metrics_fd, settings.admin_host, settings.metrics_port, "metrics_port")
-        )
-        grpc = None
-        if settings.grpc_port is not None:
-            grpc = stack.enter_context(
-                _listener(settings.grpc_fd, settings.host, settings.grpc_port, "grpc_port", reserve=True)
-            )
-        process = f"{socket.gethostname()}-{os.getpid()}"
-        tracer = stack.enter_context(exporting_traces(settings, "multiworld-frontend", process))
-        handler = None
-        if settings.handler is not None:
-            handler = stack.enter_context(HandlerProcesses(settings.handler, _HANDLER_TIMEOUT_S))
-        gc.collect()
-        gc.freeze()  # the garbage collector need not scan torch's modules again
-        stack.callback(gc.unfreeze)
-        traces = None if tracer is None else RequestTraces(tracer)
-        return await _Frontend(settings, credentials, traces, http, admin, grpc, handler).serve()
+        return await _Frontend(settings, stack).serve()
 
 
 def _listener(fd: int | None, host: str, port: int, name: str, *, reserve: bool = False) -> socket.socket:
@@ -117,20 +97,27 @@ async def _first(*waits: Awaitable[object]) -> None:
 class _Frontend:
     """One frontend process."""
 
-    def __init__(
-        self,
-        settings: FrontendSettings,
-        credentials: Credentials,
-        traces: RequestTraces | None,
-        http: socket.socket,
-        admin: socket.socket,
-        grpc: socket.socket | None,
-        handler: HandlerProcesses | None,
-    ) -> None:
-        self._handler = handler
+    def __init__(self, settings: FrontendSettings, stack: contextlib.ExitStack) -> None:
         self._settings = settings
-        self._credentials = credentials
-        self._http, self._admin, self._grpc = http, admin, grpc
+        self._credentials = read_credentials(settings)
+        self._http = stack.enter_context(_listener(settings.http_fd, settings.host, settings.http_port, "http_port"))
+        self._admin = stack.enter_context(
+            _listener(settings.metrics_fd, settings.admin_host, settings.metrics_port, "metrics_port")
+        )
+        self._grpc: socket.socket | None = None
+        if settings.grpc_port is not None:
+            self._grpc = stack.enter_context(
+                _listener(settings.grpc_fd, settings.host, settings.grpc_port, "grpc_port", reserve=True)
+            )
+        process = f"{socket.gethostname()}-{os.getpid()}"
+        tracer = stack.enter_context(exporting_traces(settings, "multiworld-frontend", process))
+        self._traces = None if tracer is None else RequestTraces(tracer)
+        self._handler: HandlerProcesses | None = None
+        if settings.handler is not None:
+            self._handler = stack.enter_context(HandlerProcesses(settings.handler, _HANDLER_TIMEOUT_S))
+        gc.collect()
+        gc.freeze()  # the garbage collector need not scan torch's modules again
+        stack.callback(gc.unfreeze)
         self._stop = asyncio.Event()
         self._metrics = FrontendMetrics(build_labels(torch.__version__))
         self._feed = EventFeed(self._metrics.requests)
@@ -143,8 +130,6 @@ class _Frontend:
         self._announced = False
         self._started_s = time.monotonic()
         self._http_server: HttpServer | None = None
-        self._traces = traces
-        self._scrape = partial(scrape_service, settings.name, self._pool, settings.supervisor_metrics_file)
 
     async def serve(self) -> int:
         settings = self._settings
@@ -158,7 +143,7 @@ class _Frontend:
                 try:
                     await _first(self._stop.wait(), asyncio.shield(self._pool.model))
                     if not self._stop.is_set():
-                        running.append(tasks.create_task(self._report_load()))
+                        running.append(tasks.create_task(self._every_second()))
                         await self._serve_http()
                 finally:
                     for task in running:
@@ -173,6 +158,7 @@ class _Frontend:
         model = pool.model.result()
         authorizer = Authorizer(self._credentials.keys)
         inference = Inference.of(pool, model, request_limits(settings))
+        scrape = partial(scrape_service, settings.name, pool, settings.supervisor_metrics_file)
         app = create_api(
             pool,
             inference,
@@ -180,14 +166,14 @@ class _Frontend:
             self._feed,
             authorizer,
             self._traces,
-            scrape=self._scrape,
+            scrape=scrape,
             access_log=settings.access_log,
             admin_port=self._admin.getsockname()[1],
             handler=self._handler,
             protocols=("predict", "v2") if self._grpc is None else ("predict", "v2", "grpc"),
         )
         admin_app = create_admin_app(
-            self._scrape,
+            scrape,
             AdminRoutes(pool),
             authorizer,
             own=metrics.scrape,
@@ -211,7 +197,7 @@ class _Frontend:
                 grpc.reload_tls(credentials.grpc)
 
         reload_on_sighup(settings, apply)
-        async with serving(admin), serving(http), grpc or contextlib.nullcontext(), notify_systemd():
+        async with inference.threads, serving(admin), serving(http), grpc or contextlib.nullcontext(), notify_systemd():
             logger.info("%s serves http=%s:%d", settings.name, *self._http.getsockname()[:2])
             await _first(self._stop.wait(), http.stopped.wait(), admin.stopped.wait())
             logger.info("stopping: waiting for %d open requests", pool.open_requests)
@@ -239,11 +225,13 @@ class _Frontend:
             after_s = time.monotonic() - self._started_s
             logger.info("ready model=%s version=%s after_s=%.1f", snapshot.model, snapshot.version, after_s)
 
-    async def _report_load(self) -> None:
+    async def _every_second(self) -> None:
+        """Record the last second for the status page, and tell the leaders the load."""
         while True:
+            self._feed.tick(self._pool.snapshot())
             connections = 0 if self._http_server is None else self._http_server.connections
             self._metrics.connections.set(connections)
             load = Load(connections, self._pool.open_requests)
             for link in self._pool.links:
                 link.send(load)
-            await asyncio.sleep(_LOAD_INTERVAL_S)
+            await asyncio.sleep(1)

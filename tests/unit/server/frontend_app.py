@@ -165,10 +165,11 @@ async def running_frontend(
     """The application with these limits, served in this process."""
     predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
     options: Any = {"authorizer": authorizer, "access_log": access_log, "admin_port": admin_port}
-    app = create_api(predictor, Inference.of(predictor, model, RequestLimits(**limits)), metrics, **options)
+    inference = Inference.of(predictor, model, RequestLimits(**limits))
+    app = create_api(predictor, inference, metrics, **options)
     transport = httpx.ASGITransport(app)
     async with (
-        app.router.lifespan_context(app),
+        inference.threads,
         httpx.AsyncClient(transport=transport, base_url="http://test") as client,
     ):
         yield RunningFrontend(app, client, predictor, metrics)

@@ -96,11 +96,12 @@ async def http_port(
 ) -> AsyncIterator[Port]:
     """Serve with these limits. `app` replaces the application; with `context` the port uses TLS."""
     predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
-    app = app or create_api(predictor, Inference.of(predictor, MODEL, RequestLimits(timeout_s=timeout_s)), metrics)
+    inference = Inference.of(predictor, MODEL, RequestLimits(timeout_s=timeout_s))
+    app = app or create_api(predictor, inference, metrics)
     sock = bind("127.0.0.1", 0, "--http-port")
     number: int = sock.getsockname()[1]
     server = HttpServer(app, sock, max_connections=max_connections, keep_alive_s=keep_alive_s, context=context)
-    async with serving(server):
+    async with inference.threads, serving(server):
         await until(lambda: server.started)
         port = Port(number, server, predictor, metrics)
         try:

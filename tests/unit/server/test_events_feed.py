@@ -1,18 +1,16 @@
-"""The event feed: differences between snapshots, for followers that read at their own speed, and GET /events over ASGI."""
+"""The event feed: differences between snapshots, for followers that read at their own speed."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from starlette.types import Message
 
+from multiworld_serving.server.errors import OverloadedError
 from multiworld_serving.server.observability import event_feed
-from multiworld_serving.server.observability.event_feed import EventFeed, EventStream
+from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.snapshots import (
     FailureSnapshot,
@@ -35,12 +33,11 @@ def snapshot(*replicas: ReplicaSnapshot, draining: bool = False) -> PipelineSnap
 
 
 async def told(feed: EventFeed, last_id: int = 0) -> list[tuple[str, Any]]:
-    """What a client gets that follows from now until the service stops, which is now."""
-    feed._ended, ended = True, feed._ended
-    messages = b"".join([part async for part in feed.follow(last_id)]).decode().split("\n\n")
-    feed._ended = ended
+    """What a client gets that follows now, without the events up to `last_id`."""
+    messages = (await anext(feed.follow(snapshot))).decode().split("\n\n")
     fields = [dict(line.split(": ", 1) for line in message.splitlines()) for message in messages if message]
-    return [(each["event"], json.loads(each["data"])) for each in fields if "event" in each]
+    found = [(each["event"], json.loads(each["data"])) for each in fields]
+    return [(kind, content) for kind, content in found if kind != "event" or content["id"] > last_id]
 
 
 async def happened(*snapshots: PipelineSnapshot) -> list[tuple[str, int, str]]:
@@ -81,9 +78,9 @@ async def test_tick_reports_rates_latencies_and_reroutes() -> None:
         record = requests.begin(scope, "v", "predict")
         record.status, record.started_s = 200, record.started_s - duration_s
         requests.end(scope, record)
-    feed._tick(now)
-    feed._tick(replace(now, stages=(replace(now.stages[0], rerouted=2),)))
-    feed._tick(replace(now, stages=(replace(now.stages[0], rerouted=1),)))  # a leader that was restarted counts from 0
+    feed.tick(now)
+    feed.tick(replace(now, stages=(replace(now.stages[0], rerouted=2),)))
+    feed.tick(replace(now, stages=(replace(now.stages[0], rerouted=1),)))  # a leader that was restarted counts from 0
     messages = await told(feed)
     points = [content for kind, content in messages if kind == "points"]
     assert (points[0][0]["p50_ms"], points[0][0]["slowest_ms"]) == (
@@ -112,80 +109,43 @@ async def test_feed_reports_leaders_and_does_not_compare_the_views_of_two_leader
     assert events == [("leader_lost", "leader-0 is unreachable"), ("leader_ready", "leader-0")]
 
 
-async def test_slow_follower_misses_old_events_and_gets_the_latest_state() -> None:
+async def test_follower_gets_each_point_and_event_once_until_the_service_drains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_feed, "_MESSAGE_INTERVAL_S", 0.0)
+    feed, shown = EventFeed(FrontendMetrics().requests), [snapshot(), snapshot(), snapshot(draining=True)]
+    feed.tick(snapshot(replica("ready")))
+    messages = []
+    async for message in feed.follow(lambda: shown.pop(0)):
+        messages.append(message.decode())
+        if len(messages) == 1:
+            feed.tick(snapshot(replica("left")))
+    kinds = [[line for line in message.splitlines() if line.startswith("event")] for message in messages]
+    everything = ["event: status", "event: points", "event: event"]
+    assert kinds == [everything, everything, ["event: status"]]
+    assert '"what":"serves"' in messages[0]
+    assert '"what":"left"' in messages[1]
+
+
+async def test_slow_follower_misses_old_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_feed, "_MESSAGE_INTERVAL_S", 0.0)
     feed = EventFeed(FrontendMetrics().requests)
-    feed.observe(snapshot(replica("ready")))
-    slow = feed.follow()
-    await anext(slow)  # retry
+    slow = feed.follow(snapshot)
     await anext(slow)
     for number in range(150):
         feed.observe(replace(snapshot(), version=str(number)))
-    text = (await anext(slow)).decode()
-    assert text.count("event: event") == 100
-    assert text.count("event: status") == 1
-    assert '"version":"149"' in text
+    assert (await anext(slow)).count(b"event: event") == 100
 
 
-async def test_followers_end_while_the_service_drains() -> None:
+async def test_events_are_a_stream_for_a_limited_number_of_clients() -> None:
     feed = EventFeed(FrontendMetrics().requests)
-    feed.observe(snapshot(draining=True))
-    assert [kind for kind, _ in await told(feed)] == ["status"]
-    feed.observe(snapshot(replica("ready")))  # another leader has taken over
-    follower = feed.follow()
-    for _ in range(2):
-        await anext(follower)
-    waiting = asyncio.ensure_future(anext(follower))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    feed.observe(snapshot(replica("ready"), draining=True))
-    assert b"status" in await waiting
-    with pytest.raises(StopAsyncIteration):
-        await anext(follower)
-
-
-class Reader:
-    """One end of an ASGI connection. Takes `takes` messages, then none."""
-
-    def __init__(self, takes: int) -> None:
-        self.taken: list[Message] = []
-        self.gone = asyncio.Event()
-        self.has_three = asyncio.Event()
-        self._takes = takes
-
-    async def receive(self) -> Message:
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: Message) -> None:
-        if len(self.taken) >= self._takes:
-            await asyncio.Event().wait()
-        self.taken.append(message)
-        if len(self.taken) == 3:
-            self.has_three.set()
-
-
-async def test_stream_starts_with_status_and_ends_when_the_client_disconnects() -> None:
-    feed, reader = EventFeed(FrontendMetrics().requests), Reader(takes=100)
-    feed.observe(snapshot(replica("ready")))
-    stream = asyncio.create_task(EventStream(feed, 0)({"type": "http"}, reader.receive, reader.send))
-    async with asyncio.timeout(30):
-        await reader.has_three.wait()
-        reader.gone.set()
-        await stream
-    headers = dict(reader.taken[0]["headers"])
-    assert headers[b"content-type"].startswith(b"text/event-stream")
-    assert b"content-length" not in headers
-    assert b"event: status" in reader.taken[2]["body"]
-    assert feed.followers == 0
-
-
-async def test_client_is_disconnected_when_it_reads_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(event_feed, "_STALLED_S", 0.01)
-    feed, reader = EventFeed(FrontendMetrics().requests), Reader(takes=1)
-    async with asyncio.timeout(30):
-        with caplog.at_level(logging.WARNING):
-            await EventStream(feed, 0)({"type": "http"}, reader.receive, reader.send)
-    assert "disconnecting a client of /events" in caplog.text
-    assert feed.followers == 0  # the place of that client is free
+    response = feed.response(snapshot)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert "content-length" not in response.headers
+    followers = [feed.follow(snapshot) for _ in range(32)]
+    for each in followers:
+        await anext(each)
+    with pytest.raises(OverloadedError, match="32 clients follow the events"):
+        feed.response(snapshot)
+    await followers[0].aclose()
+    feed.response(snapshot)

@@ -77,7 +77,7 @@ async def serving(file: Path, timeout_s: float = 60.0) -> AsyncIterator[httpx.As
         app = create_api(predictor, inference, FrontendMetrics(), handler=handler)
         transport = httpx.ASGITransport(app)
         async with (
-            app.router.lifespan_context(app),
+            inference.threads,
             httpx.AsyncClient(transport=transport, base_url="http://test") as client,
         ):
             yield client
