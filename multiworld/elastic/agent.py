@@ -123,25 +123,6 @@ class MemberAgent:
         self.raise_if_ended()
         return self.state.view.number
 
-    async def wait_at_boundary(self, view_number: int) -> None:
-        """Wait until all members of that view are at the boundary.
-
-        Raises:
-            BrokenWorldException: the view has ended, or ends first.
-            RendezvousError: the rendezvous server cannot be reached. If the view still works, this process stays a member.
-            ElasticError: this process is no longer a member.
-        """
-        state = self.state
-        with self.world_of(view_number):
-            before = state.boundaries
-            self.perform(state.enter_boundary(view_number))
-            await self._wait_until(lambda: not state.at_boundary)
-            self.raise_if_ended()
-            if state.boundaries == before:
-                if state.rendezvous_error is not None:
-                    raise RendezvousError(self._name, state.rendezvous_error)
-                raise self.view_ended(view_number)
-
     async def all_gather(self, view_number: int, data: bytes) -> list[bytes]:
         """All-gather `data`, of the same length on all members; return the data of every member, ordered by rank.
 

@@ -9,6 +9,7 @@ changes. With a `state_file` it can be killed and restarted at any time.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -120,7 +121,10 @@ class ElasticRendezvous:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._state.close()
+        # This also waits for a write in progress, so that it does not overlap with those of the next owner.
+        with contextlib.suppress(OSError, RuntimeError):
+            await self._save()
+        self._state.close()
         await self._manager.aclose()
 
     async def serve(self) -> None:
@@ -207,18 +211,22 @@ class ElasticRendezvous:
         for action in actions:
             if isinstance(action, Persist):
                 logger.info("world=%s view=%d members=%s", world.name, action.view.number, ",".join(action.view.ids()))
-                self._state.store(world.name, action.view)
         self._update(world)
         async with world.order:
             try:
                 if any(isinstance(action, Persist) for action in actions):
-                    await self._state.flush()
+                    await self._save()
             except (OSError, RuntimeError) as error:
                 # The decision is sent all the same. A restart before the next successful write loses it.
                 logger.error("the state file cannot be written: %s", error)  # noqa: TRY400
             for action in actions:
                 if isinstance(action, SendTo) and (link := world.links.get(action.member_id)):
                     link.send(action.message)
+
+    async def _save(self) -> None:
+        """Save the views of all worlds. Raises OSError, RuntimeError."""
+        views = {name: world.coordinator.view for name, world in self._worlds.items()}
+        await self._state.save({name: view for name, view in views.items() if view.members})
 
     def _update(self, world: _World) -> None:
         """Set the timer of the world to its next deadline. Remove the world if it has no members."""
@@ -231,7 +239,6 @@ class ElasticRendezvous:
         if coordinator.empty and not world.links and self._worlds.get(world.name) is world:
             del self._worlds[world.name]
             self._last_removed_view = max(self._last_removed_view, coordinator.view.number)
-            self._state.remove(world.name)
 
     async def _tick(self, world: _World) -> None:
         await self._perform(world, world.coordinator.on_tick(asyncio.get_running_loop().time()))

@@ -7,13 +7,10 @@ import torch
 from multiworld.elastic.protocol.messages import Message, decode, encode
 from multiworld.errors import WorldError
 from multiworld.manager import WorldManager
-from multiworld.ops.operation import Operation
 from multiworld.world import World
 
 _MAX_MESSAGE_BYTES = 1 << 20
 """Maximum length of a message; a view of a thousand members takes a tenth of it."""
-_MAX_QUEUED = 1000
-"""Maximum number of messages that wait to be sent; a view change needs a few."""
 
 
 class RendezvousLink:
@@ -22,7 +19,6 @@ class RendezvousLink:
     def __init__(self, manager: WorldManager, world: World) -> None:
         self._manager = manager
         self._world = world
-        self._unsent: set[Operation] = set()
 
     @classmethod
     async def open(
@@ -34,13 +30,9 @@ class RendezvousLink:
 
     def send(self, message: Message) -> None:
         """Send a message. If the link is lost, `receive` raises the error; `send` does not."""
-        if len(self._unsent) >= _MAX_QUEUED:  # the peer sends heartbeats but reads no messages
-            self._world.close()
         body = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
         with contextlib.suppress(WorldError):
-            sending = self._world.start_send_message(b"", body, 1 - self._world.rank)
-            self._unsent.add(sending)
-            sending.add_done_callback(lambda _: self._unsent.discard(sending))
+            self._world.start_send_message(b"", body, 1 - self._world.rank)
 
     async def receive(self) -> Message:
         """Wait for the next message.

@@ -25,8 +25,7 @@ class ElasticWorld:
     `rank`, `size` and `members` are valid for one *view*. When a member is lost, the survivors form the next view automatically.
     New members join when all members await `update_membership`. All members must make the same calls in the same order, one at a time.
 
-    After a call raises an ElasticError or is cancelled, this process is no longer a member and the others continue. The exception is a
-    RendezvousError of `update_membership`, see there.
+    After a call raises an ElasticError or is cancelled, this process is no longer a member and the others continue.
     """
 
     def __init__(self, world_name: str, agent: MemberAgent) -> None:
@@ -71,11 +70,11 @@ class ElasticWorld:
         """Admit new members that wait at the rendezvous server, if there are any. All members call it between two operations.
 
         Returns:
-            The number of the view that follows; the current one if no new member waits.
+            The number of the view that follows; the current one if no new member waits. The rendezvous server is not asked: a member that
+            has just arrived may have to wait for the next call.
         Raises:
             ElasticError: not all members made this call within `timeout_s` seconds, or this process is no longer a member.
             DesyncError: another member called another operation. All members raise it.
-            RendezvousError: the rendezvous server cannot be reached. If the current view still works, this process stays a member of it.
         """
         async with self._call("update_membership", timeout_s):
             await pass_boundary(self._agent)

@@ -3,10 +3,10 @@
 No clock and no I/O: the steps that need them are methods of `Member`. The simulation runs the same functions with a member of its own.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from multiworld.elastic.protocol.member_state import MemberState
+from multiworld.elastic.protocol.member_state import Action, MemberState
 from multiworld.elastic.protocol.rounds import Round
 from multiworld.errors import BrokenWorldException
 
@@ -24,8 +24,8 @@ class Member(Protocol):
         """Return `data` of all members of that view, ordered by rank. Raises BrokenWorldException when the view has ended."""
         ...
 
-    async def wait_at_boundary(self, view_number: int) -> None:
-        """Wait until all members of that view are at the boundary. Raises BrokenWorldException when the view has ended."""
+    def perform(self, actions: Sequence[Action]) -> None:
+        """Perform the actions of `state`, in order."""
 
     def view_ended(self, view_number: int) -> BrokenWorldException:
         """Return the error of an operation whose view has ended."""
@@ -46,14 +46,10 @@ async def agree(member: Member, round_: Round, view_number: int) -> bool:
     """
     if round_.is_committed(member.state.committed):
         return True
-    if not round_.flags_agree(await member.all_gather(view_number, round_.summary())):
-        round_.intersect(await member.all_gather(view_number, round_.flags()))
-    if not round_.complete:
-        return False
-    if not member.state.commit_round(view_number):
-        # This member has asked for the next view without reporting the round as committed.
-        raise member.view_ended(view_number)
-    return True
+    await _exchange_flags(member, round_, view_number)
+    if round_.complete:
+        _commit(member, view_number)
+    return round_.complete
 
 
 async def run_round(member: Member, round_: Round, run: RunOperations) -> bool:
@@ -74,17 +70,35 @@ async def run_round(member: Member, round_: Round, run: RunOperations) -> bool:
 
 
 async def pass_boundary(member: Member) -> None:
-    """Wait at a boundary between two rounds for all other members, so that waiting new members can be admitted.
+    """Wait at a boundary between two calls for all other members. If new members wait, the next view includes them.
 
-    The members first exchange which call they are in, because a member that runs a round would never reach the boundary.
+    A boundary is a round. Its only flag is set if the member does not know of a new member that waits. All members that complete the
+    exchange of flags have the same result, so they all stay in this view or all ask for the next one.
     Raises RoundMismatch.
     """
     state = member.state
-    view_number, before = await member.next_view(0), state.boundaries
-    while state.boundaries == before:
+    boundary = Round(state.committed, 1, "update_membership")
+    view_number = await member.next_view(0)
+    while state.committed == boundary.number:
+        boundary.finished = [not state.new_members_wait]
         try:
-            boundary = Round(state.committed, 0, "update_membership")
-            boundary.flags_agree(await member.all_gather(view_number, boundary.summary()))
-            await member.wait_at_boundary(view_number)
+            await _exchange_flags(member, boundary, view_number)
+            _commit(member, view_number)
         except BrokenWorldException:
             view_number = await member.next_view(view_number)
+        else:
+            if not boundary.complete:
+                member.perform(state.request_admission())
+                await member.next_view(view_number)
+
+
+async def _exchange_flags(member: Member, round_: Round, view_number: int) -> None:
+    """Set the flags of a round that all members of that view have set, and no others. Raises BrokenWorldException, RoundMismatch."""
+    if not round_.flags_agree(await member.all_gather(view_number, round_.summary())):
+        round_.intersect(await member.all_gather(view_number, round_.flags()))
+
+
+def _commit(member: Member, view_number: int) -> None:
+    """Commit a round. Raises BrokenWorldException if this member has asked for the next view without reporting the round as committed."""
+    if not member.state.commit_round(view_number):
+        raise member.view_ended(view_number)

@@ -5,8 +5,8 @@ partition cannot both continue, and any number of members may be lost, rank 0 in
 
 1. A view ends for all members at once. When a member is lost, the others receive `ViewInvalidated` and ask for the next view.
 2. The next view is decided when every connected member has asked. A member that does not ask within `regroup_timeout_s` is evicted.
-3. New members are admitted only when all members that asked are at a boundary. Boundaries are counted and stored in the view, so a
-   member that missed the decision, because another member was lost or the rendezvous server was restarted, receives it again.
+3. New members are admitted only when all members that asked are at a boundary. The members are told that new members wait, and agree
+   among themselves at their next boundary to ask for the next view.
 4. Two members that repeatedly lose each other while both reach the rendezvous server cannot both stay. After `MAX_FAILED_VIEWS` views in
    which no round was committed, the member that most others suspect is evicted; the newest one among equals, or if nobody is suspected.
 5. View numbers only increase. Messages about another view than the current one are obsolete and ignored.
@@ -17,13 +17,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
 from multiworld.elastic.protocol.messages import (
-    BoundaryPassed,
     Evicted,
     MemberInfo,
     Message,
+    NewMembersWait,
     NextViewRequest,
     View,
     ViewInvalidated,
@@ -110,7 +108,11 @@ class Coordinator:
             actions.append(SendTo(member.id, self.view))  # the rendezvous server may have ended before it sent the view
             if self._view_ended:
                 actions.append(SendTo(member.id, ViewInvalidated(self.view.number)))
+            if self._waiting:
+                actions.append(SendTo(member.id, NewMembersWait()))
         else:
+            if not self._waiting:
+                actions += [SendTo(each.id, NewMembersWait()) for each in self._present_members()]
             self._waiting[member.id] = member
         return actions + self._decide(now_s)
 
@@ -118,11 +120,8 @@ class Coordinator:
         """A member sent a message."""
         match message:
             case NextViewRequest(view_number=number) if member_id in self._present and number == self.view.number:
-                if message.at_boundary and message.boundaries < self.view.boundaries:
-                    return [SendTo(member_id, BoundaryPassed(number, self.view.boundaries))]
                 self._requests[member_id] = message
-                if not message.at_boundary:
-                    self._end_view(now_s)
+                self._end_view(now_s)
                 return self._decide(now_s)
         return []
 
@@ -145,27 +144,21 @@ class Coordinator:
         actions = self._enforce_deadline(now_s)
         if not self._present and not self._absent:
             if len(self._waiting) >= self._initial_members:
-                actions += self._install_view(self._waiting.values(), at_boundary=True)
+                actions += self._install_view(self._waiting.values())
         elif not self._absent and self._requests.keys() >= self._present:
             actions += self._decide_next_view()
         return actions
 
     def _decide_next_view(self) -> list[Action]:
         """Decide the next view. All connected members have asked for it."""
-        present = [member for member in self.view.members if member.id in self._present]
-        at_boundary = all(request.at_boundary for request in self._requests.values())
-        if at_boundary and not self._view_ended and not self._waiting:
-            self._requests.clear()
-            self.view = replace(self.view, boundaries=self.view.boundaries + 1)
-            passed = BoundaryPassed(self.view.number, self.view.boundaries)
-            return [Persist(self.view), *(SendTo(member.id, passed) for member in present)]
-        if at_boundary:
-            return self._install_view([*present, *self._waiting.values()], at_boundary=True)
+        present = self._present_members()
+        if all(request.at_boundary for request in self._requests.values()):
+            return self._install_view([*present, *self._waiting.values()])
         actions: list[Action] = []
         if len(present) == len(self.view.members) and (evicted := self._member_to_evict(present)):
             actions = self._evict(evicted, "repeated connection failures between this member and others")
             present = [member for member in present if member.id != evicted]
-        return actions + self._install_view(present, at_boundary=False)
+        return actions + self._install_view(present)
 
     def _member_to_evict(self, present: list[MemberInfo]) -> str | None:
         """Return the member to evict because no view works with all members; None if too few views have failed."""
@@ -185,25 +178,29 @@ class Coordinator:
         newest_first = [member.id for member in reversed(present)]
         return max(newest_first, key=suspected.__getitem__)
 
-    def _install_view(self, members: Iterable[MemberInfo], *, at_boundary: bool) -> list[Action]:
+    def _install_view(self, members: Iterable[MemberInfo]) -> list[Action]:
         committed = max((request.committed for request in self._requests.values()), default=self.view.committed)
         members = tuple(members)
-        self.view = View(self.view.number + 1, members, committed, self.view.boundaries + at_boundary)
+        self.view = View(self.view.number + 1, members, committed)
         self._present = {member.id for member in members}
         for member in members:
             self._waiting.pop(member.id, None)
         self._requests.clear()
         self._view_ended = False
         self.deadline_s = None
-        return [Persist(self.view), *(SendTo(member.id, self.view) for member in members)]
+        messages: list[Message] = [self.view, NewMembersWait()] if self._waiting else [self.view]
+        return [Persist(self.view), *(SendTo(member.id, message) for message in messages for member in members)]
 
     def _invalidate_view(self, now_s: float) -> list[Action]:
         self._end_view(now_s)
         return [
             SendTo(member.id, ViewInvalidated(self.view.number))
-            for member in self.view.members
-            if member.id in self._present and member.id not in self._requests
+            for member in self._present_members()
+            if member.id not in self._requests
         ]
+
+    def _present_members(self) -> list[MemberInfo]:
+        return [member for member in self.view.members if member.id in self._present]
 
     def _end_view(self, now_s: float) -> None:
         self._view_ended = True

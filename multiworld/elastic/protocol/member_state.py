@@ -13,9 +13,9 @@ from typing import Literal
 
 from multiworld.elastic.errors import ElasticError, EvictedError, RendezvousError
 from multiworld.elastic.protocol.messages import (
-    BoundaryPassed,
     Evicted,
     Message,
+    NewMembersWait,
     NextViewRequest,
     View,
     ViewInvalidated,
@@ -63,7 +63,7 @@ class MemberState:
     Attributes:
         view: the view that is ready, forming, or has ended.
         committed: number of rounds known to be committed.
-        boundaries: number of boundaries known to be passed.
+        new_members_wait: whether the rendezvous server has said so since the current view began.
         rendezvous_error: why the rendezvous server cannot be reached; None while it can.
     """
 
@@ -72,18 +72,13 @@ class MemberState:
         self.phase: Phase = "waiting"
         self.view = View(0, ())
         self.committed = 0
-        self.boundaries = 0
+        self.new_members_wait = False
         self._request: NextViewRequest | None = None
         self.rendezvous_error: str | None = None
 
     def is_in(self, view_number: int) -> bool:
         """Return whether that view is the current one and operations may run in it."""
-        return self.view.number == view_number and (self.phase == "ready" or self.at_boundary)
-
-    @property
-    def at_boundary(self) -> bool:
-        """Whether the application waits at a boundary. This ends when all members are there, the view ends, or the rendezvous is lost."""
-        return self.phase == "requested" and self._request is not None and self._request.at_boundary
+        return self.view.number == view_number and self.phase == "ready"
 
     # -- from the rendezvous server ------------------------------------------------------------------------------------
 
@@ -97,9 +92,8 @@ class MemberState:
                 return self._install_view(message)
             case ViewInvalidated(number) if number == current:
                 return self._end_view() if self.is_in(number) or self.phase == "forming" else []
-            case BoundaryPassed(number, boundaries) if number == current and boundaries > self.boundaries:
-                self.boundaries = boundaries
-                self._leave_boundary()
+            case NewMembersWait():
+                self.new_members_wait = True
             case Evicted(reason=reason):
                 detail = f"the rendezvous server evicted this member after view {current}: {shown(reason)}"
                 return self._end(EvictedError, detail)
@@ -112,10 +106,8 @@ class MemberState:
     def on_rendezvous_lost(self, detail: str) -> list[Action]:
         """The rendezvous server cannot be reached or does not know this member. The current view may continue, but no other follows."""
         self.rendezvous_error = detail
-        if not self.is_in(self.view.number):
-            return self._end(RendezvousError, detail)
-        self._leave_boundary()
-        return []
+        self.new_members_wait = False
+        return [] if self.is_in(self.view.number) else self._end(RendezvousError, detail)
 
     # -- from the world of the view ------------------------------------------------------------------------------------
 
@@ -132,18 +124,13 @@ class MemberState:
 
     # -- from the application ------------------------------------------------------------------------------------------
 
-    def enter_boundary(self, view_number: int) -> list[Action]:
-        """The application is between two operations of that view, which must be ready: new members may be admitted.
-
-        It waits until `at_boundary` is false. `boundaries` has increased then, unless the view has ended or the rendezvous is lost.
-        """
-        assert self.phase == "ready"
-        assert self.view.number == view_number
-        return [self._request_next_view(at_boundary=True)] if self.rendezvous_error is None else []
+    def request_admission(self) -> list[Action]:
+        """All members have committed the boundary of this view, and new members wait. The next view includes them."""
+        return self._request_next_view(at_boundary=True)
 
     def commit_round(self, view_number: int) -> bool:
         """Count a round that was committed in that view. Returns False if the view has ended: its request does not report the round."""
-        if self.phase != "ready" or view_number != self.view.number:
+        if not self.is_in(view_number):
             return False
         self.committed += 1
         return True
@@ -159,22 +146,18 @@ class MemberState:
             return self._end(EvictedError, f"view {view.number} does not include this member")
         before, self.view, self.phase, self._request = self.view.number, view, "forming", None
         self.committed = max(self.committed, view.committed)
-        self.boundaries = max(self.boundaries, view.boundaries)
+        self.new_members_wait = False
         return [*([CloseView(before)] if before else []), FormView(view)]
 
     def _end_view(self, suspect: str = "") -> list[Action]:
+        return [CloseView(self.view.number), *self._request_next_view(at_boundary=False, suspect=suspect)]
+
+    def _request_next_view(self, *, at_boundary: bool, suspect: str = "") -> list[Action]:
         if self.rendezvous_error is not None:
             return self._end(RendezvousError, self.rendezvous_error)
-        return [CloseView(self.view.number), self._request_next_view(at_boundary=False, suspect=suspect)]
-
-    def _request_next_view(self, *, at_boundary: bool, suspect: str = "") -> Send:
-        self._request = NextViewRequest(self.view.number, at_boundary, self.committed, self.boundaries, suspect)
+        self._request = NextViewRequest(self.view.number, at_boundary, self.committed, suspect)
         self.phase = "requested"
-        return Send(self._request)
-
-    def _leave_boundary(self) -> None:
-        if self.at_boundary:
-            self.phase, self._request = "ready", None
+        return [Send(self._request)]
 
     def _end(self, error: type[ElasticError], detail: str) -> list[Action]:
         if self.phase == "ended":

@@ -1,7 +1,7 @@
 """The messages between members of an elastic world and its rendezvous server. Pure: encoding and decoding only.
 
 member → server     Join, NextViewRequest
-server → member     Admitted, Refused, View, ViewInvalidated, BoundaryPassed, Evicted
+server → member     Admitted, Refused, View, ViewInvalidated, NewMembersWait, Evicted
 """
 
 from typing import Annotated
@@ -62,14 +62,12 @@ class NextViewRequest(_Tagged, frozen=True):
     Attributes:
         at_boundary: the member is between two operations, and new members may be admitted; otherwise the view broke or did not form.
         committed: number of rounds that it knows to be committed (multiworld/elastic/protocol/rounds.py).
-        boundaries: number of boundaries that it has passed.
         suspect: id of the member that it lost; "" if it does not know.
     """
 
     view_number: int
     at_boundary: bool
     committed: int
-    boundaries: int
     suspect: str = ""
 
 
@@ -79,13 +77,11 @@ class View(_Tagged, frozen=True):
     Attributes:
         number: only increases.
         committed: number of committed rounds, the maximum over what its members know.
-        boundaries: number of passed boundaries; a member that waits at an earlier one has missed the decision and may continue.
     """
 
     number: int
     members: tuple[MemberInfo, ...]
     committed: int = 0
-    boundaries: int = 0
 
     def ids(self) -> tuple[str, ...]:
         return tuple(member.id for member in self.members)
@@ -101,11 +97,8 @@ class ViewInvalidated(_Tagged, frozen=True):
     view_number: int
 
 
-class BoundaryPassed(_Tagged, frozen=True):
-    """All members are at the boundary, or have passed it, and no new member waits: this view continues."""
-
-    view_number: int
-    boundaries: int
+class NewMembersWait(_Tagged, frozen=True):
+    """New members wait until the members of the current view are at a boundary."""
 
 
 class Evicted(_Tagged, frozen=True):
@@ -114,7 +107,7 @@ class Evicted(_Tagged, frozen=True):
     reason: str
 
 
-Message = Join | Admitted | Refused | NextViewRequest | View | ViewInvalidated | BoundaryPassed | Evicted
+Message = Join | Admitted | Refused | NextViewRequest | View | ViewInvalidated | NewMembersWait | Evicted
 _decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 

@@ -96,7 +96,7 @@ class Round:
             if number != first[0]:
                 raise RoundMismatch(rank, f"it is in round {number}, rank 0 is in round {first[0]}")
             if (count, signature) != first[1:3]:
-                raise RoundMismatch(rank, f"its {count} operations differ from the {first[1]} operations of rank 0")
+                raise RoundMismatch(rank, "its operation or its tensors differ from those of rank 0")
         return all(flags == first[3] for *_, flags in fields)
 
     def intersect(self, flags: list[bytes]) -> None:

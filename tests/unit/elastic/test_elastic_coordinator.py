@@ -5,11 +5,11 @@ import pytest
 from multiworld.elastic.agent import suspect_of
 from multiworld.elastic.protocol.coordinator import MAX_FAILED_VIEWS, Action, Coordinator, Persist, SendTo
 from multiworld.elastic.protocol.messages import (
-    BoundaryPassed,
     Evicted,
     MemberInfo,
     Message,
     MessageError,
+    NewMembersWait,
     NextViewRequest,
     View,
     ViewInvalidated,
@@ -40,18 +40,18 @@ def told(actions: list[Action], name: str) -> list[Message]:
 
 
 def broken(coordinator: Coordinator, committed: int = 0, suspect: str = "") -> NextViewRequest:
-    return NextViewRequest(coordinator.view.number, False, committed, coordinator.view.boundaries, suspect)
+    return NextViewRequest(coordinator.view.number, False, committed, suspect)
 
 
 def boundary(coordinator: Coordinator) -> NextViewRequest:
-    return NextViewRequest(coordinator.view.number, True, 0, coordinator.view.boundaries)
+    return NextViewRequest(coordinator.view.number, True, 0)
 
 
 def test_first_view_forms_with_enough_members_and_is_persisted_before_it_is_sent() -> None:
     coordinator = Coordinator(initial_members=2)
     assert coordinator.on_join(one("a"), 0.0) == []
     actions = coordinator.on_join(one("b"), 0.0)
-    view = View(1, infos("a", "b"), 0, 1)
+    view = View(1, infos("a", "b"))
     assert actions == [Persist(view), SendTo("a", view), SendTo("b", view)]
 
 
@@ -61,7 +61,7 @@ def test_others_are_told_of_a_lost_member_and_form_the_next_view_when_all_have_a
     assert actions == [SendTo("b", ViewInvalidated(1)), SendTo("c", ViewInvalidated(1))]
     assert coordinator.on_message("b", broken(coordinator, committed=4), 1.1) == []
     actions = coordinator.on_message("c", broken(coordinator, committed=5), 1.2)
-    assert told(actions, "b") == [View(2, infos("b", "c"), 5, 1)], "who is behind learns how many rounds are committed"
+    assert told(actions, "b") == [View(2, infos("b", "c"), 5)], "who is behind learns how many rounds are committed"
 
 
 def test_member_that_does_not_ask_in_time_is_evicted_and_the_others_continue() -> None:
@@ -77,24 +77,24 @@ def test_member_that_does_not_ask_in_time_is_evicted_and_the_others_continue() -
 
 def test_newcomer_waits_for_a_boundary_and_is_not_admitted_after_a_failure() -> None:
     coordinator = begun("a", "b")
-    assert coordinator.on_join(one("n"), 1.0) == []
+    assert coordinator.on_join(one("n"), 1.0) == [SendTo("a", NewMembersWait()), SendTo("b", NewMembersWait())]
     coordinator.on_message("a", boundary(coordinator), 1.0)
-    coordinator.on_message("b", broken(coordinator), 1.0)
+    actions = coordinator.on_message("b", broken(coordinator), 1.0)
     assert coordinator.view.ids() == ("a", "b"), "one had an operation in flight"
+    assert told(actions, "a") == [coordinator.view, NewMembersWait()], "the next boundary can admit it"
     coordinator.on_message("a", boundary(coordinator), 2.0)
     actions = coordinator.on_message("b", boundary(coordinator), 2.0)
     assert coordinator.view.ids() == ("a", "b", "n")
     assert told(actions, "n") == [coordinator.view]
 
 
-def test_view_continues_when_all_are_at_a_boundary_and_no_newcomer_waits() -> None:
-    coordinator = begun("a", "b")
-    coordinator.on_message("a", boundary(coordinator), 1.0)
-    actions = coordinator.on_message("b", boundary(coordinator), 1.0)
-    assert told(actions, "a") == told(actions, "b") == [BoundaryPassed(1, 2)]
-    assert Persist(coordinator.view) in actions
-    late = coordinator.on_message("a", NextViewRequest(1, True, 0, 1), 1.5)
-    assert late == [SendTo("a", BoundaryPassed(1, 2))], "a lost message is sent again"
+def test_member_that_does_not_ask_at_a_boundary_is_evicted_and_the_newcomer_admitted() -> None:
+    coordinator = begun("a", "b", regroup_timeout_s=10.0)
+    coordinator.on_join(one("n"), 1.0)
+    coordinator.on_message("a", boundary(coordinator), 2.0)
+    assert coordinator.deadline_s == 12.0
+    coordinator.on_tick(12.0)
+    assert coordinator.view.ids() == ("a", "n")
 
 
 def test_messages_about_an_older_view_are_ignored() -> None:
@@ -134,12 +134,13 @@ def test_newest_member_is_evicted_when_no_suspect_is_known_and_progress_resets_t
 
 
 def test_members_rejoin_after_a_restart_and_missing_ones_are_evicted() -> None:
-    view = View(7, infos("a", "b", "c"), 3, 2)
+    view = View(7, infos("a", "b", "c"), 3)
     coordinator = Coordinator(initial_members=3, regroup_timeout_s=10.0, view=view, now_s=100.0)
     assert coordinator.may_resume("a")
     assert not coordinator.may_resume("stranger")
     assert told(coordinator.on_join(one("a"), 101.0), "a") == [view], "it may have missed the message"
-    coordinator.on_join(one("b"), 101.0)
+    coordinator.on_join(one("n"), 101.0)
+    assert told(coordinator.on_join(one("b"), 101.0), "b") == [view, NewMembersWait()]
     assert coordinator.on_message("a", broken(coordinator), 102.0) == []
     assert coordinator.on_message("b", broken(coordinator), 102.0) == [], "c may still return"
     coordinator.on_tick(110.0)
@@ -186,8 +187,8 @@ def test_member_is_suspected_only_when_the_failure_names_it(cause: Cause, rank: 
         b'{"kind": "Nonsense"}',
         b'{"kind": "ViewInvalidated"}',
         b'{"kind": "ViewInvalidated", "view_number": "3"}',
-        b'{"kind": "View", "number": 1, "members": [{"id": "a", "host": "h", "port": 0}], "committed": 0, "boundaries": 0}',
-        b'{"kind": "View", "number": 1, "members": [{"id": "a b", "host": "h", "port": 1}], "committed": 0, "boundaries": 0}',
+        b'{"kind": "View", "number": 1, "members": [{"id": "a", "host": "h", "port": 0}], "committed": 0}',
+        b'{"kind": "View", "number": 1, "members": [{"id": "a b", "host": "h", "port": 1}], "committed": 0}',
         b'{"kind": "Join", "world": "w", "member": {"id": "a", "host": "h", "port": "1"}, "resume": false}',
         b'{"kind": "Join", "world": "w", "member": [], "resume": false}',
     ],

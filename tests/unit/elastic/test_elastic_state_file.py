@@ -12,27 +12,18 @@ from tests.waiting import until
 
 
 def view(number: int) -> View:
-    return View(number, (MemberInfo("a", "host", 1),), 0, number)
-
-
-async def written(path: Path, **views: View) -> StateFile:
-    state = StateFile(path, 10.0)
-    for name, each in views.items():
-        state.store(name, each)
-    await state.flush()
-    return state
+    return View(number, (MemberInfo("a", "host", 1),))
 
 
 def loaded(path: Path) -> dict[str, View]:
     return StateFile(path, 10.0).load()
 
 
-async def test_state_file_holds_the_last_view_of_each_known_world(tmp_path: Path) -> None:
+async def test_state_file_holds_the_views_that_were_saved_last(tmp_path: Path) -> None:
     path = tmp_path / "state"
-    state = await written(path, one=view(1), two=view(1), three=view(1))
-    state.store("two", view(2))
-    state.remove("three")
-    await state.flush()
+    state = StateFile(path, 10.0)
+    await state.save({"one": view(1), "two": view(1), "three": view(1)})
+    await state.save({"one": view(1), "two": view(2)})
     assert loaded(path) == {"one": view(1), "two": view(2)}
     assert loaded(tmp_path / "nothing here") == {}
 
@@ -55,27 +46,26 @@ async def test_decision_is_synced_and_survives_a_failed_write(tmp_path: Path, mo
         sync(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    state = await written(path, one=view(1))
+    state = StateFile(path, 10.0)
+    await state.save({"one": view(1)})
     assert synced == [str(tmp_path / "state.new"), str(tmp_path)]
-    state.store("one", view(2))
     with pytest.raises(OSError, match="no space left"):
-        await state.flush()
+        await state.save({"one": view(2)})
     assert loaded(path) == {"one": view(1)}
     monkeypatch.undo()
-    await state.flush()
+    await state.save({"one": view(2)})
     assert loaded(path) == {"one": view(2)}
 
 
-async def test_flush_times_out_when_the_disk_does_not_respond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_save_times_out_when_the_disk_does_not_respond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     monkeypatch.setattr(os, "fsync", lambda _: answers.wait(60))
     path = tmp_path / "state"
     state = StateFile(path, 0.1)
-    state.store("one", view(1))
     for _ in range(2):
         with pytest.raises(TimeoutError, match="the disk did not respond"):
-            await state.flush()
+            await state.save({"one": view(1)})
     answers.set()
     await until(path.exists)
-    await state.close()
+    state.close()
     assert loaded(path) == {"one": view(1)}
