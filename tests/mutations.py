@@ -33,7 +33,7 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         ),
         "server/scheduling/batches.py": (
             # The former holder of an input is not told that it may forget it.
-            ("del previous.held[self.id]", "pass"),
+            ("del self.holder.held[self.id]", "pass"),
         ),
         "server/scheduling/state.py": (
             # The timer of an idle replica goes on: it is failed as hung.
@@ -44,16 +44,9 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
             # A request that starts again goes to the end of its group.
             ("            self._by_key[request.key].move_to_end(request.id, last=False)\n", ""),
         ),
-        "server/scheduling/failure_handling.py": (
-            # A request is blamed for the end of a draining replica.
-            ('cause != "left" and not replica.draining', 'cause != "left"'),
-        ),
         "server/scheduling/batch_lifecycle.py": (
-            # The pool of a cancelled batch is not dispatched.
-            (
-                "        batch.pool.dequeue(batch)\n        self._state.changed_pools[batch.pool] = None\n",
-                "        batch.pool.dequeue(batch)\n",
-            ),
+            # A request is blamed for the end of a draining replica.
+            ('cause != "left" and replica.id not in self._state.table.draining', 'cause != "left"'),
         ),
         "server/scheduling/dispatcher.py": (
             # A batch is hedged again and again.

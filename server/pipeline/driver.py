@@ -126,7 +126,7 @@ class SchedulerDriver:
     ) -> None:
         self.scheduler = Scheduler(config)
         self.relays = Relays()
-        self.requests = Requests(model, metrics, versions, self._arrive, self.submit_event, traces)
+        self.requests = Requests(model, metrics, versions, self._arrive, self.submit_event)
         self.released: list[tuple[Worker, int]] = []
         self._metrics = metrics
         self._after_event = after_event
@@ -331,7 +331,6 @@ class SchedulerDriver:
             case FreeBatch():
                 if (batch := self._batches.pop(action.batch, None)) is not None:
                     batch.replace(None)
-                self._stage_ended(action.batch)
             case FailReplica():
                 if found := self._replicas.get(action.replica):
                     found[0].fail(Cause(action.cause), _WHY_BROKEN[action.cause])
@@ -351,22 +350,18 @@ class SchedulerDriver:
         batch = self._batches[action.batch]
         batch.replace(self._take_output())
         batch.path += (self._world_of(action.replica),)
-        self._stage_ended(action.batch)
 
     def _world_of(self, replica: ReplicaId) -> str:
         link, _ = self._replicas[replica]
         return link.worker.id.world
 
-    def _stage_ended(self, batch: int) -> None:
-        if self._traces is not None:
-            self._traces.stage_ended(batch)
-
     def _answer(self, action: Answer) -> None:
         batch = self._batches[action.batch]
         path = (*batch.path, self._world_of(action.replica))
-        if answered := self.requests.take(action):
-            times = batch.compute_s, batch.transfer_s
-            self.requests.answer(answered, action, self._take_output(), times, path, self.scheduler.current_version)
+        output, times = self._take_output(), (batch.compute_s, batch.transfer_s)
+        used = self.requests.answer(action, output, times, path, self.scheduler.current_version)
+        if not used and isinstance(output, KeptOutput):
+            output.release()
 
     # -- sending -------------------------------------------------------------------------------------------------------------
 
@@ -386,7 +381,7 @@ class SchedulerDriver:
             return
         if worker.state != "broken":  # otherwise the scheduler is about to receive `ReplicaLost`
             if self._traces is not None:
-                self._traces.sent(action, worker, plan.version.name)
+                self._traces.sent(action, worker, plan.version.name, self.requests.spans(action.requests))
             payload = self._payload(action, batch.input, worker)
             sent = SentBatch(action.batch, action.stage, plan.number, action.requests, action.replica, time.monotonic())
             link.send(sent, payload)

@@ -22,7 +22,6 @@ from multiworld_serving.server.errors import (
     StageError,
 )
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.inputs import KeptOutput, RemoteInput, RequestInput
 from multiworld_serving.server.predictor import ModelVersion, Prediction
 from multiworld_serving.server.scheduling.actions import Answer, Reject
@@ -131,7 +130,6 @@ class Requests:
 
     Args:
         arrive, submit: hand an event to the scheduler.
-        traces: records the spans of traced requests; None if tracing is off.
 
     Attributes:
         has_begun: whether there has been a request.
@@ -145,14 +143,12 @@ class Requests:
         versions: VersionTable,
         arrive: Callable[[RequestArrived], None],
         submit: Callable[[RequestCancelled], None],
-        traces: BatchTraces | None,
     ) -> None:
         self._model = model
         self._metrics = metrics
         self._versions = versions
         self._arrive = arrive
         self._submit = submit
-        self._traces = traces
         self._ids = count()
         self.has_begun = False
         self.pending: dict[int, PendingRequest] = {}
@@ -197,14 +193,30 @@ class Requests:
         """The frontends that fetch the outputs of these samples themselves; None if the leader needs one."""
         return {pending.fetcher for request in requests if (pending := self.pending.get(request)) is not None}
 
+    def spans(self, requests: Sequence[int]) -> set[Any]:
+        """The spans of the traced requests to which these samples belong."""
+        found = map(self.pending.get, requests)
+        return {pending.span for pending in found if pending is not None and pending.span is not None}
+
     def hand_back(self, requests: Sequence[int], holders: Collection[str]) -> None:
         """End those of the requests whose input is at one of `holders`: a worker cannot fetch it."""
         for pending in filter(None, map(self.pending.get, requests)):
             if isinstance(pending.input, RemoteInput) and pending.input.holder in holders:
                 self._end(pending, InputUnreachableError("a worker cannot fetch the input from its frontend"))
 
-    def take(self, action: Answer) -> list[tuple[PendingRequest, list[int], list[int]]]:
-        """The requests that are answered: each with its samples in this batch, and their rows."""
+    def answer(
+        self,
+        action: Answer,
+        output: Tensor | KeptOutput,
+        times: tuple[float, float],
+        path: tuple[str, ...],
+        current_version: str | None,
+    ) -> bool:
+        """Add the output to the requests of its rows, and end those without an open sample.
+
+        Returns:
+            Whether a request has taken a row.
+        """
         found: dict[int, tuple[PendingRequest, list[int], list[int]]] = {}
         for request, row in action.rows:
             pending = self.pending.get(request)
@@ -215,20 +227,8 @@ class Requests:
             samples.append(pending.open[request])
             rows.append(row)
             self._close(request)
-        return list(found.values())
-
-    def answer(
-        self,
-        answered: list[tuple[PendingRequest, list[int], list[int]]],
-        action: Answer,
-        output: Tensor | KeptOutput,
-        times: tuple[float, float],
-        path: tuple[str, ...],
-        current_version: str | None,
-    ) -> None:
-        """Add the output to these requests, and end those without an open sample."""
         version = self._versions.plan(action.version).version
-        for pending, samples, rows in answered:
+        for pending, samples, rows in found.values():
             part = Part(tuple(samples), tuple(rows), output, version, *times, action.attempts, path, len(action.rows))
             pending.parts.append(part)
             if not pending.open:
@@ -237,6 +237,7 @@ class Requests:
                 except Exception as error:
                     logger.exception("request_id=%s cannot be answered", pending.request_id)
                     self._end(pending, _failure_of_leader(error))
+        return bool(found)
 
     def reject(self, action: Reject) -> None:
         """End a request with the scheduler's reason."""
@@ -257,8 +258,6 @@ class Requests:
         for request, at in zip(ids, samples, strict=True):
             pending.open[request] = at
             self.pending[request] = pending
-            if self._traces is not None:
-                self._traces.request_started(request, pending.span)
         self._arrive(RequestArrived(ids[0], pending.deadline_s, pending.key, len(ids)))
 
     def _finish(self, pending: PendingRequest, current: str | None) -> None:
@@ -285,8 +284,6 @@ class Requests:
 
     def _close(self, request: int) -> None:
         """Forget a sample that has its outcome."""
-        if self._traces is not None:
-            self._traces.request_ended(request)
         if (pending := self.pending.pop(request, None)) is not None:
             del pending.open[request]
         if not self.pending:

@@ -8,8 +8,7 @@ Start with `scheduler.py`: its docstring lists the rules. Then:
     events.py, actions.py   input and output
     admission.py            accepts or rejects a request on arrival
     dispatcher.py           forms batches, sends them to replicas
-    batch_lifecycle.py      answers, rejects, isolates and requeues
-    failure_handling.py     recovers the batches of lost replicas
+    batch_lifecycle.py      answers, rejects, isolates and requeues; recovers the batches of lost replicas
     batches.py, state.py    the data: requests, batches, replicas and their queues
     estimates/              service times and throughput, learned from earlier batches; which batches are late
 

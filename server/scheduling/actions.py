@@ -73,8 +73,6 @@ class Answer:
     rows: tuple[tuple[RequestId, int], ...]
     """(request, row of the output) of the requests that are still open."""
     version: str
-    path: tuple[ReplicaId, ...]
-    """The replica that computed each stage."""
     attempts: int
     """`SendBatch.attempt` of the last stage."""
 

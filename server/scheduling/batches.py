@@ -76,7 +76,6 @@ class Batch:
     failed_on: Replica | None = None
     """Where the current stage raised; the retry goes to another replica."""
     retried: bool = False
-    path: list[ReplicaId] = field(default_factory=list)
     holder: Replica | None = None
     """Keeps the input of the current stage; None if the leader or the frontends have it. Never a removed replica."""
     input_lost: bool = False
@@ -99,14 +98,13 @@ class Batch:
         self.retried = False
         self.input_lost = False
 
-    def hold_at(self, holder: Replica | None) -> Replica | None:
-        """Record which replica keeps the input. Returns the previous holder."""
-        previous, self.holder = self.holder, holder
-        if previous is not None:
-            del previous.held[self.id]
+    def hold_at(self, holder: Replica | None) -> None:
+        """Record which replica keeps the input, instead of the previous one."""
+        if self.holder is not None:
+            del self.holder.held[self.id]
         if holder is not None:
             holder.held[self.id] = self
-        return previous
+        self.holder = holder
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +119,6 @@ class Replica:
     """Batches whose input this replica keeps: it computed their previous stage."""
     rows: int = 0
     """Rows in flight."""
-    draining: bool = False
     unmatched_failures: int = 0
     """Consecutive batches that raised here and succeeded on another replica."""
     answered_s: float = float("-inf")

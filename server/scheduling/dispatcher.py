@@ -18,12 +18,9 @@ class Dispatcher:
 
     def dispatch(self) -> None:
         """Send everything that can be sent. Last stages first: they make room for new batches."""
-        changed, self._state.changed_pools = self._state.changed_pools, {}
-        entry_pool = self._state.table.entry_pool
-        if entry_pool is not None:
-            changed[entry_pool] = None
-        for pool in sorted(changed, key=_last_stage_first) if len(changed) > 1 else changed:
-            self._dispatch_pool(pool)
+        for pipeline in self._state.table.pipelines.values():
+            for pool in reversed(pipeline.pools):
+                self._dispatch_pool(pool)
 
     def hedge(self) -> None:
         """Send a second attempt of every late batch, if another replica has room and the budget allows it."""
@@ -176,7 +173,3 @@ class Dispatcher:
 
 def _has_isolated(replica: Replica) -> bool:
     return any(attempt.batch.isolated for attempt in replica.in_flight.values())
-
-
-def _last_stage_first(pool: Pool) -> int:
-    return -pool.stage

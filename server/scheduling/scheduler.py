@@ -68,7 +68,6 @@ from multiworld_serving.server.scheduling.events import (
     RequestCancelled,
     Tick,
 )
-from multiworld_serving.server.scheduling.failure_handling import FailureHandler
 from multiworld_serving.server.scheduling.state import SchedulerState
 
 _MAX_UNMATCHED_FAILURES = 3
@@ -85,7 +84,6 @@ class Scheduler:
         self._admission = Admission(self._state)
         self._dispatcher = Dispatcher(self._state)
         self._lifecycle = BatchLifecycle(self._state)
-        self._failures = FailureHandler(self._state, self._lifecycle)
 
     # -- called by the driver ------------------------------------------------------------------------------------------------
 
@@ -103,8 +101,7 @@ class Scheduler:
         self._expire_deadlines()
         self._fail_hung_replicas()
         self._expire_graces()
-        if self._state.changed_draining:
-            self._failures.release_drained()
+        self._lifecycle.release_drained()
         self._dispatcher.dispatch()
         self._dispatcher.hedge()
         return self._state.actions
@@ -226,20 +223,20 @@ class Scheduler:
             raise ValueError(f"replica {event.replica} is for stage {event.stage} of {self.config.num_stages}")
         if event.replica not in self._state.table.replicas:
             self._state.table.add(event.replica, event.stage, event.version, self._state.now_s)
-            self._failures.replicas_changed()
+            self._lifecycle.replicas_changed()
 
     def _replica_draining(self, event: ReplicaDraining) -> None:
-        replica = self._state.table.replicas.get(event.replica)
-        if replica is not None and not replica.draining:
-            replica.draining = True
-            self._state.table.stop_accepting(replica, self._state.now_s)
-            self._failures.replicas_changed()
-            self._state.changed_draining[replica] = None
+        table = self._state.table
+        replica = table.replicas.get(event.replica)
+        if replica is not None and replica.id not in table.draining:
+            table.draining[replica.id] = replica
+            table.stop_accepting(replica, self._state.now_s)
+            self._lifecycle.replicas_changed()
 
     def _replica_lost(self, event: ReplicaLost) -> None:
         replica = self._state.table.replicas.get(event.replica)
         if replica is not None:
-            self._failures.fail_replica(replica, event.cause)
+            self._lifecycle.fail_replica(replica, event.cause)
 
     def _returned(self, event: BatchDone | BatchFailed | InputLost) -> None:
         """Free the attempt's place in the replica's window. Without effect on the batch if the attempt was abandoned."""
@@ -249,9 +246,6 @@ class Scheduler:
             return
         worked_s = self._state.table.record_returned(attempt, self._state.now_s)
         self._state.hedging.unwatch(attempt)
-        self._state.changed_pools[replica.pool] = None
-        if replica.draining:
-            self._state.changed_draining[replica] = None
         if isinstance(event, BatchDone):
             self._state.service_times.observe(attempt, worked_s, event.computed_s, event.transfer_s)
         if not attempt.detach():
@@ -262,7 +256,7 @@ class Scheduler:
             case BatchFailed():
                 self._failed(attempt, event)
             case InputLost():
-                self._failures.attempt_failed(attempt)
+                self._lifecycle.attempt_failed(attempt)
                 self._lifecycle.lose_input(attempt.batch)
 
     def _done(self, attempt: Attempt, *, kept: bool) -> None:
@@ -271,18 +265,17 @@ class Scheduler:
         self._settle_hedge(attempt)
         if batch.failed_on is not None:
             self._count_failure_of(batch.failed_on)
-        batch.path.append(attempt.replica.id)
         if batch.stage + 1 == self.config.num_stages:
             self._lifecycle.answer(batch, attempt.replica)
         else:
             batch.advance(self._state.now_s)
-            self._lifecycle.move_input(batch, attempt.replica if kept else None)
+            batch.hold_at(attempt.replica if kept else None)
             self._state.actions.append(KeepOutput(batch.id, attempt.replica.id, batch.stage))
             self._lifecycle.enqueue(batch, "first", at_head=False)
 
     def _failed(self, attempt: Attempt, event: BatchFailed) -> None:
         batch = attempt.batch
-        self._failures.attempt_failed(attempt)
+        self._lifecycle.attempt_failed(attempt)
         if batch.in_flight:  # a hedge, or the attempt that was hedged
             batch.retried = True
         elif event.by_input and len(batch.rows) == 1:
@@ -304,7 +297,7 @@ class Scheduler:
         known = self._state.table.replicas.get(replica.id) is replica
         if known and replica.unmatched_failures >= _MAX_UNMATCHED_FAILURES:
             self._state.actions.append(FailReplica(replica.id, "error"))
-            self._failures.fail_replica(replica, "error")
+            self._lifecycle.fail_replica(replica, "error")
 
     def _settle_hedge(self, winner: Attempt) -> None:
         """Abandon the other attempt of the batch, if there is one, and count the outcome."""
@@ -322,7 +315,7 @@ class Scheduler:
     def _fail_hung_replicas(self) -> None:
         while (replica := self._state.table.hang_deadlines.pop_until(self._state.now_s)) is not None:
             self._state.actions.append(FailReplica(replica.id, "hang"))
-            self._failures.fail_replica(replica, "hang")
+            self._lifecycle.fail_replica(replica, "hang")
 
     def _expire_graces(self) -> None:
         while (pool := self._state.table.grace_deadlines.pop_until(self._state.now_s)) is not None:

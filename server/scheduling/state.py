@@ -23,8 +23,6 @@ class SchedulerState:
     Attributes:
         now_s: time of the event being handled.
         actions: the actions decided for this event so far.
-        changed_pools: pools to visit in the next dispatch, because they have changed.
-        changed_draining: draining replicas that may have become empty during this event.
         draining: new requests are rejected.
         flush_partial: partial batches are sent at once, because the server is stopping.
     """
@@ -40,10 +38,6 @@ class SchedulerState:
         self.throughput = ThroughputEstimator()
         self.arrivals = ArrivalRate()
         self.hedging = Hedging(config, self.service_times)
-        self.changed_pools: dict[Pool, None] = {}
-        """A set in insertion order."""
-        self.changed_draining: dict[Replica, None] = {}
-        """Draining replicas that may have become empty."""
         self.draining = False
         self.flush_partial = False
 
@@ -180,6 +174,8 @@ class ReplicaTable:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self.replicas: dict[ReplicaId, Replica] = {}
+        self.draining: dict[ReplicaId, Replica] = {}
+        """Those that get no new batches."""
         self.pipelines: dict[str, VersionPipeline] = {}
         """By version, oldest first."""
         self.current: VersionPipeline | None = None
@@ -230,6 +226,7 @@ class ReplicaTable:
         """Remove a replica. Its batches in flight will not return."""
         self.stop_accepting(replica, now_s)
         self.hang_deadlines.discard(replica)
+        self.draining.pop(replica.id, None)
         del self.replicas[replica.id]
         replica.pool.pipeline.num_replicas -= 1
 

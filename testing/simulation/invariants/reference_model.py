@@ -70,7 +70,6 @@ class BatchEntry:
     retries: int = 0
     copies: set[str] = field(default_factory=set)
     """Links on which a copy is in flight whose result can be used."""
-    path: list[str] = field(default_factory=list)
     holder: LinkEntry | None = None
     """The link that keeps its input."""
     input_lost: bool = False

@@ -126,9 +126,7 @@ def test_batch_passes_the_stages_and_is_answered_by_sample() -> None:
     assert isinstance(second, SendBatch)
     assert (second.batch, second.stage, second.requests, second.waited_s) == (first.batch, 1, (1, 2), 0.0)
     answer, forget = driver.done(second)
-    assert answer == Answer(
-        first.batch, second.replica, ((1, 0), (2, 1)), "v1", (first.replica, second.replica), attempts=1
-    )
+    assert answer == Answer(first.batch, second.replica, ((1, 0), (2, 1)), "v1", attempts=1)
     assert forget == FreeBatch(first.batch)
     assert driver.scheduler.open_requests == 0
     assert driver.scheduler.next_wakeup_s() is None
