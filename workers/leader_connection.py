@@ -230,12 +230,12 @@ class LeaderConnection:
         """
         if session.device_failed:
             _end_stuck(f"{self._settings.device} has failed for this process", EXIT_DEVICE_FAILED)
-        queue, began_s = session.queue, time.monotonic()
-        while queue.busy_s:
-            longest_s = self._settings.join_timeout_s if queue.is_loading else _BATCH_STUCK_S
-            if time.monotonic() - began_s > longest_s:
-                what = "loading" if queue.is_loading else "computing"
-                _end_stuck(f"the stage has been {what} for {queue.busy_s:.1f} s and does not return")
+        began_s = time.monotonic()
+        while (job := self._worker.engine.job_of(session)) is not None:
+            now_s, longest_s = time.monotonic(), _BATCH_STUCK_S if job.is_batch else self._settings.join_timeout_s
+            if now_s - began_s > longest_s:
+                what = "computing" if job.is_batch else "loading"
+                _end_stuck(f"the stage has been {what} for {now_s - job.begun_s:.1f} s and does not return")
             await asyncio.sleep(0.05)
 
     async def _pause(self, failures: int) -> None:

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from multiworld_serving.common.wire.join import MAX_PARTS
-from multiworld_serving.models.bundle.stage import BundleStageSpec
+from multiworld_serving.workers.stage_loader import AssignedStage
 
 EARLIER_LEADERS_S = 1.0
 """How long a leader is not told what this worker holds because an earlier leader is about to assign it something."""
@@ -65,16 +65,16 @@ class LeaderPlace:
     """The place of one linked leader in the order.
 
     Attributes:
+        stages: those that this leader has assigned and not unloaded, by version and index.
         leave: ends the link; set by the session.
     """
 
     def __init__(self, order: LeaderOrder, number: int, name: str) -> None:
         self.name = name
+        self.stages: dict[tuple[int, int], AssignedStage] = {}
         self.leave: Callable[[], object] = lambda: None
         self._order = order
         self._number = number
-        self._stages: dict[tuple[int, int], tuple[str, str]] = {}
-        """Part and digest of the assigned stages, by version and index."""
 
     @property
     def obeyed(self) -> str:
@@ -84,20 +84,16 @@ class LeaderPlace:
     @property
     def parts(self) -> set[str]:
         """The `BundleStageSpec.part`s of the stages that this leader has assigned."""
-        return {part for part, _ in self._stages.values()}
-
-    @property
-    def digests(self) -> set[str]:
-        """The `StageAssignment.digest`s of the stages that this leader has assigned."""
-        return {digest for _, digest in self._stages.values()}
+        return {stage.spec.part for stage in self.stages.values()}
 
     def accepts(self, digest: str) -> bool:
         """Whether this worker may serve a stage with this digest for this leader."""
-        return not self.obeyed or any(digest in place.digests for place in self._order.links.values())
+        places = self._order.links.values()
+        return not self.obeyed or any(digest == stage.digest for place in places for stage in place.stages.values())
 
-    def assigned(self, version: int, spec: BundleStageSpec, digest: str) -> None:
+    def assigned(self, stage: AssignedStage) -> None:
         """The leader has assigned a stage, which is going to be loaded."""
-        self._stages[version, spec.index] = spec.part, digest
+        self.stages[stage.key] = stage
         if self._number in self._order.attempts:
             self._order.attempts[self._number].set()
 
@@ -111,4 +107,4 @@ class LeaderPlace:
 
     def unloaded(self, version: int) -> None:
         """The leader has unloaded a version."""
-        self._stages = {key: stage for key, stage in self._stages.items() if key[0] != version}
+        self.stages = {key: stage for key, stage in self.stages.items() if key[0] != version}

@@ -2,11 +2,10 @@
 
 import asyncio
 import contextlib
-import json
 import logging
-import math
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple, NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,8 +15,8 @@ from multiworld_serving.common.config import release_free_memory
 from multiworld_serving.common.edges.edge import RowsLostError
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.inputs import MAX_INPUTS_HEAD_BYTES, MAX_RELEASED, BatchInputs, LostInput
-from multiworld_serving.common.wire.message import Header, Message, MessageKind, RowShape, WireError
+from multiworld_serving.common.wire.inputs import MAX_RELEASED, BatchInputs, LostInput
+from multiworld_serving.common.wire.message import Header, Message, MessageKind, WireError
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.exit_timer import (
@@ -28,7 +27,7 @@ from multiworld_serving.workers.exit_timer import (
 )
 from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
 from multiworld_serving.workers.observability.metrics import Outcome, WorkerMetrics
-from multiworld_serving.workers.stage_loader import IncomingAssignment, obtain_stage
+from multiworld_serving.workers.stage_loader import AssignedStage
 
 logger = logging.getLogger(__name__)
 
@@ -39,26 +38,6 @@ _FAILURE_GRACE_S = 30.0
 LEADER_RANK = 0
 _OUTCOMES: dict[MessageKind, Outcome] = {MessageKind.FAILED: "failed", MessageKind.INPUT_LOST: "input_lost"}
 """Of batches without a result, by what the leader is told."""
-
-
-class _Expected(NamedTuple):
-    """What an assigned stage accepts and returns. The first fields are in the order of `Header.require_batch`'s parameters.
-
-    Attributes:
-        float32_as: as which a float32 output travels.
-    """
-
-    dtype: torch.dtype
-    row_shape: RowShape
-    min_batch_size: int
-    max_batch_size: int
-    float32_as: torch.dtype
-
-    @property
-    def max_inputs_bytes(self) -> int:
-        """Most bytes of an INPUTS message for this stage."""
-        row_bytes = math.prod(self.row_shape.dims) * self.dtype.itemsize
-        return MAX_INPUTS_HEAD_BYTES + self.max_batch_size * row_bytes
 
 
 class Session:
@@ -84,7 +63,6 @@ class Session:
         """True once a stage is loaded and warmed up."""
         self.device_failed = False
         """True once a batch failed because the GPU cannot be used by this process any more. The world ends then."""
-        self.queue = engine.new_queue()
         self._world = world
         self._on_restart = on_restart
         self._place = place or LeaderPlace(LeaderOrder(), 0, "")
@@ -94,10 +72,6 @@ class Session:
         self._edges = edges
         self._channel = Channel(world, LEADER_RANK, self._check)
         self._slots = asyncio.Semaphore(1)
-        self._incoming: IncomingAssignment | None = None
-        """The assignment whose stage is not loaded yet, and whose weights have not all arrived."""
-        self._inputs: dict[tuple[int, int], _Expected] = {}
-        """By version and stage: the stages that are assigned and not unloaded."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> BrokenWorldException:
@@ -121,7 +95,7 @@ class Session:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            self.queue.close()
+            self._place.stages.clear()
             if self._edges is not None:
                 # Frontends may still fetch the last answers if the leader closed the world on purpose.
                 self._edges.store.drop_owner(self, expiring=not left)
@@ -159,61 +133,56 @@ class Session:
         """Reject a header that the leader may not send now; see `Channel`. Raises WireError."""
         match header.kind:
             case MessageKind.BATCH:
-                header.require_batch(*self._expected(header)[:4])
+                stage = self._stage(header)
+                header.require_batch(stage.dtype, stage.row_shape, 1, stage.assignment.max_batch_size)
             case MessageKind.INPUTS if self._edges is not None:
-                header.require_batch(torch.uint8, (), 1, self._expected(header).max_inputs_bytes)
+                header.require_batch(torch.uint8, (), 1, self._stage(header).max_inputs_bytes)
             case MessageKind.RELEASE if self._edges is not None:
                 header.require_batch(torch.int64, (), 1, MAX_RELEASED)
-            case MessageKind.ASSIGN if self._incoming is None:
+            case MessageKind.ASSIGN:
                 header.require_text()
-            case MessageKind.WEIGHTS if self._incoming is not None and self._incoming.is_fetching:
-                header.require_batch(torch.uint8, (), 1, self._incoming.missing_bytes)
+            case MessageKind.WEIGHTS:
+                header.require_batch(torch.uint8, (), 1, self._stage(header).missing_bytes)
             case MessageKind.UNLOAD | MessageKind.RESTART:
                 header.require_no_payload()
             case _:
                 raise WireError(f"{header.kind.name} was not expected here")
 
-    def _expected(self, message: Header | Message) -> _Expected:
-        expected = self._inputs.get((message.version, message.stage))
-        if expected is None:
+    def _stage(self, message: Header | Message) -> AssignedStage:
+        stage = self._place.stages.get((message.version, message.stage))
+        if stage is None:
             raise WireError(
                 f"{message.kind.name} of stage {message.stage}, version {message.version}, which is not assigned"
             )
-        return expected
+        return stage
 
     def _handle(self, message: Message) -> None:
-        match message.kind:
-            case MessageKind.ASSIGN if self._incoming is None:
-                incoming = IncomingAssignment(message)
-                spec, shape, most = incoming.spec, incoming.assignment.sample_shape, incoming.task.max_batch_size
-                if not self._place.accepts(incoming.assignment.digest):
-                    self._start(self._refuse(incoming))
-                    return
-                self._incoming = incoming
-                self._inputs[incoming.assignment.version, spec.index] = _Expected(
-                    spec.input_rows.dtype if spec.is_first else incoming.assignment.travels_as(spec.input_rows.dtype),
-                    *(RowShape(shape, spec.input_rows.varies), 1, most),
-                    torch.float32 if spec.is_last else incoming.assignment.travels_as(torch.float32),
-                )
-                self._place.assigned(incoming.assignment.version, spec, incoming.assignment.digest)
-                self._start(self._serve_assignment(incoming))
-            case MessageKind.WEIGHTS if self._incoming is not None:
-                self._incoming.add(message)
-                if self._incoming.complete.is_set():
-                    self._incoming = None
-            case MessageKind.RELEASE if self._edges is not None and message.payload is not None:
-                self._edges.store.release(message.payload.tolist(), self)
-            case MessageKind.UNLOAD:
+        """Handle a message that `_check` has accepted."""
+        match message.kind, message.payload:
+            case MessageKind.ASSIGN, _:
+                self._assign(AssignedStage(message))
+            case MessageKind.WEIGHTS, torch.Tensor() as chunk:
+                self._stage(message).add(chunk)
+            case MessageKind.RELEASE, torch.Tensor() as outputs if self._edges is not None:
+                self._edges.store.release(outputs.tolist(), self)
+            case MessageKind.UNLOAD, _:
                 logger.info("world=%s unloaded version number %d", self._world.name, message.version)
-                self.queue.unload(message.version)
                 self._place.unloaded(message.version)
-                self._inputs = {key: expected for key, expected in self._inputs.items() if key[0] != message.version}
                 release_free_memory()
-            case MessageKind.RESTART:
+            case MessageKind.RESTART, _:
                 logger.info("world=%s the leader asks for a restart", self._world.name)
                 self._on_restart()
-            case _:
-                raise WireError(f"{message.kind.name} was not expected here")
+
+    def _assign(self, stage: AssignedStage) -> None:
+        if stage.key in self._place.stages:
+            raise WireError(f"ASSIGN of stage {stage.spec.index}, version {stage.assignment.version}, a second time")
+        if not self._place.accepts(stage.digest):
+            text = f"it obeys leader {self._place.obeyed}, which has not assigned this version of the stage with equal settings"
+            logger.info("world=%s stage=%d refused: %s", self._world.name, stage.spec.index, text)
+            self._start(self._tell(stage.message(MessageKind.REFUSED, text)))
+            return
+        self._place.assigned(stage)
+        self._start(self._load(stage))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -221,33 +190,26 @@ class Session:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _serve_assignment(self, incoming: IncomingAssignment) -> None:
+    async def _load(self, stage: AssignedStage) -> None:
         """Load a stage and report the outcome to the leader. Other stages keep serving meanwhile."""
-
-        async def fetch() -> None:
-            incoming.is_fetching = True
-            await self._channel.send(incoming.message(MessageKind.FETCH_WEIGHTS))
-
         try:
-            stage, load_s = await obtain_stage(self._engine, self.queue, incoming, fetch)
+            load_s = await stage.load(
+                self._engine, self, partial(self._channel.send, stage.message(MessageKind.FETCH_WEIGHTS))
+            )
         except (BrokenWorldException, WorldClosedError):
             return
         except Exception as error:
             logger.exception("world=%s the stage cannot be loaded", self._world.name)
-            await self._fail(incoming, error)
+            await self._fail(stage, error)
             return
-        finally:
-            if self._incoming is incoming:
-                self._incoming = None
-        version, spec, made = incoming.assignment.version, incoming.spec, stage.optimized
-        if (version, spec.index) in self._inputs:  # else it was unloaded meanwhile
-            self.queue.serve(version, stage)
+        assert stage.loaded is not None, "`load` has returned"
+        spec, made = stage.spec, stage.loaded.optimized
         self._metrics.stage_loaded(spec.index)
         self._place.loaded()
         if not self.serving:
             self.serving = True
             # One more slot than the leader's window: a leader that exceeds its window blocks only its own link.
-            for _ in range(incoming.assignment.window):
+            for _ in range(stage.assignment.window):
                 self._slots.release()
         how = f"loaded in {load_s:.2f} s" if load_s else "is in memory already"
         logger.info(
@@ -256,17 +218,11 @@ class Session:
             *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], how, made.mode, made.why),
         )
         release_free_memory()
-        ready = {"warm_up_s": round(load_s, 3), "execution_mode": str(made.mode), "why": made.why}
-        await self._tell(incoming.reply(MessageKind.READY, json.dumps(ready)))
+        await self._tell(stage.message(MessageKind.READY))
 
-    async def _refuse(self, incoming: IncomingAssignment) -> None:
-        text = f"it obeys leader {self._place.obeyed}, which has not assigned this version of the stage with equal settings"
-        logger.info("world=%s stage=%d refused: %s", self._world.name, incoming.spec.index, text)
-        await self._tell(incoming.reply(MessageKind.REFUSED, text))
-
-    async def _fail(self, incoming: IncomingAssignment, error: Exception) -> None:
+    async def _fail(self, stage: AssignedStage, error: Exception) -> None:
         """Report that a stage cannot be loaded. Without another stage to serve, the world ends."""
-        await self._tell(incoming.reply(MessageKind.FAILED, _describe(error)))
+        await self._tell(stage.message(MessageKind.FAILED, _describe(error)))
         if not self.serving:
             # The leader ends the world after reading the reason. Breaking it here at once could overtake that message.
             await asyncio.sleep(_FAILURE_GRACE_S)
@@ -306,11 +262,13 @@ class Session:
 
     async def _result(self, message: Message) -> Message:
         """Compute a batch; returns RESULT or KEPT. The input is dropped on return: it may lie in memory of its producer."""
-        inputs, batch = await self._input_of(message)
+        stage = self._stage(message)
+        if stage.loaded is None:
+            raise WireError(f"stage {message.stage} of version {message.version} is not loaded yet")
+        inputs, batch = await self._input_of(message, stage)
         edges = self._edges if inputs is not None and inputs.keep else None
-        done = await self.queue.compute(
-            *(message.version, message.stage, batch, self._expected(message).float32_as),
-            edges.allocate if edges is not None else None,
+        done = await self._engine.compute(
+            self, stage.loaded, batch, stage.float32_as, edges.allocate if edges is not None else None
         )
         output, compute_ns, waited_us = done.output, done.compute_ns, done.waited_us
         self._metrics.computed(message.stage, compute_ns / 1e9)
@@ -321,20 +279,19 @@ class Session:
                 kind, output = MessageKind.KEPT, torch.tensor([number, *output.shape[1:]])
         return Message(kind, message.batch, output, compute_ns, waited_us, message.stage, message.version)
 
-    async def _input_of(self, message: Message) -> tuple[BatchInputs | None, torch.Tensor]:
+    async def _input_of(self, message: Message, stage: AssignedStage) -> tuple[BatchInputs | None, torch.Tensor]:
         """The input of a batch, fetched if it is not in the message; and for INPUTS the description. Raises RowsLostError."""
         assert message.payload is not None, "`_check` requires a payload"
         if message.kind is MessageKind.BATCH:
             return None, message.payload
         assert self._edges is not None, "`_check` requires edges"
-        expected = self._expected(message)
-        inputs = BatchInputs.parse(message.payload, expected.dtype, expected.row_shape.dims, expected.max_batch_size)
-        row_shape = inputs.row_shape(expected.row_shape.dims)
-        if not expected.row_shape.accepts(row_shape):
-            raise WireError(f"INPUTS with rows of {row_shape}; expected {expected.row_shape}")
+        inputs = BatchInputs.parse(message.payload, stage.dtype, stage.row_shape.dims, stage.assignment.max_batch_size)
+        row_shape = inputs.row_shape(stage.row_shape.dims)
+        if not stage.row_shape.accepts(row_shape):
+            raise WireError(f"INPUTS with rows of {row_shape}; expected {stage.row_shape}")
         self._edges.store.release(inputs.release, self)
         rest = inputs.relayed, inputs.relayed_at
-        return inputs, await self._edges.fetch_rows(inputs.sources, inputs.rows, expected.dtype, row_shape, rest)
+        return inputs, await self._edges.fetch_rows(inputs.sources, inputs.rows, stage.dtype, row_shape, rest)
 
 
 def _describe(error: Exception) -> str:

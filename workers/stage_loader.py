@@ -1,21 +1,27 @@
-"""Loads the stages that one leader assigns, or finds them if this worker has loaded them for another leader."""
+"""The stages that one leader assigns: their weights as they arrive, and loading them, unless this worker has loaded them for another
+leader."""
 
 import asyncio
 import hashlib
 import logging
+import math
 import time
 import weakref
 from collections.abc import Awaitable, Callable
+from functools import partial
+
+import torch
+from torch import Tensor
 
 from multiworld_serving.common.config import check_memory, release_free_memory
+from multiworld_serving.common.wire.inputs import MAX_INPUTS_HEAD_BYTES
 from multiworld_serving.common.wire.join import StageAssignment
-from multiworld_serving.common.wire.message import Message, MessageKind, WireError
+from multiworld_serving.common.wire.message import Message, MessageKind, RowShape, bytes_tensor
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.errors import CompileError, StageError
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.models.weights.tensor_file import TensorFile
-from multiworld_serving.workers.compute.engine import Engine, EngineQueue
-from multiworld_serving.workers.compute.stage_store import LoadedStage, StageTask
+from multiworld_serving.workers.compute.engine import Engine, LoadedStage, StageTask
 
 logger = logging.getLogger(__name__)
 
@@ -26,102 +32,106 @@ _compiling: set[asyncio.Task[None]] = set()
 """asyncio itself keeps no reference to tasks."""
 
 
-class IncomingAssignment:
-    """A stage assignment as it arrives: its description, then its weights in chunks.
+class AssignedStage:
+    """A stage that a leader has assigned. Its weights follow in WEIGHTS messages after FETCH_WEIGHTS.
 
     Args:
-        message: the ASSIGN message. WEIGHTS messages follow after FETCH_WEIGHTS.
+        message: the ASSIGN message.
 
     Attributes:
-        task: what to load. Its weights arrive with `add`.
-        is_fetching: whether FETCH_WEIGHTS was sent.
-        complete: set when all weights have arrived.
+        key: version and index.
+        dtype, row_shape: of its input, as that travels.
+        float32_as: as which a float32 output travels.
+        loaded: the stage in memory; None: it is not loaded yet.
     Raises:
         WireError, models.StageError: the message is invalid.
     """
 
     def __init__(self, message: Message) -> None:
-        self.assignment = StageAssignment.from_json(message.text())
-        self.spec = BundleStageSpec.from_json(self.assignment.spec)
-        self.task = StageTask(
-            self.spec,
-            TensorFile.in_memory(),
-            self.assignment.max_batch_size,
-            Tuning(self.assignment.precision, self.assignment.optimize),
-        )
-        self.is_fetching = False
+        self.assignment = assignment = StageAssignment.from_json(message.text())
+        self.spec = spec = BundleStageSpec.from_json(assignment.spec)
+        self.key = assignment.version, spec.index
+        self.digest = assignment.digest
+        self.dtype = spec.input_rows.dtype if spec.is_first else assignment.travels_as(spec.input_rows.dtype)
+        self.row_shape = RowShape(assignment.sample_shape, spec.input_rows.varies)
+        self.float32_as = torch.float32 if spec.is_last else assignment.travels_as(torch.float32)
+        self.loaded: LoadedStage | None = None
+        self._weights: TensorFile | None = None
+        """Where the weights arrive; None: they are not expected."""
         self._arrived = 0
-        self.complete = asyncio.Event()
+        self._complete = asyncio.Event()
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes of weights that have not arrived yet."""
-        return self.assignment.weights_bytes - self._arrived
+        """Bytes of weights that are expected and have not arrived yet."""
+        return 0 if self._weights is None else self.assignment.weights_bytes - self._arrived
 
-    def add(self, message: Message) -> None:
-        """Append a chunk of weights. Raises WireError for more bytes than announced."""
-        announced = self.assignment.weights_bytes
-        size = 0 if message.payload is None else message.payload.nbytes
-        if message.payload is None or size > self.missing_bytes:
-            raise WireError(f"WEIGHTS: {self._arrived + size} bytes; expected {announced}")
-        self.task.weights.write(message.payload.numpy().data, self._arrived)
-        self._arrived += size
+    @property
+    def max_inputs_bytes(self) -> int:
+        """Most bytes of an INPUTS message for this stage."""
+        row_bytes = math.prod(self.row_shape.dims) * self.dtype.itemsize
+        return MAX_INPUTS_HEAD_BYTES + self.assignment.max_batch_size * row_bytes
+
+    def add(self, chunk: Tensor) -> None:
+        """Append a chunk of weights, at most `missing_bytes`."""
+        assert self._weights is not None, "weights are expected"
+        self._weights.write(chunk.numpy().data, self._arrived)
+        self._arrived += chunk.nbytes
         if not self.missing_bytes:
-            self.complete.set()
+            self._complete.set()
 
-    def check_weights(self) -> None:
-        """Raise StageError for other weights than announced. Blocks for up to a second."""
-        with open(f"/proc/self/fd/{self.task.weights.fileno()}", "rb") as file:
-            found, announced = hashlib.file_digest(file, "sha256").hexdigest(), self.assignment.weights_sha256
-        if found != announced:
-            raise StageError(f"the weights have the SHA-256 hash {found}, but {announced} was announced")
+    def message(self, kind: MessageKind, text: str | None = None) -> Message:
+        """A message to the leader about this stage."""
+        payload = None if text is None else bytes_tensor(text.encode())
+        return Message(kind, payload=payload, stage=self.spec.index, version=self.assignment.version)
 
-    def message(self, kind: MessageKind) -> Message:
-        """A message to the leader about this assignment, without a payload."""
-        return Message(kind, stage=self.spec.index, version=self.assignment.version)
+    async def load(self, engine: Engine, owner: object, fetch: Callable[[], Awaitable[None]]) -> float:
+        """Load it, unless it is in memory. Other sessions serve it too from then on. Returns the seconds that loading took.
 
-    def reply(self, kind: MessageKind, text: str) -> Message:
-        """A message to the leader about this assignment."""
-        return Message.from_text(kind, text, stage=self.spec.index, version=self.assignment.version)
+        Args:
+            owner: of the jobs.
+            fetch: asks the leader for the weights. Not called if the stage is in memory.
+        Raises:
+            MemoryError: there is not enough memory next to the stages that are loaded.
+            ModelError, RuntimeError: the weights are not those announced, do not match the stage, or the
+                device cannot run it.
+        """
+        assignment, stages = self.assignment, engine.stages
+        async with engine.turns.setdefault(self.digest, asyncio.Lock()):
+            if (found := stages.get(self.digest)) is not None:
+                self.loaded = found
+                return 0.0
+            if stages:  # the kernel's OOM killer would end the stages that serve as well
+                check_memory(_COPIES_OF_WEIGHTS * assignment.weights_bytes)
+            self._weights = weights = TensorFile.in_memory()
+            await fetch()
+            await self._complete.wait()
+            began_s = time.monotonic()
+            self._weights = None
+            await engine.run(owner, partial(_check_weights, weights, assignment.weights_sha256))
+            tuning = Tuning(assignment.precision, assignment.optimize)
+            task = StageTask(self.spec, weights, assignment.max_batch_size, tuning)
+            self.loaded = stages[self.digest] = await engine.load(owner, task)
+        if tuning.optimize == "compile":
+            compiling = asyncio.create_task(_compile_and_replace(engine, weakref.ref(self.loaded), task))
+            _compiling.add(compiling)
+            compiling.add_done_callback(_compiling.discard)
+        return time.monotonic() - began_s
 
 
-async def obtain_stage(
-    engine: Engine, queue: EngineQueue, incoming: IncomingAssignment, fetch: Callable[[], Awaitable[None]]
-) -> tuple[LoadedStage, float]:
-    """The assigned stage, and the seconds that loading took. Other sessions serve it too from then on.
-
-    Args:
-        queue: of the leader, on which its stages are loaded.
-        fetch: asks the leader for the weights. Not called if the stage is in memory.
-    Raises:
-        MemoryError: there is not enough memory next to the stages that are loaded.
-        ModelError, RuntimeError: the weights are not those announced, do not match the stage, or the
-            device cannot run it.
-    """
-    stages, digest, task = engine.stages, incoming.assignment.digest, incoming.task
-    async with stages.turn(digest):
-        if (stage := stages.find(digest)) is not None:
-            return stage, 0.0
-        if len(stages):  # the kernel's OOM killer would end the stages that serve as well
-            check_memory(_COPIES_OF_WEIGHTS * incoming.assignment.weights_bytes)
-        await fetch()
-        await incoming.complete.wait()
-        began_s = time.monotonic()
-        await engine.run(queue, incoming.check_weights)
-        stage = await queue.load(task)
-        stages.add(digest, stage)
-    if task.tuning.optimize == "compile":
-        compiling = asyncio.create_task(_compile_and_replace(engine, weakref.ref(stage), task))
-        _compiling.add(compiling)
-        compiling.add_done_callback(_compiling.discard)
-    return stage, time.monotonic() - began_s
+def _check_weights(weights: TensorFile, announced: str) -> None:
+    """Raise StageError for other weights than announced. Blocks for up to a second."""
+    with open(f"/proc/self/fd/{weights.fileno()}", "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != announced:
+        raise StageError(f"the weights have the SHA-256 hash {found}, but {announced} was announced")
 
 
 async def _compile_and_replace(engine: Engine, serving: "weakref.ref[LoadedStage]", task: StageTask) -> None:
     """Compile a stage while it serves. Independent of the leader that assigned it, because others may serve it as well."""
-    index, queue = task.spec.index, engine.new_queue()
+    index = task.spec.index
     try:
-        made = await queue.compile(task, lambda: serving() is not None)
+        made = await engine.compile(task, lambda: serving() is not None)
         found = serving()
         if made is not None and found is not None:
             found.optimized, found.threads = made.optimized, made.threads

@@ -37,7 +37,7 @@ class MessageKind(IntEnum):
 
     ASSIGN = 1  # leader → worker: load and serve a stage (StageAssignment as JSON)
     WEIGHTS = 2  # leader → worker: a chunk of the stage's weights (safetensors)
-    READY = 3  # worker → leader: the stage is loaded and warmed up (JSON: seconds taken, execution mode, reason)
+    READY = 3  # worker → leader: the stage is loaded and warmed up
     BATCH = 4  # leader → worker: input for an assigned stage
     RESULT = 5  # worker → leader: output for a batch
     FAILED = 6  # worker → leader: the stage raised; the payload is the error text

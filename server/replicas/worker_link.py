@@ -235,7 +235,7 @@ class WorkerLink:
         if (await self._expect((MessageKind.FETCH_WEIGHTS, MessageKind.READY), plan)).kind is MessageKind.FETCH_WEIGHTS:
             chunks = plan.weights.chunks()
             while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:  # reads a file
-                await channel.send(Message(MessageKind.WEIGHTS, payload=chunk))
+                await channel.send(Message(MessageKind.WEIGHTS, payload=chunk, stage=stage, version=number))
             self._enter_startup("warming")
             await self._expect((MessageKind.READY,), plan)
         self._enter_startup("checking")
@@ -323,9 +323,9 @@ class WorkerLink:
                 raise WireError(
                     f"{header.kind.name} of batch {header.batch}, which is not in flight here, or not for that"
                 )
-            case MessageKind.READY | MessageKind.REFUSED | MessageKind.OBEYS:
+            case MessageKind.REFUSED | MessageKind.OBEYS:
                 header.require_text()
-            case MessageKind.FETCH_WEIGHTS | MessageKind.LEAVING:
+            case MessageKind.READY | MessageKind.FETCH_WEIGHTS | MessageKind.LEAVING:
                 header.require_no_payload()
             case _:
                 raise WireError(f"unexpected {header.kind.name} from a worker: only a leader may send it")

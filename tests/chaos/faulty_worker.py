@@ -78,7 +78,7 @@ def _die_after_weights() -> None:
     def die(*_: object, **__: object) -> None:
         _die()
 
-    engine.EngineQueue.load = die  # type: ignore[assignment, method-assign]
+    engine.Engine.load = die  # type: ignore[assignment, method-assign]
 
 
 def run_faulty(arguments: list[str], environment: dict[str, str]) -> None:
@@ -86,5 +86,5 @@ def run_faulty(arguments: list[str], environment: dict[str, str]) -> None:
     fault, *options = arguments
     if fault == "dies-loading":
         _die_after_weights()
-    engine.EngineQueue._forward = _faulty(fault, engine.EngineQueue._forward)  # type: ignore[method-assign]
+    engine.Engine._forward = _faulty(fault, engine.Engine._forward)  # type: ignore[method-assign]
     run_program(options, environment)

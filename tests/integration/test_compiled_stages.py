@@ -16,9 +16,8 @@ from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation, e
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute import engine as engine_module
-from multiworld_serving.workers.compute.engine import Engine
-from multiworld_serving.workers.compute.stage_store import LoadedStage, StageTask
-from multiworld_serving.workers.stage_loader import IncomingAssignment, obtain_stage
+from multiworld_serving.workers.compute.engine import Engine, LoadedStage, StageTask
+from multiworld_serving.workers.stage_loader import AssignedStage
 from tests.bundles import classifier_bundle, text_bundle
 from tests.cut_bundles import bundle_plan
 from tests.resnets import sent_weights
@@ -35,15 +34,15 @@ def compiled(plan: StagePlan, precision: str) -> CompiledStage:
 
 async def loaded(plan: StagePlan, engine: Engine) -> LoadedStage:
     """A stage that a worker has loaded and compiles in the background."""
-    incoming = IncomingAssignment(
-        Message.from_text(MessageKind.ASSIGN, plan.assignment(LARGEST, 2).to_json(), version=1)
-    )
+    stage = AssignedStage(Message.from_text(MessageKind.ASSIGN, plan.assignment(LARGEST, 2).to_json(), version=1))
 
     async def fetch() -> None:
         for chunk in plan.weights.chunks():
-            incoming.add(Message(MessageKind.WEIGHTS, payload=chunk))
+            stage.add(chunk)
 
-    return (await obtain_stage(engine, engine.new_queue(), incoming, fetch))[0]
+    await stage.load(engine, stage, fetch)
+    assert stage.loaded is not None
+    return stage.loaded
 
 
 async def until(done: Callable[[], bool]) -> None:
@@ -105,18 +104,17 @@ def test_rows_of_different_lengths_are_not_compiled(tmp_path: Path) -> None:
 async def test_stage_serves_while_it_is_compiled_and_then_changes_to_the_code(tmp_path: Path) -> None:
     (plan,) = bundle_plan(classifier_bundle(tmp_path / "bundle"), 1, Tuning(optimize="compile"))
     engine = Engine(CPU)
-    stage, queue, served = await loaded(plan, engine), engine.new_queue(), 0
+    stage, served = await loaded(plan, engine), 0
     assert str(stage.optimized.mode) == "fused/float32"
-    queue.serve(1, stage)
     batch = example_rows(plan.spec, 2)
-    before = (await queue.compute(1, 0, batch)).output
+    before = (await engine.compute(None, stage, batch)).output
     while str(stage.optimized.mode) == "fused/float32":
         async with asyncio.timeout(60):
-            assert torch.equal((await queue.compute(1, 0, batch)).output, before) or served
+            assert torch.equal((await engine.compute(None, stage, batch)).output, before) or served
         served += 1
     assert served > 1
     assert str(stage.optimized.mode) == "compiled/float32"
-    assert deviation((await queue.compute(1, 0, batch)).output, before) <= TOLERANCE["float32"]
+    assert deviation((await engine.compute(None, stage, batch)).output, before) <= TOLERANCE["float32"]
     engine.close()
 
 
@@ -141,6 +139,6 @@ async def test_stage_that_is_no_longer_served_is_not_compiled_further(tmp_path: 
     engine = Engine(CPU)
     task = StageTask(plan.spec, sent_weights(plan), LARGEST, Tuning(optimize="compile"))
     asked = iter((True, False))
-    assert await engine.new_queue().compile(task, lambda: next(asked)) is None
+    assert await engine.compile(task, lambda: next(asked)) is None
     gc.collect()
     engine.close()

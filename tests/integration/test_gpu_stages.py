@@ -8,9 +8,8 @@ import torch
 from multiworld.transport.segments import SegmentPool
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
 from multiworld_serving.models.optimize.tuning import Tuning
-from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.compute.engine import Engine, StageTask
 from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
-from multiworld_serving.workers.compute.stage_store import StageTask
 from multiworld_serving.workers.compute.transfers import GpuTransfers
 from tests.resnets import resnet_plan, sent_stage, sent_weights
 
@@ -51,16 +50,14 @@ def test_output_is_copied_into_pinned_shared_memory_and_the_memory_is_unpinned_w
 async def test_engine_matches_the_reference(optimize: str) -> None:
     engine = Engine(torch.device("cuda", 0))
     (plan,) = resnet_plan("random:0", 1, image_size=64)
-    queue, shape = engine.new_queue(), plan.input_shape
     task = StageTask(plan.spec, sent_weights(plan), LARGEST, Tuning(optimize=optimize))
-    stage = await queue.load(task)
+    stage = await engine.load(task, task)
     if optimize == "compile":
-        compiled = await queue.compile(task, lambda: True)
+        compiled = await engine.compile(task, lambda: True)
         assert compiled is not None
         stage = compiled
-    queue.serve(1, stage)
-    batches = [torch.randint(0, 256, (1 + at % LARGEST, *shape), dtype=torch.uint8) for at in range(20)]
-    answers = await asyncio.gather(*(queue.compute(1, stage.spec.index, batch) for batch in batches))
+    batches = [torch.randint(0, 256, (1 + at % LARGEST, *plan.input_shape), dtype=torch.uint8) for at in range(20)]
+    answers = await asyncio.gather(*(engine.compute(task, stage, batch) for batch in batches))
     expected = sent_stage(plan)
     for batch, answer in zip(batches, answers, strict=True):
         with torch.inference_mode():

@@ -144,9 +144,9 @@ async def test_worker_continues_when_its_stage_raises(
     pair: Pair, plan: tuple[StagePlan, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = pair.link(plan[0])
-    session = await pair.session(link)
+    await pair.session(link)
     await pair.heard.until("ready")
-    monkeypatch.setattr(session.queue, "_forward", raising)
+    monkeypatch.setattr(pair.engine, "_forward", raising)
     send(link, 7, images(), 1)
     async with asyncio.timeout(WAIT_S):
         assert await pair.heard.failures.get() == (7, "RuntimeError: the device is gone")
@@ -223,7 +223,7 @@ LEADERS_LIES: dict[str, tuple[RawMessage, str]] = {
     ),
     "weights without an order": (
         claim(MessageKind.WEIGHTS, 0, torch.uint8, (1 << 30,), 1 << 30),
-        "WEIGHTS was not",
+        "expected torch.uint8, 1 to 0 rows",
     ),
     "long order": (claim(MessageKind.ASSIGN, 0, torch.uint8, (1 << 30,), 1 << 30), "0 to 65536 rows"),
     "drop with a payload": (
@@ -297,23 +297,23 @@ async def serving_script(pair: Pair, link: WorkerLink, plan: StagePlan) -> Chann
     """A scripted worker that has become ready."""
     channel = await scripted_worker(pair, link)
     await take_order(channel)
-    about = {"stage": plan.spec.index, "version": plan.number}
-    await channel.send(Message.from_text(MessageKind.READY, "{}", **about))
+    stage, version = plan.spec.index, plan.number
+    await channel.send(Message(MessageKind.READY, stage=stage, version=version))
     await channel.receive()
-    await channel.send(Message(MessageKind.RESULT, payload=plan.self_test_output, **about))
+    await channel.send(Message(MessageKind.RESULT, payload=plan.self_test_output, stage=stage, version=version))
     await pair.heard.until("ready")
     return channel
 
 
-@pytest.mark.parametrize("about", [{"version": 1}, {"stage": 1, "version": 2}])
+@pytest.mark.parametrize(("stage", "version"), [(0, 1), (1, 2)])
 async def test_load_fails_when_the_worker_answers_about_another_stage_or_version(
-    pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...], about: dict[str, int]
+    pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...], stage: int, version: int
 ) -> None:
     link = pair.link(plan[0])
     channel = await serving_script(pair, link, plan[0])
     loading = asyncio.create_task(link.load(second[:1]))
     await take_order(channel)
-    await channel.send(Message.from_text(MessageKind.READY, "{}", **about))
+    await channel.send(Message(MessageKind.READY, stage=stage, version=version))
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(LinkEndedError, match=r"READY of stage \d, version \d; expected stage 0, version 2"):
             await loading
@@ -394,7 +394,7 @@ async def test_link_serves_two_versions_until_one_is_dropped(
     torch.testing.assert_close(await answered(pair, link, 4, version=1), old)
     link.unload(1)
     torch.testing.assert_close(await answered(pair, link, 5, version=2), new)
-    assert (1, 0) not in session.queue._stages
+    assert (1, 0) not in session._place.stages
     assert (link.worker.state, link.worker.loaded) == ("ready", {2})
 
 
@@ -437,9 +437,9 @@ async def test_load_ends_when_the_link_breaks(
     pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = pair.link(plan[0])
-    session = await pair.session(link)
+    await pair.session(link)
     await pair.heard.until("ready")
-    monkeypatch.setattr(session.queue, "load", lambda *_: asyncio.Event().wait())  # it never returns
+    monkeypatch.setattr(pair.engine, "load", lambda *_: asyncio.Event().wait())  # it never returns
     loading = asyncio.create_task(link.load(second[:1]))
     await answered(pair, link, 1, version=1)
     link.fail(Cause.HANG, "no answer")

@@ -17,10 +17,10 @@ from multiworld_serving.server.replicas.worker import AssignmentRefusedError, Se
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers import session as worker_session
-from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.compute.engine import Engine, LoadedStage, StageTask
 from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
 from multiworld_serving.workers.session import Session
-from multiworld_serving.workers.stage_loader import IncomingAssignment
+from multiworld_serving.workers.stage_loader import AssignedStage
 from tests.integration.test_links import ending_of
 from tests.resnets import resnet_plan
 from tests.sent_batches import send, worker_at
@@ -132,14 +132,13 @@ async def worker() -> AsyncIterator[SharedWorker]:
 def received(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the chunks of weights that the worker receives."""
     sizes: list[int] = []
-    add = IncomingAssignment.add
+    add = AssignedStage.add
 
-    def counted(self: IncomingAssignment, message: Message) -> None:
-        assert message.payload is not None
-        sizes.append(message.payload.nbytes)
-        add(self, message)
+    def counted(self: AssignedStage, chunk: Tensor) -> None:
+        sizes.append(chunk.nbytes)
+        add(self, chunk)
 
-    monkeypatch.setattr(IncomingAssignment, "add", counted)
+    monkeypatch.setattr(AssignedStage, "add", counted)
     return sizes
 
 
@@ -168,8 +167,14 @@ async def test_leaders_that_assign_a_stage_at_the_same_time_load_it_once(
 async def test_second_leader_sends_the_weights_when_the_first_is_lost_while_it_loads(
     worker: SharedWorker, plan: StagePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = await worker.leader(plan)
-    monkeypatch.setattr(one.session.queue, "load", lambda *_: asyncio.Event().wait())  # it never returns
+    one, load = await worker.leader(plan), worker.engine.load
+
+    async def load_for_the_other(owner: object, task: StageTask) -> LoadedStage:
+        if owner is one.session:
+            await asyncio.Event().wait()  # it never returns
+        return await load(owner, task)
+
+    monkeypatch.setattr(worker.engine, "load", load_for_the_other)
     other = await worker.leader(plan)
     await one.until("warming")
     one.link.fail(Cause.HANG, "no answer")

@@ -10,17 +10,19 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from multiworld_serving.common.config import check_memory
-from multiworld_serving.models.bundle.stage import load_bundle_stage
+from multiworld_serving.models.bundle.stage import BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.optimize.compiled import CompiledStage, batch_sizes
 from multiworld_serving.models.optimize.fusing import torch_threads
 from multiworld_serving.models.optimize.optimizing import OptimizedStage, optimize
+from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
+from multiworld_serving.models.weights.tensor_file import TensorFile
 from multiworld_serving.workers.compute.cores import BatchThreads, SharedCores, Threads
-from multiworld_serving.workers.compute.stage_store import LoadedStage, StageStore, StageTask
 from multiworld_serving.workers.compute.transfers import Allocate, GpuTransfers, Transfers
 from multiworld_serving.workers.exit_timer import OUT_OF_MEMORY_EXIT_S, arm_exit_timer
 
@@ -37,9 +39,55 @@ _CLEARLY = 0.9
 """One thread is used if it takes less than this part of the time of several."""
 
 
+@dataclass(frozen=True)
+class StageTask:
+    """A stage that is to be loaded."""
+
+    spec: BundleStageSpec
+    weights: TensorFile
+    max_batch_size: int
+    tuning: Tuning = NO_TUNING
+
+
+@dataclass(eq=False)
+class LoadedStage:
+    """A stage in memory. Sessions that serve it hold references; it is freed with the last one.
+
+    Attributes:
+        optimized: the module that computes it.
+        threads: how to compute its batches.
+    """
+
+    spec: BundleStageSpec
+    optimized: OptimizedStage
+    threads: BatchThreads
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A computed batch.
+
+    Attributes:
+        output: on the CPU.
+        compute_ns, waited_us: see `Message`.
+    """
+
+    output: Tensor
+    compute_ns: int
+    waited_us: int
+
+
 @dataclass(slots=True, eq=False)
-class _Job:
-    queue: "EngineQueue"
+class Job:
+    """A call on the engine's thread.
+
+    Attributes:
+        owner: who has submitted it.
+        is_batch: whether it computes a batch; otherwise it loads a stage.
+        begun_s: when it began, as `time.monotonic()`.
+    """
+
+    owner: object
     call: Callable[[], Any]
     future: asyncio.Future[Any]
     is_batch: bool = False
@@ -49,30 +97,29 @@ class _Job:
 class Engine:
     """Runs jobs one at a time on one daemon thread, so that a model that never returns does not block the process's exit.
 
-    Callers submit jobs through an `EngineQueue`, one for each session. Jobs run in the order of submission.
+    Jobs run in the order of submission. Each has an owner, the session that has submitted it.
 
     Args:
         cores: cores shared with other workers of this machine; None computes on torch's number of threads.
 
     Attributes:
-        stages: the stages that are loaded, shared by all queues.
+        stages: the stages that are loaded, by `StageAssignment.digest`: each once, whichever leaders assigned it. It holds no
+            references: sessions do.
+        turns: held by the session that loads a stage, by its digest.
     """
 
     def __init__(self, device: torch.device, cores: SharedCores | None = None) -> None:
         self.device = device
         self.transfers = GpuTransfers(device) if device.type == "cuda" else Transfers()
+        self.stages: WeakValueDictionary[str, LoadedStage] = WeakValueDictionary()
+        self.turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._cores = cores
         self._compiler: Engine | None = self if device.type == "cuda" else None
-        self.stages = StageStore()
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         """None ends the thread."""
-        self._current: _Job | None = None
+        self._current: Job | None = None
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
-
-    def new_queue(self) -> "EngineQueue":
-        """A new queue without jobs and stages."""
-        return EngineQueue(self)
 
     @property
     def compiler(self) -> "Engine":
@@ -89,13 +136,13 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a job of any queue is running."""
+        """Whether a job is running."""
         return self._current is not None
 
-    def current_of(self, queue: "EngineQueue") -> _Job | None:
-        """The running job if it is of this queue."""
+    def job_of(self, owner: object) -> Job | None:
+        """The running job if it has this owner."""
         current = self._current
-        return current if current is not None and current.queue is queue else None
+        return current if current is not None and current.owner is owner else None
 
     @property
     def threads(self) -> tuple[int, ...]:
@@ -113,11 +160,119 @@ class Engine:
                 torch.set_num_threads(threads)
             yield
 
-    async def run(self, owner: "EngineQueue", call: Callable[[], Any], *, is_batch: bool = False) -> Any:
+    async def run(self, owner: object, call: Callable[[], Any], *, is_batch: bool = False) -> Any:
         """Run `call` on the engine's thread and return its result. Raises what `call` raises. Cancelling drops a job that has not begun."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._jobs.put(_Job(owner, call, future, is_batch))
+        self._jobs.put(Job(owner, call, future, is_batch))
         return await future
+
+    async def load(self, owner: object, task: StageTask) -> LoadedStage:
+        """Build a stage, load its weights, optimize it, and warm it up.
+
+        Each step is a job of its own, so batches of other stages and versions are computed in between.
+
+        Raises:
+            ModelError, RuntimeError: the weights do not match the spec, or the device cannot run it.
+        """
+
+        def build() -> OptimizedStage:
+            stage = load_bundle_stage(task.spec, task.weights)
+            return optimize(stage, task.max_batch_size, task.tuning, self.device, self.threads)
+
+        return await self._warmed_up(owner, task, await self.run(owner, build))
+
+    async def compile(self, task: StageTask, is_needed: Callable[[], bool]) -> LoadedStage | None:
+        """Compile a stage, and warm it up. On a CPU, batches are computed meanwhile; on a GPU, between two batch sizes.
+
+        Args:
+            is_needed: asked before each batch size.
+        Returns None if it is not needed any more.
+
+        Raises:
+            CompileError: it cannot be compiled, or its code computes something else.
+            MemoryError: there is not enough memory.
+        """
+        compiler = self.compiler
+
+        def build() -> CompiledStage:
+            sizes = len(batch_sizes(task.max_batch_size))  # each has the weights in its own layout
+            check_memory(_COMPILER_BYTES + (_COPIES_OF_WEIGHTS + sizes) * task.weights.size)
+            stage = load_bundle_stage(task.spec, task.weights)
+            return CompiledStage(stage, task.max_batch_size, task.tuning, self.device)
+
+        made: CompiledStage = await compiler.run(task, build)
+        for size in made.sizes:
+            if not is_needed():
+                return None
+            await compiler.run(task, partial(made.compile_for, size))
+        return await self._warmed_up(task, task, OptimizedStage(made, made.mode, "compiled while it served"))
+
+    async def compute(
+        self,
+        owner: object,
+        stage: LoadedStage,
+        batch: Tensor,
+        float32_as: torch.dtype = torch.float32,
+        allocate: Allocate | None = None,
+    ) -> Computed:
+        """Compute a batch of this stage.
+
+        Args:
+            batch: of the dtype of the stage's input, or as it travels, which is converted.
+            float32_as: dtype of the output if the stage computes float32.
+            allocate: makes the memory for the output; None: any memory.
+        Raises what the stage raises.
+        """
+        asked_ns = time.perf_counter_ns()
+        arrived = self.transfers.to_device(batch)
+
+        def compute() -> Computed:
+            started_ns = time.perf_counter_ns()
+            with self.acquire_cores(stage.threads.of(len(batch))):
+                rows = arrived().to(stage.spec.input_rows.dtype)
+                output = self._forward(stage.optimized.module, rows, float32_as, allocate)
+            return Computed(output, time.perf_counter_ns() - started_ns, (started_ns - asked_ns) // 1000)
+
+        result: Computed = await self.run(owner, compute, is_batch=True)
+        return result
+
+    async def _warmed_up(self, owner: object, task: StageTask, optimized: OptimizedStage) -> LoadedStage:
+        """Run the shapes that batches will have, and find out how many threads to compute them on."""
+        module, counts = optimized.module, self.threads
+
+        await self.run(owner, partial(self._timed_s, module, task.spec.example(task.max_batch_size), counts[0]))
+        for threads in reversed(counts):  # the last one is the time of a row on the fewest threads
+            row_s = await self.run(owner, partial(self._timed_s, module, task.spec.example(1), threads))
+        found: list[Threads] = ["share", "share"]
+        for index, batch_size in enumerate((1, task.max_batch_size)):
+            if len(counts) > 1 and batch_size * row_s <= _SMALL_BATCH_S:
+                found[index] = await self.run(
+                    owner, partial(self._threads_of_small, module, task.spec.example(batch_size))
+                )
+        return LoadedStage(task.spec, optimized, BatchThreads(*found))
+
+    def _threads_of_small(self, module: nn.Module, batch: Tensor) -> Threads:
+        """Compare the best of several rounds in turn, because other processes may compute meanwhile."""
+        share = self.threads[-1]
+        rounds = [[self._timed_s(module, batch, threads) for threads in (1, share)] for _ in range(1 + _ROUNDS)][1:]
+        one_s, share_s = map(min, zip(*rounds, strict=True))
+        return "one" if one_s < _CLEARLY * share_s else "idle"
+
+    def _timed_s(self, module: nn.Module, batch: Tensor, threads: int) -> float:
+        began_s = time.perf_counter()
+        with torch_threads(threads):
+            self._forward(module, self.transfers.to_device(batch)())
+        return time.perf_counter() - began_s
+
+    def _forward(
+        self,
+        stage: nn.Module,
+        batch: Tensor,
+        float32_as: torch.dtype = torch.float32,
+        allocate: Allocate | None = None,
+    ) -> Tensor:
+        with torch.inference_mode():
+            return self.transfers.to_host(stage(batch), float32_as, allocate)
 
     def _work(self) -> None:
         if self.device.type == "cuda":
@@ -141,164 +296,6 @@ class Engine:
                 arm_exit_timer(OUT_OF_MEMORY_EXIT_S)  # the caller would wait forever
             self._current = None
             del job, result, error  # free the tensors before waiting for the next job
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """A computed batch.
-
-    Attributes:
-        output: on the CPU.
-        compute_ns, waited_us: see `Message`.
-    """
-
-    output: Tensor
-    compute_ns: int
-    waited_us: int
-
-
-class EngineQueue:
-    """The stages and jobs of one session."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._stages: dict[tuple[int, int], LoadedStage] = {}
-        """By version and stage."""
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds that the current job of this queue has been running; 0 if none is."""
-        job = self._engine.current_of(self)
-        return 0.0 if job is None else time.monotonic() - job.begun_s
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether the current job of this queue loads a stage rather than computes a batch."""
-        job = self._engine.current_of(self)
-        return job is not None and not job.is_batch
-
-    async def load(self, task: StageTask) -> LoadedStage:
-        """Build a stage, load its weights, optimize it, and warm it up. Call `serve` next.
-
-        Each step is a job of its own, so batches of other stages and versions are computed in between.
-
-        Raises:
-            ModelError, RuntimeError: the weights do not match the spec, or the device cannot run it.
-        """
-        engine = self._engine
-
-        def build() -> OptimizedStage:
-            stage = load_bundle_stage(task.spec, task.weights)
-            return optimize(stage, task.max_batch_size, task.tuning, engine.device, engine.threads)
-
-        return await self._warmed_up(task, await engine.run(self, build))
-
-    async def compile(self, task: StageTask, is_needed: Callable[[], bool]) -> LoadedStage | None:
-        """Compile a stage, and warm it up. On a CPU, batches are computed meanwhile; on a GPU, between two batch sizes.
-
-        Args:
-            is_needed: asked before each batch size.
-        Returns None if it is not needed any more.
-
-        Raises:
-            CompileError: it cannot be compiled, or its code computes something else.
-            MemoryError: there is not enough memory.
-        """
-        compiler = self._engine.compiler
-        jobs = compiler.new_queue()
-
-        def build() -> CompiledStage:
-            sizes = len(batch_sizes(task.max_batch_size))  # each has the weights in its own layout
-            check_memory(_COMPILER_BYTES + (_COPIES_OF_WEIGHTS + sizes) * task.weights.size)
-            stage = load_bundle_stage(task.spec, task.weights)
-            return CompiledStage(stage, task.max_batch_size, task.tuning, self._engine.device)
-
-        made: CompiledStage = await compiler.run(jobs, build)
-        for size in made.sizes:
-            if not is_needed():
-                return None
-            await compiler.run(jobs, partial(made.compile_for, size))
-        return await self._warmed_up(task, OptimizedStage(made, made.mode, "compiled while it served"))
-
-    def serve(self, version: int, stage: LoadedStage) -> None:
-        """Compute batches of this version with this stage."""
-        self._stages[version, stage.spec.index] = stage
-
-    def unload(self, version: int) -> None:
-        """Stop serving this version's stages."""
-        self._stages = {key: stage for key, stage in self._stages.items() if key[0] != version}
-
-    async def compute(
-        self,
-        version: int,
-        stage: int,
-        batch: Tensor,
-        float32_as: torch.dtype = torch.float32,
-        allocate: Allocate | None = None,
-    ) -> Computed:
-        """Compute a batch.
-
-        Args:
-            batch: of the dtype of the stage's input, or as it travels, which is converted.
-            float32_as: dtype of the output if the stage computes float32.
-            allocate: makes the memory for the output; None: any memory.
-        Raises what the stage raises, and KeyError if the stage is not loaded in this version.
-        """
-        asked_ns = time.perf_counter_ns()
-        arrived = self._engine.transfers.to_device(batch)
-
-        def compute() -> Computed:
-            started_ns = time.perf_counter_ns()
-            loaded = self._stages[version, stage]
-            with self._engine.acquire_cores(loaded.threads.of(len(batch))):
-                rows = arrived().to(loaded.spec.input_rows.dtype)
-                output = self._forward(loaded.optimized.module, rows, float32_as, allocate)
-            return Computed(output, time.perf_counter_ns() - started_ns, (started_ns - asked_ns) // 1000)
-
-        result: Computed = await self._engine.run(self, compute, is_batch=True)
-        return result
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._stages = {}
-
-    async def _warmed_up(self, task: StageTask, optimized: OptimizedStage) -> LoadedStage:
-        """Run the shapes that batches will have, and find out how many threads to compute them on."""
-        engine, module, counts = self._engine, optimized.module, self._engine.threads
-
-        await engine.run(self, partial(self._timed_s, module, task.spec.example(task.max_batch_size), counts[0]))
-        for threads in reversed(counts):  # the last one is the time of a row on the fewest threads
-            row_s = await engine.run(self, partial(self._timed_s, module, task.spec.example(1), threads))
-        found: list[Threads] = ["share", "share"]
-        for index, batch_size in enumerate((1, task.max_batch_size)):
-            if len(counts) > 1 and batch_size * row_s <= _SMALL_BATCH_S:
-                found[index] = await engine.run(
-                    self, partial(self._threads_of_small, module, task.spec.example(batch_size))
-                )
-        return LoadedStage(task.spec, optimized, BatchThreads(*found))
-
-    def _threads_of_small(self, module: nn.Module, batch: Tensor) -> Threads:
-        """Compare the best of several rounds in turn, because other processes may compute meanwhile."""
-        share = self._engine.threads[-1]
-        rounds = [[self._timed_s(module, batch, threads) for threads in (1, share)] for _ in range(1 + _ROUNDS)][1:]
-        one_s, share_s = map(min, zip(*rounds, strict=True))
-        return "one" if one_s < _CLEARLY * share_s else "idle"
-
-    def _timed_s(self, module: nn.Module, batch: Tensor, threads: int) -> float:
-        began_s = time.perf_counter()
-        with torch_threads(threads):
-            self._forward(module, self._engine.transfers.to_device(batch)())
-        return time.perf_counter() - began_s
-
-    def _forward(
-        self,
-        stage: nn.Module,
-        batch: Tensor,
-        float32_as: torch.dtype = torch.float32,
-        allocate: Allocate | None = None,
-    ) -> Tensor:
-        with torch.inference_mode():
-            return self._engine.transfers.to_host(stage(batch), float32_as, allocate)
 
 
 def _resolve(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

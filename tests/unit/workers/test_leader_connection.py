@@ -92,14 +92,10 @@ async def test_building_a_stage_has_a_longer_limit_than_computing_a_batch(
         begun.set()
         assert proceed.wait(60)
 
-    queue = engine.new_queue()
-    working = asyncio.create_task(engine.run(queue, work, is_batch=is_batch))
+    session = cast(Session, SimpleNamespace(device_failed=False))
+    working = asyncio.create_task(engine.run(session, work, is_batch=is_batch))
     await asyncio.to_thread(begun.wait, 60)
-    tie, session = (
-        connection(1, engine),
-        cast(Session, SimpleNamespace(device_failed=False, queue=queue)),
-    )
-    looking = asyncio.create_task(tie._raise_if_stuck(session))
+    looking = asyncio.create_task(connection(1, engine)._raise_if_stuck(session))
     done, _ = await asyncio.wait({looking}, timeout=60 if is_batch else 0.5)
     assert bool(done) == is_batch
     proceed.set()

@@ -1,14 +1,22 @@
 """Which leader a worker obeys, and what the leaders are told about what it holds."""
 
 import asyncio
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.workers import leader_order
 from multiworld_serving.workers.leader_order import LeaderOrder
+from multiworld_serving.workers.stage_loader import AssignedStage
 from tests.resnets import resnet_plan
 
 FIRST, LAST = (plan.spec for plan in resnet_plan("random:0", 2, image_size=32))
+
+
+def stage(version: int, spec: BundleStageSpec, digest: str) -> AssignedStage:
+    return cast(AssignedStage, SimpleNamespace(key=(version, spec.index), spec=spec, digest=digest))
 
 
 def test_worker_obeys_the_first_leader_that_it_is_linked_to() -> None:
@@ -24,10 +32,10 @@ def test_leader_that_is_not_obeyed_may_assign_only_what_the_worker_holds() -> No
     order = LeaderOrder()
     with order.linked(1, "second") as second:
         assert second.accepts("one")
-        second.assigned(1, FIRST, "one")
+        second.assigned(stage(1, FIRST, "one"))
         with order.linked(0, "first") as first:
             assert first.accepts("two")
-            first.assigned(4, FIRST, "two")
+            first.assigned(stage(4, FIRST, "two"))
             assert second.accepts("one")
             assert second.accepts("two")
             assert not second.accepts("three")
@@ -39,13 +47,13 @@ def test_leaders_are_told_what_the_obeyed_one_has_assigned() -> None:
     order = LeaderOrder()
     assert order.parts == ""
     with order.linked(1, "second") as second:
-        second.assigned(1, FIRST, "one")
+        second.assigned(stage(1, FIRST, "one"))
         with order.linked(0, "first") as first:
             assert order.parts == FIRST.part, "the first leader is told where it finds the worker"
-            first.assigned(1, LAST, "two")
+            first.assigned(stage(1, LAST, "two"))
             assert order.parts == LAST.part
         assert order.parts == FIRST.part
-        second.assigned(2, LAST, "three")
+        second.assigned(stage(2, LAST, "three"))
         assert order.parts == ",".join(sorted((FIRST.part, LAST.part)))
     assert order.parts == ""
 
@@ -54,13 +62,13 @@ def test_later_leader_has_to_join_again_when_the_obeyed_one_has_moved_the_worker
     order, left = LeaderOrder(), list[str]()
     with order.linked(0, "first") as first, order.linked(1, "second") as second:
         second.leave = lambda: left.append("second")
-        first.assigned(1, FIRST, "one")
-        second.assigned(1, FIRST, "one")
+        first.assigned(stage(1, FIRST, "one"))
+        second.assigned(stage(1, FIRST, "one"))
         first.loaded()
         second.loaded()
         assert not left
         first.unloaded(1)
-        first.assigned(2, LAST, "two")
+        first.assigned(stage(2, LAST, "two"))
         first.loaded()
         assert left == ["second"]
 
@@ -73,7 +81,7 @@ async def test_later_leader_is_asked_when_the_earlier_one_has_assigned_a_stage_o
         await asyncio.sleep(0)
         assert not asking.done()
         with order.linked(0, "first") as first:
-            first.assigned(1, FIRST, "one")
+            first.assigned(stage(1, FIRST, "one"))
         await asking
     with order.attempt(1):
         with order.attempt(0):
