@@ -115,7 +115,7 @@ class Leader:
         self.driver.close()
         if self._following is not None:
             self._following.cancel()
-        await self._operations.close()
+        self._operations.close()
         await self._registry.close()
         await self.manager.aclose()
 

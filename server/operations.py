@@ -1,6 +1,5 @@
 """The administrative operations of a leader: loading a version, and restarting the workers one after another. One at a time."""
 
-import asyncio
 import contextlib
 import logging
 import time
@@ -26,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 _LEAVE_S = 60.0
 """A worker waits at most 30 s for its batches before it exits. After this time it counts as not responding."""
-_CLOSE_S = 5.0
-"""Longest wait for a cancelled rollout when the leader stops."""
 
 
 class Operations:
@@ -53,27 +50,22 @@ class Operations:
         self._on_switch = on_switch
         self._running: str | None = None
         self._is_reading = False
-        self._changes: set[asyncio.Task[ModelVersion]] = set()
         self._threads = DaemonThreads(1, "version", max_waiting=100)
 
     @contextlib.contextmanager
     def exclusive(self, operation: str) -> Iterator[None]:
-        """Run one operation. Raises OperationInProgressError if another one runs."""
-        if self._running is not None:
-            raise OperationInProgressError(f"{self._running} is in progress; wait until it has ended, then try again")
+        """Run one operation. Raises OperationInProgressError if another one runs, or workers have not unloaded a version yet."""
+        if self._running is not None or not self._has_ended():
+            what = self._running or "unloading a version"
+            raise OperationInProgressError(f"{what} is in progress; wait until it has ended, then try again")
         self._running = operation
         try:
             yield
         finally:
             self._running = None
 
-    async def close(self) -> None:
-        """Cancel the running rollout. A thread that blocks while it reads a file is abandoned."""
-        changes = set(self._changes)
-        for change in changes:
-            change.cancel()
-        if changes:
-            await asyncio.wait(changes, timeout=_CLOSE_S)
+    def close(self) -> None:
+        """Load no more versions. A thread that blocks while it reads a file is abandoned."""
         self._threads.close()
 
     @property
@@ -96,16 +88,6 @@ class Operations:
             models.ModelError: see `ModelSource.load`.
             VersionFailedError: a worker could not load it or failed the self-test, or too many were lost. Nothing has changed.
         """
-        change = asyncio.create_task(self._change(weights, desire))
-        self._changes.add(change)
-        change.add_done_callback(self._changes.discard)
-        try:
-            return await asyncio.shield(change)
-        except asyncio.CancelledError:
-            change.cancel()
-            raise
-
-    async def _change(self, weights: str | None, desire: Callable[[VersionPlan], Desired]) -> ModelVersion:
         with self.exclusive("loading a version"):
             plan, began_s = await self._read(weights), time.monotonic()
             desired = desire(plan)
@@ -114,11 +96,10 @@ class Operations:
                 return plan.version
             try:
                 await self._registry.rollout.run(plan, partial(self._on_switch, desired))
-            finally:
-                ending = asyncio.create_task(self._registry.until(self._has_ended))
-                while not ending.done():  # not even a cancellation interrupts it; requests have deadlines, so it ends
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.wait({ending})
+            except VersionFailedError:
+                await self._registry.until(self._has_ended)
+                raise
+            await self._registry.until(self._has_ended)
             logger.info("rollout of version %s complete after %.1f s", plan.version.name, time.monotonic() - began_s)
             return plan.version
 

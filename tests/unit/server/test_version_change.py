@@ -146,7 +146,7 @@ async def running() -> AsyncIterator[Service]:
     finally:
         service.loader.proceed.set()
         service.driver.close()
-        await service.operations.close()
+        service.operations.close()
         service.registry.stop()
 
 
