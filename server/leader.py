@@ -14,6 +14,7 @@ from types import TracebackType
 
 from multiworld import WorldManager
 from multiworld_serving.common.observers import suppress_errors
+from multiworld_serving.common.wire.join import JoinOffer, JoinRequest
 from multiworld_serving.server.administration import Desired, OperationInProgressError, VersionFailedError
 from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.errors import DrainingError, NotReadyError, RequestRejected
@@ -103,7 +104,6 @@ class Leader:
 
     async def __aenter__(self) -> "Leader":
         self._registry.listen()
-        self.answer(self.offer_worker)
         self._metrics.version_serves(self._versions.model, self.version)
         self._changed()
         return self
@@ -171,12 +171,12 @@ class Leader:
     # -- joining -------------------------------------------------------------------------------------------------------------
 
     def answer(self, answerer: Callable[[str, str], Awaitable[bytes]]) -> None:
-        """Answer join requests with `answerer` from now on; until then only workers are answered."""
+        """Answer join requests with `answerer` from now on."""
         self.manager.answer(self._settings.join_host, self.join_port, answerer)
 
-    async def offer_worker(self, question: str, host: str) -> bytes:
+    def offer_worker(self, request: JoinRequest, host: str) -> JoinOffer:
         """Answer the join request of a worker."""
-        return await self._registry.offer(question, host)
+        return self._registry.offer(request, host)
 
     # -- administration ------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from importlib.metadata import version
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Self
 
 import msgspec
 import torch
@@ -59,39 +59,7 @@ class JsonMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise WireError(f"{cls.__name__}: {detail}; do both sides run the same release?") from error
 
 
-class _Sender(msgspec.Struct):
-    """What any release says of itself in a join request."""
-
-    worker: str = ""
-    frontend: str = ""
-    protocol: int = 0
-    release: str = "unknown"
-
-
-class _ProcessJoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
-    """The join request of a process that may have another release."""
-
-    kind: ClassVar[str]
-    advice: ClassVar[str]
-    """In which order processes are upgraded."""
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Decode. Raises WireError if it is invalid or of another protocol. Other fields may differ then."""
-        try:
-            sender = msgspec.json.decode(text, type=_Sender)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError):
-            return super().from_json(text)  # says why
-        if sender.protocol != PROTOCOL:
-            older = "leader" if sender.protocol > PROTOCOL else cls.kind
-            raise WireError(
-                f"{cls.kind} {sender.worker or sender.frontend!r:.70} has release {shown(sender.release, 20)} with protocol "
-                f"{sender.protocol}, and this leader release {RELEASE} with protocol {PROTOCOL}: upgrade this {older} ({cls.advice})"
-            )
-        return super().from_json(text)
-
-
-class JoinRequest(_ProcessJoinRequest, frozen=True, forbid_unknown_fields=True):
+class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     """A worker asks for a world. A second request with the same `worker` name replaces the first worker.
 
     Attributes:
@@ -104,8 +72,6 @@ class JoinRequest(_ProcessJoinRequest, frozen=True, forbid_unknown_fields=True):
         release: of the worker, for messages.
     """
 
-    kind = "worker"
-    advice = "leaders and workers change together"
     worker: Name
     device: Name
     host: Host
@@ -118,7 +84,7 @@ class JoinRequest(_ProcessJoinRequest, frozen=True, forbid_unknown_fields=True):
     release: Name = RELEASE
 
 
-class FrontendJoinRequest(_ProcessJoinRequest, frozen=True, forbid_unknown_fields=True):
+class FrontendJoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     """A frontend asks for a world. A second request with the same `frontend` name replaces the first frontend.
 
     Attributes:
@@ -127,14 +93,39 @@ class FrontendJoinRequest(_ProcessJoinRequest, frozen=True, forbid_unknown_field
         release: of the frontend, for messages.
     """
 
-    kind = "frontend"
-    advice = "upgrade one leader first, then the frontends, then the other leaders"
     frontend: Name
     host: Host
     pid: Pid
     edge: NoHolder = ""
     protocol: int = PROTOCOL
     release: Name = RELEASE
+
+
+class _Sender(msgspec.Struct):
+    """What any release says of itself in a join request."""
+
+    worker: str = ""
+    frontend: str = ""
+    protocol: int = 0
+    release: str = "unknown"
+
+
+def parse_join_request(text: str) -> JoinRequest | FrontendJoinRequest:
+    """Decode the request of a process that may have another release. Raises WireError if it is invalid or of another protocol."""
+    try:
+        sender = msgspec.json.decode(text, type=_Sender)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return JoinRequest.from_json(text)  # says why
+    kind, advice = "worker", "leaders and workers change together"
+    if sender.frontend:
+        kind, advice = "frontend", "upgrade one leader first, then the frontends, then the other leaders"
+    if sender.protocol != PROTOCOL:  # other fields may differ, too
+        older = "leader" if sender.protocol > PROTOCOL else kind
+        raise WireError(
+            f"{kind} {sender.worker or sender.frontend!r:.70} has release {shown(sender.release, 20)} with protocol "
+            f"{sender.protocol}, and this leader release {RELEASE} with protocol {PROTOCOL}: upgrade this {older} ({advice})"
+        )
+    return FrontendJoinRequest.from_json(text) if sender.frontend else JoinRequest.from_json(text)
 
 
 class EdgeJoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):

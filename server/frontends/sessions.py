@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import os
 import socket
@@ -18,7 +17,8 @@ import msgspec
 
 from multiworld import AskError, JoinError, World, WorldError
 from multiworld_serving.common.config.addresses import Address
-from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer
+from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer, JoinRequest, parse_join_request
+from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.server.errors import StageError
 from multiworld_serving.server.frontends.link import MAX_BYTES, Kind, Link, LinkLostError, Received, Reply, encode
 from multiworld_serving.server.frontends.messages import (
@@ -90,13 +90,13 @@ class FrontendSessions:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def answer(self, question: str, host: str) -> bytes:
-        """Answer a join request: offer a world to a frontend, and wait for it there. All others are requests of workers."""
+        """Answer a join request: offer a world, and wait for the process there."""
         try:
-            if '"frontend"' not in question or "frontend" not in json.loads(question):
-                return await self.leader.offer_worker(question, host)
-            request = FrontendJoinRequest.from_json(question)
-        except (ValueError, TypeError, RecursionError) as error:
+            request = parse_join_request(question)
+        except WireError as error:
             raise AskError(str(error)) from error
+        if isinstance(request, JoinRequest):
+            return self.leader.offer_worker(request, host).to_json().encode()
         generation = next(self._generations)
         offer = JoinOffer(f"frontend:{request.frontend}:{generation}", generation, address=self._advertised)
         task = asyncio.create_task(self._serve(request, offer))

@@ -7,9 +7,8 @@ import socket
 import time
 from collections.abc import Callable, Coroutine
 
-from multiworld import AskError, Cause, WorldManager
+from multiworld import Cause, WorldManager
 from multiworld_serving.common.wire.join import JoinOffer, JoinRequest
-from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
@@ -114,17 +113,13 @@ class WorkerRegistry:
 
     # -- joining -------------------------------------------------------------------------------------------------------------
 
-    async def offer(self, question: str, host: str) -> bytes:
-        """Handle a join request: offer a world and wait for the worker in it, or tell the worker when to ask again."""
-        try:
-            request = JoinRequest.from_json(question)
-        except WireError as error:
-            raise AskError(str(error)) from error
+    def offer(self, request: JoinRequest, host: str) -> JoinOffer:
+        """Offer a world and wait for the worker in it, or tell the worker when to ask again."""
         if wait_s := self._wait_s(request):
-            return JoinOffer("", 0, round(wait_s * 1000) + 1).to_json().encode()
+            return JoinOffer("", 0, round(wait_s * 1000) + 1)
         worker = self._admit(request, host)
         address, name = self._settings.advertised(self.port), self._settings.name
-        return JoinOffer(worker.id.world, worker.generation, address=address, leader=name).to_json().encode()
+        return JoinOffer(worker.id.world, worker.generation, address=address, leader=name)
 
     def _wait_s(self, request: JoinRequest) -> float:
         """Seconds until this worker may ask again; 0 if it may join now."""

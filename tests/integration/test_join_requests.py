@@ -3,14 +3,17 @@
 import json
 import logging
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 from pydantic import SecretStr
 
 from multiworld import AskError, ask
 from multiworld_serving.common.wire.join import PROTOCOL, RELEASE
+from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
+from multiworld_serving.server.predictor import ServedModel
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.server.versions.version_table import VersionPlan
 from tests.cut_bundles import version_of
@@ -72,6 +75,7 @@ def plan() -> VersionPlan:
 async def leader(plan: VersionPlan) -> AsyncIterator[Leader]:
     settings = ServeSettings(token=SecretStr(SECRET), join_port=0, stages=1)
     async with Leader("resnet18", plan, settings, LeaderMetrics()) as made:
+        made.answer(FrontendSessions(settings, cast(ServedModel, None), made, LeaderMetrics()).answer)
         yield made
 
 

@@ -120,9 +120,6 @@ class FakeLeader:
             if self.proceed is not None:
                 await self.proceed.wait()
 
-    async def offer_worker(self, question: str, host: str) -> bytes:
-        raise AskError("no worker is wanted")
-
 
 class Service:
     """A leader and its frontends, each with a pool, in one process."""
