@@ -18,10 +18,10 @@ import torch
 from benchmarks.ranks import run, started
 from multiworld import World, WorldManager
 from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.message import Header, Message, MessageKind
+from multiworld_serving.common.wire.message import Message, MessageKind
 
 
-def _anything(_: Header) -> None:
+def _anything(_: Message) -> None:
     """Accept every header."""
 
 

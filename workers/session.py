@@ -16,7 +16,7 @@ from multiworld_serving.common.edges.edge import RowsLostError
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import MAX_RELEASED, BatchInputs, LostInput
-from multiworld_serving.common.wire.message import Header, Message, MessageKind, WireError
+from multiworld_serving.common.wire.message import Message, MessageKind, WireError
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.exit_timer import (
@@ -129,26 +129,26 @@ class Session:
                 obeyed = self._place.obeyed
                 await self._tell(Message.from_text(MessageKind.OBEYS, obeyed))
 
-    def _check(self, header: Header) -> None:
-        """Reject a header that the leader may not send now; see `Channel`. Raises WireError."""
-        match header.kind:
+    def _check(self, message: Message) -> None:
+        """Reject a message that the leader may not send now; see `Channel`. Raises WireError."""
+        match message.kind:
             case MessageKind.BATCH:
-                stage = self._stage(header)
-                header.require_batch(stage.dtype, stage.row_shape, 1, stage.assignment.max_batch_size)
+                stage = self._stage(message)
+                message.require_batch(stage.dtype, stage.row_shape, 1, stage.assignment.max_batch_size)
             case MessageKind.INPUTS if self._edges is not None:
-                header.require_batch(torch.uint8, (), 1, self._stage(header).max_inputs_bytes)
+                message.require_batch(torch.uint8, (), 1, self._stage(message).max_inputs_bytes)
             case MessageKind.RELEASE if self._edges is not None:
-                header.require_batch(torch.int64, (), 1, MAX_RELEASED)
+                message.require_batch(torch.int64, (), 1, MAX_RELEASED)
             case MessageKind.ASSIGN:
-                header.require_text()
+                message.require_text()
             case MessageKind.WEIGHTS:
-                header.require_batch(torch.uint8, (), 1, self._stage(header).missing_bytes)
+                message.require_batch(torch.uint8, (), 1, self._stage(message).missing_bytes)
             case MessageKind.UNLOAD | MessageKind.RESTART:
-                header.require_no_payload()
+                message.require_no_payload()
             case _:
-                raise WireError(f"{header.kind.name} was not expected here")
+                raise WireError(f"{message.kind.name} was not expected here")
 
-    def _stage(self, message: Header | Message) -> AssignedStage:
+    def _stage(self, message: Message) -> AssignedStage:
         stage = self._place.stages.get((message.version, message.stage))
         if stage is None:
             raise WireError(

@@ -14,7 +14,7 @@ from multiworld import Transport, World, WorldError
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import RowRef, row_refs_tensor
-from multiworld_serving.common.wire.message import Header, Message, MessageKind, WireError
+from multiworld_serving.common.wire.message import Message, MessageKind, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -141,12 +141,12 @@ class Edge:
             self._metrics.bytes["received", self.transport].inc(tensor.nbytes)
         return tensor
 
-    def _check(self, header: Header) -> None:
+    def _check(self, message: Message) -> None:
         """Reject an answer that was not asked for, before memory is allocated for it. Raises WireError."""
         number, dtype, shape = self._expected
-        if header.batch != number or header.kind not in (MessageKind.ROWS, MessageKind.GONE):
-            raise WireError(f"unexpected {header.kind.name} {header.batch} from a producer")
-        if header.kind is MessageKind.GONE:
-            header.require_no_payload()
+        if message.batch != number or message.kind not in (MessageKind.ROWS, MessageKind.GONE):
+            raise WireError(f"unexpected {message.kind.name} {message.batch} from a producer")
+        if message.kind is MessageKind.GONE:
+            message.require_no_payload()
         else:
-            header.require_batch(dtype, shape[1:], shape[0], shape[0])
+            message.require_batch(dtype, shape[1:], shape[0], shape[0])

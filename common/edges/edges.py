@@ -32,7 +32,7 @@ from multiworld_serving.common.edges.store import TensorStore
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import MAX_FETCH_ROWS, RowRef, Source, row_refs
 from multiworld_serving.common.wire.join import EdgeJoinRequest, JoinOffer
-from multiworld_serving.common.wire.message import Header, Message, MessageKind, WireError
+from multiworld_serving.common.wire.message import Message, MessageKind, WireError
 
 _CONSUMER_RANK = 1
 _MAX_SERVED = 1024
@@ -315,7 +315,7 @@ class Edges:
             del found
 
 
-def _check(header: Header) -> None:
-    if header.kind not in (MessageKind.FETCH_ROWS, MessageKind.TAKE_ROWS):
-        raise WireError(f"unexpected {header.kind.name} from a consumer")
-    header.require_batch(torch.int64, (2,), 1, MAX_FETCH_ROWS)
+def _check(message: Message) -> None:
+    if message.kind not in (MessageKind.FETCH_ROWS, MessageKind.TAKE_ROWS):
+        raise WireError(f"unexpected {message.kind.name} from a consumer")
+    message.require_batch(torch.int64, (2,), 1, MAX_FETCH_ROWS)

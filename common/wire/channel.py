@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from multiworld import BrokenWorldException, Cause, Operation, World, WorldError
-from multiworld_serving.common.wire.message import Header, Message
+from multiworld_serving.common.wire.message import Message
 
 _NO_PAYLOAD = torch.empty(0, dtype=torch.uint8)
 
@@ -16,11 +16,11 @@ class Channel:
 
     Args:
         peer: the other end's rank.
-        check: called with each header before memory is allocated for its payload. It raises WireError for a header that is not
+        check: called with each message before memory is allocated for its payload. It raises WireError for a message that is not
             expected now, so the peer cannot choose how much memory is allocated. Another thread may call it.
     """
 
-    def __init__(self, world: World, peer: int, check: Callable[[Header], None]) -> None:
+    def __init__(self, world: World, peer: int, check: Callable[[Message], None]) -> None:
         self.world = world
         self._peer = peer
         self._check = check
@@ -57,10 +57,12 @@ class Channel:
 
         def accept(data: bytes, size_bytes: int) -> Tensor:
             nonlocal message
-            header = Header.parse(data, size_bytes)
-            self._check(header)
-            message = header.message()
-            return _NO_PAYLOAD if message.payload is None else message.payload
+            message = Message.parse(data, size_bytes)
+            self._check(message)
+            if message.shape is None:
+                return _NO_PAYLOAD
+            message.payload = torch.empty(message.shape, dtype=message.dtype)
+            return message.payload
 
         await self.world.recv_message(accept, self._peer)
         assert message is not None, "a message is received after `accept` has returned"
@@ -68,13 +70,15 @@ class Channel:
 
     async def receive_view(self) -> Message:
         """As `receive`, but a large payload stays in shared memory of the sender if it can, until all tensors that use it are dropped."""
-        header: Header | None = None
+        message: Message | None = None
 
         def check(data: bytes, size_bytes: int) -> None:
-            nonlocal header
-            header = Header.parse(data, size_bytes)
-            self._check(header)
+            nonlocal message
+            message = Message.parse(data, size_bytes)
+            self._check(message)
 
         view = await self.world.recv_view(check, self._peer)
-        assert header is not None, "a view is received after `check` has returned"
-        return header.message(view.data)
+        assert message is not None, "a view is received after `check` has returned"
+        if message.shape is not None:
+            message.payload = view.data.view(message.dtype).view(message.shape)
+        return message

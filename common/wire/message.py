@@ -1,6 +1,6 @@
 """A message between leader and worker: a header, which travels in the head of the library's message, and a payload.
 
-The header is checked twice before memory is allocated for the payload: `Header.parse` rejects an inconsistent header, and the receiver
+The header is checked twice before memory is allocated for the payload: `Message.parse` rejects an inconsistent header, and the receiver
 rejects a dtype or shape that it does not expect.
 """
 
@@ -59,57 +59,6 @@ class MessageKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """A message.
-
-    Attributes:
-        batch: number of the batch; 0 if the message concerns none.
-        payload: a tensor of up to 4 dimensions and a known dtype; text and bytes are uint8 [N]. None and an empty tensor are distinct.
-        compute_ns, waited_us: of RESULT, how long the worker computed, and how long the batch waited before.
-        stage, version: stage and model version that the message refers to.
-    """
-
-    kind: MessageKind
-    batch: int = 0
-    payload: Tensor | None = None
-    compute_ns: int = 0
-    waited_us: int = 0
-    stage: int = 0
-    version: int = 0
-
-    @staticmethod
-    def from_text(kind: MessageKind, text: str, *, batch: int = 0, stage: int = 0, version: int = 0) -> "Message":
-        return Message(kind, batch, bytes_tensor(text.encode()), stage=stage, version=version)
-
-    def text(self) -> str:
-        """The payload as text. Raises WireError if it is not text."""
-        payload = self.payload
-        if payload is None or payload.dtype != torch.uint8 or payload.dim() != 1:
-            found = "no payload" if payload is None else f"{payload.dtype} {tuple(payload.shape)}"
-            raise WireError(f"{self.kind.name}: expected text, got {found}")
-        return bytes(payload.numpy()).decode(errors="replace")
-
-    def reason(self) -> str:
-        """The payload as an error text: one line, truncated for logs, traces and responses. Raises WireError if it is not text."""
-        return shown(self.text())
-
-    def header(self) -> bytes:
-        """Encode the header. Raises ValueError if the payload cannot be encoded."""
-        payload = self.payload
-        if payload is not None and payload.dtype not in _CODES:
-            raise ValueError(f"cannot send {payload.dtype}; expected one of {', '.join(map(str, _DTYPES))}")
-        shape = () if payload is None else tuple(payload.shape)
-        code = 0 if payload is None else _CODES[payload.dtype]
-        if len(shape) > MAX_DIMS:
-            raise ValueError(f"cannot send {len(shape)} dimensions; expected at most {MAX_DIMS}")
-        dims = shape + (0,) * (MAX_DIMS - len(shape))
-        return _LAYOUT.pack(
-            *(_MAGIC, self.kind, code << 4 | len(shape), self.stage),
-            *(self.batch, self.compute_ns, min(self.waited_us, _MOST_US), self.version, *dims),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class RowShape:
     """The shape of a row of a stage's input or output.
 
@@ -131,26 +80,62 @@ class RowShape:
         return f"at most {self.dims[0]} bytes" if self.varies else str(self.dims)
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """A received, consistent header.
+@dataclass(slots=True)
+class Message:
+    """A message.
 
     Attributes:
-        shape: shape of the payload; None if there is no payload.
+        batch: number of the batch; 0 if the message concerns none.
+        payload: a tensor of up to 4 dimensions and a known dtype; text and bytes are uint8 [N]. None and an empty tensor are distinct.
+        compute_ns, waited_us: of RESULT, how long the worker computed, and how long the batch waited before.
+        stage, version: stage and model version that the message refers to.
+        dtype, shape: of the payload, also while it has not arrived yet; the shape is None if there is no payload.
     """
 
     kind: MessageKind
-    batch: int
-    dtype: torch.dtype
-    shape: tuple[int, ...] | None
-    compute_ns: int
-    waited_us: int
-    stage: int
-    version: int
+    batch: int = 0
+    payload: Tensor | None = None
+    compute_ns: int = 0
+    waited_us: int = 0
+    stage: int = 0
+    version: int = 0
+    dtype: torch.dtype = torch.uint8
+    shape: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.payload is not None:
+            self.dtype, self.shape = self.payload.dtype, tuple(self.payload.shape)
 
     @staticmethod
-    def parse(data: bytes, size: int) -> "Header":
-        """Decode the header of a message whose payload has `size` bytes. Raises WireError if it is inconsistent."""
+    def from_text(kind: MessageKind, text: str, *, batch: int = 0, stage: int = 0, version: int = 0) -> "Message":
+        return Message(kind, batch, bytes_tensor(text.encode()), stage=stage, version=version)
+
+    def text(self) -> str:
+        """The payload as text. Raises WireError if it is not text."""
+        self.require_text()
+        assert self.payload is not None, "it has arrived"
+        return bytes(self.payload.numpy()).decode(errors="replace")
+
+    def reason(self) -> str:
+        """The payload as an error text: one line, truncated for logs, traces and responses. Raises WireError if it is not text."""
+        return shown(self.text())
+
+    def header(self) -> bytes:
+        """Encode the header. Raises ValueError if the payload cannot be encoded."""
+        shape = self.shape or ()
+        if self.dtype not in _CODES:
+            raise ValueError(f"cannot send {self.dtype}; expected one of {', '.join(map(str, _DTYPES))}")
+        if len(shape) > MAX_DIMS:
+            raise ValueError(f"cannot send {len(shape)} dimensions; expected at most {MAX_DIMS}")
+        dims = shape + (0,) * (MAX_DIMS - len(shape))
+        return _LAYOUT.pack(
+            *(_MAGIC, self.kind, _CODES[self.dtype] << 4 | len(shape), self.stage),
+            *(self.batch, self.compute_ns, min(self.waited_us, _MOST_US), self.version, *dims),
+        )
+
+    @staticmethod
+    def parse(data: bytes, size: int) -> "Message":
+        """Decode the header of a message whose payload has `size` bytes and follows. Raises WireError if it is inconsistent."""
         magic, kind, form, stage, batch, compute_ns, waited_us, version, *dims = _LAYOUT.unpack(data)
         code, ndim = form >> 4, form & 15
         if magic != _MAGIC:
@@ -166,7 +151,7 @@ class Header:
             shape = None
         elif size != math.prod(dims[:ndim]) * dtype.itemsize:
             raise WireError(f"{known.name}: {size} bytes are not {dtype} {shape}")
-        return Header(known, batch, dtype, shape, compute_ns, waited_us, stage, version)
+        return Message(known, batch, None, compute_ns, waited_us, stage, version, dtype, shape)
 
     def require_batch(self, dtype: torch.dtype, row_shape: tuple[int, ...] | RowShape, least: int, most: int) -> None:
         """Raise WireError unless the payload has this dtype and `least` to `most` rows of this shape."""
@@ -186,15 +171,6 @@ class Header:
         """Raise WireError if there is a payload."""
         if self.shape is not None:
             raise WireError(f"{self.kind.name}: expected no payload, got {self.dtype} {self.shape}")
-
-    def message(self, data: Tensor | None = None) -> Message:
-        """The message, whose payload is `data`, uint8 [size]. Without it, new memory."""
-        payload = None
-        if self.shape is not None:
-            payload = (
-                torch.empty(self.shape, dtype=self.dtype) if data is None else data.view(self.dtype).view(self.shape)
-            )
-        return Message(self.kind, self.batch, payload, self.compute_ns, self.waited_us, self.stage, self.version)
 
 
 def bytes_tensor(data: bytes) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from multiworld.texts import shown
 from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.message import Header, Message, MessageKind, WireError
+from multiworld_serving.common.wire.message import Message, MessageKind, WireError
 from multiworld_serving.server.frontends.messages import AnyBody, Rejection
 from multiworld_serving.server.predictor import MAX_ROW_BYTES
 
@@ -364,7 +364,7 @@ def _result(found: Received | LinkLostError) -> Received:
     return found
 
 
-def _check(header: Header) -> None:
-    if header.kind is not MessageKind.FRAMES:
-        raise WireError(f"unexpected {header.kind.name} between frontend and leader")
-    header.require_batch(torch.uint8, (), 1, MAX_BYTES + (1 << 20))
+def _check(message: Message) -> None:
+    if message.kind is not MessageKind.FRAMES:
+        raise WireError(f"unexpected {message.kind.name} between frontend and leader")
+    message.require_batch(torch.uint8, (), 1, MAX_BYTES + (1 << 20))

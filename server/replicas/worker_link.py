@@ -14,7 +14,7 @@ from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import JoinOffer
-from multiworld_serving.common.wire.message import Header, Message, MessageKind, RowShape, WireError
+from multiworld_serving.common.wire.message import Message, MessageKind, RowShape, WireError
 from multiworld_serving.server.replicas.worker import (
     AssignmentRefusedError,
     Ending,
@@ -305,30 +305,30 @@ class WorkerLink:
             self.worker.obeys = message.reason()
         return message
 
-    def _check(self, header: Header) -> None:
+    def _check(self, message: Message) -> None:
         """Decide whether the worker may send this now, before memory is allocated for the payload; see `Channel`. Raises WireError."""
-        sent = self._in_flight.get(header.batch)
-        match header.kind:
+        sent = self._in_flight.get(message.batch)
+        match message.kind:
             case MessageKind.RESULT if sent is not None:
                 plan = self._plan_of(sent)
-                header.require_batch(plan.output_dtype, plan.output_shape, len(sent.requests), len(sent.requests))
+                message.require_batch(plan.output_dtype, plan.output_shape, len(sent.requests), len(sent.requests))
             case MessageKind.KEPT if sent is not None and sent.inputs is not None and sent.inputs.keep:
                 count = 1 + len(self._plan_of(sent).output_shape.dims)
-                header.require_batch(torch.int64, (), count, count)
+                message.require_batch(torch.int64, (), count, count)
             case MessageKind.INPUT_LOST if sent is not None and sent.inputs is not None:
-                header.require_text()
-            case MessageKind.FAILED if sent is not None or not header.batch:
-                header.require_text()
+                message.require_text()
+            case MessageKind.FAILED if sent is not None or not message.batch:
+                message.require_text()
             case MessageKind.RESULT | MessageKind.KEPT | MessageKind.INPUT_LOST | MessageKind.FAILED:
                 raise WireError(
-                    f"{header.kind.name} of batch {header.batch}, which is not in flight here, or not for that"
+                    f"{message.kind.name} of batch {message.batch}, which is not in flight here, or not for that"
                 )
             case MessageKind.REFUSED | MessageKind.OBEYS:
-                header.require_text()
+                message.require_text()
             case MessageKind.READY | MessageKind.FETCH_WEIGHTS | MessageKind.LEAVING:
-                header.require_no_payload()
+                message.require_no_payload()
             case _:
-                raise WireError(f"unexpected {header.kind.name} from a worker: only a leader may send it")
+                raise WireError(f"unexpected {message.kind.name} from a worker: only a leader may send it")
 
     def _plan_of(self, sent: SentBatch) -> StagePlan:
         plan = self._plans.get((sent.version, sent.stage))

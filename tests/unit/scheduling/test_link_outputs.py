@@ -10,7 +10,7 @@ import torch
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import JoinRequest
-from multiworld_serving.common.wire.message import Header, Message, MessageKind, WireError
+from multiworld_serving.common.wire.message import Message, MessageKind, WireError
 from multiworld_serving.server.replicas import worker_link
 from multiworld_serving.server.replicas.worker import SentBatch, SlotId, Worker
 from multiworld_serving.server.replicas.worker_link import WorkerLink
@@ -62,7 +62,7 @@ def test_result_is_refused_when_its_batch_is_not_in_flight(kind: MessageKind) ->
     place = torch.tensor([7, *plan.output_shape.dims])
     payload = place if kind is MessageKind.KEPT else rows
     message = Message(kind, 1, payload, stage=plan.spec.index, version=plan.number)
-    header = Header.parse(message.header(), payload.nbytes)
+    header = Message.parse(message.header(), payload.nbytes)
     with pytest.raises(WireError):
         link._check(header)
     link.send(SentBatch(1, 0, plan.number, (0,), "r", 0.0), BatchInputs(1, (), rows, (0,)))
