@@ -256,7 +256,7 @@ class Engine:
         share = self.threads[-1]
         rounds = [[self._timed_s(module, batch, threads) for threads in (1, share)] for _ in range(1 + _ROUNDS)][1:]
         one_s, share_s = map(min, zip(*rounds, strict=True))
-        return "one" if one_s < _CLEARLY * share_s else "idle"
+        return "one" if one_s < _CLEARLY * share_s else "share"
 
     def _timed_s(self, module: nn.Module, batch: Tensor, threads: int) -> float:
         began_s = time.perf_counter()

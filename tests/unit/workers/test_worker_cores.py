@@ -1,19 +1,22 @@
 """Workers of one machine share its cores: a worker that computes alone uses all of them."""
 
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from multiworld_serving.workers.compute import cores
 from multiworld_serving.workers.compute.cores import BatchThreads, SharedCores
 
 _COMPUTES = """
 import sys
 from multiworld_serving.workers.compute.cores import SharedCores
-with SharedCores(sys.argv[1], int(sys.argv[2]), 4, 4, lambda: 0.5).acquire_cores() as threads:
+with SharedCores(sys.argv[1], int(sys.argv[2]), 4, 4, lambda: 0.0).acquire_cores() as threads:
     print(threads, flush=True)
     sys.stdin.read()
 """
@@ -38,63 +41,80 @@ def computing(file: str, seat: int) -> Iterator[tuple["subprocess.Popen[str]", i
             process.kill()
 
 
-def threads(cores: SharedCores) -> int:
-    with cores.acquire_cores() as count:
+def idle() -> float:
+    """What other programs compute on an idle machine."""
+    return 0.0
+
+
+def threads(shared: SharedCores) -> int:
+    with shared.acquire_cores() as count:
         return count
 
 
 def test_all_cores_are_used_when_no_other_worker_computes(file: str) -> None:
-    assert threads(SharedCores(file, 0, 4, 4, lambda: 0.5)) == 4
+    assert threads(SharedCores(file, 0, 4, 4, idle)) == 4
     with computing(file, 1) as (_, theirs):
         assert theirs == 4
-    assert threads(SharedCores(file, 0, 4, 4, lambda: 0.5)) == 4
+    assert threads(SharedCores(file, 0, 4, 4, idle)) == 4
 
 
 def test_cores_are_shared_equally_when_others_compute(file: str) -> None:
-    cores = SharedCores(file, 0, 4, 4, lambda: 0.5)
+    shared = SharedCores(file, 0, 4, 4, idle)
     with computing(file, 1), computing(file, 3) as (_, of_the_second):
         assert of_the_second == 2
-        assert threads(cores) == 1  # of three: 4 // 3
-        with cores.acquire_cores(), computing(file, 2) as (_, of_the_fourth):
+        assert threads(shared) == 1  # of three: 4 // 3
+        with shared.acquire_cores(), computing(file, 2) as (_, of_the_fourth):
             assert of_the_fourth == 1
 
 
 def test_each_worker_has_one_thread_when_there_are_more_workers_than_cores(file: str) -> None:
-    cores = SharedCores(file, 0, 4, 2, lambda: 0.5)
+    shared = SharedCores(file, 0, 4, 2, idle)
     with computing(file, 1), computing(file, 2), computing(file, 3):
-        assert threads(cores) == 1
+        assert threads(shared) == 1
 
 
 def test_cores_are_released_when_a_computing_worker_is_killed(file: str) -> None:
-    cores = SharedCores(file, 0, 4, 4, lambda: 0.5)
+    shared = SharedCores(file, 0, 4, 4, idle)
     with computing(file, 1) as (process, _):
-        assert threads(cores) == 2
+        assert threads(shared) == 2
         process.kill()
         process.wait(60)
-        assert threads(SharedCores(file, 0, 4, 4, lambda: 0.5)) == 4
+        assert threads(SharedCores(file, 0, 4, 4, idle)) == 4
 
 
 def test_batch_is_computed_when_all_slots_are_taken(file: str) -> None:
-    cores = SharedCores(file, 1, 4, 4, lambda: 0.5)
+    shared = SharedCores(file, 1, 4, 4, idle)
     with computing(file, 1):
-        assert threads(cores) == 4
+        assert threads(shared) == 4
 
 
-def test_share_is_at_most_equal_when_other_programs_use_the_machine(file: str) -> None:
-    assert threads(SharedCores(file, 0, 2, 4, lambda: 2.5)) == 2
-    assert threads(SharedCores(file, 0, 8, 4, lambda: 2.5)) == 1
-
-
-@pytest.mark.parametrize(("load", "expected"), [(0.5, (1, 4, 4)), (1.5, (1, 1, 4))])
-def test_small_batches_use_one_thread_when_it_is_faster_or_no_core_is_idle(
-    file: str, load: float, expected: tuple[int, ...]
+@pytest.mark.parametrize(("used", "expected"), [(0.3, 4), (1.0, 3), (1.5, 2), (3.5, 1), (9.0, 1)])
+def test_cores_that_other_programs_use_are_left_to_them(
+    file: str, used: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cores, threads_of = SharedCores(file, 0, 1, 4, lambda: load), BatchThreads("one", "idle")
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(cores, "_PERIOD_S", 0.0)
+    monkeypatch.setattr(time, "clock_gettime", lambda _: 1.5 * time.monotonic())  # of this worker
+    shared = SharedCores(file, 0, 1, 4, lambda: (1.5 + used) * time.monotonic())
+    time.sleep(0.01)
+    assert threads(shared) == expected
+
+
+def test_one_thread_computes_the_batches_for_which_it_is_faster(file: str) -> None:
+    shared, threads_of = SharedCores(file, 0, 1, 4, idle), BatchThreads("one", "share")
     taken = []
-    for use in (threads_of.of(1), threads_of.of(8), BatchThreads().of(8)):
-        with cores.acquire_cores(use) as count:
+    for rows in (1, 8):
+        with shared.acquire_cores(threads_of.of(rows)) as count:
             taken.append(count)
-    assert tuple(taken) == expected
+    assert taken == [1, 4]
+
+
+def test_busy_time_of_the_machine_grows() -> None:
+    before_s = cores.busy_s()
+    until_s = time.process_time() + 0.1
+    while time.process_time() < until_s:
+        pass
+    assert cores.busy_s() > before_s > 0
 
 
 def test_sharing_is_refused_when_the_file_is_gone(tmp_path: Path) -> None:
