@@ -11,6 +11,7 @@ All functions are synchronous and stateless; `DaemonThreads` runs them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from io import BytesIO
 
 import torch
@@ -44,18 +45,10 @@ _MAX_SCALED_RATIO = 4
 _MIN_OVERSAMPLING = 2
 """A JPEG is decoded at no less than this many times the needed size; scaling then hides the difference."""
 
-_UPRIGHT_TRANSPOSE = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-"""The transposition that undoes each EXIF orientation."""
-_TRANSPOSED = frozenset({5, 6, 7, 8})
-"""Orientations that swap width and height."""
+_FLIPPED_AXES = {2: (2,), 3: (1, 2), 4: (1,), 6: (1,), 7: (1, 2), 8: (2,)}
+"""Axes of the pixels [3, height, width] to flip for each EXIF orientation."""
+_SWAPPED_AXES = range(5, 9)
+"""Orientations that swap height and width, after the flips."""
 
 
 def image_tensor(data: bytes, *, resize_size: int, crop_size: int, max_pixels: int) -> Tensor:
@@ -79,14 +72,13 @@ def image_tensor(data: bytes, *, resize_size: int, crop_size: int, max_pixels: i
     try:
         with file_type(BytesIO(data)) as image:
             _check_size(image, max_pixels)
-            size = image.size
-            window = _reduce(image, resize_size)
-            upright = _upright_rgb(image)
-            orientation = _orientation(image)
-            if orientation in _TRANSPOSED:
-                size = size[::-1]
-            window = _rotate_window(window, image.size, orientation)
-            return _scale_and_crop(upright, size, window, resize_size, crop_size)
+            size, window = image.size, _reduce(image, resize_size)
+            rgb, orientation = _rgb(image), _orientation(image)
+            # The crop is turned, and not the image: it is smaller.
+            flipped = _FLIPPED_AXES.get(orientation, ())
+            pixels = _scale_and_crop(rgb, size, window, resize_size, crop_size, flipped)
+            pixels = pixels.flip(flipped) if flipped else pixels
+            return (pixels.transpose(1, 2) if orientation in _SWAPPED_AXES else pixels).contiguous()
     except ImageError:
         raise
     except Image.DecompressionBombError as error:
@@ -158,28 +150,12 @@ def _reduce(image: ImageFile, resize_size: int) -> tuple[float, float, float, fl
     return drafted[1] if drafted else (0.0, 0.0, float(width), float(height))
 
 
-def _upright_rgb(image: Image.Image) -> Image.Image:
+def _rgb(image: Image.Image) -> Image.Image:
     image.load()
-    method = _UPRIGHT_TRANSPOSE.get(_orientation(image))
     image.info.pop("transparency", None)  # convert() would warn about it or try to keep it
     if image.mode.startswith("I"):  # 16-bit grey; convert() would clip at 255
         image = image.point(lambda value: value * (1 / 256)).convert("L")
-    rgb = image if image.mode == "RGB" else image.convert("RGB")
-    return rgb if method is None else rgb.transpose(method)
-
-
-def _rotate_window(
-    window: tuple[float, float, float, float], size: tuple[int, int], orientation: int
-) -> tuple[float, float, float, float]:
-    """The position of a window of an image of this size after its orientation is applied."""
-    (left, top, right, bottom), (width, height) = window, size
-    if orientation in _TRANSPOSED:
-        left, top, right, bottom, width, height = top, left, bottom, right, height, width
-    if orientation in (2, 3, 6, 7):
-        left, right = width - right, width - left
-    if orientation in (3, 4, 7, 8):
-        top, bottom = height - bottom, height - top
-    return left, top, right, bottom
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _orientation(image: Image.Image) -> int:
@@ -195,26 +171,31 @@ def _scale_and_crop(
     window: tuple[float, float, float, float],
     resize_size: int,
     crop_size: int,
+    flipped: Sequence[int],
 ) -> Tensor:
     """Scale so that the shorter side is `resize_size`, and crop the center.
 
     Args:
         size: of the image in its file.
         window: left, top, right and bottom of the image in `image`, which may be decoded at a fraction of its size.
+        flipped: axes of the result that are to be flipped, so that the center is rounded towards their other end.
     Returns:
-        uint8 [3, crop_size, crop_size], contiguous.
+        uint8 [3, crop_size, crop_size].
     """
     width, height = size
     shorter = min(width, height)
     # As in torchvision: truncated sizes, rounded offsets.
     scaled_width, scaled_height = resize_size * width // shorter, resize_size * height // shorter
-    left, top = round((scaled_width - crop_size) / 2), round((scaled_height - crop_size) / 2)
+    top, left = (
+        (spare - round(spare / 2) if axis in flipped else round(spare / 2))
+        for axis, spare in ((1, scaled_height - crop_size), (2, scaled_width - crop_size))
+    )
     right, bottom = left + crop_size, top + crop_size
     ordinary = max(width, height) <= _MAX_SCALED_RATIO * shorter
     if ordinary and image.size == size:
         pixels = _interleaved(image).unsqueeze(0)
         scaled_pixels = interpolate(pixels, (scaled_height, scaled_width), mode="bilinear", antialias=True)
-        return scaled_pixels[0, :, top:bottom, left:right].contiguous()
+        return scaled_pixels[0, :, top:bottom, left:right]
     # Scaling a whole image of 8 x 6,000,000 pixels would need 150 GB: scale only the crop.
     across, down = (window[2] - window[0]) / scaled_width, (window[3] - window[1]) / scaled_height
     box = (
