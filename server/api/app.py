@@ -7,12 +7,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from multiworld_serving.common.config.keys import KeySet
@@ -53,16 +52,13 @@ logger = logging.getLogger(__name__)
 _V2_INFER = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/infer")
 
 
-class Application(FastAPI):
+class Application(Router):
     """The application of a port. Handles everything that does not depend on the route: authorization, records, and errors.
-
-    It calls the router without FastAPI's middleware, which would handle exceptions a second time.
 
     Args:
         permission_for: returns the permission that a path requires.
         version: returns the name of the version that serves; None for the admin port, which has no inference requests.
         other_port: the port with the paths that this one does not have.
-        document: returns the document of GET /openapi.json; None: there is none.
     """
 
     def __init__(
@@ -74,46 +70,29 @@ class Application(FastAPI):
         permission_for: Callable[[str], Permission],
         version: Callable[[], str] | None = None,
         other_port: OtherPort | None = None,
-        document: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        self._document = document
-        super().__init__(
-            routes=[*routes],
-            redirect_slashes=False,
-            openapi_url="/openapi.json" if document else None,
-            docs_url=None,  # this page and the next one load scripts from another site
-            redoc_url=None,
-        )
+        super().__init__(routes, redirect_slashes=False)
         self._requests = requests
         self._authorizer = authorizer or Authorizer(ApiKeys(KeySet(), KeySet()))
         self._permission_for = permission_for
         self._version = version
         self._other_port = other_port
 
-    def openapi(self) -> dict[str, Any]:
-        """The document, which describes the model that serves now."""
-        return self._document() if self._document else super().openapi()
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond to a request. HEAD runs as GET and drops the body (RFC 9110, section 9.3.2)."""
+        """Respond to a request. Routes of GET also respond to HEAD, and uvicorn sends no body then."""
         if self._version is None:
             record = self._requests.begin(scope, "", None)
         else:
             record = self._requests.begin(scope, self._version(), inference_protocol(scope["path"]))
         started, status = False, record.status
-        to_head = scope["method"] == "HEAD"
 
         async def send_with_id(message: Message) -> None:
             nonlocal started, status
             if message["type"] == "http.response.start":
                 started, status = True, message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.request_id.encode("ascii"))]
-            elif to_head:
-                return
             try:
                 await send(message)
-                if to_head:  # end the response here: the body may be endless
-                    await send({"type": "http.response.body", "body": b"", "more_body": False})
             except RuntimeError as error:
                 # The connection has ended, for example after an invalid request behind this one. uvicorn writes to it, and uvloop
                 # raises. A client could fill the log with these tracebacks.
@@ -124,7 +103,7 @@ class Application(FastAPI):
             try:
                 self._authorize(scope, record)
                 scope["app"] = self  # Starlette then raises HTTPException if there is no route
-                await self.router({**scope, "method": "GET"} if to_head else scope, receive, send_with_id)
+                await super().__call__(scope, receive, send_with_id)
             except Exception as error:
                 if started:  # too late for an error response: the server logs the exception and closes the connection
                     record.reason, record.status = "internal", 500
@@ -199,6 +178,9 @@ def create_api(
         needs_key = authorizer is not None and bool(authorizer.keys.inference)
         return openapi_document(inference, pipeline.version, has_handler=handler is not None, needs_key=needs_key)
 
+    async def openapi(_: Request) -> Response:
+        return JSONResponse(document())
+
     endpoints = {
         f"{method.upper()} {path}": operation["summary"]
         for path, operations in document()["paths"].items()
@@ -212,13 +194,13 @@ def create_api(
             *V2Routes(pipeline, inference, metrics.requests).routes(),
             *operations_routes(pipeline, scrape or metrics.scrape),
             *StatusPage(pipeline, feed).routes(endpoints),
+            route("/openapi.json", openapi),
         ],
         requests=metrics.requests,
         authorizer=authorizer,
         permission_for=http_port_permission,
         version=lambda: pipeline.version.name,
         other_port=None if admin_port is None else OtherPort("the admin port", admin_port, is_admin_path),
-        document=document,
     )
 
 

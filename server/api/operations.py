@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -14,7 +15,7 @@ from starlette.routing import Route
 from multiworld_serving.common.metrics import CONTENT_TYPE
 from multiworld_serving.server.api.oip.metadata import readiness_error
 from multiworld_serving.server.http.errors import rejection_response
-from multiworld_serving.server.http.route import Endpoint, route
+from multiworld_serving.server.http.route import route
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import Pipeline
@@ -22,14 +23,13 @@ from multiworld_serving.server.predictor import Pipeline
 Scrape = Callable[[], Awaitable[bytes]]
 """Returns metrics in Prometheus' text format."""
 
-_PAGE_PATH = "/status-page"
 _FILE_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "jpg": "image/jpeg",
 }
-_FOLDER = files("multiworld_serving.server.api") / "status_page"
+_FILES = {file.name: file for file in (files("multiworld_serving.server.api") / "status_page").iterdir()}
 _FILE_HEADERS = {
     # Only the page's own files, nothing inline: names of workers and models can never run as scripts.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -59,10 +59,12 @@ class StatusPage:
             found = {"service": "multiworld-serving", "model": now.model, "version": now.version}
             return JSONResponse(found | {"endpoints": endpoints}, headers={"Vary": "Accept"})
 
-        return [route("/", index), route("/events", self.events), *_file_routes()]
+        return [route("/", index), route("/events", self.events), route("/status-page/{name}", _file)]
 
-    async def events(self, _: Request) -> Response:
+    async def events(self, request: Request) -> Response:
         """Server-sent events every second: snapshot (`status`), rates (`points`), and what has happened (`event`)."""
+        if request.method == "HEAD":  # the stream does not end
+            return Response(media_type="text/event-stream")
         return self.feed.response(self.pipeline.snapshot)
 
 
@@ -100,21 +102,15 @@ def operations_routes(pipeline: Pipeline, scrape: Scrape) -> list[Route]:
     ]
 
 
-def _file_routes() -> list[Route]:
-    """One route for each file of the page. No path comes from a client."""
-    return [route(f"{_PAGE_PATH}/{file.name}", _file_endpoint(file.name)) for file in _FOLDER.iterdir()]
-
-
-def _file_endpoint(name: str) -> Endpoint:
-    async def endpoint(_: Request) -> Response:
-        return _file_response(name)
-
-    return endpoint
+async def _file(request: Request) -> Response:
+    if (name := request.path_params["name"]) not in _FILES:
+        raise HTTPException(404)
+    return _file_response(name)
 
 
 def _file_response(name: str) -> Response:
     kind = _FILE_TYPES[name.rpartition(".")[2]]
-    return Response((_FOLDER / name).read_bytes(), headers={**_FILE_HEADERS, "Content-Type": kind})
+    return Response(_FILES[name].read_bytes(), headers={**_FILE_HEADERS, "Content-Type": kind})
 
 
 async def metrics_response(scrape: Scrape) -> Response:

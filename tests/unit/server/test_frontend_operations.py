@@ -80,7 +80,7 @@ async def test_openapi_describes_every_route_but_the_files_of_the_status_page() 
     async with running_frontend() as frontend:
         document = (await frontend.client.get("/openapi.json")).json()
         status = (await frontend.client.get("/status")).json()
-        routes = [route for route in frontend.app.router.routes if isinstance(route, Route)]
+        routes = [route for route in frontend.app.routes if isinstance(route, Route)]
     served = {(route.path, method) for route in routes for method in (route.methods or set()) - {"HEAD"}}
     documented = {(path, method.upper()) for path, of_path in document["paths"].items() for method in of_path}
     assert documented == {

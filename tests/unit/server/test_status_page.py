@@ -57,6 +57,8 @@ async def test_page_may_load_only_its_own_existing_files() -> None:
         assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
         loads = [source for source in Page().loads if not source.startswith("data:")]
         assert len(loads) == 3
+        assert (await frontend.client.get("/status-page/other.js")).status_code == 404
+        assert (await frontend.client.head("/events")).status_code == 200, "and ends"
         scripts = [f"/status-page/{file.name}" for file in PAGE.iterdir() if file.name.endswith((".js", ".jpg"))]
         for source in {*loads, *scripts}:
             answer = await frontend.client.get(source)
