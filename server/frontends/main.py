@@ -214,8 +214,7 @@ class _Frontend:
         from multiworld_serving.server.api.oip_grpc.server import GrpcPort  # noqa: PLC0415
 
         return GrpcPort(
-            *(self._pool, inference, self._metrics.requests, authorizer),
-            *(self._grpc, connections, self._credentials.grpc),
+            *(inference, self._metrics.requests, authorizer, self._grpc, connections, self._credentials.grpc)
         )
 
     def _on_change(self, snapshot: PipelineSnapshot) -> None:

@@ -3,8 +3,7 @@
 open_inference.proto    the definition, also for clients
 open_inference.binpb    its descriptor, compiled by `make proto`
 codec.py                message classes; messages to requests, and predictions to messages
-service.py              the methods: record, authorization, deadline and errors of a call
-server.py               the port; start reading here
+server.py               the port and its methods: record, authorization, deadline and errors of a call; start reading here
 
 Only a frontend with a gRPC port imports it. May import what server.api.oip may.
 """

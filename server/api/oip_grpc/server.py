@@ -1,4 +1,7 @@
-"""The gRPC port of a frontend: its socket, TLS, the limits of its connections, and its end.
+"""The gRPC port of a frontend: its socket, TLS, the limits of its connections, its methods, and its end.
+
+Each method answers as its path over HTTP does, and is recorded and authorized as that. `status` in the log and `code` in the metrics are
+the HTTP status of the same outcome.
 
 gRPC opens the socket itself, so frontends cannot inherit a listening one. They all listen at the same port (SO_REUSEPORT), and the kernel
 gives each new connection to one of them.
@@ -7,23 +10,34 @@ gives each new connection to one of them.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
+from starlette.types import Scope
 
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.http.server import KEEP_ALIVE_S
-from multiworld_serving.server.api.inference import Inference
-from multiworld_serving.server.api.oip_grpc.codec import SERVICE
-from multiworld_serving.server.api.oip_grpc.service import InferenceService
-from multiworld_serving.server.auth.authorizer import Authorizer
+from multiworld_serving.server.api.inference import Inference, InferRequest, encoded, prediction_headers
+from multiworld_serving.server.api.oip.metadata import repository_index
+from multiworld_serving.server.api.oip.routes import server_metadata
+from multiworld_serving.server.api.oip_grpc.codec import METHODS, SERVICE, decode, infer_message, parse_infer_message
+from multiworld_serving.server.auth.authorizer import Authorizer, http_port_permission
+from multiworld_serving.server.errors import BodyTimeoutError, BodyTooLargeError, DeadlineError, RequestRejected
+from multiworld_serving.server.http.errors import INTERNAL_ERROR
 from multiworld_serving.server.http.limits import RequestLimits
+from multiworld_serving.server.http.open_request import OpenRequest
 from multiworld_serving.server.http.tls import TlsFiles
-from multiworld_serving.server.observability.requests import Requests
-from multiworld_serving.server.predictor import Pipeline
+from multiworld_serving.server.observability.requests import InferenceProtocol, RequestRecord, Requests
+from multiworld_serving.server.predictor import Prediction
+
+logger = logging.getLogger(__name__)
 
 _MAX_AGE_S = 300.0
 """Age at which a connection is closed gracefully: the client opens another, perhaps to a frontend that has started meanwhile."""
@@ -34,6 +48,31 @@ _STALL_MS = 10_000
 _MAX_METADATA_BYTES = 32 * 2**10
 _ONLY_UNCOMPRESSED = 1
 """gRPC does not limit the size of a message after decompression."""
+
+_EXTENSIONS = ["classification", "model_repository(index)"]
+
+STATUS_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    415: grpc.StatusCode.INVALID_ARGUMENT,
+    422: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    499: grpc.StatusCode.CANCELLED,
+    500: grpc.StatusCode.INTERNAL,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+"""The gRPC status of each HTTP status. The only place that maps them."""
+
+Answer = Callable[[Any, RequestRecord, float], Awaitable[tuple[bytes, Mapping[str, str]]]]
+"""Answers a call that is authorized: its context, its record, and its timeout in seconds. Returns message and trailers.
+
+Raises RequestRejected.
+"""
 
 
 class GrpcPort:
@@ -46,7 +85,6 @@ class GrpcPort:
 
     def __init__(
         self,
-        pipeline: Pipeline,
         inference: Inference,
         requests: Requests,
         authorizer: Authorizer,
@@ -54,25 +92,33 @@ class GrpcPort:
         max_connections: int,
         tls: TlsFiles | None,
     ) -> None:
-        methods = InferenceService(pipeline, inference, requests, authorizer).handlers()
-        self._handlers = grpc.method_handlers_generic_handler(SERVICE, methods)
-        self._options = _options(inference.gate.limits, max_connections)
-        self._max_calls = max_connections
+        self._pipeline = inference.gate.pipeline
+        self._inference, self._signature = inference, inference.signature
+        self._requests = requests
+        self._authorizer = authorizer
+        self._limits = limits = inference.gate.limits
+        # Calls that receive a message at the same time: the memory for the largest messages is reserved for them.
+        self._receiving = asyncio.Semaphore(max(1, limits.max_held_bytes // limits.max_body_bytes))
+        self._max_connections = max_connections
         self._address = Address(*reserved.getsockname()[:2])
         self._tls = tls
         self._server: Any = None
         self._stopping: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
+        handler = grpc.method_handlers_generic_handler(SERVICE, self._methods())
+        options = _options(self._limits, self._max_connections)
         self._server = grpc.aio.server(
-            handlers=[self._handlers], options=self._options, maximum_concurrent_rpcs=self._max_calls
+            handlers=[handler], options=options, maximum_concurrent_rpcs=self._max_connections
         )
         address = str(self._address)
         try:
             if self._tls is None:
                 self._server.add_insecure_port(address)
             else:
-                self._server.add_secure_port(address, self._credentials(self._tls))
+                needs_client = self._tls.client_ca is not None
+                credentials = grpc.dynamic_ssl_server_credentials(self._tls_now(), self._tls_now, needs_client)
+                self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise UserError(f"cannot serve gRPC on {address}: {error}; choose another --grpc-port or --host") from error
         await self._server.start()
@@ -93,19 +139,132 @@ class GrpcPort:
         """Use these files for new connections. A port with TLS gets some, and only such a port."""
         self._tls = tls
 
-    def _credentials(self, tls: TlsFiles) -> grpc.ServerCredentials:
-        return grpc.dynamic_ssl_server_credentials(
-            _configuration(tls), self._current_configuration, tls.client_ca is not None
-        )
-
-    def _current_configuration(self) -> grpc.ServerCertificateConfiguration:
-        """Called by a thread of gRPC for each handshake."""
+    def _tls_now(self) -> grpc.ServerCertificateConfiguration:
+        """The files of now. Called by a thread of gRPC for each handshake."""
         assert self._tls is not None
-        return _configuration(self._tls)
+        return grpc.ssl_server_certificate_configuration([(self._tls.key, self._tls.chain)], self._tls.client_ca)
 
+    def _methods(self) -> dict[str, grpc.RpcMethodHandler]:
+        """The handlers of all methods, by name."""
+        model = f"/v2/models/{self._signature.model.name}"
+        plain: dict[str, tuple[str, Callable[[Any], Mapping[str, Any]]]] = {
+            "ServerLive": ("/v2/health/live", lambda _: {"live": True}),
+            "ServerReady": ("/v2/health/ready", lambda _: {"ready": self._pipeline.ready}),
+            "ModelReady": (f"{model}/ready", self._model_ready),
+            "ServerMetadata": ("/v2", lambda _: server_metadata(_EXTENSIONS)),
+            "ModelMetadata": (model, self._model_metadata),
+            "RepositoryIndex": ("/v2/repository/index", self._index),
+        }
+        found = {name: self._handler(name, path, self._plain(name, respond)) for name, (path, respond) in plain.items()}
+        found["ModelInfer"] = self._handler("ModelInfer", f"{model}/infer", self._infer, "grpc")
+        return found
 
-def _configuration(tls: TlsFiles) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(tls.key, tls.chain)], tls.client_ca)
+    def _handler(
+        self, name: str, equivalent: str, answer: Answer, protocol: InferenceProtocol | None = None
+    ) -> grpc.RpcMethodHandler:
+        """The handler of a method. To the client it is a unary method; as a stream, the server chooses when to receive the message.
+
+        Args:
+            equivalent: path of the same method over HTTP, for its permission.
+            protocol: see `Requests.begin`.
+        """
+        path, permission = f"/{SERVICE}/{name}", http_port_permission(equivalent)
+
+        async def run(_: object, context: Any) -> bytes:
+            scope = _scope(path, context)
+            record = self._requests.begin(scope, self._pipeline.version.name, protocol)
+            left_s, limit_s = context.time_remaining(), self._limits.timeout_s
+            timeout_s = limit_s if left_s is None else min(limit_s, left_s)
+            try:
+                record.key_name = self._authorizer.check(permission, scope)
+                message, trailers = await answer(context, record, timeout_s)
+                record.status = 200
+            except RequestRejected as rejection:
+                record.status, record.reason = rejection.status, rejection.reason
+                detail, retry_s = rejection.detail, rejection.retry_after_s
+            except asyncio.CancelledError:
+                if time.monotonic() >= record.started_s + timeout_s:  # gRPC has cancelled the call, and not the client
+                    record.status, record.reason = DeadlineError.status, DeadlineError.reason
+                raise
+            except Exception:
+                record.status, record.reason, detail, retry_s = 500, "internal", INTERNAL_ERROR, None
+                logger.exception("request failed request_id=%s path=%s", record.request_id, path)
+            finally:
+                self._requests.end(scope, record)
+            if record.status == 200:
+                context.set_trailing_metadata((("x-request-id", record.request_id), *trailers.items()))
+                return message
+            trailers = {"x-request-id": record.request_id, "reason": record.reason}
+            if retry_s is not None:
+                trailers["grpc-retry-pushback-ms"] = str(round(retry_s * 1e3))
+            await context.abort(STATUS_CODES[record.status], detail, tuple(trailers.items()))
+            raise AssertionError("abort raises")
+
+        return grpc.stream_unary_rpc_method_handler(run)
+
+    async def _receive(self, context: Any, timeout_s: float) -> bytes:
+        """Receive the message of the request.
+
+        Raises:
+            BodyTimeoutError: it did not arrive before the deadline.
+            BodyTooLargeError: gRPC has refused it.
+        """
+        try:
+            async with asyncio.timeout(timeout_s), self._receiving:
+                message = await context.read()
+        except TimeoutError as error:
+            raise BodyTimeoutError("the message was not received before the call timed out; send it faster") from error
+        if message is grpc.aio.EOF:
+            limit = self._limits.max_body_bytes
+            raise BodyTooLargeError(
+                f"there is no message, or it is larger than the limit of {limit} bytes; send a smaller one"
+            )
+        received: bytes = message
+        return received
+
+    async def _infer(self, context: Any, record: RequestRecord, timeout_s: float) -> tuple[bytes, Mapping[str, str]]:
+        inference, signature = self._inference, self._signature
+        opened = OpenRequest(inference.gate, record, None, timeout_s)
+
+        async def receive() -> bytes:
+            body = await self._receive(context, timeout_s)
+            opened.received()
+            opened.hold(len(body))
+            return body
+
+        async def parse(body: bytes) -> InferRequest:
+            return await inference.threads.run(partial(parse_infer_message, body, signature, self._pipeline.version))
+
+        async def encode(prediction: Prediction, asked: InferRequest) -> tuple[bytes, Mapping[str, str]]:
+            message = await encoded(partial(infer_message, prediction, asked, signature=signature), prediction)
+            return message, {name.lower(): value for name, value in prediction_headers(prediction).items()}
+
+        return await inference.answer(opened, receive, parse, encode)
+
+    def _plain(self, name: str, respond: Callable[[Any], Mapping[str, Any]]) -> Answer:
+        """The answer of a method that costs nothing."""
+        method = METHODS[name]
+
+        async def answer(context: Any, record: RequestRecord, timeout_s: float) -> tuple[bytes, Mapping[str, str]]:
+            request = decode(method.request, await self._receive(context, timeout_s))
+            return method.response(**respond(request)).SerializeToString(), {}
+
+        return answer
+
+    def _model_ready(self, request: Any) -> Mapping[str, Any]:
+        self._check(request)
+        return {"ready": self._pipeline.ready}
+
+    def _model_metadata(self, request: Any) -> Mapping[str, Any]:
+        self._check(request)
+        metadata = self._signature.metadata(self._pipeline.version)
+        return {name: metadata[name] for name in ("name", "versions", "platform", "inputs", "outputs")}
+
+    def _index(self, request: Any) -> Mapping[str, Any]:
+        return {"models": repository_index(self._pipeline.snapshot(), only_ready=request.ready)}
+
+    def _check(self, request: Any) -> None:
+        self._signature.check_served(request.name, request.version or None, self._pipeline.version)
 
 
 def _options(requests: RequestLimits, max_connections: int) -> list[tuple[str, int]]:
@@ -131,3 +290,12 @@ def _options(requests: RequestLimits, max_connections: int) -> list[tuple[str, i
 
 def _ms(seconds: float) -> int:
     return round(seconds * 1e3)
+
+
+def _scope(path: str, context: Any) -> Scope:
+    """The call as an ASGI scope, for what observes and authorizes HTTP requests."""
+    headers = [
+        (name.encode("ascii"), value if isinstance(value, bytes) else value.encode("latin-1", "replace"))
+        for name, value in context.invocation_metadata() or ()
+    ]
+    return {"type": "http", "method": "POST", "path": path, "headers": headers, "client": None}

@@ -59,7 +59,7 @@ async def running_grpc(
     metrics.requests.log_all = True
     authorizer = authorizer or Authorizer(ApiKeys(KeySet(), KeySet()))
     with bind("127.0.0.1", 0, "--grpc-port", reserve=True) as reserved:
-        port = GrpcPort(predictor, inference, metrics.requests, authorizer, reserved, 1000, tls)
+        port = GrpcPort(inference, metrics.requests, authorizer, reserved, 1000, tls)
         number: int = reserved.getsockname()[1]
         async with inference.threads, port, channel(number, root) as opened:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(opened)

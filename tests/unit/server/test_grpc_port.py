@@ -13,7 +13,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from multiworld_serving.server import errors
-from multiworld_serving.server.api.oip_grpc.service import STATUS_CODES
+from multiworld_serving.server.api.oip_grpc.server import STATUS_CODES
 from multiworld_serving.server.errors import STATUS_OF_REASON
 from tests.unit.server.frontend_app import MODEL, ColourPredictor
 from tests.unit.server.grpc_port import PATIENCE_S, channel, infer, refused, running_grpc, tensor
