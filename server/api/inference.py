@@ -22,6 +22,7 @@ from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.open_request import OpenRequest, RequestGate
 from multiworld_serving.server.predictor import Pipeline, Prediction, ServedModel
 
+B = TypeVar("B")
 T = TypeVar("T")
 
 _LARGE_BYTES = 1 << 16
@@ -89,28 +90,24 @@ class Inference:
     async def answer(
         self,
         opened: OpenRequest,
-        receive: Callable[[], Awaitable[bytes]],
-        parse: Callable[[bytes], Awaitable[InferRequest]],
+        receive: Callable[[], Awaitable[B]],
+        parse: Callable[[B], InferRequest],
         encode: Callable[[Prediction, InferRequest], Awaitable[T]],
-        *,
-        ahead: Callable[[], int] | None = None,
     ) -> T:
         """Receive and answer a request.
 
         Args:
             receive: returns the body.
-            parse: parses the body, which is freed before the prediction.
+            parse: parses the body on a thread. The body is freed before the prediction.
             encode: serializes the prediction for the request, which is given without its rows.
-            ahead: returns the number of requests that wait to be parsed. Default: the number that wait for a decoding thread.
         Raises:
             RequestRejected: the request is invalid, or at least one sample was rejected, and so the whole request is.
         """
         record = opened.record
-        ahead = ahead or (lambda: self.threads.waiting)
         async with opened:
             body = await receive()
-            await opened.check(ahead())
-            asked = await parse(body)
+            await opened.check(self.threads.waiting)
+            asked = await self.threads.run(partial(parse, body))
             del body
             record.adopt_client_id(asked.id or "")
             if asked.timeout_s is not None:

@@ -53,8 +53,8 @@ class PredictRoute:
             inference.gate, RequestRecord.of(request.scope), request.receive, client_timeout_s(request)
         )
 
-        async def parse(body: bytes) -> InferRequest:
-            return InferRequest(await inference.threads.run(partial(self._decode, body, content_type)))
+        def parse(body: bytes) -> InferRequest:
+            return InferRequest(self._decode(body, content_type))
 
         async def encode(prediction: Prediction, _: InferRequest) -> Response:
             return self._response(prediction, opened.record, top_k)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,14 +41,13 @@ class HandlerRoute:
         record, handler = RequestRecord.of(request.scope), self.handler
         opened = OpenRequest(self.inference.gate, record, request.receive, client_timeout_s(request))
 
-        async def parse(body: bytes) -> InferRequest:
-            content_type = request.headers.get("content-type", "")
-            return self._request(await handler.call(program.decode, body, content_type))
+        async def receive() -> dict[str, np.ndarray[Any, Any]]:
+            body = await opened.body(request.headers)
+            await opened.check(handler.waiting)
+            return await handler.call(program.decode, body, request.headers.get("content-type", ""))
 
         try:
-            return await self.inference.answer(
-                opened, partial(opened.body, request.headers), parse, self._response, ahead=lambda: handler.waiting
-            )
+            return await self.inference.answer(opened, receive, self._request, self._response)
         except HandlerError as error:
             logger.error("request_id=%s %s", record.request_id, error)  # noqa: TRY400 - the traceback is the handler's
             raise HandlerError(_FAILED) from error

@@ -19,11 +19,9 @@ _LENGTH_BYTES = 4
 _HALF_GREY_LEVEL = 0.5 / 255
 
 
-def image_input(tensor: InputTensor, data: memoryview | None, signature: Signature) -> Tensor | list[bytes]:
+def image_input(tensor: InputTensor, signature: Signature) -> Tensor | list[bytes]:
     """The images of an input: UINT8, FP32 (0 to 1), or BYTES (files, not yet decoded; in JSON as base64).
 
-    Args:
-        data: its binary data; None: they are in the JSON.
     Returns:
         Pixels as uint8 [N, 3, S, S], RGB, contiguous; or JPEG, PNG or WebP files.
     Raises:
@@ -43,10 +41,10 @@ def image_input(tensor: InputTensor, data: memoryview | None, signature: Signatu
         raise InferenceRequestError(_wrong_shape(name, shape, signature))
     check_rows(name, shape[0], signature.max_rows, "images")
     if datatype == "BYTES":
-        if data is not None:
-            return _elements(name, data, shape[0])
+        if isinstance(tensor.data, memoryview):
+            return _elements(name, tensor.data, shape[0])
         return [_from_base64(name, value, at) for at, value in enumerate(json_data(tensor))]
-    values = tensor_values(tensor, data)
+    values = tensor_values(tensor)
     return values if datatype == "UINT8" else _grey_levels(name, values)
 
 

@@ -6,7 +6,6 @@ gRPC has another encoding of the same request: it calls `infer_body` and `infer_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Annotated, Any
 
 import msgspec
@@ -83,9 +82,8 @@ def parse_infer_request(body: bytes, json_bytes: int | None, signature: Signatur
             f"Inference-Header-Content-Length is {json_bytes}, but the body has only {len(body)} bytes"
         )
     asked = infer_body(_json(body if json_bytes is None else body[:json_bytes]), signature)
-    return infer_request(
-        asked, _binary_data(asked, None if json_bytes is None else memoryview(body)[json_bytes:]), signature
-    )
+    _assign_binary_data(asked, None if json_bytes is None else memoryview(body)[json_bytes:])
+    return infer_request(asked, signature)
 
 
 def _json(data: bytes) -> object:
@@ -125,23 +123,17 @@ def infer_body(request: object, signature: Signature) -> InferBody:
     return asked
 
 
-def infer_request(asked: InferBody, data: Sequence[memoryview | None], signature: Signature) -> InferRequest:
-    """The request for the model.
-
-    Args:
-        data: binary data of each input; None = its values are in its `data`.
-    Raises:
-        InferenceRequestError: the request is invalid for this model.
-    """
+def infer_request(asked: InferBody, signature: Signature) -> InferRequest:
+    """The request for the model. Raises InferenceRequestError if it is invalid for this model."""
     parameters = asked.parameters or RequestParameters()
     if parameters.sequence_id or parameters.sequence_start or parameters.sequence_end:
         raise InferenceRequestError("the parameters `sequence_…` are for stateful models; omit them")
     outputs = _outputs(asked.outputs, parameters.binary_data_output, signature)
     rows: Tensor | Sequence[bytes]
     if signature.model.image is not None:
-        rows, key = image_input(asked.inputs[0], data[0], signature), ""
+        rows, key = image_input(asked.inputs[0], signature), ""
     else:
-        rows, key = _rows(asked.inputs, data, signature)
+        rows, key = _rows(asked.inputs, signature)
     return InferRequest(rows, key, outputs, asked.id or None, parameters.timeout / 1e6 or None)
 
 
@@ -151,33 +143,31 @@ def _named(kind: str, names: Sequence[str]) -> str:
     return f"{kind} is {listed}" if len(names) == 1 else f"{kind}s are {listed}"
 
 
-def _binary_data(asked: InferBody, binary: memoryview | None) -> list[memoryview | None]:
-    """The part of each input in the binary data that follow the JSON."""
-    sizes = [None if each.parameters is None else each.parameters.binary_data_size for each in asked.inputs]
-    for tensor, size in zip(asked.inputs, sizes, strict=True):
-        if size is not None and tensor.data is not None:
+def _assign_binary_data(asked: InferBody, binary: memoryview | None) -> None:
+    """Give each input with a `binary_data_size` its part of the binary data that follow the JSON."""
+    sized = [(each, each.parameters.binary_data_size) for each in asked.inputs if each.parameters is not None]
+    given = [(tensor, size) for tensor, size in sized if size is not None]
+    for tensor, _ in given:
+        if tensor.data is not None:
             raise InferenceRequestError(
                 f"the input {tensor.name!r} has both `data` and `binary_data_size`; give one of them"
             )
-    given = [size for size in sizes if size is not None]
-    if sum(given) != (0 if binary is None else binary.nbytes) or min(given, default=0) < 0:
+    sizes, data = [size for _, size in given], binary or memoryview(b"")
+    if sum(sizes) != data.nbytes or min(sizes, default=0) < 0:
         follow = (
             "none, since Inference-Header-Content-Length is missing" if binary is None else f"{binary.nbytes} bytes"
         )
-        declared = f"have `binary_data_size` {abbreviated(given)}" if given else "have no `binary_data_size`"
+        declared = f"have `binary_data_size` {abbreviated(sizes)}" if sizes else "have no `binary_data_size`"
         raise InferenceRequestError(f"the inputs {declared}, but after the JSON there are {follow}")
-    ends = accumulate(size or 0 for size in sizes)
-    return [
-        None if binary is None or size is None else binary[end - size : end]
-        for size, end in zip(sizes, ends, strict=True)
-    ]
+    for tensor, size in given:
+        tensor.data, data = data[:size], data[size:]
 
 
-def _rows(inputs: Sequence[InputTensor], data: Sequence[memoryview | None], signature: Signature) -> tuple[Tensor, str]:
+def _rows(inputs: Sequence[InputTensor], signature: Signature) -> tuple[Tensor, str]:
     """The input rows, and their key."""
     model = signature.model
-    by_name = {tensor.name: (tensor, values) for tensor, values in zip(inputs, data, strict=True)}
-    tensors = [input_tensor(*by_name[spec.name], spec, model.dimensions, signature.max_rows) for spec in model.inputs]
+    by_name = {tensor.name: tensor for tensor in inputs}
+    tensors = [input_tensor(by_name[spec.name], spec, model.dimensions, signature.max_rows) for spec in model.inputs]
     counts = {spec.name: len(tensor) for spec, tensor in zip(model.inputs, tensors, strict=True)}
     if len(set(counts.values())) > 1:
         raise InferenceRequestError(
@@ -200,7 +190,7 @@ def _raw_row(body: bytes, signature: Signature) -> tuple[Tensor, str]:
         )
     spec = model.inputs[0]
     shape = [1, *(dim for dim in spec.shape[1:] if isinstance(dim, int))]
-    return _rows([InputTensor(spec.name, DATATYPES[spec.dtype], shape)], [memoryview(body)], signature)
+    return _rows([InputTensor(spec.name, DATATYPES[spec.dtype], shape, data=memoryview(body))], signature)
 
 
 def _outputs(wanted: Sequence[RequestedOutput] | None, binary: bool, signature: Signature) -> list[OutputOptions]:

@@ -64,36 +64,25 @@ def build_response(
 
 
 def _output(tensor: Tensor, wanted: OutputOptions, signature: Signature) -> tuple[dict[str, Any], bytes | None]:
-    """The JSON part of an output, and its binary data."""
+    """The JSON part of an output, and its binary data. Probabilities become BYTES if classes are wanted."""
     spec = signature.model.outputs[wanted.index]
     if wanted.classes:
-        described, binary = _classes(tensor, wanted, signature)
+        best = torch.topk(tensor, wanted.classes)
+        texts = [
+            f"{value:.9g}:{index}:{signature.model.labels[index]}"  # nine digits preserve a float32 exactly
+            for value, index in zip(best.values.flatten().tolist(), best.indices.flatten().tolist(), strict=True)
+        ]
+        output = {"name": spec.name, "datatype": "BYTES", "shape": list(best.values.shape)}
+        if not wanted.binary:
+            return output | {"data": texts}, None
+        binary = b"".join(struct.pack("<I", len(data)) + data for data in (text.encode() for text in texts))
     else:
-        described, binary = _tensor(tensor, spec.name, DATATYPES[spec.dtype], binary=wanted.binary)
-    return {"name": spec.name} | described, binary
-
-
-def _tensor(tensor: Tensor, name: str, datatype: str, *, binary: bool) -> tuple[dict[str, Any], bytes | None]:
-    output: dict[str, Any] = {"datatype": datatype, "shape": list(tensor.shape)}
-    if binary:
-        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return output | {"parameters": {"binary_data_size": len(data)}}, data
-    if tensor.is_floating_point() and not tensor.isfinite().all().item():
-        raise InferenceRequestError(
-            f"the output {name!r} has values that are not finite, which JSON cannot express; ask for binary data"
-        )
-    return output | {"data": tensor.flatten().tolist()}, None
-
-
-def _classes(probabilities: Tensor, wanted: OutputOptions, signature: Signature) -> tuple[dict[str, Any], bytes | None]:
-    """[N, classes] as BYTES: "value:index:label" in descending order."""
-    best = torch.topk(probabilities, wanted.classes)
-    texts = [
-        f"{value:.9g}:{index}:{signature.model.labels[index]}"  # nine digits preserve a float32 exactly
-        for value, index in zip(best.values.flatten().tolist(), best.indices.flatten().tolist(), strict=True)
-    ]
-    output: dict[str, Any] = {"datatype": "BYTES", "shape": list(best.values.shape)}
-    if not wanted.binary:
-        return output | {"data": texts}, None
-    binary = b"".join(struct.pack("<I", len(data)) + data for data in (text.encode() for text in texts))
+        output = {"name": spec.name, "datatype": DATATYPES[spec.dtype], "shape": list(tensor.shape)}
+        if not wanted.binary:
+            if tensor.is_floating_point() and not tensor.isfinite().all().item():
+                raise InferenceRequestError(
+                    f"the output {spec.name!r} has values that are not finite, which JSON cannot express; ask for binary data"
+                )
+            return output | {"data": tensor.flatten().tolist()}, None
+        binary = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return output | {"parameters": {"binary_data_size": len(binary)}}, binary

@@ -82,14 +82,11 @@ class V2Routes:
         record = RequestRecord.of(request.scope)
         opened = OpenRequest(inference.gate, record, request.receive, client_timeout_s(request))
 
-        def parsed(body: bytes) -> InferRequest:
+        def parse(body: bytes) -> InferRequest:
             plain = body if encoding is None else unpack(body, encoding, inference.gate.limits.max_body_bytes)
             asked = parse_infer_request(plain, json_bytes, inference.signature)
             asked.version = None if version is None else int(version)
             return asked
-
-        async def parse(body: bytes) -> InferRequest:
-            return await inference.threads.run(partial(parsed, body))
 
         def response(prediction: Prediction, asked: InferRequest) -> Response:
             body, binary_at = build_response(prediction, asked.outputs, asked.id, inference.signature)

@@ -54,18 +54,18 @@ class InputParameters(Struct, frozen=True):
     shared_memory_region: Any = None
 
 
-class InputTensor(Struct, frozen=True):
+class InputTensor(Struct):
     """An input as the request describes it.
 
     Attributes:
-        data: its values, flat or nested; None = they are in binary data.
+        data: its values: a list, flat or nested, or a memoryview of binary data.
     """
 
     name: str
     datatype: str
     shape: list[int]
     parameters: InputParameters | None = None
-    data: list[Any] | None = None
+    data: Any = None
 
 
 def check_rows(name: str, rows: int, most: int, what: str = "rows") -> None:
@@ -77,17 +77,12 @@ def check_rows(name: str, rows: int, most: int, what: str = "rows") -> None:
 
 
 def input_tensor(
-    tensor: InputTensor,
-    data: memoryview | None,
-    spec: TensorSpec,
-    dimensions: Mapping[str, tuple[int, int]],
-    max_rows: int,
+    tensor: InputTensor, spec: TensorSpec, dimensions: Mapping[str, tuple[int, int]], max_rows: int
 ) -> Tensor:
     """The values of an input of the model.
 
     Args:
         tensor: the input as the request describes it.
-        data: its binary data; None: they are in the JSON.
         dimensions: (least, most) length of each variable dimension.
     Returns:
         Of the type and shape that `spec` names; its memory belongs to no other.
@@ -113,20 +108,20 @@ def input_tensor(
             raise InferenceRequestError(
                 f"the input {spec.name!r} has the length {abbreviated(length)} in the dimension {dim!r}; expected {least} to {most}"
             )
-    return tensor_values(tensor, data)
+    return tensor_values(tensor)
 
 
-def tensor_values(tensor: InputTensor, data: memoryview | None) -> Tensor:
+def tensor_values(tensor: InputTensor) -> Tensor:
     """The values of an input as a tensor. Raises InferenceRequestError if they do not fit its datatype and shape."""
-    if data is not None:
-        return _from_binary(tensor.name, tensor.datatype, tensor.shape, data)
+    if isinstance(tensor.data, memoryview):
+        return _from_binary(tensor.name, tensor.datatype, tensor.shape, tensor.data)
     return _from_json(tensor.name, tensor.datatype, tensor.shape, json_data(tensor))
 
 
 def json_data(tensor: InputTensor) -> list[Any]:
     """The values in `data`, flat. Raises InferenceRequestError if they are missing or do not fill the shape."""
     name, shape, data = tensor.name, tensor.shape, tensor.data
-    if data is None:
+    if not isinstance(data, list):
         raise InferenceRequestError(
             f"the input {name!r} has no list `data`; send its values there, or after the JSON with `binary_data_size`"
         )

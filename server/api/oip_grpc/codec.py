@@ -100,7 +100,6 @@ def parse_infer_message(body: bytes, signature: Signature, now: ModelVersion) ->
     message = decode(METHODS["ModelInfer"].request, body)
     version = message.model_version or None
     signature.check_served(message.model_name, version, now)
-    inputs = _inputs(message)
     request = {
         "id": message.id,
         "parameters": _parameters(message.parameters) | {"binary_data_output": True},
@@ -108,9 +107,9 @@ def parse_infer_message(body: bytes, signature: Signature, now: ModelVersion) ->
             {"name": each.name, "parameters": _parameters(each.parameters, without="binary_data")}
             for each in message.outputs
         ],
-        "inputs": [described for described, _ in inputs],
+        "inputs": _inputs(message),
     }
-    found = infer_request(infer_body(request, signature), [data for _, data in inputs], signature)
+    found = infer_request(infer_body(request, signature), signature)
     found.version = None if version is None else int(version)
     return found
 
@@ -137,8 +136,8 @@ def _parameters(parameters: Mapping[str, Any], without: str = "") -> dict[str, A
     return {name: getattr(value, choice) if choice else None for name, value, choice in found if name != without}
 
 
-def _inputs(message: Any) -> list[tuple[dict[str, Any], memoryview | None]]:
-    """The inputs, see `_input`."""
+def _inputs(message: Any) -> list[dict[str, Any]]:
+    """The inputs as JSON describes them, with their values."""
     raw = message.raw_input_contents
     if raw and len(raw) != len(message.inputs):
         raise InferenceRequestError(
@@ -149,27 +148,30 @@ def _inputs(message: Any) -> list[tuple[dict[str, Any], memoryview | None]]:
         raise InferenceRequestError(
             f"the `contents` of the inputs have {values} values, at most {MAX_VALUES}; send `raw_input_contents`"
         )
-    return [_input(each, raw[at] if raw else None) for at, each in enumerate(message.inputs)]
+    return [
+        {
+            "name": each.name,
+            "datatype": each.datatype,
+            "shape": list(each.shape[:_MAX_DIMENSIONS]),
+            "parameters": _parameters(each.parameters),
+            "data": _data(each, raw[at] if raw else None),
+        }
+        for at, each in enumerate(message.inputs)
+    ]
 
 
-def _input(tensor: Any, raw: bytes | None) -> tuple[dict[str, Any], memoryview | None]:
-    """An input as JSON describes it, with the values of typed contents; or its binary data, also for elements of BYTES."""
+def _data(tensor: Any, raw: bytes | None) -> list[Any] | memoryview | None:
+    """The values of typed contents; or binary data, also for elements of BYTES; None for an input that is refused."""
     name, datatype, expected = abbreviated(tensor.name), tensor.datatype, _CONTENTS.get(tensor.datatype)
-    described: dict[str, Any] = {
-        "name": tensor.name,
-        "datatype": datatype,
-        "shape": list(tensor.shape[:_MAX_DIMENSIONS]),
-    }
-    described["parameters"] = _parameters(tensor.parameters)
     fields = [field.name for field, _ in tensor.contents.ListFields()]
     if raw is not None:
         if fields:
             raise InferenceRequestError(
                 f"the input {name} has both `contents` and `raw_input_contents`; give one of them"
             )
-        return described, memoryview(raw)
+        return memoryview(raw)
     if "shared_memory_region" in tensor.parameters or (expected is None and datatype not in BINARY_ONLY):
-        return described, None  # refused for that reason
+        return None
     if fields != [expected] and (fields or 0 not in tensor.shape):
         raise InferenceRequestError(
             f"the input {name} of {datatype} has its values in {' and '.join(fields) or 'no field'}; expected raw_input_contents"
@@ -177,9 +179,8 @@ def _input(tensor: Any, raw: bytes | None) -> tuple[dict[str, Any], memoryview |
         )
     values = [] if expected is None else list(getattr(tensor.contents, expected))
     if datatype != "BYTES" and expected is not None:
-        return described | {"data": values}, None
-    elements = (part for each in values for part in (len(each).to_bytes(_LENGTH_BYTES, "little"), each))
-    return described, memoryview(b"".join(elements))
+        return values
+    return memoryview(b"".join(part for each in values for part in (len(each).to_bytes(_LENGTH_BYTES, "little"), each)))
 
 
 def _check_fields(body: bytes) -> None:

@@ -232,8 +232,8 @@ class GrpcPort:
             opened.hold(len(body))
             return body
 
-        async def parse(body: bytes) -> InferRequest:
-            return await inference.threads.run(partial(parse_infer_message, body, signature, self._pipeline.version))
+        def parse(body: bytes) -> InferRequest:
+            return parse_infer_message(body, signature, self._pipeline.version)
 
         async def encode(prediction: Prediction, asked: InferRequest) -> tuple[bytes, Mapping[str, str]]:
             message = await encoded(partial(infer_message, prediction, asked, signature=signature), prediction)
