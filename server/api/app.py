@@ -7,11 +7,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route, Router
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from multiworld_serving.common.config.keys import KeySet
@@ -52,13 +53,16 @@ logger = logging.getLogger(__name__)
 _V2_INFER = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/infer")
 
 
-class Application(Router):
+class Application(FastAPI):
     """The application of a port. Handles everything that does not depend on the route: authorization, records, and errors.
+
+    It calls the router without FastAPI's middleware, which would handle exceptions a second time.
 
     Args:
         permission_for: returns the permission that a path requires.
         version: returns the name of the version that serves; None for the admin port, which has no inference requests.
         other_port: the port with the paths that this one does not have.
+        document: returns the document of GET /openapi.json; None: there is none.
     """
 
     def __init__(
@@ -70,13 +74,25 @@ class Application(Router):
         permission_for: Callable[[str], Permission],
         version: Callable[[], str] | None = None,
         other_port: OtherPort | None = None,
+        document: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        super().__init__(routes, redirect_slashes=False)
+        self._document = document
+        super().__init__(
+            routes=[*routes],
+            redirect_slashes=False,
+            openapi_url="/openapi.json" if document else None,
+            docs_url=None,  # this page and the next one load scripts from another site
+            redoc_url=None,
+        )
         self._requests = requests
         self._authorizer = authorizer or Authorizer(ApiKeys(KeySet(), KeySet()))
         self._permission_for = permission_for
         self._version = version
         self._other_port = other_port
+
+    def openapi(self) -> dict[str, Any]:
+        """The document, which describes the model that serves now."""
+        return self._document() if self._document else super().openapi()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to a request. Routes of GET also respond to HEAD, and uvicorn sends no body then."""
@@ -103,7 +119,7 @@ class Application(Router):
             try:
                 self._authorize(scope, record)
                 scope["app"] = self  # Starlette then raises HTTPException if there is no route
-                await super().__call__(scope, receive, send_with_id)
+                await self.router(scope, receive, send_with_id)
             except Exception as error:
                 if started:  # too late for an error response: the server logs the exception and closes the connection
                     record.reason, record.status = "internal", 500
@@ -178,9 +194,6 @@ def create_api(
         needs_key = authorizer is not None and bool(authorizer.keys.inference)
         return openapi_document(inference, pipeline.version, has_handler=handler is not None, needs_key=needs_key)
 
-    async def openapi(_: Request) -> Response:
-        return JSONResponse(document())
-
     endpoints = {
         f"{method.upper()} {path}": operation["summary"]
         for path, operations in document()["paths"].items()
@@ -194,13 +207,13 @@ def create_api(
             *V2Routes(pipeline, inference, metrics.requests).routes(),
             *operations_routes(pipeline, scrape or metrics.scrape),
             *StatusPage(pipeline, feed).routes(endpoints),
-            route("/openapi.json", openapi),
         ],
         requests=metrics.requests,
         authorizer=authorizer,
         permission_for=http_port_permission,
         version=lambda: pipeline.version.name,
         other_port=None if admin_port is None else OtherPort("the admin port", admin_port, is_admin_path),
+        document=document,
     )
 
 
