@@ -229,7 +229,7 @@ class WorldOperations:
     async def _follow(self, operation: Operation, plan: Collective, channel: CollectiveChannel) -> None:
         """Run a collective, after its fingerprints are compared if `verify_collectives` is set, and report its outcome."""
         try:
-            if plan.algorithm is None:
+            if plan.post is not None:
                 async with self._nccl_order:  # NCCL needs equal order at all members
                     await self._verify_collective(channel, plan)
                     self._post(operation)

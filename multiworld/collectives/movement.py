@@ -3,46 +3,35 @@
 Data is sent as bytes, so every dtype is supported. All functions raise ValueError or TypeError for invalid arguments.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ProcessGroup,
-    ScatterOptions,
-    Work,
-)
+from torch._C._distributed_c10d import ProcessGroup, Work
 
 from multiworld.collectives import transfers
-from multiworld.execution.process_group import without_timeout
-from multiworld.ops.buffers import RecvBuffer, SendBuffer, flat_bytes
-from multiworld.ops.operation import Algorithm, Collective, Post
+from multiworld.ops.buffers import RecvBuffer, contiguous, copy_back_of, flat_bytes
+from multiworld.ops.operation import Algorithm, Collective
 from multiworld.ops.validation import Ranks, check_distinct, check_list, check_whole, parts_of_root, tensor_signature
 
-_ByRank = Callable[[], Mapping[int, Tensor]]
-"""Returns the materialized buffers by rank, as bytes."""
+_Tensors = tuple[Sequence[Tensor], Sequence[int]]
+"""Tensors of the caller, and the ranks that they go to or come from: one tensor for each rank, or one tensor for all these ranks."""
+_Post = Callable[[ProcessGroup, list[Tensor], list[Tensor]], Work]
+"""Hands a collective to NCCL, given the sent and the received tensors as bytes."""
 
 
 def broadcast(ranks: Ranks, tensor: Tensor, src: int) -> Collective:
     """Copy `tensor` of rank `src` into `tensor` of all other members. Same dtype and number of elements at all members."""
     ranks.check_root("broadcast", src)
     staged = ranks.check_devices("broadcast", (tensor,))
-    targets = [RecvBuffer("broadcast", tensor, staged)] if ranks.rank != src else []
-    buffer = targets[0] if targets else SendBuffer(tensor, staged)
-    options = without_timeout(BroadcastOptions(), rootRank=src, rootTensor=0)
+    own = [tensor]
     return _exchange(
         ranks,
         f"broadcast({tensor_signature(tensor)}, src {src})",
-        (tensor,),
-        sent=dict if targets else _to_all(ranks, buffer),
-        received=lambda: {src: flat_bytes(buffer.materialize())} if targets else {},
-        post=lambda group: group.broadcast([flat_bytes(buffer.materialize())], options),
-        targets=targets,
-        staged=staged,
+        staged,
+        sent=(own if ranks.rank == src else (), range(ranks.size)),
+        received=(own if ranks.rank != src else (), [src]),
+        post=lambda group, sent, received: group.broadcast((sent or received)[0], src),
     )
 
 
@@ -50,18 +39,13 @@ def all_gather(ranks: Ranks, tensors: Sequence[Tensor], tensor: Tensor) -> Colle
     """Receive `tensor` of rank r into `tensors[r]`. All have the same dtype and number of elements."""
     staged = ranks.check_devices("all_gather", (*tensors, tensor))
     check_list("all_gather", ranks, tensors, tensor, written=True)
-    source = SendBuffer(tensor, staged)
-    targets = [RecvBuffer("all_gather", each, staged) for each in tensors]
-    options = without_timeout(AllgatherOptions())
     return _exchange(
         ranks,
         f"all_gather({tensor_signature(tensor)})",
-        (*tensors, tensor),
-        sent=_to_all(ranks, source),
-        received=lambda: dict(enumerate(_bytes(targets))),
-        post=lambda group: group.allgather([_bytes(targets)], _bytes([source]), options),
-        targets=targets,
-        staged=staged,
+        staged,
+        sent=([tensor], range(ranks.size)),
+        received=(tensors, range(ranks.size)),
+        post=lambda group, sent, received: group.allgather(received, sent[0]),
     )
 
 
@@ -69,19 +53,13 @@ def all_gather_into_tensor(ranks: Ranks, output: Tensor, tensor: Tensor) -> Coll
     """Receive the tensors of all ranks, in rank order, into `output`: `ranks.size` times the elements of `tensor`, same dtype."""
     staged = ranks.check_devices("all_gather_into_tensor", (output, tensor))
     check_whole("all_gather_into_tensor", ranks, output, tensor)
-    source, target = SendBuffer(tensor, staged), RecvBuffer("all_gather_into_tensor", output, staged)
-    options = without_timeout(AllgatherOptions())
     return _exchange(
         ranks,
         f"all_gather_into_tensor({tensor_signature(tensor)})",
-        (output, tensor),
-        sent=_to_all(ranks, source),
-        received=lambda: dict(enumerate(torch.tensor_split(flat_bytes(target.materialize()), ranks.size))),
-        post=lambda group: group._allgather_base(
-            flat_bytes(target.materialize()), flat_bytes(source.materialize()), options
-        ),
-        targets=[target],
-        staged=staged,
+        staged,
+        sent=([tensor], range(ranks.size)),
+        received=([output], range(ranks.size)),
+        post=lambda group, sent, received: group._allgather_base(received[0], sent[0]),
     )
 
 
@@ -92,18 +70,13 @@ def gather(ranks: Ranks, tensor: Tensor, gather_list: Sequence[Tensor] | None, d
     staged = ranks.check_devices("gather", (*parts, tensor))
     if ranks.rank == dst:
         check_list("gather", ranks, parts, tensor, written=True)
-    source = SendBuffer(tensor, staged)
-    targets = [RecvBuffer("gather", each, staged) for each in parts]
-    options = without_timeout(GatherOptions(), rootRank=dst)
     return _exchange(
         ranks,
         f"gather({tensor_signature(tensor)}, dst {dst})",
-        (*parts, tensor),
-        sent=lambda: {dst: flat_bytes(source.materialize())},
-        received=lambda: dict(enumerate(_bytes(targets))),
-        post=lambda group: group.gather([_bytes(targets)] if targets else [], _bytes([source]), options),
-        targets=targets,
-        staged=staged,
+        staged,
+        sent=([tensor], [dst]),
+        received=(parts, range(ranks.size)),
+        post=lambda group, sent, received: group.gather(received, sent[0], dst),
     )
 
 
@@ -114,18 +87,13 @@ def scatter(ranks: Ranks, tensor: Tensor, scatter_list: Sequence[Tensor] | None,
     staged = ranks.check_devices("scatter", (*parts, tensor))
     if ranks.rank == src:
         check_list("scatter", ranks, parts, tensor, written=False)
-    sources = [SendBuffer(each, staged) for each in parts]
-    target = RecvBuffer("scatter", tensor, staged)
-    options = without_timeout(ScatterOptions(), rootRank=src)
     return _exchange(
         ranks,
         f"scatter({tensor_signature(tensor)}, src {src})",
-        (*parts, tensor),
-        sent=lambda: dict(enumerate(_bytes(sources))),
-        received=lambda: {src: flat_bytes(target.materialize())},
-        post=lambda group: group.scatter(_bytes([target]), [_bytes(sources)] if sources else [], options),
-        targets=[target],
-        staged=staged,
+        staged,
+        sent=(parts, range(ranks.size)),
+        received=([tensor], [src]),
+        post=lambda group, sent, received: group.scatter(received[0], sent, src),
     )
 
 
@@ -141,69 +109,50 @@ def all_to_all(ranks: Ranks, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     if outputs[ranks.rank].numel() != inputs[ranks.rank].numel():
         raise ValueError("all_to_all: the input and the output for the own rank must have the same number of elements")
     check_distinct("all_to_all", outputs)
-    sources = [SendBuffer(each, staged) for each in inputs]
-    targets = [RecvBuffer("all_to_all", each, staged) for each in outputs]
-
-    def post(group: ProcessGroup) -> Work:
-        return group.alltoall(_bytes(targets), _bytes(sources), without_timeout(AllToAllOptions()))
-
     collective = _exchange(
         ranks,
         f"all_to_all({str(inputs[0].dtype).removeprefix('torch.')})",
-        (*outputs, *inputs),
-        sent=lambda: dict(enumerate(_bytes(sources))),
-        received=lambda: dict(enumerate(_bytes(targets))),
-        post=post,
-        targets=targets,
-        staged=staged,
+        staged,
+        sent=(inputs, range(ranks.size)),
+        received=(outputs, range(ranks.size)),
+        post=lambda group, sent, received: group.alltoall(received, sent),
     )
     collective.splits_bytes = [each.nbytes for each in inputs], [each.nbytes for each in outputs]
     return collective
 
 
 def _exchange(
-    ranks: Ranks,
-    signature: str,
-    tensors: tuple[Tensor, ...],
-    *,
-    sent: _ByRank,
-    received: _ByRank,
-    post: Post,
-    targets: list[RecvBuffer],
-    staged: bool,
+    ranks: Ranks, signature: str, staged: bool, *, sent: _Tensors, received: _Tensors, post: _Post
 ) -> Collective:
-    """A collective that sends each rank its tensor of `sent` and receives into `received`, or that NCCL runs with `post`."""
+    """A collective that moves tensors between ranks.
+
+    Args:
+        sent: a single tensor is sent whole to each of its ranks.
+        received: a single tensor consists of equal parts, one from each of its ranks.
+    """
+    (inputs, receivers), (outputs, senders) = sent, received
+    targets = [RecvBuffer(signature.partition("(")[0], each, staged) for each in outputs]
+
+    def load() -> tuple[list[Tensor], list[Tensor]]:
+        incoming = [flat_bytes(target.materialize()) for target in targets]
+        return [flat_bytes(contiguous(each, staged)) for each in inputs], incoming
 
     def algorithm() -> Algorithm:
-        outgoing, incoming = sent(), received()
-        return lambda channel: transfers.exchange(channel, outgoing, incoming)
+        outgoing, incoming = load()
+        if len(outgoing) == 1:
+            outgoing *= len(receivers)
+        if len(incoming) == 1:
+            incoming = list(torch.tensor_split(incoming[0], len(senders)))
+        by_receiver = dict(zip(receivers, outgoing, strict=False))  # without tensors there is nothing to send
+        by_sender = dict(zip(senders, incoming, strict=False))
+        return lambda channel: transfers.exchange(channel, by_receiver, by_sender)
 
-    own = ranks.uses_own_connections(tensors[0])
+    tensors = (*inputs, *outputs)
     return Collective(
-        name=signature.partition("(")[0],
         signature=signature,
-        algorithm=algorithm if own else None,
-        post=None if own else post,
-        copy_back=_copy_back(targets),
+        algorithm=algorithm,
+        post=(lambda group: post(group, *load())) if ranks.uses_nccl(tensors[0]) else None,
+        copy_back=copy_back_of(targets),
         tensors=tensors,
         staged=staged,
     )
-
-
-def _bytes(buffers: Sequence[SendBuffer | RecvBuffer]) -> list[Tensor]:
-    return [flat_bytes(buffer.materialize()) for buffer in buffers]
-
-
-def _to_all(ranks: Ranks, source: SendBuffer | RecvBuffer) -> _ByRank:
-    return lambda: dict.fromkeys(range(ranks.size), flat_bytes(source.materialize()))
-
-
-def _copy_back(targets: list[RecvBuffer]) -> Callable[[], None] | None:
-    """`Collective.copy_back` for buffers that are not written directly; None if there are none."""
-    indirect = [target for target in targets if not target.direct]
-
-    def copy_back() -> None:
-        for target in indirect:
-            target.copy_back()
-
-    return copy_back if indirect else None

@@ -7,19 +7,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllreduceOptions,
-    ProcessGroup,
-    ReduceOp,
-    ReduceOptions,
-    ReduceScatterOptions,
-    Work,
-)
+from torch._C._distributed_c10d import ProcessGroup, ReduceOp, Work
 
 from multiworld.collectives import allreduce
-from multiworld.execution.process_group import NCCL, without_timeout
-from multiworld.ops.buffers import RecvBuffer, SendBuffer, arithmetic, check_computable
-from multiworld.ops.operation import Algorithm, Collective, Post
+from multiworld.execution.process_group import NCCL
+from multiworld.ops.buffers import RecvBuffer, arithmetic, check_computable, contiguous, copy_back_of
+from multiworld.ops.operation import Algorithm, Collective
 from multiworld.ops.validation import Ranks, check_list, check_whole, tensor_signature
 
 AnyReduceOp = ReduceOp | ReduceOp.RedOpType
@@ -29,46 +22,39 @@ _REDUCTIONS = {name: getattr(ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT
 
 def all_reduce(ranks: Ranks, tensor: Tensor, op: AnyReduceOp) -> Collective:
     """Reduce `tensor` in place at all members. Same dtype and number of elements at all members."""
-    staged = ranks.check_devices("all_reduce", (tensor,))
-    name = _checked("all_reduce", ranks, tensor, op)
-    target = RecvBuffer("all_reduce", tensor, staged)
-    options = without_timeout(AllreduceOptions(), reduceOp=ReduceOp(_REDUCTIONS[name]))
-
-    def algorithm() -> Algorithm:
-        data = arithmetic(target.materialize(load=True)).reshape(-1)
-        return lambda channel: allreduce.all_reduce(channel, data, data, name)
-
-    own = ranks.uses_own_connections(tensor)
-    return Collective(
-        name="all_reduce",
-        signature=f"all_reduce({tensor_signature(tensor)}, {name})",
-        algorithm=algorithm if own else None,
-        post=None if own else lambda group: group.allreduce([arithmetic(target.materialize(load=True))], options),
-        copy_back=None if target.direct else target.copy_back,
-        tensors=(tensor,),
-        staged=staged,
-    )
+    return _reduce_in_place("all_reduce", ranks, tensor, op, None)
 
 
 def reduce(ranks: Ranks, tensor: Tensor, dst: int, op: AnyReduceOp) -> Collective:
     """Reduce `tensor` in place at rank `dst`; its content at other ranks is undefined afterwards."""
     ranks.check_root("reduce", dst)
-    staged = ranks.check_devices("reduce", (tensor,))
-    name = _checked("reduce", ranks, tensor, op)
-    target = RecvBuffer("reduce", tensor, staged)
-    options = without_timeout(ReduceOptions(), reduceOp=ReduceOp(_REDUCTIONS[name]), rootRank=dst, rootTensor=0)
+    return _reduce_in_place("reduce", ranks, tensor, op, dst)
+
+
+def _reduce_in_place(name: str, ranks: Ranks, tensor: Tensor, op: AnyReduceOp, dst: int | None) -> Collective:
+    """Reduce `tensor` at rank `dst`, or at all ranks if `dst` is None."""
+    staged = ranks.check_devices(name, (tensor,))
+    reduction = _checked(name, ranks, tensor, op)
+    target = RecvBuffer(name, tensor, staged)
+
+    def load() -> Tensor:
+        return arithmetic(target.materialize(load=True)).reshape(-1)
 
     def algorithm() -> Algorithm:
-        data = arithmetic(target.materialize(load=True)).reshape(-1)
-        return lambda channel: allreduce.reduce(channel, data, dst, name)
+        data = load()
+        if dst is None:
+            return lambda channel: allreduce.all_reduce(channel, data, data, reduction)
+        return lambda channel: allreduce.reduce(channel, data, dst, reduction)
 
-    own = ranks.uses_own_connections(tensor)
+    def post(group: ProcessGroup) -> Work:
+        c10d_op = ReduceOp(_REDUCTIONS[reduction])
+        return group.allreduce([load()], c10d_op) if dst is None else group.reduce(load(), dst, c10d_op)
+
     return Collective(
-        name="reduce",
-        signature=f"reduce({tensor_signature(tensor)}, {name}, dst {dst})",
-        algorithm=algorithm if own else None,
-        post=None if own else lambda group: group.reduce([arithmetic(target.materialize(load=True))], options),
-        copy_back=None if target.direct or ranks.rank != dst else target.copy_back,
+        signature=f"{name}({tensor_signature(tensor)}, {reduction}{'' if dst is None else f', dst {dst}'})",
+        algorithm=algorithm,
+        post=post if ranks.uses_nccl(tensor) else None,
+        copy_back=copy_back_of([target] if dst in (None, ranks.rank) else []),
         tensors=(tensor,),
         staged=staged,
     )
@@ -78,63 +64,57 @@ def reduce_scatter(ranks: Ranks, output: Tensor, input_list: Sequence[Tensor], o
     """Reduce `input_list[r]` of all members into `output` at rank r. All have the same dtype and number of elements."""
     staged = ranks.check_devices("reduce_scatter", (output, *input_list))
     check_list("reduce_scatter", ranks, input_list, output, written=False)
-    sources = [SendBuffer(each, staged) for each in input_list]
-    return _reduce_scatter("reduce_scatter", ranks, output, sources, op, staged)
+    return _reduce_scatter("reduce_scatter", ranks, output, input_list, op, staged)
 
 
 def reduce_scatter_tensor(ranks: Ranks, output: Tensor, tensor: Tensor, op: AnyReduceOp) -> Collective:
     """Like `reduce_scatter`, with the inputs in one tensor, in rank order: `ranks.size` times the elements of `output`."""
     staged = ranks.check_devices("reduce_scatter_tensor", (output, tensor))
     check_whole("reduce_scatter_tensor", ranks, tensor, output)
-    return _reduce_scatter("reduce_scatter_tensor", ranks, output, [SendBuffer(tensor, staged)], op, staged)
+    return _reduce_scatter("reduce_scatter_tensor", ranks, output, [tensor], op, staged)
 
 
 def _reduce_scatter(
-    name: str, ranks: Ranks, output: Tensor, sources: list[SendBuffer], op: AnyReduceOp, staged: bool
+    name: str, ranks: Ranks, output: Tensor, inputs: Sequence[Tensor], op: AnyReduceOp, staged: bool
 ) -> Collective:
     """Reduce-scatter from one tensor per rank, or from one tensor that holds all of them."""
     reduction = _checked(name, ranks, output, op)
     target = RecvBuffer(name, output, staged)
-    options = without_timeout(ReduceScatterOptions(), reduceOp=ReduceOp(_REDUCTIONS[reduction]))
 
-    def operands() -> tuple[list[Tensor], Tensor]:
-        parts = [arithmetic(source.materialize()).reshape(-1) for source in sources]
+    def load() -> tuple[list[Tensor], Tensor]:
+        parts = [arithmetic(contiguous(each, staged)).reshape(-1) for each in inputs]
+        if len(parts) == 1:
+            parts = list(torch.tensor_split(parts[0], ranks.size))
         return parts, arithmetic(target.materialize()).reshape(-1)
 
     def algorithm() -> Algorithm:
-        parts, result = operands()
-        by_rank = parts if len(parts) == ranks.size else torch.tensor_split(parts[0], ranks.size)
-        return lambda channel: allreduce.reduce_scatter(channel, by_rank, result, reduction)
+        parts, result = load()
+        return lambda channel: allreduce.reduce_scatter(channel, parts, result, reduction)
 
     def post(group: ProcessGroup) -> Work:
-        parts, result = operands()
-        return group._reduce_scatter_base(result, torch.cat(parts), options)
+        parts, result = load()
+        return group.reduce_scatter(result, parts, ReduceOp(_REDUCTIONS[reduction]))
 
-    own = ranks.uses_own_connections(output)
     return Collective(
-        name=name,
         signature=f"{name}({tensor_signature(output)}, {reduction})",
-        algorithm=algorithm if own else None,
-        post=None if own else post,
-        copy_back=None if target.direct else target.copy_back,
-        tensors=(output, *(source.tensor for source in sources)),
+        algorithm=algorithm,
+        post=post if ranks.uses_nccl(output) else None,
+        copy_back=copy_back_of([target]),
+        tensors=(output, *inputs),
         staged=staged,
     )
 
 
 def barrier(ranks: Ranks) -> Collective:
     """Wait until all members have started the barrier: an all-reduce of an empty tensor, or of one element with NCCL."""
-    if set(ranks.backends.values()) != {NCCL}:
-        empty = torch.empty(0)
-        return Collective(
-            name="barrier",
-            signature="barrier()",
-            algorithm=lambda: lambda channel: allreduce.all_reduce(channel, empty, empty, "SUM"),
-        )
-    options = without_timeout(AllreduceOptions())
-    token = torch.zeros(1, device=ranks.device)
-    post: Post = lambda group: group.allreduce([token], options)  # noqa: E731
-    return Collective(name="barrier", signature="barrier()", post=post, tensors=(token,))
+    on_nccl = set(ranks.backends.values()) == {NCCL}
+    token = torch.zeros(1, device=ranks.device) if on_nccl else torch.empty(0)
+    return Collective(
+        signature="barrier()",
+        algorithm=lambda: lambda channel: allreduce.all_reduce(channel, token, token, "SUM"),
+        post=(lambda group: group.allreduce([token])) if on_nccl else None,
+        tensors=(token,),
+    )
 
 
 def _name(what: str, op: AnyReduceOp) -> str:
@@ -148,6 +128,6 @@ def _name(what: str, op: AnyReduceOp) -> str:
 def _checked(what: str, ranks: Ranks, tensor: Tensor, op: AnyReduceOp) -> str:
     """The name of a `ReduceOp` that the backend of `tensor` supports for its dtype. NCCL checks dtypes itself."""
     name = _name(what, op)
-    if ranks.uses_own_connections(tensor):
+    if not ranks.uses_nccl(tensor):
         check_computable(what, tensor, name)
     return name

@@ -11,15 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
 
 import torch
-from torch._C._distributed_c10d import AllreduceOptions, ProcessGroup, Store
+from torch._C._distributed_c10d import ProcessGroup, Store
 
 logger = logging.getLogger(__name__)
 
 FOREVER = timedelta(days=3650)
-"""Timeout that c10d is given for operations. Failures are detected by heartbeats, not by this timeout."""
+"""Timeout of NCCL's operations. Failures are detected by heartbeats, not by this timeout."""
 MULTIWORLD = "multiworld"
 """Backend: operations use the library's own connections."""
 NCCL = "nccl"
@@ -41,8 +40,6 @@ _NCCL_DEFAULTS = {
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",  # else a thread waits 30 minutes for a member that failed while connecting
 }
 """Environment variables that are set unless they are set already."""
-
-_Options = TypeVar("_Options")
 
 
 class UnsupportedBackendError(ValueError):
@@ -71,13 +68,6 @@ def parse_backend(backend: str) -> dict[str, str]:
             "backend 'nccl' needs a CUDA device and a torch build with NCCL; use 'multiworld' here"
         )
     return chosen
-
-
-def without_timeout(options: _Options, **fields: Any) -> _Options:
-    """Set fields of c10d's options of a collective, and its timeout to `FOREVER`. Returns `options`."""
-    for name, value in {"timeout": FOREVER, **fields}.items():
-        setattr(options, name, value)
-    return options
 
 
 def check_nccl_device(device: torch.device) -> torch.device:
@@ -118,7 +108,7 @@ def make_nccl_group(
         nccl.eager_connect_single_device(device)
         check()
         with torch.cuda.device(device):  # complete lazy connection setup here, not on an event loop
-            connecting = group.allreduce([torch.zeros(1, device=device)], AllreduceOptions())
+            connecting = group.allreduce([torch.zeros(1, device=device)])
         while not connecting.is_completed():
             check()
             time.sleep(NCCL_POLL_S)

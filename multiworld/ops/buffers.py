@@ -5,6 +5,7 @@ Tensors are copied only if necessary. Operations that move data without computin
 
 import ctypes
 import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -76,23 +77,15 @@ def check_computable(name: str, tensor: Tensor, op: str) -> None:
         raise TypeError(f"{name}: {op} does not support {dtype}; convert the tensor, for example to float32 or int64")
 
 
-class SendBuffer:
-    """A tensor whose data is sent. The caller's tensor is not changed."""
+def contiguous(tensor: Tensor, on_host: bool) -> Tensor:
+    """The data of `tensor` as a contiguous tensor, on the host if `on_host`.
 
-    __slots__ = ("_on_host", "tensor")
-
-    def __init__(self, tensor: Tensor, on_host: bool) -> None:
-        self.tensor = tensor.detach()
-        self._on_host = on_host
-
-    def materialize(self) -> Tensor:
-        """The data as a contiguous tensor, on the host if `on_host`; a copy only if necessary. May block on a copy from a device."""
-        tensor = self.tensor
-        if self._on_host:
-            tensor = tensor.cpu()
-        if tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.resolve_conj().resolve_neg()
-        return tensor.contiguous()
+    It copies only if necessary, and may block on a copy from a device. The caller's tensor is not changed.
+    """
+    data = tensor.detach().cpu() if on_host else tensor.detach()
+    if data.is_conj() or data.is_neg():
+        data = data.resolve_conj().resolve_neg()
+    return data.contiguous()
 
 
 class RecvBuffer:
@@ -125,14 +118,20 @@ class RecvBuffer:
             self._staged = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device=device)
         return self._staged
 
-    @property
-    def result(self) -> Tensor:
-        """The tensor that holds the results before `copy_back`."""
-        return self.tensor if self._staged is None else self._staged
-
     def copy_back(self) -> None:
         """Copy the results from the staging tensor to the caller's tensor. Idempotent."""
         if self._staged is not None:
             with torch.inference_mode():  # so that inference tensors can be written
                 self.tensor.copy_(self._staged)
             self._staged = None
+
+
+def copy_back_of(targets: Sequence[RecvBuffer]) -> Callable[[], None] | None:
+    """What copies the results to the caller's tensors; None if they are all written directly."""
+    indirect = [target for target in targets if not target.direct]
+
+    def copy_back() -> None:
+        for target in indirect:
+            target.copy_back()
+
+    return copy_back if indirect else None

@@ -75,22 +75,21 @@ class Receive:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Collective:
-    """A collective with checked arguments. Either `algorithm` or `post` is set.
+    """A collective with checked arguments.
 
     Attributes:
-        name: name of the operation, for error messages.
-        signature: text that must be equal at all members; they compare it before data moves if `verify_collectives` is set.
+        signature: name and arguments as text that must be equal at all members; they compare it before data moves if
+            `verify_collectives` is set.
         algorithm: copies the data to the host and returns the algorithm to run over the connections of the world.
-        post: hands the collective to NCCL.
+        post: hands the collective to NCCL; None if the connections of the world carry it.
         copy_back: copies the results to the caller's tensors; None if the results are written into them directly.
         tensors, staged: see `Send`.
         splits_bytes: for an all-to-all, the bytes sent to each rank and the bytes expected from each rank.
         number: identifies the collective at all members if they may start it in different order; None: they start it in equal order.
     """
 
-    name: str
     signature: str
-    algorithm: Callable[[], Algorithm] | None = None
+    algorithm: Callable[[], Algorithm]
     post: Post | None = None
     copy_back: Callable[[], None] | None = None
     tensors: tuple[Tensor, ...] = ()
@@ -98,6 +97,11 @@ class Collective:
     splits_bytes: tuple[list[int], list[int]] | None = None
     number: int | None = None
     peer: ClassVar[int] = -1
+
+    @property
+    def name(self) -> str:
+        """The name of the operation, for error messages."""
+        return self.signature.partition("(")[0]
 
 
 Plan = Send | Receive | Collective

@@ -1,8 +1,10 @@
 """Sends and receives of tensors: argument checks, the buffer for the connection, and the call of c10d for NCCL."""
 
+from functools import partial
+
 from torch import Tensor
 
-from multiworld.ops.buffers import RecvBuffer, SendBuffer
+from multiworld.ops.buffers import RecvBuffer, contiguous
 from multiworld.ops.operation import Receive, Send
 from multiworld.ops.validation import Ranks, check_tag, tensor_signature
 
@@ -12,16 +14,16 @@ def send(ranks: Ranks, tensor: Tensor, dst: int, tag: int) -> Send:
     ranks.check_peer("send", dst)
     check_tag("send", tag)
     staged = ranks.check_devices("send", (tensor,))
-    source = SendBuffer(tensor, staged)
+    buffer = partial(contiguous, tensor, staged)
     return Send(
         signature=tensor_signature(tensor),
-        post=None if ranks.uses_own_connections(tensor) else lambda group: group.send([source.materialize()], dst, tag),
+        post=(lambda group: group.send([buffer()], dst, tag)) if ranks.uses_nccl(tensor) else None,
         tensors=(tensor,),
         staged=staged,
         peer=dst,
         tag=tag,
         size_bytes=tensor.nbytes,
-        buffer=source.materialize,
+        buffer=buffer,
     )
 
 
@@ -36,7 +38,7 @@ def recv(ranks: Ranks, tensor: Tensor, src: int, tag: int) -> Receive:
     target = RecvBuffer("recv", tensor, staged)
     return Receive(
         signature=tensor_signature(tensor),
-        post=None if ranks.uses_own_connections(tensor) else lambda group: group.recv([target.materialize()], src, tag),
+        post=(lambda group: group.recv([target.materialize()], src, tag)) if ranks.uses_nccl(tensor) else None,
         copy_back=None if target.direct else target.copy_back,
         tensors=(tensor,),
         staged=staged,

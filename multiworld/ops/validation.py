@@ -69,9 +69,9 @@ class Ranks:
         on_host = (each for each in self.backends.values() if each != NCCL)
         return self.backends.get(device_type) or next(on_host, "")
 
-    def uses_own_connections(self, tensor: Tensor) -> bool:
-        """Whether the library's own connections carry operations on this tensor, not NCCL."""
-        return self.backend(tensor.device.type) != NCCL
+    def uses_nccl(self, tensor: Tensor) -> bool:
+        """Whether NCCL carries operations on this tensor, not the library's own connections."""
+        return self.backend(tensor.device.type) == NCCL
 
     @property
     def _world(self) -> str:
