@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from multiworld.membership.acceptor import Acceptor
+from multiworld.ops.validation import Ranks
 from multiworld.transport.segments import SegmentPool
 
 _MIN_STALL_HEARTBEATS = 4
@@ -40,14 +39,11 @@ class HeartbeatConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorldConfig:
+class WorldConfig(Ranks):
     """The settings of one member of a world. Raises ValueError for an invalid rank, size or port.
 
     Attributes:
-        rank, size: this member's rank, and the number of members.
         generation: the generation of `name` to join; 0 lets rank 0 choose.
-        backends: the backend of each device type, for example {"cpu": "multiworld"}.
-        device: the CUDA device of a world that uses NCCL, with its index; None in other worlds.
         addr, port: where rank 0 listens; the others connect there.
         secret: the shared secret of the handshake; may be empty.
         heartbeat: heartbeat interval and timeouts.
@@ -55,24 +51,19 @@ class WorldConfig:
         verify_collectives: compare the fingerprints of every collective before its data is sent (multiworld/collectives/fingerprint.py).
             The same at all members.
         bind_host: the local address of the connections that we open; empty lets the kernel choose.
-        segments: the shared memory of this process; None uses TCP also between members on one host.
-        local_acceptor: accepts data connections from members on this host, on a Unix socket; None if no such socket could be opened.
+        segments: the shared memory of this process.
+        local_acceptor: accepts data connections from members on this host, on a Unix socket; None uses TCP for them, too.
     """
 
-    name: str
-    rank: int
-    size: int
     generation: int
-    backends: dict[str, str]
-    device: torch.device | None
     addr: str
     port: int
     secret: bytes
     heartbeat: HeartbeatConfig
     timeout_s: float
+    segments: SegmentPool
     verify_collectives: bool = False
     bind_host: str = ""
-    segments: SegmentPool | None = None
     local_acceptor: Acceptor | None = None
 
     def __post_init__(self) -> None:

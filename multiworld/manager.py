@@ -1,6 +1,6 @@
 """The public entry of the library: opens, lists and closes the worlds of one process, and reports their state changes.
 
-A `WorldManager` owns the control loop, the listeners and the worlds. Collectives and point-to-point operations are in communicator.py.
+A `WorldManager` owns the control loop, the listening ports and the worlds. The operations are in communicator.py.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from torch import Tensor
 
 from multiworld.communicator import WorldCommunicator
 from multiworld.config import HeartbeatConfig, WorldConfig
+from multiworld.control.dial import resolve
 from multiworld.control.loop import ControlLoop
-from multiworld.errors import WorldExistsError, WorldNotFoundError
+from multiworld.errors import JoinError, WorldExistsError, WorldNotFoundError
 from multiworld.events import EventStream, WorldEvent
 from multiworld.execution.process_group import NCCL, check_nccl_device, parse_backend
-from multiworld.listeners import ListenerRegistry, listening_host, resolved_host
-from multiworld.membership.acceptor import Answerer
+from multiworld.membership.acceptor import Acceptor, Answerer, bind
 from multiworld.membership.generations import Generations
-from multiworld.membership.local_socket import default_runtime_dir
+from multiworld.membership.local_socket import bind_local, default_runtime_dir
 from multiworld.transport.segments import Register, SegmentPool
 from multiworld.world import World, WorldState
 
@@ -89,10 +89,10 @@ class WorldManager:
     ) -> None:
         if shared_memory_bytes is None:
             shared_memory_bytes = int(os.environ.get("MULTIWORLD_SHARED_MEMORY_BYTES", _SHARED_MEMORY_BYTES))
-        self._segments: SegmentPool | None = None
-        if shared_memory_bytes:
-            self._segments = SegmentPool(shared_memory_bytes, on_shared_memory_missing, register_shared_memory)
+        self._segments = SegmentPool(shared_memory_bytes, on_shared_memory_missing, register_shared_memory)
         self._runtime_dir = runtime_dir if runtime_dir is not None else default_runtime_dir()
+        if not shared_memory_bytes:
+            self._runtime_dir = ""  # no Unix socket
         self._secret = secret.encode() if isinstance(secret, str) else secret
         self._heartbeat = HeartbeatConfig(
             heartbeat_interval_s, heartbeat_timeout_s if enable_monitor else float("inf"), loop_stall_timeout_s
@@ -104,7 +104,9 @@ class WorldManager:
         self._announced: set[str] = set()
         self._ended: weakref.WeakSet[World] = weakref.WeakSet()
         self._generations = Generations()
-        self._listeners = ListenerRegistry(self._secret)
+        self._secrets = [self._secret]  # shared with all acceptors
+        self._acceptors: dict[tuple[str, int], Acceptor] = {}
+        self._local_acceptor: Acceptor | None = None
         self._events = EventStream()
         self._lock = threading.Lock()
         self._communicator = WorldCommunicator(self)
@@ -153,9 +155,7 @@ class WorldManager:
         more, because its receivers may read it at any time. The memory is used again when all tensors that use it here are dropped and all
         receivers have released it. A tensor of more than 64 MiB is copied when it is sent.
         """
-        return (
-            torch.empty(tuple(shape), dtype=dtype) if self._segments is None else self._segments.allocate(shape, dtype)
-        )
+        return self._segments.allocate(shape, dtype)
 
     # -- opening -------------------------------------------------------------------------------------------------------------
 
@@ -212,10 +212,17 @@ class WorldManager:
             timeout_s=timeout,
             verify_collectives=verify and set(backends.values()) != {NCCL},
             bind_host=self._bind_host,
+            segments=self._segments,
         )
         if config.device is not None:
             logger.warning("world=%s uses NCCL, which is experimental: see docs/gpu.md", config.name)
-        host = await resolved_host(config.name, config.addr, config.timeout_s) if config.rank == 0 else ""
+        host = ""
+        if config.rank == 0:
+            try:
+                async with asyncio.timeout(timeout):
+                    host = (await resolve(addr))[0]
+            except TimeoutError:
+                raise JoinError(world_name, f"{addr} was not resolved within {timeout:g} s") from None
         with self._lock:
             world = self._create_world(config, host)
         try:
@@ -227,22 +234,19 @@ class WorldManager:
         return world
 
     def _create_world(self, config: WorldConfig, host: str) -> World:
-        """Create a world and, at rank 0, the listener on `host`. Call it under the lock. Raises WorldExistsError, OSError, RuntimeError."""
+        """Create a world and, at rank 0, listen on `host`. Call it under the lock. Raises WorldExistsError, OSError, RuntimeError."""
         known = self._worlds.get(config.name)
         if known is not None and not known.state.ended:
             raise WorldExistsError(config.name, f"already {known.state} here; remove it first or choose another name")
-        listener = None
+        acceptor = None
         if config.rank == 0:
-            listener = self._listeners.open(host, config.port, self._running_loop)
+            acceptor = self._acceptor(host, config.port)
             config = replace(config, generation=self._generations.take(config.name, config.generation))
-        control_loop = self._running_loop()
-        if self._segments is not None and config.size > 1:
-            local = self._listeners.open_local(self._runtime_dir, control_loop)
-            config = replace(config, segments=self._segments, local_acceptor=local)
+        if config.size > 1:
+            config = replace(config, local_acceptor=self._open_local())
         self._announced.discard(config.name)
-        world = self._worlds[config.name] = World(config, control_loop, listener, self)
-        if listener is not None:
-            listener.worlds.add(world)
+        control_loop = self._running_loop()
+        world = self._worlds[config.name] = World(config, control_loop, acceptor, self)
         # Programs may use a new name for every job.
         for name in [name for name, each in self._worlds.items() if each.state.ended][:-_MAX_ENDED]:
             del self._worlds[name]
@@ -269,8 +273,7 @@ class WorldManager:
         """
         if not secrets:
             raise ValueError("set_accepted_secrets needs at least one secret")
-        with self._lock:
-            self._listeners.set_accepted_secrets(secrets)
+        self._secrets[:] = secrets
 
     def listen(self, addr: str = "127.0.0.1", port: int = 0, sock: socket.socket | None = None) -> int:
         """Open a port for worlds and queries, and keep it open until the cleanup. Port 0 lets the kernel choose.
@@ -279,15 +282,44 @@ class WorldManager:
             sock: a TCP socket that listens on `addr`:`port` already; closed at the cleanup.
         Returns the port. Raises OSError.
         """
-        host = listening_host(addr)
+        host = _listening_host(addr)
         with self._lock:
-            listener = self._listeners.open(host, port, self._running_loop, sock)
-            listener.keep_open = True
-            return listener.port
+            acceptor = self._acceptor(host, port, sock)
+            acceptor.keep_open = True
+            return acceptor.port
 
     def answer(self, addr: str, port: int, answerer: Answerer) -> None:
         """Answer the queries of `ask` on an open port with `answerer`, on the running event loop. Raises KeyError if it is not open."""
-        self._listeners.at(addr, port).answerer = answerer, asyncio.get_running_loop()
+        self._acceptors[_listening_host(addr), port].answerer = answerer, asyncio.get_running_loop()
+
+    def _acceptor(self, host: str, port: int, sock: socket.socket | None = None) -> Acceptor:
+        """Return the acceptor on an IP address and port; open it if necessary. Call it under the lock. Raises OSError, RuntimeError."""
+        acceptor = self._acceptors.get((host, port))
+        if acceptor is None:
+            acceptor = self._accept_on(sock or bind(host, port))
+            self._acceptors[host, acceptor.port] = acceptor
+        return acceptor
+
+    def _open_local(self) -> Acceptor | None:
+        """Return the acceptor of members on this host, on a Unix socket; open it if necessary. None if that failed once."""
+        if self._local_acceptor is None and self._runtime_dir:
+            try:
+                self._local_acceptor = self._accept_on(bind_local(self._runtime_dir))
+            except OSError as error:
+                reason = f"no Unix socket in {self._runtime_dir}: {error}"
+                logger.warning("members on this host are connected by TCP: %s", reason)
+                self._runtime_dir = ""
+        return self._local_acceptor
+
+    def _accept_on(self, sock: socket.socket) -> Acceptor:
+        try:
+            control_loop = self._running_loop()
+        except BaseException:
+            sock.close()
+            raise
+        acceptor = Acceptor(control_loop, sock, self._secrets)
+        control_loop.call_soon(acceptor.open)
+        return acceptor
 
     def _running_loop(self) -> ControlLoop:
         if self._control_loop is None:
@@ -312,19 +344,25 @@ class WorldManager:
             self._release(world)
 
     def _release(self, world: World) -> None:
-        """Remove an ended world from its listener, and close the listener if it is idle."""
+        """An ended world is not freed yet; its port is closed if no other world uses it."""
         with self._lock:
             self._ended.add(world)
-            self._listeners.remove_world(world)
             control_loop = self._control_loop
         if control_loop is not None:
-            control_loop.call_soon(self._close_idle_listeners, control_loop)
+            control_loop.call_soon(self._close_idle_acceptors, control_loop)
 
-    def _close_idle_listeners(self, control_loop: ControlLoop) -> None:
-        """Close idle listeners. Runs on the control loop's thread, under the lock, so that another caller finds the port open or free."""
+    def _close_idle_acceptors(self, control_loop: ControlLoop) -> None:
+        """Close the ports that no world uses. Runs on the control loop's thread.
+
+        Under the lock, so that another caller finds the port open or free.
+        """
         with self._lock:
-            if self._control_loop is control_loop:
-                self._listeners.close_idle()
+            if self._control_loop is not control_loop:
+                return
+            used = {world.acceptor for world in self._worlds.values() if not world.state.ended}
+            for key, acceptor in list(self._acceptors.items()):
+                if acceptor not in used and not acceptor.keep_open:
+                    self._acceptors.pop(key).close()
 
     def remove_world(self, world_name: str) -> None:
         """Close a world and remove its name. Its resources are freed in the background; `close_world` waits for that.
@@ -370,7 +408,10 @@ class WorldManager:
         with self._lock:
             worlds, self._worlds = {*self._worlds.values()}, {}
             control_loop, self._control_loop = self._control_loop, None
-            listeners = self._listeners.detach_all()
+            acceptors, self._acceptors = [*self._acceptors.values()], {}
+            if self._local_acceptor is not None:
+                acceptors.append(self._local_acceptor)
+                self._local_acceptor = None
         for world in worlds:
             world.close()
         with self._lock:
@@ -380,14 +421,18 @@ class WorldManager:
             if not world.reclaimed.is_set():
                 logger.error("%r was not freed within %.0f s", world, _CLEANUP_S)
         if control_loop is not None:
-            for listener in listeners:
-                control_loop.call_soon(listener.close)
+            for acceptor in acceptors:
+                control_loop.call_soon(acceptor.close)
             control_loop.stop(0.0)
             yield from _pauses(lambda: not control_loop.running, _CONTROL_LOOP_S)
-        if self._segments is not None:
-            self._segments.close()
+        self._segments.close()
         self._events.publish(None)
         _open_managers.discard(self)
+
+
+def _listening_host(addr: str) -> str:
+    """Return the address to bind for `addr`. An IP address is returned as it is; a name is resolved, which may block. Raises OSError."""
+    return str(socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def _pauses(done: Callable[[], bool], timeout_s: float) -> Iterator[float]:

@@ -105,9 +105,9 @@ class WorldOperations:
         group: ProcessGroup | None,
         socks: dict[int, socket.socket],
         poller: Poller,
-        segments: SegmentPool | None,
+        segments: SegmentPool,
     ) -> None:
-        """Allow operations to start. Takes ownership of `socks`, the connected sockets by rank; a Unix socket needs `segments`.
+        """Allow operations to start. Takes ownership of `socks`, the connected sockets by rank.
 
         Args:
             group: the group of a world with NCCL.
@@ -116,7 +116,7 @@ class WorldOperations:
         with self._lock:
             try:
                 for peer, sock in socks.items():
-                    if sock.family == socket.AF_UNIX and segments is not None:
+                    if sock.family == socket.AF_UNIX:
                         self._connections[peer] = SharedMemoryConnection(peer, sock, self._lock, self, poller, segments)
                         self.transports[peer] = Transport.SHARED_MEMORY
                     else:
@@ -279,11 +279,8 @@ class WorldOperations:
         """The peers whose hosts acknowledge nothing that is sent. Takes no lock."""
         return [peer for peer, connection in list(self._connections.items()) if connection.is_unacknowledged()]
 
-    def on_protocol_error(self, peer: int, detail: str) -> None:
-        self._world.report(Cause.ERROR, peer, detail)
-
-    def on_local_error(self, peer: int, error: Exception) -> None:
-        self._world.report(Cause.LOCAL, self._world.rank, f"reading from rank {peer}: {described(error)}")
+    def on_error(self, peer: int, cause: Cause, detail: str) -> None:
+        self._world.report(cause, self._world.rank if cause is Cause.LOCAL else peer, detail)
 
     def _check(self) -> None:
         """Raises WorldError when the world has ended. While `draining` is set, pending operations may continue."""

@@ -32,7 +32,6 @@ from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.forming import Forming
 from multiworld.operations import Transport, WorldOperations
 from multiworld.ops import p2p
-from multiworld.ops.messages import recv_message, recv_view, send_message
 from multiworld.ops.operation import Operation, Plan
 from multiworld.ops.validation import Ranks
 from multiworld.ops.views import View
@@ -97,12 +96,12 @@ class World:
         """Set when all threads, sockets and the group of an ended world are freed, except the threads that `threads_lost` reports."""
         self.threads_lost = False
         """Whether threads of this ended world did not return from c10d in time. They and what they reference are not freed."""
+        self.ranks: Ranks = config
         self._config = config
         self._control_loop = control_loop
-        self._acceptor = acceptor
+        self.acceptor = acceptor
         self._listener = listener
         self._lock = threading.RLock()  # guards the state; held for microseconds, because the control loop takes it
-        self.ranks = Ranks(config.name, config.rank, config.size, config.backends, config.device)
         self._operations = WorldOperations(self, verify_collectives=config.verify_collectives)
         self._teardown_started = False
         self._forming = Forming(self, config, control_loop, acceptor)
@@ -123,8 +122,7 @@ class World:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See `WorldManager.allocate`."""
-        segments = self._config.segments
-        return torch.empty(tuple(shape), dtype=dtype) if segments is None else segments.allocate(shape, dtype)
+        return self._config.segments.allocate(shape, dtype)
 
     async def open(self) -> None:
         """Join the other members and build the group.
@@ -189,16 +187,16 @@ class World:
 
         If the payload is of `allocate`, it must not be changed any more: the receiver may read it at any time.
         """
-        return self._operations.start(send_message(self.ranks, header, payload, dst, tag), timeout_s)
+        return self._operations.start(p2p.send_message(self.ranks, header, payload, dst, tag), timeout_s)
 
     async def recv_message(
         self, accept: Callable[[bytes, int], Tensor], src: int, *, tag: int = 0, timeout_s: float | None = None
     ) -> None:
         """Receive a message of unknown size: `accept(header, size_bytes)` returns the tensor for its payload.
 
-        If `accept` raises ValueError, the world breaks with cause `error`; see multiworld/ops/messages.py.
+        If `accept` raises ValueError, the world breaks with cause `error`; see multiworld/ops/p2p.py.
         """
-        await self._operations.start(recv_message(self.ranks, accept, src, tag), timeout_s).finish()
+        await self._operations.start(p2p.recv_message(self.ranks, accept, src, tag), timeout_s).finish()
 
     async def recv_view(
         self,
@@ -214,7 +212,7 @@ class World:
         with cause `error`.
         """
         view = View(check)
-        await self._operations.start(recv_view(self.ranks, view, src, tag), timeout_s).finish()
+        await self._operations.start(p2p.recv_view(self.ranks, view, src, tag), timeout_s).finish()
         return view
 
     def start(self, plan: Plan, *, timeout_s: float | None = None) -> Operation:
@@ -294,8 +292,8 @@ class World:
     def _announce_end(self, cause: Cause, rank: int, detail: str) -> None:
         """Announce the end to the other members, and free the name for the next generation. Runs on the control loop's thread."""
         monitor = self._forming.monitor
-        if monitor is not None and self._acceptor is not None:
-            self._acceptor.remove(monitor)
+        if monitor is not None and self.acceptor is not None:
+            self.acceptor.remove(monitor)
         if monitor is None or not monitor.started:
             return
         if cause is not Cause.LEFT:
@@ -324,7 +322,7 @@ class World:
             if left or self.state is WorldState.CLOSED:
                 self._operations.leave(leave_s)
             group = self._operations.end()
-            self._forming.close(self.ending() or JoinError(self.name, "ended"))
+            self._forming.close(self.ending() or JoinError(self.name, "ended"), join_s)
             if group is not None:
                 abort_nccl_group(group)
                 del group

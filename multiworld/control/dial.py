@@ -37,17 +37,23 @@ async def dial(
     """
     sock, challenge = await connect(address, timeout_s, bind_host)
     try:
-        handshake = ClientHandshake(secret, make_hello("" if isinstance(address, str) else sock.getsockname()[0]))
-        await asyncio.get_running_loop().sock_sendall(sock, handshake.hello(challenge).encode())
-        welcome = await next_frame(sock, timeout_s)
-        try:
-            handshake.check_welcome(welcome)
-        except PermissionError as error:
-            raise RefusedError(str(error)) from None
+        hello = make_hello("" if isinstance(address, str) else sock.getsockname()[0])
+        await request(sock, challenge, secret, hello, timeout_s)
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+async def request(sock: socket.socket, challenge: Frame, secret: bytes, hello: Hello, timeout_s: float) -> bytes:
+    """Send our request and wait for the `Welcome`. Returns its answer. Errors as in `dial`."""
+    handshake = ClientHandshake(secret, hello)
+    await asyncio.get_running_loop().sock_sendall(sock, handshake.hello(challenge).encode())
+    welcome = await next_frame(sock, timeout_s)
+    try:
+        return handshake.check_welcome(welcome)
+    except PermissionError as error:
+        raise RefusedError(str(error)) from None
 
 
 async def connect(address: tuple[str, int] | str, timeout_s: float, bind_host: str = "") -> tuple[socket.socket, Frame]:

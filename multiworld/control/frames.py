@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from multiworld.errors import Cause
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_FRAME_BYTES = 1 << 20
 """Longest frame after the handshake. Rendezvous values have some hundred bytes."""
 MAX_HANDSHAKE_BYTES = 1 << 16
@@ -48,16 +48,10 @@ class SignedHello(Frame, frozen=True):
 
 
 class Welcome(Frame, frozen=True):
-    """Server → client."""
+    """Server → client. The answer of a query, else empty."""
 
     proof: bytes
-
-
-class Reply(Frame, frozen=True):
-    """Server → client: the answer to a query."""
-
-    answer: bytes
-    proof: bytes
+    answer: bytes = b""
 
 
 class Refuse(Frame, frozen=True):
@@ -70,9 +64,9 @@ class Refuse(Frame, frozen=True):
 class Address(Struct, frozen=True, array_like=True):
     """Where a member accepts data connections: an IP address and a port, and the path of its Unix socket. "" and 0 if it has none."""
 
-    host: str
-    port: Annotated[int, Meta(ge=0, lt=65536)]
-    local: str
+    host: str = ""
+    port: Annotated[int, Meta(ge=0, lt=65536)] = 0
+    local: str = ""
 
     def __post_init__(self) -> None:
         if self.host:
@@ -121,7 +115,7 @@ class Left(Frame, frozen=True):
 
 HEARTBEAT_BYTES = Heartbeat().encode()
 _DECODER = msgspec.msgpack.Decoder(
-    Challenge | SignedHello | Welcome | Reply | Refuse | Start | StoreSet | Heartbeat | MemberFailed | Left
+    Challenge | SignedHello | Welcome | Refuse | Start | StoreSet | Heartbeat | MemberFailed | Left
 )
 
 

@@ -11,7 +11,7 @@ import os
 
 import msgspec
 
-from multiworld.control.frames import PROTOCOL_VERSION, Challenge, Frame, FrameError, Reply, SignedHello, Welcome
+from multiworld.control.frames import PROTOCOL_VERSION, Address, Challenge, Frame, FrameError, SignedHello, Welcome
 from multiworld.texts import shown
 
 NONCE_BYTES = 32
@@ -23,7 +23,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `generation` 0 means the next generation that forms. `formation` is the random name that rank 0 gave this forming of the world, for a
     data connection. Generations alone begin at 1 again when the process of rank 0 is replaced. `settings` must equal those of rank 0.
-    `host`, `port` and `local` say where the member accepts data connections (`Address`).
+    `address` says where the member accepts data connections.
     """
 
     world: str = ""
@@ -34,9 +34,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer: int | None = None
     formation: str = ""
     settings: str = ""
-    host: str = ""
-    port: int = 0
-    local: str = ""
+    address: Address = Address()
 
 
 def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
@@ -47,7 +45,7 @@ def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 class ServerHandshake:
-    """The server side: `challenge`, then `accept` the client's `SignedHello`, then `welcome`, or `reply` to a query.
+    """The server side: `challenge`, then `accept` the client's `SignedHello`, then `welcome`, with the answer of a query.
 
     Args:
         secrets: the client must know one of these. The server's proof uses the same one.
@@ -76,15 +74,12 @@ class ServerHandshake:
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise FrameError(f"not a hello: {shown(str(error), 200)}") from error
 
-    def welcome(self) -> Welcome:
-        return Welcome(_proof(self._secret, b"server", *self._transcript))
-
-    def reply(self, answer: bytes) -> Reply:
-        return Reply(answer, _proof(self._secret, b"reply", *self._transcript, answer))
+    def welcome(self, answer: bytes = b"") -> Welcome:
+        return Welcome(_proof(self._secret, b"server", *self._transcript, answer), answer)
 
 
 class ClientHandshake:
-    """The client side: answer the `Challenge` with `hello`, then check the server's `Welcome` or `Reply`."""
+    """The client side: answer the `Challenge` with `hello`, then check the server's `Welcome`."""
 
     def __init__(self, secret: bytes, hello: Hello) -> None:
         self._secret = secret
@@ -103,17 +98,10 @@ class ClientHandshake:
         self._transcript = (challenge.nonce, nonce, self._body)
         return SignedHello(self._body, nonce, _proof(self._secret, b"client", *self._transcript))
 
-    def check_welcome(self, frame: Frame) -> None:
-        """Raises PermissionError when the server does not know the secret, FrameError for another frame."""
+    def check_welcome(self, frame: Frame) -> bytes:
+        """Return the answer. Raises PermissionError when the server does not know the secret, FrameError for another frame."""
         if not isinstance(frame, Welcome):
             raise FrameError(f"unexpected {type(frame).__name__} before the welcome")
-        if not hmac.compare_digest(frame.proof, _proof(self._secret, b"server", *self._transcript)):
+        if not hmac.compare_digest(frame.proof, _proof(self._secret, b"server", *self._transcript, frame.answer)):
             raise PermissionError("the server does not know the secret")
-
-    def check_reply(self, frame: Frame) -> bytes:
-        """Return the server's answer. Raises PermissionError when its proof is wrong."""
-        if isinstance(frame, Reply):
-            proof = _proof(self._secret, b"reply", *self._transcript, frame.answer)
-            if hmac.compare_digest(frame.proof, proof):
-                return frame.answer
-        raise PermissionError("the answer is not from a server that knows the secret")
+        return frame.answer

@@ -10,9 +10,9 @@ import math
 import socket
 from collections.abc import Awaitable, Callable
 
-from multiworld.control.dial import RefusedError, connect, next_frame, reason_of, resolve
+from multiworld.control.dial import RefusedError, connect, reason_of, request, resolve
 from multiworld.control.frames import Frame, FrameError
-from multiworld.control.handshake import ClientHandshake, Hello
+from multiworld.control.handshake import Hello
 from multiworld.errors import AskError
 
 _CONNECT_S = 5.0
@@ -44,9 +44,7 @@ async def ask(
             sock, challenge = await _connect(addr, port, bind_host)
             with sock:
                 text = question if isinstance(question, str) else await question()
-                handshake = ClientHandshake(secret, Hello(question=text))
-                await asyncio.get_running_loop().sock_sendall(sock, handshake.hello(challenge).encode())
-                answer = await next_frame(sock, math.inf)
+                return await request(sock, challenge, secret, Hello(question=text), math.inf)
     except RefusedError as refusal:
         raise PermissionError(f"{addr}:{port} refused us: {refusal}") from None
     except TimeoutError:
@@ -55,7 +53,6 @@ async def ask(
         ) from None
     except (OSError, FrameError) as error:
         raise AskError(f"{addr}:{port} cannot be queried: {reason_of(error)}") from error
-    return handshake.check_reply(answer)
 
 
 async def _connect(addr: str, port: int, bind_host: str) -> tuple[socket.socket, Frame]:

@@ -7,10 +7,10 @@ are limited.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
@@ -38,7 +38,7 @@ _WAITING_S = 0.5
 _ACCEPT_PAUSE_S = 0.5
 """Pause after `accept` failed, for example because the process has no free file descriptor."""
 _MAX_REFUSALS = 100
-"""Refused questions that are counted, by client and reason."""
+"""Refused questions that are remembered, by client and reason."""
 
 _NO_ANSWER = "no answer to this question here"
 Answerer = Callable[[str, str], Awaitable[bytes]]
@@ -91,7 +91,7 @@ class Acceptor:
         address: of the listening socket; the path of a Unix socket, which `close` deletes.
         port: of the listening socket; 0 for a Unix socket.
         secrets: a client must know one of these. The owner may change the sequence; existing connections stay open.
-        worlds, keep_open: for the owner: the port stays open while a world is hosted there, or if `keep_open`.
+        keep_open: for the owner: the port stays open without a world.
         answerer: answers queries on an event loop; with None they are refused.
     """
 
@@ -99,7 +99,6 @@ class Acceptor:
         self.address = sock.getsockname()
         self.port: int = self.address[1] if sock.family != socket.AF_UNIX else 0
         self.secrets = secrets
-        self.worlds: set[object] = set()
         self.keep_open = False
         self.answerer: tuple[Answerer, asyncio.AbstractEventLoop] | None = None
         self._control_loop = control_loop
@@ -109,7 +108,8 @@ class Acceptor:
         self._newest: dict[tuple[object, ...], asyncio.Task[None]] = {}  # of the clients that wait with equal names
         self._clients: dict[asyncio.Task[None], socket.socket] = {}  # authenticated, waiting for an answer or a target
         self._strangers: dict[asyncio.Task[None], socket.socket] = {}  # not authenticated; oldest first
-        self._refusals: Counter[tuple[str, str]] = Counter()
+        # Logs each refusal once, because a client asks again and again.
+        self._log_refusal = functools.lru_cache(_MAX_REFUSALS)(_log_refusal)
 
     def open(self) -> None:
         """Start to accept connections."""
@@ -170,7 +170,7 @@ class Acceptor:
             hello = await self._authenticate(sock, handshake, host)
             self._clients[task] = self._strangers.pop(task)
             if hello.question is not None:
-                answer = handshake.reply(await self._answer(hello.question, host)).encode()
+                answer = handshake.welcome(await self._answer(hello.question, host)).encode()
                 async with asyncio.timeout(_HANDSHAKE_S):
                     await self._control_loop.loop.sock_sendall(sock, answer)
             else:
@@ -251,10 +251,6 @@ class Acceptor:
                 logger.exception("answering a question from %s failed", host)
             raise RejectedError(_NO_ANSWER, retry=True) from None
 
-    def _log_refusal(self, host: str, reason: str) -> None:
-        """Log a refusal. A client that asks again and again is logged at its first, 10th, 100th … refusal."""
-        if len(self._refusals) >= _MAX_REFUSALS:
-            self._refusals.clear()
-        self._refusals[host, reason] += 1
-        if (times := str(self._refusals[host, reason])).strip("0") == "1":
-            logger.warning("refused a question from %s times=%s: %s", host, times, reason)
+
+def _log_refusal(host: str, reason: str) -> None:
+    logger.warning("refused a question from %s: %s", host, reason)

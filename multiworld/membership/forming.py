@@ -1,14 +1,10 @@
 """Forms a world: its members join at rank 0 and connect to each other, on the control loop. A world with NCCL then builds its group."""
 
 import asyncio
-import atexit
 import concurrent.futures
 import itertools
 import os
 import socket
-import threading
-import time
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -18,39 +14,23 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from multiworld.config import WorldConfig
 from multiworld.control.dial import RefusedError, dial, reason_of, resolve
-from multiworld.control.frames import Address, Start
+from multiworld.control.frames import Start
 from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause, JoinError, WorldError
 from multiworld.execution.failures import ConnectionLostError, described, lost_connections
 from multiworld.execution.process_group import NCCL, make_nccl_group
-from multiworld.execution.threads import DaemonThread
+from multiworld.execution.worker_thread import WorkerThread
 from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.mesh import Mesh
 from multiworld.membership.monitor import MembershipMonitor, MonitoredWorld
 from multiworld.membership.store import ControlStore
 
-_BUILD_JOIN_S = 1.0
-"""How long to wait for the group's constructor after an abort. It takes milliseconds, unless it connects to a frozen member."""
-_EXIT_S = 30.0
-"""At process exit, how long to wait for groups under construction."""
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 """Pauses between attempts to connect to rank 0, which may not have started yet. The last one repeats."""
 _CONNECT_S = 1.0
 """Lower limit of the timeout of one attempt, which is the heartbeat timeout, at most `_MAX_CONNECT_S`."""
 _MAX_CONNECT_S = 5.0
-
-_build_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-"""The threads of this process that build a process group, or have built one."""
-os.register_at_fork(after_in_child=_build_threads.clear)  # a forked child does not have these threads
-
-
-@atexit.register
-def _join_build_threads() -> None:
-    """Wait for process groups under construction, because the interpreter would abort. Runs after the cleanup of the managers."""
-    deadline_s = time.monotonic() + _EXIT_S
-    for thread in list(_build_threads):
-        thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
 class FormingWorld(MonitoredWorld, Protocol):
@@ -89,7 +69,7 @@ class Forming:
         self._mesh: Mesh | None = None
         self._obstacle = "no answer"
         self._forming: asyncio.Task[None] | None = None
-        self._build_thread: threading.Thread | None = None
+        self._builder = WorkerThread(f"multiworld-{config.name}-join")  # builds the group of NCCL
 
     async def run(self) -> None:
         """See `World.open`."""
@@ -217,8 +197,7 @@ class Forming:
 
     def _with_address(self, member: Hello, local_host: str) -> Hello:
         """Add where we accept data connections. Raises OSError when no port can be opened for them."""
-        address = self._mesh.address(local_host) if self._mesh is not None else Address("", 0, "")
-        return replace(member, host=address.host, port=address.port, local=address.local)
+        return replace(member, address=self._mesh.address(local_host)) if self._mesh is not None else member
 
     def _publish(self, key: str, value: bytes) -> None:
         if self.monitor is not None:
@@ -233,11 +212,8 @@ class Forming:
             return None
         built: concurrent.futures.Future[ProcessGroup] = concurrent.futures.Future()
         build = partial(make_nccl_group, self._store, config.rank, config.size, config.device, self._check)
-        thread = DaemonThread(_build, f"multiworld-{config.name}-join", (build, built))
         built.set_running_or_notify_cancel()  # it cannot be cancelled
-        thread.start()
-        self._build_thread = thread  # set after the start: a thread that did not start cannot be joined
-        _build_threads.add(thread)
+        self._builder.run(partial(_build, build, built))
         return await asyncio.wrap_future(built)
 
     def _check(self) -> None:
@@ -247,12 +223,11 @@ class Forming:
 
     # -- ending (on the world's teardown thread) ---------------------------------------------------------------------------------
 
-    def close(self, error: WorldError) -> None:
-        """Wait at most `_BUILD_JOIN_S` for the thread that builds the group."""
+    def close(self, error: WorldError, timeout_s: float) -> None:
+        """Wait at most `timeout_s` for the thread that builds the group: milliseconds, unless NCCL connects to a frozen member."""
         if self._store is not None:
             self._store.abort(error)
-        if self._build_thread is not None:
-            self._build_thread.join(_BUILD_JOIN_S)
+        self._builder.close(timeout_s)
 
     def finish(self) -> None:
         """Close all connections that the world does not own. It may run before `_form` has noticed its cancellation.

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from multiworld.config import HeartbeatConfig
 from multiworld.control.connection import ControlConnection
-from multiworld.control.frames import Address, Frame, FrameError, Heartbeat, Left, MemberFailed, Start, StoreSet
+from multiworld.control.frames import Frame, FrameError, Heartbeat, Left, MemberFailed, Start, StoreSet
 from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause
@@ -66,7 +66,7 @@ class MembershipMonitor:
         self._member = member
         self._heartbeat = heartbeat
         self._store = store
-        self._addresses = {0: Address(member.host, member.port, member.local)}
+        self._addresses = {0: member.address}
         self._start: asyncio.Future[Start] = control_loop.loop.create_future()
         self._member_left = False  # after that, a lost connection is not a failure
         self._closed = False
@@ -112,7 +112,7 @@ class MembershipMonitor:
     def admit(self, hello: Hello, sock: socket.socket) -> None:
         """Take over the control connection of a rank. The last missing rank starts the world."""
         self.connections[hello.rank] = ControlConnection(self._control_loop, sock, self)
-        self._addresses[hello.rank] = Address(hello.host, hello.port, hello.local)
+        self._addresses[hello.rank] = hello.address
         self._start_if_complete()
 
     def _start_if_complete(self) -> None:

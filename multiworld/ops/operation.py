@@ -33,7 +33,7 @@ class Send:
         buffer: returns the contiguous tensor to send from, on the host if `staged`.
         tensors: the caller's tensors; the operation keeps them alive.
         staged: whether the data must be copied from a device to the host, which may block and must not run on an event loop.
-        header: header of a message that travels in place of the signature; see multiworld/ops/messages.py.
+        header: header of a message that travels in place of the signature; see multiworld/ops/p2p.py.
         post: hands the operation to NCCL; None if a connection of this library carries it.
     """
 
@@ -57,7 +57,7 @@ class Receive:
     Attributes:
         buffer: returns the contiguous tensor to receive into; None for a message of unknown size.
         copy_back: copies the data to the caller's tensor; None if it is received there directly.
-        accept, view: for a message of unknown size; see multiworld/ops/messages.py.
+        accept, view: for a message of unknown size; see multiworld/ops/p2p.py.
     """
 
     signature: str
@@ -84,7 +84,6 @@ class Collective:
         post: hands the collective to NCCL; None if the connections of the world carry it.
         copy_back: copies the results to the caller's tensors; None if the results are written into them directly.
         tensors, staged: see `Send`.
-        splits_bytes: for an all-to-all, the bytes sent to each rank and the bytes expected from each rank.
         number: identifies the collective at all members if they may start it in different order; None: they start it in equal order.
     """
 
@@ -94,7 +93,6 @@ class Collective:
     copy_back: Callable[[], None] | None = None
     tensors: tuple[Tensor, ...] = ()
     staged: bool = False
-    splits_bytes: tuple[list[int], list[int]] | None = None
     number: int | None = None
     peer: ClassVar[int] = -1
 

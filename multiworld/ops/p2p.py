@@ -1,18 +1,27 @@
-"""Sends and receives of tensors: argument checks, the buffer for the connection, and the call of c10d for NCCL."""
+"""Sends and receives: argument checks, the buffer for the connection, and the call of c10d for NCCL.
 
+The receiver of a tensor knows its size. The receiver of a *message* does not know it before the message arrives: the sender adds a header
+of its own format, which travels in the head of the message in place of the signature. The receiver reads header and size before it
+provides memory, so one message needs one transfer, and a peer cannot choose how much memory is allocated.
+"""
+
+from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from multiworld.ops.buffers import RecvBuffer, contiguous
 from multiworld.ops.operation import Receive, Send
-from multiworld.ops.validation import Ranks, check_tag, tensor_signature
+from multiworld.ops.validation import Ranks, tensor_signature
+from multiworld.ops.views import View
+
+MAX_HEADER_BYTES = 48
 
 
 def send(ranks: Ranks, tensor: Tensor, dst: int, tag: int) -> Send:
     """A send of `tensor`, any shape and dtype, to rank `dst`. Raises ValueError or TypeError for invalid arguments."""
-    ranks.check_peer("send", dst)
-    check_tag("send", tag)
+    ranks.check_peer("send", dst, tag)
     staged = ranks.check_devices("send", (tensor,))
     buffer = partial(contiguous, tensor, staged)
     return Send(
@@ -32,8 +41,7 @@ def recv(ranks: Ranks, tensor: Tensor, src: int, tag: int) -> Receive:
 
     Raises ValueError or TypeError for invalid arguments.
     """
-    ranks.check_peer("recv", src)
-    check_tag("recv", tag)
+    ranks.check_peer("recv", src, tag)
     staged = ranks.check_devices("recv", (tensor,))
     target = RecvBuffer("recv", tensor, staged)
     return Receive(
@@ -46,3 +54,36 @@ def recv(ranks: Ranks, tensor: Tensor, src: int, tag: int) -> Receive:
         tag=tag,
         buffer=target.materialize,
     )
+
+
+def send_message(ranks: Ranks, header: bytes, payload: Tensor | None, dst: int, tag: int) -> Send:
+    """A send of `header`, at most MAX_HEADER_BYTES long, and `payload`, a tensor on the CPU or None, to rank `dst`.
+
+    Raises ValueError or TypeError for invalid arguments.
+    """
+    if len(header) > MAX_HEADER_BYTES:
+        raise ValueError(f"send_message: the header has {len(header)} bytes; expected at most {MAX_HEADER_BYTES}")
+    if payload is not None and payload.device.type != "cpu":
+        raise ValueError(f"send_message: the payload is on {payload.device}; move it to the CPU")
+    plan = send(ranks, torch.empty(0, dtype=torch.uint8) if payload is None else payload, dst, tag)
+    plan.header = header
+    return plan
+
+
+def recv_message(ranks: Ranks, accept: Callable[[bytes, int], Tensor], src: int, tag: int) -> Receive:
+    """A receive of a message of `send_message` from rank `src`.
+
+    Args:
+        accept: called once with the header, padded with zeros to MAX_HEADER_BYTES, and the size of the payload in bytes. Returns a
+            contiguous tensor of this size on the CPU, which the payload is written into. If it raises ValueError, the world breaks
+            with cause `error` and this text. It must not block, and may be called on another thread.
+    Raises ValueError for invalid arguments.
+    """
+    ranks.check_peer("recv_message", src, tag)
+    return Receive(signature="", peer=src, tag=tag, accept=accept)
+
+
+def recv_view(ranks: Ranks, view: View, src: int, tag: int) -> Receive:
+    """A receive of a message of `send_message` from rank `src` into `view`. Raises ValueError for invalid arguments."""
+    ranks.check_peer("recv_view", src, tag)
+    return Receive(signature="", peer=src, tag=tag, view=view)

@@ -25,19 +25,21 @@ class Ranks:
         rank, size: rank of this member and number of members.
         backends: device type → backend of collectives on tensors of this device type (`MULTIWORLD` or `NCCL`). Except with NCCL, tensors
             of other devices are copied through host memory.
-        device: the CUDA device that NCCL uses; None without NCCL.
+        device: the CUDA device that NCCL uses, with its index; None without NCCL.
     """
 
-    world_name: str
+    name: str
     rank: int
     size: int
     backends: dict[str, str]
     device: torch.device | None = None
 
-    def check_peer(self, name: str, peer: int) -> None:
-        """Raises ValueError unless `peer` is the rank of another member."""
+    def check_peer(self, name: str, peer: int, tag: int) -> None:
+        """Raises ValueError unless `peer` is the rank of another member, and 0 <= `tag` < `TAG_LIMIT`."""
         if not 0 <= peer < self.size or peer == self.rank:
             raise ValueError(f"{name}: rank {peer} is not a peer of rank {self.rank} in {self._world}")
+        if not 0 <= tag < TAG_LIMIT:
+            raise ValueError(f"{name}: a tag must be from 0 to {TAG_LIMIT - 1}, got {tag}")
 
     def check_root(self, name: str, root: int) -> None:
         """Raises ValueError unless `root` is the rank of a member."""
@@ -75,13 +77,7 @@ class Ranks:
 
     @property
     def _world(self) -> str:
-        return f"world {self.world_name!r} of size {self.size}"
-
-
-def check_tag(name: str, tag: int) -> None:
-    """Raises ValueError unless 0 <= `tag` < `TAG_LIMIT`."""
-    if not 0 <= tag < TAG_LIMIT:
-        raise ValueError(f"{name}: a tag must be from 0 to {TAG_LIMIT - 1}, got {tag}")
+        return f"world {self.name!r} of size {self.size}"
 
 
 def parts_of_root(

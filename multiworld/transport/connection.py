@@ -19,7 +19,8 @@ from itertools import islice
 
 from torch import Tensor
 
-from multiworld.execution.failures import ConnectionLostError
+from multiworld.errors import Cause
+from multiworld.execution.failures import ConnectionLostError, described
 from multiworld.ops.operation import Operation
 from multiworld.ops.views import View
 from multiworld.transport.poller import Poller
@@ -184,7 +185,7 @@ class PeerConnection:
                     self._flush()
         except Exception as error:  # without this the poller would call again forever
             with self._lock:
-                self._fail_locally(error)
+                self._break(f"reading from rank {self.peer}: {described(error)}", Cause.LOCAL)
             logger.exception("the connection to rank %d failed", self.peer)
 
     # -- reading -----------------------------------------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ class PeerConnection:
 
     def _on_frame(self, kind: int, tag: int, size: int, field: bytes) -> None:
         """Handle a frame that this connection does not know."""
-        self._fail_protocol(f"it sent invalid data: a head of kind {kind}")
+        self._break(f"it sent invalid data: a head of kind {kind}")
 
     def _start_message(self, tag: int, size: int, signature: bytes, following: memoryview) -> int:
         """Start to receive a message. `following` has the bytes read after its head. Returns how many of them belong to the message."""
@@ -283,7 +284,7 @@ class PeerConnection:
         """
         transfers = self._receives.get(tag)
         if not transfers:
-            self._fail_protocol(f"it sent a message with tag {tag}, for which no receive is pending")
+            self._break(f"it sent a message with tag {tag}, for which no receive is pending")
             return None
         transfer = transfers[0]
         if transfer.memory is None:
@@ -294,13 +295,13 @@ class PeerConnection:
                 elif transfer.accept is not None:
                     transfer.set_data(transfer.accept(signature, size))
             except ValueError as error:
-                self._fail_protocol(str(error))
+                self._break(str(error))
                 return None
             transfer.head = signature
         assert transfer.memory is not None
         if size != len(transfer.memory) or signature != transfer.head:
             sent, expected = decode_signature(signature), decode_signature(transfer.head)
-            self._fail_protocol(f"it sent {sent} where {expected} was expected")
+            self._break(f"it sent {sent} where {expected} was expected")
             return None
         transfers.popleft()
         if not transfers:
@@ -313,7 +314,7 @@ class PeerConnection:
             self._credits[tag] = count
         self._total_credits += more
         if self._total_credits > MAX_CREDITS:
-            self._fail_protocol(f"it granted more than {MAX_CREDITS} receive credits at once")
+            self._break(f"it granted more than {MAX_CREDITS} receive credits at once")
 
     # -- writing -----------------------------------------------------------------------------------------------------------------
 
@@ -376,22 +377,15 @@ class PeerConnection:
         if self.end_reason is not None:
             raise ConnectionLostError(self.end_reason, self.peer)
 
-    def _fail_protocol(self, detail: str) -> None:
-        """The peer violated the protocol. Stop reading; the owner breaks the world, which fails all pending operations.
+    def _break(self, detail: str, cause: Cause = Cause.ERROR) -> None:
+        """The peer violated the protocol, or (LOCAL) this member failed. The owner breaks the world, which fails all pending operations.
 
-        The socket stays open until the world closes it.
+        Nothing is read any more. The socket stays open until the world closes it.
         """
         if self.end_reason is None:
             self.end_reason = detail
-            self._owner.on_protocol_error(self.peer, detail)
             self._stop()
-
-    def _fail_locally(self, error: Exception) -> None:
-        """This member failed to handle an event. Stop reading; the owner breaks the world, which fails all pending operations."""
-        if self.end_reason is None:
-            self.end_reason = "this member failed to handle received data"
-            self._stop()
-            self._owner.on_local_error(self.peer, error)
+            self._owner.on_error(self.peer, cause, detail)
 
     def _fail(self, reason: str) -> None:
         """The connection failed. Report the pending operations to the owner and close the socket."""

@@ -6,7 +6,7 @@ few slots that belongs to this connection. The sender fills a slot while the rec
 when the receiver reports that it has copied it.
 
 Everything that the peer sends is checked here: the descriptor (`check_segment`), offset and length against the announced message, and
-the numbers of pieces and leases, which identify the use of a slot. No state lies in shared memory.
+the numbers of leases. No state lies in shared memory.
 """
 
 import array
@@ -181,7 +181,7 @@ class SharedMemoryConnection(PeerConnection):
         piece = message.memory[message.written : message.written + SLOT_BYTES]
         at = self._pieces_sent % SLOTS * SLOT_BYTES
         self._ring_view[at : at + len(piece)] = piece
-        frame = Output(HEAD.pack(PIECE, 0, len(piece), NUMBERS.pack(self._pieces_sent)))
+        frame = Output(HEAD.pack(PIECE, 0, 0, b""))
         self._pieces_sent += 1
         message.written += len(piece)
         if message.written == len(message.memory):
@@ -198,7 +198,7 @@ class SharedMemoryConnection(PeerConnection):
         if flags & socket.MSG_CTRUNC:
             raise OSError(f"a descriptor from rank {self.peer} was lost: this process has too many open files")
         if len(self._fds) > _MAX_FDS:
-            self._fail_protocol("it sent descriptors that it did not announce")
+            self._break("it sent descriptors that it did not announce")
         return count
 
     def _on_frame(self, kind: int, tag: int, size: int, field: bytes) -> None:
@@ -208,9 +208,9 @@ class SharedMemoryConnection(PeerConnection):
             elif kind == IN_RING:
                 self._on_ring_message(tag, size, field)
             elif kind == PIECE:
-                self._on_piece(size, *NUMBERS.unpack(field))
+                self._on_piece()
             elif kind == PIECE_DONE:
-                self._on_piece_done(size)
+                self._on_piece_done()
             elif kind == PLACE:
                 self._on_place(size, *NUMBERS.unpack(field))
             elif kind == IN_PLACE:
@@ -220,7 +220,7 @@ class SharedMemoryConnection(PeerConnection):
             else:
                 super()._on_frame(kind, tag, size, field)
         except ValueError as error:
-            self._fail_protocol(str(error))
+            self._break(str(error))
 
     def _on_ring(self, size: int) -> None:
         if self._peer_ring is not None or size != RING_BYTES:
@@ -237,28 +237,26 @@ class SharedMemoryConnection(PeerConnection):
             raise ValueError("it sent a message through a ring that is not ready for it")
         self._slotted, self._slotted_bytes = self._match(tag, size, signature), 0
 
-    def _on_piece(self, size: int, number: int) -> None:
+    def _on_piece(self) -> None:
         transfer, ring = self._slotted, self._peer_ring
         if transfer is None or ring is None:
             raise ValueError("it sent a piece of no message")
         assert transfer.memory is not None
-        end = self._slotted_bytes + size
-        if number != self._pieces_received or not 0 < size <= SLOT_BYTES or end > len(transfer.memory):
-            raise ValueError(f"it sent piece {number} of {size} bytes where piece {self._pieces_received} was expected")
-        at = number % SLOTS * SLOT_BYTES
-        transfer.memory[self._slotted_bytes : end] = ring[at : at + size]
+        start = self._slotted_bytes
+        end = self._slotted_bytes = min(start + SLOT_BYTES, len(transfer.memory))
+        at = self._pieces_received % SLOTS * SLOT_BYTES
+        transfer.memory[start:end] = ring[at : at + end - start]
         self._pieces_received += 1
-        self._slotted_bytes = end
         complete = end == len(transfer.memory)
         if complete:
             self._slotted = None
-        self._write_first(HEAD.pack(PIECE_DONE, 0, number, b""))
+        self._write_first(HEAD.pack(PIECE_DONE, 0, 0, b""))
         if complete:
             self._owner.on_transferred(transfer.operation)
 
-    def _on_piece_done(self, number: int) -> None:
-        if number != self._pieces_done or number >= self._pieces_sent:
-            raise ValueError(f"it released piece {number}, which it does not have")
+    def _on_piece_done(self) -> None:
+        if self._pieces_done == self._pieces_sent:
+            raise ValueError("it released a piece that it does not have")
         self._pieces_done += 1
         if self._waiting:
             self._waiting = False

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from multiworld.errors import Cause
 from multiworld.ops.buffers import byte_view
 from multiworld.ops.operation import Operation
 from multiworld.ops.views import View
@@ -20,11 +21,11 @@ class ConnectionOwner(Protocol):
     def on_connection_lost(self, peer: int, pending: list[Operation], reason: str) -> None:
         """The connection failed while these operations were pending."""
 
-    def on_protocol_error(self, peer: int, detail: str) -> None:
-        """The peer violated the protocol, or its message does not match the receive. The world must break."""
+    def on_error(self, peer: int, cause: Cause, detail: str) -> None:
+        """The world must break. ERROR: the peer violated the protocol, or its message does not match the receive.
 
-    def on_local_error(self, peer: int, error: Exception) -> None:
-        """This member failed to handle the received data, for example because memory is short. The world must break."""
+        LOCAL: this member failed to handle the received data, for example because memory is short.
+        """
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +38,8 @@ class Transfer:
         lent: a sent tensor of `allocate` may not be changed until it is dropped, so a send in place is complete when it is announced.
         memory: bytes of the sent or receiving tensor; keeps the tensor alive. None while the data is being copied from a device.
         data: the tensor that `memory` belongs to.
-        accept: for a receive without memory, returns it when a head has arrived; see multiworld/ops/messages.py.
-        view: for a receive without memory that takes a view: gets the data; see multiworld/ops/messages.py.
+        accept: for a receive without memory, returns it when a head has arrived; see multiworld/ops/p2p.py.
+        view: for a receive without memory that takes a view: gets the data; see multiworld/ops/p2p.py.
     """
 
     operation: Operation

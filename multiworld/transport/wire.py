@@ -16,9 +16,9 @@ RING = 3
 IN_RING = 4
 """Announces a message, like MESSAGE, whose bytes are in the ring and follow in pieces."""
 PIECE = 5
-"""The number is the length of the next piece in bytes; the field its number (`NUMBERS`), from 0."""
+"""The next piece of the message is in the next slot of the ring. All pieces have the size of a slot, except the last of a message."""
 PIECE_DONE = 6
-"""The number is that of a piece that the receiver has copied."""
+"""The receiver has copied the next piece."""
 PLACE = 7
 """Passes a descriptor for the next IN_PLACE message. The number is that of the lease; the field the offset in bytes (`NUMBERS`)."""
 IN_PLACE = 8
@@ -26,7 +26,7 @@ IN_PLACE = 8
 RELEASE = 9
 """The number is that of a lease that the receiver has released."""
 NUMBERS = struct.Struct("!Q40x")
-"""The field of PIECE and PLACE."""
+"""The field of PLACE."""
 
 _SIGNATURE_BYTES = 48
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from multiworld import World
-from multiworld.ops.messages import send_message
+from multiworld.ops.p2p import send_message
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.message import _CODES, _LAYOUT, _MAGIC, Message, MessageKind
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import torch
 
+from multiworld.errors import Cause
 from multiworld.ops.operation import Operation
 from multiworld.ops.p2p import recv, send
 from multiworld.ops.validation import Ranks
@@ -31,7 +32,7 @@ class Owner:
         self.completed: list[Operation] = []
         self.lost: list[tuple[list[Operation], str]] = []
         self.protocol_errors: list[str] = []
-        self.errors: list[Exception] = []
+        self.errors: list[str] = []
         self.then: Callable[[], object] = lambda: None
 
     def on_transferred(self, operation: Operation) -> None:
@@ -41,11 +42,8 @@ class Owner:
     def on_connection_lost(self, peer: int, pending: list[Operation], reason: str) -> None:
         self.lost.append((pending, reason))
 
-    def on_protocol_error(self, peer: int, detail: str) -> None:
-        self.protocol_errors.append(detail)
-
-    def on_local_error(self, peer: int, error: Exception) -> None:
-        self.errors.append(error)
+    def on_error(self, peer: int, cause: Cause, detail: str) -> None:
+        (self.errors if cause is Cause.LOCAL else self.protocol_errors).append(detail)
 
     def on_cancelled(self, operation: Operation) -> None: ...
 
