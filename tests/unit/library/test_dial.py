@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from multiworld.control.dial import RefusedError, dial, reason_of
-from multiworld.control.frames import HEARTBEAT_BYTES, FrameReader, Refuse
+from multiworld.control.frames import HEARTBEAT_BYTES, Address, FrameReader, Refuse
 from multiworld.control.handshake import Hello, ServerHandshake
 from multiworld.membership.acceptor import bind
 
@@ -14,7 +14,7 @@ PATIENCE_S = 30.0
 
 
 async def connect(address: tuple[str, int] | str, timeout_s: float = PATIENCE_S) -> socket.socket:
-    return await dial(address, b"secret", lambda host: Hello("w", 1, 2, host=host), timeout_s)
+    return await dial(address, b"secret", lambda host: Hello("w", 1, 2, address=Address(host)), timeout_s)
 
 
 def accept(listener: socket.socket, secret: bytes = b"secret") -> tuple[socket.socket, ServerHandshake, Hello]:
@@ -34,7 +34,7 @@ async def test_data_after_the_handshake_is_left_to_the_owner_of_the_socket() -> 
     with bind("127.0.0.1", 0) as listener:
         dialing = asyncio.create_task(connect(listener.getsockname()))
         theirs, handshake, hello = await asyncio.to_thread(accept, listener)
-        assert hello.host == "127.0.0.1"
+        assert hello.address.host == "127.0.0.1"
         theirs.sendall(handshake.welcome().encode() + b"data")
         with await dialing as ours, theirs:
             ours.settimeout(PATIENCE_S)

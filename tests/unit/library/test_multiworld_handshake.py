@@ -10,7 +10,6 @@ from multiworld.control.frames import (
     Frame,
     FrameError,
     Heartbeat,
-    Reply,
     SignedHello,
     Welcome,
 )
@@ -23,8 +22,8 @@ SEAT = Hello("w", 1, 2, 3)
 def test_handshake_succeeds_with_any_of_several_secrets(secret: bytes) -> None:
     host, guest = ServerHandshake(b"new", b"former"), ClientHandshake(secret, SEAT)
     assert host.accept(guest.hello(host.challenge())) == SEAT
-    guest.check_welcome(host.welcome())
-    assert guest.check_reply(host.reply(b"answer")) == b"answer"
+    assert guest.check_welcome(host.welcome()) == b""
+    assert guest.check_welcome(host.welcome(b"answer")) == b"answer"
 
 
 def test_client_with_a_wrong_secret_is_refused() -> None:
@@ -39,9 +38,7 @@ def test_server_with_a_wrong_secret_is_refused() -> None:
     hello = guest.hello(impostor.challenge())
     impostor._transcript = (impostor._nonce, hello.nonce, hello.hello)
     with pytest.raises(PermissionError, match="does not know the secret"):
-        guest.check_welcome(impostor.welcome())
-    with pytest.raises(PermissionError):
-        guest.check_reply(impostor.reply(b"answer"))
+        guest.check_welcome(impostor.welcome(b"answer"))
 
 
 def test_replayed_hello_is_refused() -> None:
@@ -69,11 +66,11 @@ def test_reflected_proof_is_refused() -> None:
         guest.check_welcome(Welcome(hello.proof))
 
 
-def test_modified_reply_is_refused() -> None:
+def test_modified_answer_is_refused() -> None:
     host, guest = ServerHandshake(b"secret"), ClientHandshake(b"secret", Hello(question="where?"))
     host.accept(guest.hello(host.challenge()))
     with pytest.raises(PermissionError):
-        guest.check_reply(Reply(b"there", host.reply(b"here").proof))
+        guest.check_welcome(Welcome(host.welcome(b"here").proof, b"there"))
 
 
 def test_hello_with_a_modified_body_is_refused() -> None:
