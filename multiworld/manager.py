@@ -105,8 +105,8 @@ class WorldManager:
         self._ended: weakref.WeakSet[World] = weakref.WeakSet()
         self._generations = Generations()
         self._secrets = [self._secret]  # shared with all acceptors
+        # By IP address and port. That of the Unix socket by its folder and 0.
         self._acceptors: dict[tuple[str, int], Acceptor] = {}
-        self._local_acceptor: Acceptor | None = None
         self._events = EventStream()
         self._lock = threading.Lock()
         self._communicator = WorldCommunicator(self)
@@ -302,14 +302,16 @@ class WorldManager:
 
     def _open_local(self) -> Acceptor | None:
         """Return the acceptor of members on this host, on a Unix socket; open it if necessary. None if that failed once."""
-        if self._local_acceptor is None and self._runtime_dir:
+        acceptor = self._acceptors.get((self._runtime_dir, 0))
+        if acceptor is None and self._runtime_dir:
             try:
-                self._local_acceptor = self._accept_on(bind_local(self._runtime_dir))
+                acceptor = self._acceptors[self._runtime_dir, 0] = self._accept_on(bind_local(self._runtime_dir))
+                acceptor.keep_open = True
             except OSError as error:
                 reason = f"no Unix socket in {self._runtime_dir}: {error}"
                 logger.warning("members on this host are connected by TCP: %s", reason)
                 self._runtime_dir = ""
-        return self._local_acceptor
+        return acceptor
 
     def _accept_on(self, sock: socket.socket) -> Acceptor:
         try:
@@ -409,9 +411,6 @@ class WorldManager:
             worlds, self._worlds = {*self._worlds.values()}, {}
             control_loop, self._control_loop = self._control_loop, None
             acceptors, self._acceptors = [*self._acceptors.values()], {}
-            if self._local_acceptor is not None:
-                acceptors.append(self._local_acceptor)
-                self._local_acceptor = None
         for world in worlds:
             world.close()
         with self._lock:

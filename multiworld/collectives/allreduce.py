@@ -39,23 +39,21 @@ CHUNK_BUFFERS = 3
 """Number of chunk buffers per peer. They are reused, so that they stay in the CPU cache."""
 
 
-async def all_reduce(channel: CollectiveChannel, data: Tensor, result: Tensor, op: str) -> None:
-    """Reduce `data` of all members into `result` of all members.
+async def all_reduce(channel: CollectiveChannel, data: Tensor, op: str) -> None:
+    """Reduce `data` of all members in place.
 
     Args:
-        data: [n], contiguous, on the host, same length and dtype at all members. Only read if `result` is another tensor.
-        result: like `data`; `data` itself, or in other memory.
+        data: [n], contiguous, on the host, same length and dtype at all members.
         op: the name of a `ReduceOp`, such as "SUM"; AVG divides by the number of members.
     Raises:
-        RuntimeError: a connection is lost; the content of `result` is undefined.
+        RuntimeError: a connection is lost; the content of `data` is undefined.
         WorldError: the world has ended.
     """
     if data.nbytes * len(channel.peers) <= ONE_SHOT_BYTES:
-        await _one_shot(channel, data, result, op)
+        await _one_shot(channel, data, op)
     else:
         shares = dict(enumerate(torch.tensor_split(data, channel.size)))
-        results = dict(enumerate(torch.tensor_split(result, channel.size)))
-        await _two_shot(channel, shares, results, op, range(channel.size))
+        await _two_shot(channel, shares, shares, op, range(channel.size))
 
 
 def bytes_sent(size_bytes: int, members: int) -> int:
@@ -83,7 +81,7 @@ async def reduce_scatter(channel: CollectiveChannel, shares: Sequence[Tensor], r
     await _two_shot(channel, sent, {channel.rank: result}, op, ())
 
 
-async def _one_shot(channel: CollectiveChannel, data: Tensor, result: Tensor, op: str) -> None:
+async def _one_shot(channel: CollectiveChannel, data: Tensor, op: str) -> None:
     """One-shot all-reduce: send the whole tensor to every peer and reduce all operands in rank order."""
     others = {peer: torch.empty_like(data) for peer in channel.peers}
     receives = [channel.receive(peer, other) for peer, other in others.items()]
@@ -91,16 +89,14 @@ async def _one_shot(channel: CollectiveChannel, data: Tensor, result: Tensor, op
     await wait_all(receives)
     await wait_all(sends)  # `data` must not change while it is being sent
     operands = others | {channel.rank: data}
-    left, *rest = (operands[rank] for rank in range(channel.size))
-    total = left if result is data else result  # an operand in `data` must not be overwritten before its turn
+    total, *rest = (operands[rank] for rank in range(channel.size))
     with torch.inference_mode():
         for operand in rest:
-            _combine(left, operand, total, op)
-            left = total
-        if left is not result:
-            for part, target in _slices(left, result):
+            _combine(total, operand, total, op)
+        if total is not data:
+            for part, target in _slices(total, data):
                 target.copy_(part)
-        _average(result, op, channel.size)
+        _average(data, op, channel.size)
 
 
 async def _two_shot(

@@ -43,7 +43,7 @@ def _reduce_in_place(name: str, ranks: Ranks, tensor: Tensor, op: AnyReduceOp, d
     def algorithm() -> Algorithm:
         data = load()
         if dst is None:
-            return lambda channel: allreduce.all_reduce(channel, data, data, reduction)
+            return lambda channel: allreduce.all_reduce(channel, data, reduction)
         return lambda channel: allreduce.reduce(channel, data, dst, reduction)
 
     def post(group: ProcessGroup) -> Work:
@@ -111,7 +111,7 @@ def barrier(ranks: Ranks) -> Collective:
     token = torch.zeros(1, device=ranks.device) if on_nccl else torch.empty(0)
     return Collective(
         signature="barrier()",
-        algorithm=lambda: lambda channel: allreduce.all_reduce(channel, token, token, "SUM"),
+        algorithm=lambda: lambda channel: allreduce.all_reduce(channel, token, "SUM"),
         post=(lambda group: group.allreduce([token])) if on_nccl else None,
         tensors=(token,),
     )

@@ -19,7 +19,7 @@ from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause, JoinError, WorldError
 from multiworld.execution.failures import ConnectionLostError, described, lost_connections
-from multiworld.execution.process_group import NCCL, make_nccl_group
+from multiworld.execution.process_group import make_nccl_group
 from multiworld.execution.worker_thread import WorkerThread
 from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.mesh import Mesh
@@ -66,7 +66,13 @@ class Forming:
         self._config = config
         self._control_loop = control_loop
         self._acceptor = acceptor
-        self._mesh: Mesh | None = None
+        backends = ",".join(f"{device}:{name}" for device, name in sorted(config.backends.items()))
+        settings = f"backend={backends}, verify_collectives={config.verify_collectives}"
+        formation = os.urandom(8).hex() if config.rank == 0 else ""
+        self._member = Hello(
+            config.name, config.rank, config.size, config.generation, formation=formation, settings=settings
+        )
+        self._mesh = Mesh(control_loop, self._member, config, acceptor)
         self._obstacle = "no answer"
         self._forming: asyncio.Task[None] | None = None
         self._builder = WorkerThread(f"multiworld-{config.name}-join")  # builds the group of NCCL
@@ -103,8 +109,8 @@ class Forming:
     def _describe_obstacle(self) -> str:
         monitor = self.monitor
         if monitor is not None and monitor.started:
-            obstacle = self._mesh.obstacle if self._mesh is not None else ""
-            return "all members joined, but their connections did not form" + (f": {obstacle}" if obstacle else "")
+            obstacle = self._mesh.obstacle and f": {self._mesh.obstacle}"
+            return f"all members joined, but their connections did not form{obstacle}"
         if monitor is not None and self._config.rank == 0:
             return f"ranks {', '.join(map(str, monitor.missing()))} did not join"
         return self._obstacle
@@ -119,7 +125,7 @@ class Forming:
             self._check()  # it may have ended since `run`
             start = await self._join(addresses)
             world.generation = start.generation
-            socks = await self._mesh.connect(start) if self._mesh is not None else {}
+            socks = await self._mesh.connect(start)
             world.on_formed(await self._build_group(), socks)
         except BaseException:
             for sock in socks.values():
@@ -127,8 +133,7 @@ class Forming:
             self._check()  # the error of the world is the cause of others
             raise
         finally:
-            if self._mesh is not None:
-                self._mesh.close()
+            self._mesh.close()
             self._forming = None
 
     def wake(self) -> None:
@@ -156,25 +161,20 @@ class Forming:
 
         Raises JoinError when rank 0 refuses us, OSError when no port can be opened for the other members.
         """
-        config = self._config
-        backends = ",".join(f"{device}:{name}" for device, name in sorted(config.backends.items()))
-        settings = f"backend={backends}, verify_collectives={config.verify_collectives}"
-        formation = os.urandom(8).hex() if config.rank == 0 else ""
-        member = Hello(
-            config.name, config.rank, config.size, self._world.generation, formation=formation, settings=settings
-        )
-        if config.size > 1 and set(config.backends.values()) != {NCCL}:
-            self._mesh = Mesh(self._control_loop, member, config, self._acceptor)
+        config, member = self._config, self._member
         if self._acceptor is not None:
-            self.monitor = monitor = self._monitor(self._with_address(member, ""))
+            member = replace(member, address=self._mesh.address(""))
+        self.monitor = monitor = MembershipMonitor(
+            self._control_loop, self._world, member, config.heartbeat, self._store
+        )
+        if self._acceptor is not None:
             self._acceptor.add(monitor)
             return await monitor.host()
-        self.monitor = monitor = self._monitor(member)
         awaited = f"generation {member.generation}" if member.generation else "the world"
 
         def make_hello(local_host: str) -> Hello:
             self._obstacle = f"rank 0 answered, but {awaited} did not start there"
-            return self._with_address(member, local_host)
+            return replace(member, address=self._mesh.address(local_host))
 
         timeout_s = min(max(config.heartbeat.timeout_s, _CONNECT_S), _MAX_CONNECT_S)
         for attempt, (host, port) in enumerate(itertools.cycle(addresses)):
@@ -191,13 +191,6 @@ class Forming:
                 rank_0 = replace(start.addresses[0], host=host, port=port)  # where we have reached it
                 return replace(start, addresses=(rank_0, *start.addresses[1:]))
         raise AssertionError("no address of rank 0")
-
-    def _monitor(self, member: Hello) -> MembershipMonitor:
-        return MembershipMonitor(self._control_loop, self._world, member, self._config.heartbeat, self._store)
-
-    def _with_address(self, member: Hello, local_host: str) -> Hello:
-        """Add where we accept data connections. Raises OSError when no port can be opened for them."""
-        return replace(member, address=self._mesh.address(local_host)) if self._mesh is not None else member
 
     def _publish(self, key: str, value: bytes) -> None:
         if self.monitor is not None:
@@ -230,15 +223,11 @@ class Forming:
         self._builder.close(timeout_s)
 
     def finish(self) -> None:
-        """Close all connections that the world does not own. It may run before `_form` has noticed its cancellation.
-
-        Drops references that may hold errors, because a traceback can keep earlier worlds alive.
-        """
+        """Close all connections that the world does not own. It may run before `_form` has noticed its cancellation."""
         if self.monitor is not None:
             self.monitor.close()
-        if self._mesh is not None:
-            self._mesh.close()
-        self.monitor = self._mesh = None
+        self._mesh.close()
+        self.monitor = None  # the traceback of an error in it can keep earlier worlds alive
 
 
 def _build(build: Callable[[], ProcessGroup], built: "concurrent.futures.Future[ProcessGroup]") -> None:

@@ -18,6 +18,7 @@ from multiworld.control.frames import Address, Start
 from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import JoinError
+from multiworld.execution.process_group import NCCL
 from multiworld.membership.acceptor import Acceptor, RejectedError, bind
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Mesh:
         self, control_loop: ControlLoop, member: Hello, config: WorldConfig, acceptor: Acceptor | None
     ) -> None:
         self.key: tuple[str, int | None] = member.world, 0
+        self._needed = {*config.backends.values()} != {NCCL}
         self.obstacle = ""
         self._control_loop = control_loop
         self._member = member
@@ -54,18 +56,23 @@ class Mesh:
     def address(self, local_host: str) -> Address:
         """Where this member accepts data connections. Opens a port on `local_host` if necessary. Raises OSError."""
         member, local = self._member, self._config.local_acceptor
-        if self._port is None and 0 < member.rank < member.size - 1:
+        if not self._needed or member.rank == member.size - 1:
+            return Address()
+        if self._port is None and member.rank:
             self._port = Acceptor(self._control_loop, bind(local_host, 0), [self._config.secret])
             self._port.open()
             self._acceptors.append(self._port)
         host, port = self._port.address[:2] if self._port is not None else ("", 0)
-        return Address(host, port, "" if local is None or member.rank == member.size - 1 else local.address)
+        return Address(host, port, "" if local is None else local.address)
 
     async def connect(self, start: Start) -> dict[int, socket.socket]:
         """Connect to all lower ranks and accept all higher ranks, including those that connected before.
 
-        Returns the sockets by rank, which the caller owns. Raises JoinError when a member refuses us. The caller must `close` the mesh.
+        Returns the sockets by rank, which the caller owns: none in a world of one, and with NCCL only. Raises JoinError when a member
+        refuses us. The caller must `close` the mesh.
         """
+        if not self._needed or self._member.size == 1:
+            return {}
         self.key = self._member.world, start.generation
         self._member = replace(self._member, generation=start.generation, formation=start.formation)
         for acceptor in self._acceptors:
@@ -86,6 +93,8 @@ class Mesh:
             self._port.close()
         for sock in self._socks.values():
             sock.close()
+        # The traceback of an error can keep earlier worlds alive.
+        self._connected = self._control_loop.loop.create_future()
 
     # -- accepting (see `AdmissionTarget`) -----------------------------------------------------------------------------------
 

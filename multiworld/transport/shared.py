@@ -17,7 +17,6 @@ import socket
 import threading
 import weakref
 from collections import deque
-from functools import partial
 from itertools import islice
 
 import torch
@@ -317,7 +316,7 @@ class SharedMemoryConnection(PeerConnection):
     def queue_release(self, lease: int) -> None:
         """The view with this lease was dropped. Called by the garbage collector, on any thread and at any point, so it takes no lock."""
         self._released.append(lease)
-        self._poller.call_soon(partial(_write_releases, weakref.ref(self)))
+        self._poller.call_soon(self.write_releases)
 
     def write_releases(self) -> None:
         """Report the dropped views to the peer, if no message has taken the reports along."""
@@ -334,7 +333,7 @@ class SharedMemoryConnection(PeerConnection):
 
     def move(self, poller: Poller) -> None:
         super().move(poller)
-        poller.call_soon(partial(_write_releases, weakref.ref(self)))
+        poller.call_soon(self.write_releases)
 
     def _stop(self) -> list[Operation]:
         pending = super()._stop()
@@ -360,11 +359,6 @@ class SharedMemoryConnection(PeerConnection):
 def _queue_release(connection: "weakref.ref[SharedMemoryConnection]", lease: int) -> None:
     if (alive := connection()) is not None:
         alive.queue_release(lease)
-
-
-def _write_releases(connection: "weakref.ref[SharedMemoryConnection]") -> None:
-    if (alive := connection()) is not None:
-        alive.write_releases()
 
 
 def _with_kind(kind: int, head: bytes) -> bytes:

@@ -119,7 +119,7 @@ class TorturePart:
         # A lasting world keeps as many blocking threads as it ever needed at once.
         lasting = {f"multiworld-{planned.name}" for planned in self._mine() if planned.lasting}
         held["threads"] -= sum(thread.name in lasting for thread in threading.enumerate())
-        held["fds"] -= self.manager._local_acceptor is not None  # opened by the first world that needs it, and kept
+        held["fds"] -= (self.manager._runtime_dir, 0) in self.manager._acceptors  # opened by the first world that needs it, and kept
         if (
             pool := self.manager._segments
         ) is not None:  # unused segments, with two descriptors each, are kept up to a limit
