@@ -26,10 +26,9 @@ from multiworld.errors import (
 )
 from multiworld.events import WorldEvent
 from multiworld.manager import WorldManager
-from multiworld.operations import Transport
 from multiworld.ops.operation import Operation
 from multiworld.ops.views import View
-from multiworld.world import World, WorldState
+from multiworld.world import Transport, World, WorldState
 
 __version__ = "0.1.0"
 """Equal to the versions in pyproject.toml and packaging/."""

@@ -1,4 +1,4 @@
-"""One world: a process group with its store, monitor, operations and state.
+"""One world: its state, its connections, its operations and its end.
 
     joining ──▶ ready ──▶ broken     a member failed or left
        │          └─────▶ closed     this process closed it
@@ -6,6 +6,19 @@
 
 A world never leaves `broken` or `closed`. Only `fail` makes it `broken`; the thread that first detects the failure calls it. A teardown
 thread then aborts the group, fails the pending operations, and frees threads, sockets and memory.
+
+Each operation has its own states:
+
+    start ──▶ pending ──▶ copying back ──▶ done
+                 └──────────────┴────────▶ failed    with the error of the world, when that is known
+
+A send or receive uses the connection to its peer (multiworld/transport/connection.py), on the event loop on which the world was
+formed. So do collectives (multiworld/collectives). Work that may block (copies from and to a device, NCCL) runs on threads of this
+world. One thread posts all NCCL operations in the order in which they were started, and another polls for their completion.
+
+A world has two locks. One guards its state; it is held for microseconds, because the control loop takes it. The other guards connections
+and operations. It is held while tensors are copied and while callbacks of the caller run, so the control loop, which serves all worlds of
+the process, must never wait for it.
 """
 
 import _thread
@@ -18,24 +31,33 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
 
+from multiworld.collectives.channel import NUMBERED_FROM, CollectiveChannel
+from multiworld.collectives.fingerprint import MismatchError, verify
 from multiworld.config import WorldConfig
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldError
-from multiworld.execution.process_group import abort_nccl_group
+from multiworld.execution.cuda import await_queued, call_on
+from multiworld.execution.failures import ConnectionLostError, described, lost_connections
+from multiworld.execution.process_group import NCCL_ABORT_S, NCCL_POLL_S, abort_nccl_group
+from multiworld.execution.worker_thread import WorkerThread
 from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.forming import Forming
-from multiworld.operations import Transport, WorldOperations
 from multiworld.ops import p2p
-from multiworld.ops.operation import Operation, Plan
+from multiworld.ops.operation import Collective, Operation, Plan, Receive, Send
 from multiworld.ops.validation import Ranks
 from multiworld.ops.views import View
+from multiworld.transport.connection import PeerConnection
 from multiworld.transport.poller import Poller, poller_of
+from multiworld.transport.shared import SharedMemoryConnection
+from multiworld.transport.transfer import Transfer
+from multiworld.transport.wire import HEAD, MESSAGE, encode_signature, message_head
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +73,15 @@ _TEARDOWN_THREAD_S = 0.5
 """After this time the teardown thread of an ended world counts as not started."""
 _JOIN_S = 5.0
 """How long to wait for the threads of an ended world."""
+_READ_S = 0.02
+"""Interval at which connections are read while operations are drained."""
+
+
+class Transport(StrEnum):
+    """How two members of a world exchange data."""
+
+    SHARED_MEMORY = "shared memory"
+    TCP = "tcp"
 
 
 class WorldState(StrEnum):
@@ -78,6 +109,7 @@ class World:
         generation: the number of this world among those of its name; 0 until all ranks have joined, unless the caller chose one.
         state: see the module docstring.
         failure: why the world broke; None unless `state` is BROKEN.
+        transports: how this member is connected to each of the others, by rank. Empty until the world is ready, and with NCCL only.
     """
 
     def __init__(
@@ -89,6 +121,7 @@ class World:
         self.generation = config.generation
         self.state = WorldState.JOINING
         self.failure: BrokenWorldException | None = None
+        self.transports: dict[int, Transport] = {}
         self.silent_s: float | None = None
         """Seconds without data from the failed member when the world broke, or without a run of its event loop (cause STALLED). None if
         no control connection was lost."""
@@ -97,23 +130,32 @@ class World:
         self.threads_lost = False
         """Whether threads of this ended world did not return from c10d in time. They and what they reference are not freed."""
         self.ranks: Ranks = config
+        self.acceptor = acceptor
+        """Accepts the other members; None unless `rank` is 0."""
         self._config = config
         self._control_loop = control_loop
-        self.acceptor = acceptor
         self._listener = listener
-        self._lock = threading.RLock()  # guards the state; held for microseconds, because the control loop takes it
-        self._operations = WorldOperations(self, verify_collectives=config.verify_collectives)
+        self._state_lock = threading.RLock()
+        self._lock = threading.RLock()
         self._teardown_started = False
         self._forming = Forming(self, config, control_loop, acceptor)
         self._poller: Poller | None = None
+        self._group: ProcessGroup | None = None
+        self._connections: dict[int, PeerConnection] = {}
+        self._pending: set[Operation] = set()
+        self._copying_back: set[Operation] = set()
+        self._failed: list[Operation] = []  # they get the error of the world when it has ended
+        self._draining = False
+        """A member left. Pending operations may still complete; those that fail get their error when the world is torn down."""
+        self._copying = WorkerThread(f"multiworld-{config.name}", self._on_job_failed)
+        self._posting = WorkerThread(f"multiworld-{config.name}-nccl", self._on_job_failed)
+        self._polling = WorkerThread(f"multiworld-{config.name}-nccl-poll", self._on_job_failed)
+        self._on_nccl: list[Operation] = []  # posted, not completed
+        self._collectives = 0  # collectives that got their number here
+        self._nccl_order = asyncio.Lock()
 
     def __repr__(self) -> str:
         return f"<World {self.name!r} generation={self.generation} rank={self.rank}/{self.size} {self.state}>"
-
-    @property
-    def transports(self) -> dict[int, Transport]:
-        """How this member is connected to each of the others, by rank. Empty until the world is ready, and with NCCL only."""
-        return self._operations.transports
 
     @property
     def transport(self) -> Transport:
@@ -139,15 +181,35 @@ class World:
     # -- calls of `Forming` (see `FormingWorld`) ---------------------------------------------------------------------------------
 
     def on_formed(self, group: ProcessGroup | None, socks: dict[int, socket.socket]) -> None:
-        with self._lock:
+        with self._state_lock:
             if error := self.ending():
                 raise error
-            assert self._poller is not None
-            self._operations.open(group, socks, self._poller, self._config.segments)
+            with self._lock:
+                self._group = group
+                self._connect(socks)
             self.state = WorldState.READY
             self._listener.on_world_changed(self)  # under the lock, so that READY is reported before the end
         if Transport.TCP in self.transports.values():
             self._control_loop.call_soon(self._watch_connections)
+
+    def _connect(self, socks: dict[int, socket.socket]) -> None:
+        """Use the connected sockets, by rank. Raises OSError when the kernel cannot poll them; all of them are closed then."""
+        assert self._poller is not None
+        try:
+            for peer, sock in socks.items():
+                if sock.family == socket.AF_UNIX:
+                    self._connections[peer] = SharedMemoryConnection(
+                        peer, sock, self._lock, self, self._poller, self._config.segments
+                    )
+                    self.transports[peer] = Transport.SHARED_MEMORY
+                else:
+                    self._connections[peer] = PeerConnection(peer, sock, self._lock, self, self._poller)
+                    self.transports[peer] = Transport.TCP
+        except OSError:
+            self._close_connections()
+            for sock in socks.values():
+                sock.close()
+            raise
 
     def on_member_left(self, rank: int) -> None:
         if self.state is WorldState.READY:
@@ -156,10 +218,11 @@ class World:
             self.fail(Cause.LEFT, rank, "left while the world formed")
 
     def _watch_connections(self) -> None:
-        """Break the world if a network drops the data while the heartbeats arrive. Runs on the control loop's thread."""
+        """Break the world if a network drops the data while the heartbeats arrive. Runs on the control loop's thread, takes no lock."""
         if self.state is WorldState.READY:
-            for peer in self._operations.unacknowledged():
-                self.report(Cause.TRANSPORT, peer, "the data sent to it is not acknowledged")
+            for peer, connection in list(self._connections.items()):
+                if connection.is_unacknowledged():
+                    self.report(Cause.TRANSPORT, peer, "the data sent to it is not acknowledged")
             self._control_loop.call_later(_WATCH_S, self._watch_connections)
 
     # -- operations ----------------------------------------------------------------------------------------------------------
@@ -174,11 +237,11 @@ class World:
 
     def start_send(self, tensor: Tensor, dst: int, *, tag: int = 0, timeout_s: float | None = None) -> Operation:
         """Start a send and return at once. Await the returned operation."""
-        return self._operations.start(p2p.send(self.ranks, tensor, dst, tag), timeout_s)
+        return self.start(p2p.send(self.ranks, tensor, dst, tag), timeout_s=timeout_s)
 
     def start_recv(self, tensor: Tensor, src: int, *, tag: int = 0, timeout_s: float | None = None) -> Operation:
         """Start a receive and return at once. Await the returned operation."""
-        return self._operations.start(p2p.recv(self.ranks, tensor, src, tag), timeout_s)
+        return self.start(p2p.recv(self.ranks, tensor, src, tag), timeout_s=timeout_s)
 
     def start_send_message(
         self, header: bytes, payload: Tensor | None, dst: int, *, tag: int = 0, timeout_s: float | None = None
@@ -187,7 +250,7 @@ class World:
 
         If the payload is of `allocate`, it must not be changed any more: the receiver may read it at any time.
         """
-        return self._operations.start(p2p.send_message(self.ranks, header, payload, dst, tag), timeout_s)
+        return self.start(p2p.send_message(self.ranks, header, payload, dst, tag), timeout_s=timeout_s)
 
     async def recv_message(
         self, accept: Callable[[bytes, int], Tensor], src: int, *, tag: int = 0, timeout_s: float | None = None
@@ -196,7 +259,7 @@ class World:
 
         If `accept` raises ValueError, the world breaks with cause `error`; see multiworld/ops/p2p.py.
         """
-        await self._operations.start(p2p.recv_message(self.ranks, accept, src, tag), timeout_s).finish()
+        await self.start(p2p.recv_message(self.ranks, accept, src, tag), timeout_s=timeout_s).finish()
 
     async def recv_view(
         self,
@@ -212,14 +275,304 @@ class World:
         with cause `error`.
         """
         view = View(check)
-        await self._operations.start(p2p.recv_view(self.ranks, view, src, tag), timeout_s).finish()
+        await self.start(p2p.recv_view(self.ranks, view, src, tag), timeout_s=timeout_s).finish()
         return view
 
+    # -- starting ------------------------------------------------------------------------------------------------------------
+
     def start(self, plan: Plan, *, timeout_s: float | None = None) -> Operation:
-        """Start an operation from a plan (multiworld/ops/p2p.py, multiworld/collectives) and return at once."""
-        return self._operations.start(plan, timeout_s)
+        """Start an operation on the running event loop. Does not block. Plans: multiworld/ops/p2p.py and multiworld/collectives.
+
+        Errors while starting fail the returned operation and break the world. `timeout_s` breaks the world when the operation is still
+        pending after so many seconds; None means no limit.
+        Raises WorldError when the world has ended or is still joining.
+        """
+        loop = asyncio.get_running_loop()
+        operation = Operation(plan, timeout_s, loop.create_future(), self._on_cancelled)
+        with self._lock:  # the teardown must not run between the check and the registration of the operation
+            if ending := self.ending():
+                raise ending
+            if self.state is WorldState.JOINING:
+                raise WorldError(self.name, "still joining: await its initialisation before using it")
+            self._rebind_loop(loop)
+            self._pending.add(operation)
+            try:
+                self._dispatch(operation)
+            except Exception as error:  # noqa: BLE001 - the operation may have started: the world breaks
+                self._fail_operations([operation], operation.peer, error)
+            except BaseException:
+                self._pending.discard(operation)
+                raise
+        operation.posted = True
+        if timeout_s is not None and not operation.done():
+            operation.timer = loop.call_later(timeout_s, self._on_timeout, operation)
+        return operation
+
+    def _rebind_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Move the connections to the poller of `loop` if the event loop that served them has ended."""
+        if self._poller is None or self._poller.serves(loop) or self._poller.running:
+            return
+        self._poller = poller_of(loop)
+        for connection in self._connections.values():
+            connection.move(self._poller)
+
+    def _dispatch(self, operation: Operation) -> None:
+        """Hand the operation to its connection or to NCCL, or run the algorithm of a collective."""
+        plan = operation.plan
+        if plan.tensors and plan.tensors[0].is_cuda:
+            operation.stream = torch.cuda.current_stream(plan.tensors[0].device)
+        if isinstance(plan, Send) and plan.post is None:
+            self._start_send(operation, plan)
+        elif isinstance(plan, Receive) and plan.post is None:
+            self._start_receive(operation, plan)
+        elif isinstance(plan, Send | Receive):
+            self._post(operation)
+        else:
+            self._start_collective(operation, plan)
+
+    # -- operations on connections -----------------------------------------------------------------------------------------------
+
+    def _start_send(self, operation: Operation, plan: Send) -> None:
+        """Queue a send on its connection. It is queued before its data is copied from a device, to keep the order of messages."""
+        if plan.header is None:
+            head = message_head(plan.signature, plan.tag, plan.size_bytes)
+        else:
+            head = HEAD.pack(MESSAGE, plan.tag, plan.size_bytes, plan.header)
+        transfer = Transfer(operation, head, lent=plan.header is not None)
+        if not plan.staged:
+            transfer.set_data(plan.buffer())
+        self._connections[plan.peer].send(transfer, plan.tag)
+        if plan.staged:
+            self._copying.run(partial(self._run_step, operation, partial(self._load, plan, transfer)))
+
+    def _load(self, plan: Send, transfer: Transfer) -> None:
+        """Copy the data of a send from its device, then send it."""
+        data = plan.buffer()
+        with self._lock:
+            transfer.set_data(data)
+            if connection := self._connections.get(plan.peer):
+                connection.send_ready(plan.tag)
+
+    def _start_receive(self, operation: Operation, plan: Receive) -> None:
+        """Post a receive on its connection."""
+        transfer = Transfer(operation, encode_signature(plan.signature), accept=plan.accept, view=plan.view)
+        if plan.buffer is not None:
+            transfer.set_data(plan.buffer())
+        self._connections[plan.peer].receive(transfer, plan.tag)
+
+    # -- collectives -------------------------------------------------------------------------------------------------------------
+
+    def _start_collective(self, operation: Operation, plan: Collective) -> None:
+        """Run a collective in a task of the caller's event loop."""
+        if plan.number is None:
+            number = self._collectives % NUMBERED_FROM
+            self._collectives += 1
+        else:
+            number = NUMBERED_FROM + plan.number
+        channel = CollectiveChannel(operation, self._connections, number, self._lock, self._check)
+        # Not loop.create_task: an eager task factory would run it now, under the lock.
+        operation.task = asyncio.Task(self._follow(operation, plan, channel), loop=operation.future.get_loop())
+
+    async def _follow(self, operation: Operation, plan: Collective, channel: CollectiveChannel) -> None:
+        """Run a collective, after its fingerprints are compared if `verify_collectives` is set, and report its outcome."""
+        try:
+            if plan.post is not None:
+                async with self._nccl_order:  # NCCL needs equal order at all members
+                    await self._verify_collective(channel, plan)
+                    self._post(operation)
+                return
+            await self._verify_collective(channel, plan)
+            if plan.staged:  # the data is copied from a device, which may block
+                algorithm = await asyncio.to_thread(call_on, operation.stream, plan.algorithm)
+            else:
+                algorithm = plan.algorithm()
+            await algorithm(channel)
+        except WorldError:
+            pass  # the world has ended and fails its pending operations
+        except MismatchError as mismatch:
+            self.report(Cause.ERROR, mismatch.rank, mismatch.detail)
+        except Exception as error:  # noqa: BLE001 - see `_fail_operations`
+            self._fail_operations([operation], operation.peer, error)
+        except asyncio.CancelledError:
+            if not operation.done():  # the event loop is shutting down
+                self._on_cancelled(operation)
+            raise
+        else:
+            self.on_transferred(operation)
+        finally:
+            operation.task = None
+
+    async def _verify_collective(self, channel: CollectiveChannel, plan: Collective) -> None:
+        if self._config.verify_collectives and channel.peers:
+            await verify(channel, plan)
+
+    # -- results of connections --------------------------------------------------------------------------------------------------
+
+    def on_transferred(self, operation: Operation) -> None:
+        """A transfer, or the algorithm of a collective, completed: copy the results back if necessary and complete the operation."""
+        if operation.collective is not None:
+            operation.resolve(None)
+        elif operation.plan.copy_back is None:
+            self._complete(operation)
+        else:
+            self._run_on_thread(operation, partial(self._finish, operation))
+
+    def on_connection_lost(self, peer: int, pending: list[Operation], reason: str) -> None:
+        operations = list(dict.fromkeys(each.collective or each for each in pending))
+        if operations:  # without pending transfers, a later operation reports the loss; the control connection may know the reason by then
+            self._fail_operations(operations, peer, ConnectionLostError(reason))
+
+    def on_error(self, peer: int, cause: Cause, detail: str) -> None:
+        self.report(cause, self.rank if cause is Cause.LOCAL else peer, detail)
+
+    def _check(self) -> None:
+        """Raises WorldError when the world has ended. While another member leaves, pending operations may continue."""
+        ending = self.ending()
+        if ending is not None and not self._draining:
+            raise ending
+
+    # -- operations of NCCL ------------------------------------------------------------------------------------------------------
+
+    def _post(self, operation: Operation) -> None:
+        """Hand an operation to NCCL, on a thread, because NCCL may block while it connects. Call it under the lock.
+
+        Raises RuntimeError when no thread can start.
+        """
+        self._posting.run(partial(self._run_step, operation, partial(self._post_queued, operation)))
+
+    @lost_connections()
+    def _post_queued(self, operation: Operation) -> None:
+        assert operation.plan.post is not None
+        with self._lock:
+            self._check()
+            group = self._group
+        assert group is not None
+        operation.work = operation.plan.post(group)
+        with self._lock:
+            self._on_nccl.append(operation)
+            if len(self._on_nccl) == 1:
+                self._polling.run(self._poll_nccl)
+
+    def _poll_nccl(self) -> None:
+        """Poll until NCCL has completed all operations. An operation that still runs `NCCL_ABORT_S` after the world ended is failed."""
+        aborted_s: float | None = None
+        while True:
+            with self._lock:
+                for operation in [each for each in self._on_nccl if each.work is None or each.work.is_completed()]:
+                    self._on_nccl.remove(operation)
+                    self._run_on_thread(operation, partial(self._finish, operation))
+                if aborted_s is None and self.ending() is not None:
+                    aborted_s = time.monotonic() + NCCL_ABORT_S
+                if aborted_s is not None and time.monotonic() > aborted_s and self._on_nccl:
+                    lost, self._on_nccl = self._on_nccl, []
+                    self._fail_operations(lost, -1, RuntimeError("NCCL still runs the operation after its abort"))
+                if not self._on_nccl:
+                    return
+            time.sleep(NCCL_POLL_S)
+
+    # -- steps on threads ------------------------------------------------------------------------------------
+
+    def _run_on_thread(self, operation: Operation, job: Callable[[], None]) -> None:
+        """Run `job` on the thread for copies. Fails the operation when no thread can start."""
+        try:
+            self._copying.run(job)
+        except Exception as error:  # noqa: BLE001 - see `_fail_operations`
+            self._fail_operations([operation], operation.peer, error)
+
+    def _on_job_failed(self, error: BaseException) -> None:
+        self.report(Cause.LOCAL, self.rank, described(error))
+
+    def _finish(self, operation: Operation) -> None:
+        """Check the result of NCCL if it ran the operation, copy the results back, and complete the operation."""
+
+        def finish() -> None:
+            if operation.work is not None:
+                with lost_connections():
+                    operation.work.wait()  # it is complete: raises its error, or orders the current stream after it
+                self._check()  # operations that NCCL aborts look complete
+            self._copy_back(operation)
+            await_queued(operation.stream)
+
+        if self._run_step(operation, finish):
+            self._complete(operation)
+
+    def _run_step(self, operation: Operation, step: Callable[[], None]) -> bool:
+        """Run a step of the operation on its stream. On an error, fail the operation and return False."""
+        try:
+            call_on(operation.stream, step)
+        except Exception as error:  # noqa: BLE001 - see `_fail_operations`
+            self._fail_operations([operation], operation.peer, error)
+        else:
+            return True
+        return False
+
+    def _copy_back(self, operation: Operation) -> None:
+        """Copy the results to the caller's tensors, if necessary.
+
+        Raises RuntimeError if the operation has already failed; nothing is written then.
+        """
+        if operation.plan.copy_back is None:
+            return
+        with self._lock:
+            if operation not in self._pending:
+                raise RuntimeError("the world has ended")
+            self._copying_back.add(operation)
+        operation.plan.copy_back()
+
+    # -- completing and failing --------------------------------------------------------------------------------------------------
+
+    def _complete(self, operation: Operation) -> None:
+        """The operation succeeded and its results are in the caller's tensors."""
+        # Does not take the lock, because another thread may hold it while it copies.
+        self._pending.discard(operation)
+        self._copying_back.discard(operation)
+        operation.work = None
+        operation.resolve(None)
+
+    def _fail_operations(self, operations: Sequence[Operation], peer: int, error: Exception) -> None:
+        """Fail the operations and break the world. Their callers get the error of the world, when it is known.
+
+        A ConnectionLostError is attributed to its peer, by default to `peer`. Any other error (no memory, no thread, refused by the
+        backend) is a failure of this member.
+        """
+        error = error.with_traceback(None)  # a traceback keeps tensors alive
+        with self._lock:
+            self._pending.difference_update(operations)
+            self._copying_back.difference_update(operations)
+            ending = self.ending()
+            if ending is None or self._draining:
+                self._failed += operations
+        for operation in operations:
+            operation.work = None
+        if ending is None:
+            detail = f"{operations[0].name}: {described(error)}"
+            if isinstance(error, ConnectionLostError):
+                self.report(Cause.TRANSPORT, peer if error.peer is None else error.peer, detail)
+            else:
+                self.report(Cause.LOCAL, self.rank, detail)
+        elif not self._draining:
+            self._resolve(operations)
+
+    def _on_timeout(self, operation: Operation) -> None:
+        """The caller's timeout has expired."""
+        if operation in self._pending:
+            detail = f"{operation.name} took longer than {operation.timeout_s:g} s"
+            self.fail(Cause.TIMEOUT, operation.peer, detail)
+
+    def _on_cancelled(self, operation: Operation) -> WorldError | None:
+        """The caller was cancelled, or its event loop shuts down: break the world. Returns the error that the world ended with."""
+        self.fail(Cause.ABORTED, self.rank, f"{operation.name} cancelled")
+        return self.ending()
+
+    def _resolve(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            operation.work = None
+            operation.resolve(self.ending())
+
+    # -- ending --------------------------------------------------------------------------------------------------------------
 
     def report(self, cause: Cause, rank: int, detail: str) -> None:
+        """Break the world soon, not on this thread. After a lost connection (TRANSPORT) the control connection may know a better cause."""
         if cause is Cause.TRANSPORT:
             due_s = time.monotonic() + _CAUSE_GRACE_S
             self._control_loop.call_soon(self._break_unless_cause_arrives, rank, detail, due_s)
@@ -252,16 +605,14 @@ class World:
         else:
             self.fail(Cause.TRANSPORT, peer, detail)
 
-    # -- ending --------------------------------------------------------------------------------------------------------------
-
     def fail(self, cause: Cause, rank: int, detail: str = "") -> None:
         """End this world because a member failed or left. Idempotent, callable from any thread; the first cause is kept."""
-        with self._lock:
+        with self._state_lock:
             if self.state.ended:
                 return
             formed = self.state is WorldState.READY
             self.failure = BrokenWorldException(self.name, cause, rank, detail)
-            self._operations.draining = cause is Cause.LEFT  # first, so that no operation fails in between
+            self._draining = cause is Cause.LEFT  # first, so that no operation fails in between
             self.state = WorldState.BROKEN
             self.silent_s = self._forming.monitor.detected_after_s if self._forming.monitor is not None else None
         if formed:
@@ -270,24 +621,28 @@ class World:
                 "world=%s generation=%d rank=%d ready->broken cause=%s by=%d %s",
                 *(self.name, self.generation, self.rank, cause, rank, detail),
             )
-        self._forming.wake()
-        self._control_loop.call_soon(self._announce_end, cause, rank, detail)
-        if formed:
-            self._listener.on_world_changed(self)
-        self._start_teardown()
+        self._on_ended(cause, rank, detail, report=formed)
 
     def close(self) -> None:
         """Leave and end this world. Idempotent. Pending operations raise WorldClosedError. `reclaimed` is set when everything is freed."""
-        with self._lock:
+        with self._state_lock:
             if self.state.ended:
                 return
             formed = self.state is WorldState.READY
             self.state = WorldState.CLOSED
         logger.debug("world=%s generation=%d rank=%d ->closed", self.name, self.generation, self.rank)
+        self._on_ended(Cause.LEFT if formed else Cause.ABORTED, self.rank, "", report=True)
+
+    def _on_ended(self, cause: Cause, rank: int, detail: str, *, report: bool) -> None:
         self._forming.wake()
-        self._control_loop.call_soon(self._announce_end, Cause.LEFT if formed else Cause.ABORTED, self.rank, "")
-        self._listener.on_world_changed(self)
-        self._start_teardown()
+        self._control_loop.call_soon(self._announce_end, cause, rank, detail)
+        if report:
+            self._listener.on_world_changed(self)
+        # Not a `DaemonThread`: its start may block for seconds, and the caller may be the control loop of all worlds.
+        # RuntimeError: too many threads, or the interpreter shuts down (Python 3.12 and newer).
+        with contextlib.suppress(RuntimeError):
+            _thread.start_new_thread(self._teardown, (_LEAVE_S, _JOIN_S))
+        self._control_loop.call_soon(self._control_loop.call_later, _TEARDOWN_THREAD_S, self._teardown, 0.0, 0.0)
 
     def _announce_end(self, cause: Cause, rank: int, detail: str) -> None:
         """Announce the end to the other members, and free the name for the next generation. Runs on the control loop's thread."""
@@ -301,38 +656,86 @@ class World:
         elif self.state is WorldState.CLOSED:
             monitor.leave()
 
-    def _start_teardown(self) -> None:
-        # Not a `DaemonThread`: its start may block for seconds, and the caller may be the control loop of all worlds.
-        with contextlib.suppress(
-            RuntimeError
-        ):  # too many threads, or the interpreter shuts down (Python 3.12 and newer)
-            _thread.start_new_thread(self._teardown, (_LEAVE_S, _JOIN_S))
-        self._control_loop.call_soon(self._control_loop.call_later, _TEARDOWN_THREAD_S, self._teardown, 0.0, 0.0)
+    # -- teardown (on the thread that tears the world down) -------------------------------------------------------------------------
 
     def _teardown(self, leave_s: float, join_s: float) -> None:
         """Free everything, on a thread, because aborting NCCL may hang. Without a thread, on the control loop, and without waiting."""
-        with self._lock:
+        with self._state_lock:
             if self._teardown_started:
                 return
             self._teardown_started = True
         try:
-            left = self._operations.draining
+            left = self._draining
             if left:
-                self._operations.drain(min(leave_s, _DRAIN_S))
+                self._drain(min(leave_s, _DRAIN_S))
             if left or self.state is WorldState.CLOSED:
-                self._operations.leave(leave_s)
-            group = self._operations.end()
+                self._leave(leave_s)
+            with self._lock:
+                self._draining = False
+                group, self._group = self._group, None
+                self._close_connections()
+            self._fail_all(except_copying_back=True)
             self._forming.close(self.ending() or JoinError(self.name, "ended"), join_s)
-            if group is not None:
+            if group is not None:  # it may write to tensors until it is destroyed
                 abort_nccl_group(group)
                 del group
-            self.threads_lost = not self._operations.join(join_s)
+            until_s = time.monotonic() + join_s
+            threads = self._posting, self._polling, self._copying
+            ended = [thread.close(max(0.0, until_s - time.monotonic())) for thread in threads]
+            self.threads_lost = not all(ended)
             if self.threads_lost:
                 logger.error("world=%s generation=%d: threads are still blocked", self.name, self.generation)
         finally:  # also when something could not be freed
-            self._operations.close()
+            with self._lock:
+                self._close_connections()
+            self._fail_all()
             self._control_loop.call_soon(self._finish_teardown)
 
     def _finish_teardown(self) -> None:
         self._forming.finish()
         self.reclaimed.set()
+
+    def _drain(self, timeout_s: float) -> None:
+        """Another member has left: wait at most `timeout_s` seconds for the pending operations. Then no operation fails before it must.
+
+        Reads the connections here, too, because the event loop may be blocked.
+        """
+        until_s = time.monotonic() + timeout_s
+        while self._pending and time.monotonic() < until_s:
+            time.sleep(_READ_S)
+            with self._lock:
+                for connection in self._connections.values():
+                    connection.read()
+
+    def _leave(self, timeout_s: float) -> None:
+        """A member leaves: fail the pending operations and write nothing more. What is written arrives (see `half_close`).
+
+        Waits at most `timeout_s` seconds until the peers have read it and closed their connections, too.
+        """
+        with self._lock:
+            connections = list(self._connections.values())
+            for connection in connections:
+                connection.half_close()
+        self._fail_all(except_copying_back=True)
+        until_s = time.monotonic() + timeout_s
+        for connection in connections:
+            connection.await_end(until_s)
+
+    def _fail_all(self, *, except_copying_back: bool = False) -> None:
+        """Resolve all operations with the error of the ended world. Idempotent.
+
+        Args:
+            except_copying_back: keep the operations whose results are being copied to the caller's tensors.
+        """
+        with self._lock:
+            self._draining = False
+            if not except_copying_back:
+                self._copying_back = set()
+            operations, self._failed = [*self._failed, *(self._pending - self._copying_back)], []
+            self._pending &= self._copying_back
+        self._resolve(operations)
+
+    def _close_connections(self) -> None:
+        connections, self._connections = self._connections, {}  # an ended world may be kept by name: free the buffers
+        for connection in connections.values():
+            connection.close()

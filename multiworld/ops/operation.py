@@ -127,7 +127,7 @@ class Operation:
     """The task that runs the algorithm of a collective."""
     timer: asyncio.TimerHandle | None = None
     posted: bool = False
-    """Whether `WorldOperations.start` has returned the operation to its caller."""
+    """Whether `World.start` has returned the operation to its caller."""
     stream: Any = None
     """The CUDA stream that was current at the start of an operation on CUDA tensors; else None."""
     collective: "Operation | None" = None

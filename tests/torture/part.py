@@ -119,7 +119,10 @@ class TorturePart:
         # A lasting world keeps as many blocking threads as it ever needed at once.
         lasting = {f"multiworld-{planned.name}" for planned in self._mine() if planned.lasting}
         held["threads"] -= sum(thread.name in lasting for thread in threading.enumerate())
-        held["fds"] -= (self.manager._runtime_dir, 0) in self.manager._acceptors  # opened by the first world that needs it, and kept
+        held["fds"] -= (
+            self.manager._runtime_dir,
+            0,
+        ) in self.manager._acceptors  # opened by the first world that needs it, and kept
         if (
             pool := self.manager._segments
         ) is not None:  # unused segments, with two descriptors each, are kept up to a limit
@@ -309,7 +312,7 @@ class TorturePart:
             for each in (*random_of(f"{self._seed_and_round}/cancelled").sample(others, len(others) // 2), future):
                 asyncio.get_running_loop().call_later(fault.delay_s, each.cancel)
         elif fault.kind == "cut":
-            _shut_down(self._joined[world]._operations._connections[fault.peer]._sock)
+            _shut_down(self._joined[world]._connections[fault.peer]._sock)
         return future
 
 
