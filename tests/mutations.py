@@ -94,7 +94,7 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
             # A silent member is found too late.
             ("if silent_s > self._heartbeat.timeout_s", "if silent_s > 8 * self._heartbeat.timeout_s"),
         ),
-        "multiworld/membership/mesh.py": (
+        "multiworld/membership/forming.py": (
             # A data connection of another formation of the world is accepted.
             (
                 "if not ours.formation or hello.formation != ours.formation",

@@ -1,8 +1,15 @@
-"""Forms a world: its members join at rank 0 and connect to each other, on the control loop. A world with NCCL then builds its group."""
+"""Forms a world: its members join at rank 0 and connect to each other, on the control loop. A world with NCCL then builds its group.
+
+For its data connections each member connects to all lower ranks, in parallel, and accepts all higher ranks. Members on one host connect
+through the Unix socket of the process (local_socket.py), the others by TCP. Rank 0 accepts on the port of its control connections. Every
+other member except the last opens a port for this before it joins, and closes it when all are connected. Rank 0 sends the addresses of
+all members with `Start`. The handshake is the same as on a control connection and covers the world, the generation and both ranks.
+"""
 
 import asyncio
 import concurrent.futures
 import itertools
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -14,23 +21,28 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from multiworld.config import WorldConfig
 from multiworld.control.dial import RefusedError, dial, reason_of, resolve
-from multiworld.control.frames import Start
+from multiworld.control.frames import Address, Start
 from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause, JoinError, WorldError
 from multiworld.execution.failures import ConnectionLostError, described, lost_connections
-from multiworld.execution.process_group import make_nccl_group
+from multiworld.execution.process_group import NCCL, make_nccl_group
 from multiworld.execution.worker_thread import WorkerThread
-from multiworld.membership.acceptor import Acceptor
-from multiworld.membership.mesh import Mesh
+from multiworld.membership.acceptor import Acceptor, RejectedError, bind
 from multiworld.membership.monitor import MembershipMonitor, MonitoredWorld
 from multiworld.membership.store import ControlStore
+
+logger = logging.getLogger(__name__)
 
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 """Pauses between attempts to connect to rank 0, which may not have started yet. The last one repeats."""
 _CONNECT_S = 1.0
 """Lower limit of the timeout of one attempt, which is the heartbeat timeout, at most `_MAX_CONNECT_S`."""
 _MAX_CONNECT_S = 5.0
+_DATA_CONNECT_S = 5.0
+"""Timeout of one attempt to open a data connection."""
+_DATA_PAUSE_S = 0.1
+"""Pause between attempts to open a data connection."""
 
 
 class FormingWorld(MonitoredWorld, Protocol):
@@ -52,12 +64,17 @@ class Forming:
     """Forms a world at one member. Everything except `run`, `wake` and `close` runs on the control loop's thread.
 
     Attributes:
+        key: see `AdmissionTarget`; of the data connections.
         monitor: monitors the other members; None before the first step and after the end.
+
+    Args:
+        acceptor: the port of rank 0; None at the other ranks.
     """
 
     def __init__(
         self, world: FormingWorld, config: WorldConfig, control_loop: ControlLoop, acceptor: Acceptor | None
     ) -> None:
+        self.key: tuple[str, int | None] = config.name, 0
         self.monitor: MembershipMonitor | None = None
         self._store: ControlStore | None = None  # the rendezvous of NCCL
         if config.device is not None:
@@ -72,9 +89,14 @@ class Forming:
         self._member = Hello(
             config.name, config.rank, config.size, config.generation, formation=formation, settings=settings
         )
-        self._mesh = Mesh(control_loop, self._member, config, acceptor)
-        self._obstacle = "no answer"
+        self._obstacle = "no answer"  # why the last attempt to connect failed
         self._forming: asyncio.Task[None] | None = None
+        self._connects = config.size > 1 and {*config.backends.values()} != {NCCL}
+        self._data_acceptors = [each for each in (acceptor, config.local_acceptor) if each is not None]
+        self._port: Acceptor | None = None  # one of them, opened for this world
+        self._connected: asyncio.Future[None] = control_loop.loop.create_future()
+        self._socks: dict[int, socket.socket] = {}
+        self._dials: list[asyncio.Task[None]] = []
         self._builder = WorkerThread(f"multiworld-{config.name}-join")  # builds the group of NCCL
 
     async def run(self) -> None:
@@ -109,8 +131,7 @@ class Forming:
     def _describe_obstacle(self) -> str:
         monitor = self.monitor
         if monitor is not None and monitor.started:
-            obstacle = self._mesh.obstacle and f": {self._mesh.obstacle}"
-            return f"all members joined, but their connections did not form{obstacle}"
+            return f"all members joined, but their connections did not form: {self._obstacle}"
         if monitor is not None and self._config.rank == 0:
             return f"ranks {', '.join(map(str, monitor.missing()))} did not join"
         return self._obstacle
@@ -125,7 +146,7 @@ class Forming:
             self._check()  # it may have ended since `run`
             start = await self._join(addresses)
             world.generation = start.generation
-            socks = await self._mesh.connect(start)
+            socks = await self._connect(start)
             world.on_formed(await self._build_group(), socks)
         except BaseException:
             for sock in socks.values():
@@ -133,7 +154,7 @@ class Forming:
             self._check()  # the error of the world is the cause of others
             raise
         finally:
-            self._mesh.close()
+            self._stop_connecting()
             self._forming = None
 
     def wake(self) -> None:
@@ -163,7 +184,7 @@ class Forming:
         """
         config, member = self._config, self._member
         if self._acceptor is not None:
-            member = replace(member, address=self._mesh.address(""))
+            member = replace(member, address=self._address(""))
         self.monitor = monitor = MembershipMonitor(
             self._control_loop, self._world, member, config.heartbeat, self._store
         )
@@ -174,7 +195,7 @@ class Forming:
 
         def make_hello(local_host: str) -> Hello:
             self._obstacle = f"rank 0 answered, but {awaited} did not start there"
-            return replace(member, address=self._mesh.address(local_host))
+            return replace(member, address=self._address(local_host))
 
         timeout_s = min(max(config.heartbeat.timeout_s, _CONNECT_S), _MAX_CONNECT_S)
         for attempt, (host, port) in enumerate(itertools.cycle(addresses)):
@@ -195,6 +216,99 @@ class Forming:
     def _publish(self, key: str, value: bytes) -> None:
         if self.monitor is not None:
             self.monitor.publish(key, value)
+
+    # -- data connections ----------------------------------------------------------------------------------------------------------
+
+    def _address(self, local_host: str) -> Address:
+        """Where this member accepts data connections. Opens a port on `local_host` if necessary. Raises OSError."""
+        rank, local = self._config.rank, self._config.local_acceptor
+        if not self._connects or rank == self._config.size - 1:
+            return Address()
+        if self._port is None and rank:
+            self._port = Acceptor(self._control_loop, bind(local_host, 0), [self._config.secret])
+            self._port.open()
+            self._data_acceptors.append(self._port)
+        host, port = self._port.address[:2] if self._port is not None else ("", 0)
+        return Address(host, port, "" if local is None else local.address)
+
+    async def _connect(self, start: Start) -> dict[int, socket.socket]:
+        """Connect to all lower ranks and accept all higher ranks, including those that connected before.
+
+        Returns the sockets by rank, which the caller owns: none in a world of one, and with NCCL only. Raises JoinError when a member
+        refuses us. The caller must `_stop_connecting`.
+        """
+        if not self._connects:
+            return {}
+        self._obstacle = "no answer"
+        self.key = self._config.name, start.generation
+        self._member = replace(self._member, generation=start.generation, formation=start.formation)
+        for acceptor in self._data_acceptors:
+            acceptor.add(self)
+        lower = start.addresses[: self._config.rank]
+        self._dials = [self._control_loop.create_task(self._dial(*each)) for each in enumerate(lower)]
+        await self._connected
+        socks, self._socks = self._socks, {}
+        return socks
+
+    def _stop_connecting(self) -> None:
+        """Stop connecting and accepting, and close the connections that were not handed over."""
+        for task in self._dials:
+            task.cancel()
+        for acceptor in self._data_acceptors:
+            acceptor.remove(self)
+        if self._port is not None:
+            self._port.close()
+        for sock in self._socks.values():
+            sock.close()
+        # The traceback of an error can keep earlier worlds alive.
+        self._connected = self._control_loop.loop.create_future()
+
+    def accepts(self, hello: Hello) -> bool:
+        """See `AdmissionTarget`."""
+        ours = self._member
+        if hello.size != ours.size or not ours.rank < hello.rank < hello.size:
+            raise RejectedError(
+                f"rank {hello.rank} of {hello.size} must not connect to rank {ours.rank} of {ours.size}"
+            )
+        if hello.peer != ours.rank:
+            raise RejectedError(f"this is rank {ours.rank}, not {hello.peer}")
+        if not ours.formation or hello.formation != ours.formation:
+            raise RejectedError("this member does not form that world any more")
+        return True
+
+    def admit(self, hello: Hello, sock: socket.socket) -> None:
+        """Keep the connection to a rank. A second connection replaces the first, which the same peer has abandoned (see `accepts`)."""
+        self._add(hello.rank, sock)
+
+    def _add(self, rank: int, sock: socket.socket) -> None:
+        if rank in self._socks:
+            self._socks[rank].close()
+        self._socks[rank] = sock
+        if len(self._socks) == self._member.size - 1 and not self._connected.done():
+            self._connected.set_result(None)
+
+    async def _dial(self, rank: int, address: Address) -> None:
+        """Connect to a lower rank. Repeats after a failure."""
+        hello, config = replace(self._member, peer=rank), self._config
+        local = address.local if config.local_acceptor is not None else ""
+        while True:
+            to = local or (address.host, address.port)
+            try:
+                sock = await dial(to, config.secret, lambda _: hello, _DATA_CONNECT_S, config.bind_host)
+            except (OSError, ValueError, RefusedError) as error:
+                if local:  # it is not on this host, or in a container that does not share the socket
+                    logger.debug("world=%s: rank %d is not reached by its Unix socket: %s", hello.world, rank, error)
+                    local = ""
+                    continue
+                self._obstacle = f"rank {rank} at {address.host}:{address.port}: {reason_of(error)}"
+                if isinstance(error, RefusedError):
+                    if not self._connected.done():
+                        self._connected.set_exception(JoinError(hello.world, self._obstacle))
+                    return
+                await asyncio.sleep(_DATA_PAUSE_S)
+            else:
+                self._add(rank, sock)
+                return
 
     # -- NCCL --------------------------------------------------------------------------------------------------------------------
 
@@ -226,7 +340,7 @@ class Forming:
         """Close all connections that the world does not own. It may run before `_form` has noticed its cancellation."""
         if self.monitor is not None:
             self.monitor.close()
-        self._mesh.close()
+        self._stop_connecting()
         self.monitor = None  # the traceback of an error in it can keep earlier worlds alive
 
 

@@ -30,7 +30,7 @@ import torch
 import multiworld
 import multiworld.elastic
 from multiworld import WorldManager
-from multiworld.membership.mesh import Mesh
+from multiworld.membership.forming import Forming
 from tests.integration.elastic_part import ElasticPart
 from tests.integration.parts import Part
 from tests.nursery import NURSERY, ForkedProcess
@@ -150,14 +150,14 @@ class Script(TorturePart, ElasticPart):
     async def freeze_while_connecting(self, connected: bool) -> None:
         """Stop this process once, before or after it has opened its first peer connection."""
         step = "_add" if connected else "_dial"
-        original = getattr(Mesh, step)
+        original = getattr(Forming, step)
 
-        def freeze(mesh: Mesh, *arguments: Any) -> Any:
-            setattr(Mesh, step, original)
+        def freeze(forming: Forming, *arguments: Any) -> Any:
+            setattr(Forming, step, original)
             os.kill(os.getpid(), signal.SIGSTOP)
-            return original(mesh, *arguments)
+            return original(forming, *arguments)
 
-        setattr(Mesh, step, freeze)
+        setattr(Forming, step, freeze)
 
     async def return_what_comes(self, world: str, peer: int, count: int, tag: int) -> None:
         tensor = torch.zeros(count)
