@@ -11,7 +11,7 @@ from multiworld.collectives import movement, reductions
 from multiworld.collectives.reductions import AnyReduceOp
 from multiworld.errors import BrokenWorldException, WorldError
 from multiworld.ops import p2p
-from multiworld.ops.operation import Operation, Plan
+from multiworld.ops.operation import Operation
 from multiworld.ops.validation import Ranks
 from multiworld.world import World
 
@@ -190,13 +190,13 @@ class WorldCommunicator:
 
     # -- inside ----------------------------------------------------------------------------------------------------------------
 
-    def _start(self, world_name: str, plan: Callable[[Ranks], Plan], timeout_s: float | None) -> Operation:
+    def _start(self, world_name: str, make: Callable[[Ranks], Operation], timeout_s: float | None) -> Operation:
         world = self._manager.world(world_name)
-        return world.start(plan(world.ranks), timeout_s=timeout_s)
+        return world.start(make(world.ranks), timeout_s=timeout_s)
 
-    async def _run(self, world_name: str, plan: Callable[[Ranks], Plan], timeout_s: float | None) -> None:
+    async def _run(self, world_name: str, make: Callable[[Ranks], Operation], timeout_s: float | None) -> None:
         try:
-            operation = self._start(world_name, plan, timeout_s)
+            operation = self._start(world_name, make, timeout_s)
         except WorldError:
             # A caller that retries in a loop, as programs for pymultiworld do, must not block the event loop.
             await asyncio.sleep(0)

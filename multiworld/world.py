@@ -50,7 +50,7 @@ from multiworld.execution.worker_thread import WorkerThread
 from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.forming import Forming
 from multiworld.ops import p2p
-from multiworld.ops.operation import Collective, Operation, Plan, Receive, Send
+from multiworld.ops.operation import Collective, Operation, Receive, Send
 from multiworld.ops.validation import Ranks
 from multiworld.ops.views import View
 from multiworld.transport.connection import PeerConnection
@@ -212,10 +212,7 @@ class World:
             raise
 
     def on_member_left(self, rank: int) -> None:
-        if self.state is WorldState.READY:
-            self.fail(Cause.LEFT, rank)
-        elif self.state is WorldState.JOINING:
-            self.fail(Cause.LEFT, rank, "left while the world formed")
+        self.fail(Cause.LEFT, rank, "left while the world formed" if self.state is WorldState.JOINING else "")
 
     def _watch_connections(self) -> None:
         """Break the world if a network drops the data while the heartbeats arrive. Runs on the control loop's thread, takes no lock."""
@@ -223,7 +220,7 @@ class World:
             for peer, connection in list(self._connections.items()):
                 if connection.is_unacknowledged():
                     self.report(Cause.TRANSPORT, peer, "the data sent to it is not acknowledged")
-            self._control_loop.call_later(_WATCH_S, self._watch_connections)
+            self._control_loop.loop.call_later(_WATCH_S, self._watch_connections)
 
     # -- operations ----------------------------------------------------------------------------------------------------------
 
@@ -280,15 +277,16 @@ class World:
 
     # -- starting ------------------------------------------------------------------------------------------------------------
 
-    def start(self, plan: Plan, *, timeout_s: float | None = None) -> Operation:
-        """Start an operation on the running event loop. Does not block. Plans: multiworld/ops/p2p.py and multiworld/collectives.
+    def start(self, operation: Operation, *, timeout_s: float | None = None) -> Operation:
+        """Start an operation on the running event loop. Does not block. See multiworld/ops/p2p.py and collectives.
 
         Errors while starting fail the returned operation and break the world. `timeout_s` breaks the world when the operation is still
         pending after so many seconds; None means no limit.
         Raises WorldError when the world has ended or is still joining.
         """
         loop = asyncio.get_running_loop()
-        operation = Operation(plan, timeout_s, loop.create_future(), self._on_cancelled)
+        operation.timeout_s, operation.future = timeout_s, loop.create_future()
+        operation.on_cancelled = self._on_cancelled
         with self._lock:  # the teardown must not run between the check and the registration of the operation
             if ending := self.ending():
                 raise ending
@@ -318,74 +316,76 @@ class World:
 
     def _dispatch(self, operation: Operation) -> None:
         """Hand the operation to its connection or to NCCL, or run the algorithm of a collective."""
-        plan = operation.plan
-        if plan.tensors and plan.tensors[0].is_cuda:
-            operation.stream = torch.cuda.current_stream(plan.tensors[0].device)
-        if isinstance(plan, Send) and plan.post is None:
-            self._start_send(operation, plan)
-        elif isinstance(plan, Receive) and plan.post is None:
-            self._start_receive(operation, plan)
-        elif isinstance(plan, Send | Receive):
+        if operation.tensors and operation.tensors[0].is_cuda:
+            operation.stream = torch.cuda.current_stream(operation.tensors[0].device)
+        if isinstance(operation, Collective):
+            self._start_collective(operation)
+        elif operation.post is not None:
             self._post(operation)
-        else:
-            self._start_collective(operation, plan)
+        elif isinstance(operation, Send):
+            self._start_send(operation)
+        elif isinstance(operation, Receive):
+            self._start_receive(operation)
 
     # -- operations on connections -----------------------------------------------------------------------------------------------
 
-    def _start_send(self, operation: Operation, plan: Send) -> None:
+    def _start_send(self, operation: Send) -> None:
         """Queue a send on its connection. It is queued before its data is copied from a device, to keep the order of messages."""
-        if plan.header is None:
-            head = message_head(plan.signature, plan.tag, plan.size_bytes)
+        if operation.header is None:
+            head = message_head(operation.signature, operation.tag, operation.size_bytes)
         else:
-            head = HEAD.pack(MESSAGE, plan.tag, plan.size_bytes, plan.header)
-        transfer = Transfer(operation, head, lent=plan.header is not None)
-        if not plan.staged:
-            transfer.set_data(plan.buffer())
-        self._connections[plan.peer].send(transfer, plan.tag)
-        if plan.staged:
-            self._copying.run(partial(self._run_step, operation, partial(self._load, plan, transfer)))
+            head = HEAD.pack(MESSAGE, operation.tag, operation.size_bytes, operation.header)
+        transfer = Transfer(operation, head, lent=operation.header is not None)
+        if not operation.staged:
+            transfer.set_data(operation.buffer())
+        self._connections[operation.peer].send(transfer, operation.tag)
+        if operation.staged:
+            self._copying.run(partial(self._run_step, operation, partial(self._load, operation, transfer)))
 
-    def _load(self, plan: Send, transfer: Transfer) -> None:
+    def _load(self, operation: Send, transfer: Transfer) -> None:
         """Copy the data of a send from its device, then send it."""
-        data = plan.buffer()
+        data = operation.buffer()
         with self._lock:
             transfer.set_data(data)
-            if connection := self._connections.get(plan.peer):
-                connection.send_ready(plan.tag)
+            if connection := self._connections.get(operation.peer):
+                connection.send_ready(operation.tag)
 
-    def _start_receive(self, operation: Operation, plan: Receive) -> None:
+    def _start_receive(self, operation: Receive) -> None:
         """Post a receive on its connection."""
-        transfer = Transfer(operation, encode_signature(plan.signature), accept=plan.accept, view=plan.view)
-        if plan.buffer is not None:
-            transfer.set_data(plan.buffer())
-        self._connections[plan.peer].receive(transfer, plan.tag)
+        transfer = Transfer(
+            operation, encode_signature(operation.signature), accept=operation.accept, view=operation.view
+        )
+        if operation.buffer is not None:
+            transfer.set_data(operation.buffer())
+        self._connections[operation.peer].receive(transfer, operation.tag)
 
     # -- collectives -------------------------------------------------------------------------------------------------------------
 
-    def _start_collective(self, operation: Operation, plan: Collective) -> None:
+    def _start_collective(self, operation: Collective) -> None:
         """Run a collective in a task of the caller's event loop."""
-        if plan.number is None:
+        if operation.number is None:
             number = self._collectives % NUMBERED_FROM
             self._collectives += 1
         else:
-            number = NUMBERED_FROM + plan.number
+            number = NUMBERED_FROM + operation.number
         channel = CollectiveChannel(operation, self._connections, number, self._lock, self._check)
         # Not loop.create_task: an eager task factory would run it now, under the lock.
-        operation.task = asyncio.Task(self._follow(operation, plan, channel), loop=operation.future.get_loop())
+        operation.task = asyncio.Task(self._follow(operation, channel), loop=operation.future.get_loop())
 
-    async def _follow(self, operation: Operation, plan: Collective, channel: CollectiveChannel) -> None:
+    async def _follow(self, operation: Collective, channel: CollectiveChannel) -> None:
         """Run a collective, after its fingerprints are compared if `verify_collectives` is set, and report its outcome."""
         try:
-            if plan.post is not None:
-                async with self._nccl_order:  # NCCL needs equal order at all members
-                    await self._verify_collective(channel, plan)
+            # NCCL needs equal order at all members.
+            async with self._nccl_order if operation.post is not None else contextlib.nullcontext():
+                if self._config.verify_collectives and channel.peers:
+                    await verify(channel, operation)
+                if operation.post is not None:
                     self._post(operation)
-                return
-            await self._verify_collective(channel, plan)
-            if plan.staged:  # the data is copied from a device, which may block
-                algorithm = await asyncio.to_thread(call_on, operation.stream, plan.algorithm)
+                    return
+            if operation.staged:  # the data is copied from a device, which may block
+                algorithm = await asyncio.to_thread(call_on, operation.stream, operation.algorithm)
             else:
-                algorithm = plan.algorithm()
+                algorithm = operation.algorithm()
             await algorithm(channel)
         except WorldError:
             pass  # the world has ended and fails its pending operations
@@ -402,17 +402,13 @@ class World:
         finally:
             operation.task = None
 
-    async def _verify_collective(self, channel: CollectiveChannel, plan: Collective) -> None:
-        if self._config.verify_collectives and channel.peers:
-            await verify(channel, plan)
-
     # -- results of connections --------------------------------------------------------------------------------------------------
 
     def on_transferred(self, operation: Operation) -> None:
         """A transfer, or the algorithm of a collective, completed: copy the results back if necessary and complete the operation."""
         if operation.collective is not None:
             operation.resolve(None)
-        elif operation.plan.copy_back is None:
+        elif operation.copy_back is None:
             self._complete(operation)
         else:
             self._run_on_thread(operation, partial(self._finish, operation))
@@ -442,12 +438,12 @@ class World:
 
     @lost_connections()
     def _post_queued(self, operation: Operation) -> None:
-        assert operation.plan.post is not None
+        assert operation.post is not None
         with self._lock:
             self._check()
             group = self._group
         assert group is not None
-        operation.work = operation.plan.post(group)
+        operation.work = operation.post(group)
         with self._lock:
             self._on_nccl.append(operation)
             if len(self._on_nccl) == 1:
@@ -490,7 +486,12 @@ class World:
                 with lost_connections():
                     operation.work.wait()  # it is complete: raises its error, or orders the current stream after it
                 self._check()  # operations that NCCL aborts look complete
-            self._copy_back(operation)
+            if operation.copy_back is not None:
+                with self._lock:
+                    if operation not in self._pending:  # it has failed: nothing may be written any more
+                        raise RuntimeError("the world has ended")
+                    self._copying_back.add(operation)
+                operation.copy_back()
             await_queued(operation.stream)
 
         if self._run_step(operation, finish):
@@ -505,19 +506,6 @@ class World:
         else:
             return True
         return False
-
-    def _copy_back(self, operation: Operation) -> None:
-        """Copy the results to the caller's tensors, if necessary.
-
-        Raises RuntimeError if the operation has already failed; nothing is written then.
-        """
-        if operation.plan.copy_back is None:
-            return
-        with self._lock:
-            if operation not in self._pending:
-                raise RuntimeError("the world has ended")
-            self._copying_back.add(operation)
-        operation.plan.copy_back()
 
     # -- completing and failing --------------------------------------------------------------------------------------------------
 
@@ -601,7 +589,9 @@ class World:
         heartbeat, now_s = self._config.heartbeat, time.monotonic()
         late = math.isfinite(heartbeat.timeout_s) and self._forming.monitor.silence_s() > 1.5 * heartbeat.interval_s
         if now_s < due_s + (heartbeat.timeout_s if late else 0.0):
-            self._control_loop.call_later(_CAUSE_GRACE_S / 4, self._break_unless_cause_arrives, peer, detail, due_s)
+            self._control_loop.loop.call_later(
+                _CAUSE_GRACE_S / 4, self._break_unless_cause_arrives, peer, detail, due_s
+            )
         else:
             self.fail(Cause.TRANSPORT, peer, detail)
 
@@ -642,7 +632,7 @@ class World:
         # RuntimeError: too many threads, or the interpreter shuts down (Python 3.12 and newer).
         with contextlib.suppress(RuntimeError):
             _thread.start_new_thread(self._teardown, (_LEAVE_S, _JOIN_S))
-        self._control_loop.call_soon(self._control_loop.call_later, _TEARDOWN_THREAD_S, self._teardown, 0.0, 0.0)
+        self._control_loop.call_soon(self._control_loop.loop.call_later, _TEARDOWN_THREAD_S, self._teardown, 0.0, 0.0)
 
     def _announce_end(self, cause: Cause, rank: int, detail: str) -> None:
         """Announce the end to the other members, and free the name for the next generation. Runs on the control loop's thread."""

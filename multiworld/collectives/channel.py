@@ -79,7 +79,8 @@ class CollectiveChannel:
         self, start: Callable[[PeerConnection, Transfer, int], None], peer: int, data: Tensor, head: bytes, kind: int
     ) -> asyncio.Future[None]:
         whole, future = self._operation, asyncio.get_running_loop().create_future()
-        message = Operation(whole.plan, None, future, whole.on_cancelled, posted=True, collective=whole)
+        message = Operation(signature=whole.signature, posted=True, collective=whole)
+        message.future = future
         transfer = Transfer(message, head)
         transfer.set_data(data)
         with self._lock:

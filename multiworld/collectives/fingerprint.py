@@ -36,7 +36,7 @@ class MismatchError(Exception):
         self.detail = detail
 
 
-async def verify(channel: CollectiveChannel, plan: Collective) -> None:
+async def verify(channel: CollectiveChannel, collective: Collective) -> None:
     """Exchange and compare the fingerprints of a collective.
 
     Raises:
@@ -44,7 +44,7 @@ async def verify(channel: CollectiveChannel, plan: Collective) -> None:
         RuntimeError: a connection is lost.
         WorldError: the world has ended.
     """
-    own = encode_signature(plan.signature, _SIGNATURE_BYTES)
+    own = encode_signature(collective.signature, _SIGNATURE_BYTES)
     received = {peer: bytearray(_SIGNATURE_BYTES) for peer in channel.peers}
     futures = [channel.receive(peer, _tensor(each), what=_FINGERPRINT) for peer, each in received.items()]
     futures += [channel.send(peer, _tensor(bytearray(own)), what=_FINGERPRINT) for peer in channel.peers]

@@ -76,7 +76,7 @@ class ControlConnection:
         if not flush_s or not (self._outbox or self._closing):
             self._close_socket()
         elif not self._closing:
-            self._control_loop.call_later(flush_s, self._close_socket)
+            self._control_loop.loop.call_later(flush_s, self._close_socket)
         self._closing = True
 
     def _receive(self) -> None:

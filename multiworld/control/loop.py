@@ -12,7 +12,7 @@ import math
 import selectors
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from multiworld.control.progress import LoopCounter
@@ -110,9 +110,6 @@ class ControlLoop:
 
     # -- on the control loop's thread ------------------------------------------------------------------------------------
 
-    def call_later(self, delay_s: float, call: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
-        return self.loop.call_later(delay_s, call, *args)
-
     def call_at_multiple(self, interval_s: float, call: Callable[..., object]) -> asyncio.TimerHandle:
         """Call when the clock next reaches a multiple of `interval_s`.
 
@@ -120,9 +117,6 @@ class ControlLoop:
         up once for the heartbeats of all of them.
         """
         return self.loop.call_at((self.loop.time() // interval_s + 1) * interval_s, call)
-
-    def create_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        return self.loop.create_task(coroutine)
 
     def _credit_stall(self, stalled_s: float) -> None:
         for connection in self.connections:

@@ -138,13 +138,13 @@ class Acceptor:
             except OSError as error:  # for example EMFILE: the connection stays in the backlog
                 logger.warning("cannot accept connections on port %d for now: %s", self.port, error)
                 self._control_loop.loop.remove_reader(self._sock)
-                self._control_loop.call_later(_ACCEPT_PAUSE_S, self.open)
+                self._control_loop.loop.call_later(_ACCEPT_PAUSE_S, self.open)
                 return
             if len(self._clients) >= _MAX_AUTHENTICATED:
                 sock.close()
                 continue
             sock.setblocking(False)
-            task = self._control_loop.create_task(self._serve(sock))
+            task = self._control_loop.loop.create_task(self._serve(sock))
             self._strangers[task] = sock
             task.add_done_callback(self._on_served)
             if len(self._strangers) > _MAX_UNAUTHENTICATED:

@@ -245,7 +245,7 @@ class Forming:
         for acceptor in self._data_acceptors:
             acceptor.add(self)
         lower = start.addresses[: self._config.rank]
-        self._dials = [self._control_loop.create_task(self._dial(*each)) for each in enumerate(lower)]
+        self._dials = [self._control_loop.loop.create_task(self._dial(*each)) for each in enumerate(lower)]
         await self._connected
         socks, self._socks = self._socks, {}
         return socks

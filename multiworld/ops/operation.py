@@ -1,10 +1,10 @@
-"""The operations of a world: their types, which have no side effects, and the pending operation that the caller awaits."""
+"""The operations of a world. Creating one has no side effects; `World.start` starts it, and the caller awaits it."""
 
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Generator
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Work
@@ -24,102 +24,32 @@ Post = Callable[[ProcessGroup], Work]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Send:
-    """A send with checked arguments. Creating it sends nothing.
-
-    Attributes:
-        signature: dtype and size as text. The message carries it, and it must equal that of the receive.
-        peer, tag, size_bytes: receiving rank, tag, and size of the data.
-        buffer: returns the contiguous tensor to send from, on the host if `staged`.
-        tensors: the caller's tensors; the operation keeps them alive.
-        staged: whether the data must be copied from a device to the host, which may block and must not run on an event loop.
-        header: header of a message that travels in place of the signature; see multiworld/ops/p2p.py.
-        post: hands the operation to NCCL; None if a connection of this library carries it.
-    """
-
-    signature: str
-    peer: int
-    tag: int
-    size_bytes: int
-    buffer: Callable[[], Tensor]
-    tensors: tuple[Tensor, ...] = ()
-    staged: bool = False
-    header: bytes | None = None
-    post: Post | None = None
-    name: ClassVar[str] = "send"
-    copy_back: ClassVar[None] = None
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Receive:
-    """A receive with checked arguments. The attributes that `Send` has, too, are the same.
-
-    Attributes:
-        buffer: returns the contiguous tensor to receive into; None for a message of unknown size.
-        copy_back: copies the data to the caller's tensor; None if it is received there directly.
-        accept, view: for a message of unknown size; see multiworld/ops/p2p.py.
-    """
-
-    signature: str
-    peer: int
-    tag: int
-    buffer: Callable[[], Tensor] | None = None
-    copy_back: Callable[[], None] | None = None
-    tensors: tuple[Tensor, ...] = ()
-    staged: bool = False
-    accept: Callable[[bytes, int], Tensor] | None = None
-    view: View | None = None
-    post: Post | None = None
-    name: ClassVar[str] = "recv"
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Collective:
-    """A collective with checked arguments.
-
-    Attributes:
-        signature: name and arguments as text that must be equal at all members; they compare it before data moves if
-            `verify_collectives` is set.
-        algorithm: copies the data to the host and returns the algorithm to run over the connections of the world.
-        post: hands the collective to NCCL; None if the connections of the world carry it.
-        copy_back: copies the results to the caller's tensors; None if the results are written into them directly.
-        tensors, staged: see `Send`.
-        number: identifies the collective at all members if they may start it in different order; None: they start it in equal order.
-    """
-
-    signature: str
-    algorithm: Callable[[], Algorithm]
-    post: Post | None = None
-    copy_back: Callable[[], None] | None = None
-    tensors: tuple[Tensor, ...] = ()
-    staged: bool = False
-    number: int | None = None
-    peer: ClassVar[int] = -1
-
-    @property
-    def name(self) -> str:
-        """The name of the operation, for error messages."""
-        return self.signature.partition("(")[0]
-
-
-Plan = Send | Receive | Collective
-"""An operation that is not started."""
-
-
-@dataclass(slots=True, eq=False)
 class Operation:
-    """A pending operation. Await it, or poll `done`.
+    """An operation with checked arguments. After `World.start` it is pending: await it, or poll `done`.
 
     Raises, when awaited:
         BrokenWorldException: a member failed; the content of the tensors is undefined.
         WorldClosedError: this process closed the world.
     Cancelling a task that awaits a pending operation breaks its world, because messages may be partly sent. Other worlds are unaffected.
+
+    Attributes:
+        signature: what must be equal at the members, as text: dtype and size of a tensor, or name and arguments of a collective.
+        peer: rank of the other member; -1 for a collective.
+        tensors: the caller's tensors; the operation keeps them alive.
+        staged: whether the data must be copied between a device and the host, which may block and must not run on an event loop.
+        copy_back: copies the results to the caller's tensors; None if the results are written into them directly.
+        post: hands the operation to NCCL; None if the connections of the world carry it.
     """
 
-    plan: Plan
-    timeout_s: float | None
-    future: asyncio.Future[None]
-    on_cancelled: Callable[["Operation"], Exception | None]
+    signature: str
+    peer: int = -1
+    tensors: tuple[Tensor, ...] = ()
+    staged: bool = False
+    copy_back: Callable[[], None] | None = None
+    post: Post | None = None
+    timeout_s: float | None = None
+    future: asyncio.Future[None] = field(init=False)
+    on_cancelled: Callable[["Operation"], Exception | None] = field(init=False)
     """Called when the caller is cancelled while the operation is pending. Returns the error that the world ended with."""
     work: Work | None = None
     """The operation at NCCL."""
@@ -135,11 +65,8 @@ class Operation:
 
     @property
     def name(self) -> str:
-        return self.plan.name
-
-    @property
-    def peer(self) -> int:
-        return self.plan.peer
+        """The name of the operation, for error messages."""
+        return self.signature.partition("(")[0]
 
     def done(self) -> bool:
         """Whether the operation completed or failed."""
@@ -198,6 +125,58 @@ class Operation:
         else:
             self.future.set_exception(error)
             self.future.exception()  # mark as retrieved: asyncio logs errors of futures that nobody awaits
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Send(Operation):
+    """A send.
+
+    Attributes:
+        tag, size_bytes: tag, and size of the data.
+        buffer: returns the contiguous tensor to send from, on the host if `staged`.
+        header: header of a message that travels in place of the signature; see multiworld/ops/p2p.py.
+    """
+
+    tag: int
+    size_bytes: int
+    buffer: Callable[[], Tensor]
+    header: bytes | None = None
+
+    @property
+    def name(self) -> str:
+        return "send"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Receive(Operation):
+    """A receive.
+
+    Attributes:
+        buffer: returns the contiguous tensor to receive into; None for a message of unknown size.
+        accept, view: for a message of unknown size; see multiworld/ops/p2p.py.
+    """
+
+    tag: int
+    buffer: Callable[[], Tensor] | None = None
+    accept: Callable[[bytes, int], Tensor] | None = None
+    view: View | None = None
+
+    @property
+    def name(self) -> str:
+        return "recv"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Collective(Operation):
+    """A collective. The members compare its signature before data moves if `verify_collectives` is set.
+
+    Attributes:
+        algorithm: copies the data to the host and returns the algorithm to run over the connections of the world.
+        number: identifies the collective at all members if they may start it in different order; None: they start it in equal order.
+    """
+
+    algorithm: Callable[[], Algorithm]
+    number: int | None = None
 
 
 def _is_being_cancelled() -> bool:

@@ -65,9 +65,9 @@ def send_message(ranks: Ranks, header: bytes, payload: Tensor | None, dst: int, 
         raise ValueError(f"send_message: the header has {len(header)} bytes; expected at most {MAX_HEADER_BYTES}")
     if payload is not None and payload.device.type != "cpu":
         raise ValueError(f"send_message: the payload is on {payload.device}; move it to the CPU")
-    plan = send(ranks, torch.empty(0, dtype=torch.uint8) if payload is None else payload, dst, tag)
-    plan.header = header
-    return plan
+    operation = send(ranks, torch.empty(0, dtype=torch.uint8) if payload is None else payload, dst, tag)
+    operation.header = header
+    return operation
 
 
 def recv_message(ranks: Ranks, accept: Callable[[bytes, int], Tensor], src: int, tag: int) -> Receive:

@@ -15,7 +15,7 @@ from multiworld.collectives import reductions
 from multiworld.elastic.agent import suspect_of
 from multiworld.elastic.protocol.messages import MemberInfo, View
 from multiworld.ops import p2p as messages
-from multiworld.ops.operation import Collective, Plan
+from multiworld.ops.operation import Collective, Operation
 from tests.integration.members import PATIENCE_S, form
 
 PATIENT_S = 20.0
@@ -56,7 +56,7 @@ def all_to_all(world: World) -> Collective:
     return collectives.all_to_all(world.ranks, [torch.zeros(2), torch.zeros(2)], [torch.ones(2), torch.ones(2)])
 
 
-PLANS: dict[str, Callable[[World, Exception], tuple[Plan, Callable[[World], Plan]]]] = {
+OPERATIONS: dict[str, Callable[[World, Exception], tuple[Operation, Callable[[World], Operation]]]] = {
     "copying back a message": lambda world, error: (
         replace(messages.recv(world.ranks, torch.zeros(4), 1, 0), copy_back=raising(error)),
         lambda peer: messages.send(peer.ranks, torch.ones(4), 0, 0),
@@ -85,17 +85,17 @@ PLANS: dict[str, Callable[[World, Exception], tuple[Plan, Callable[[World], Plan
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("what", PLANS)
+@pytest.mark.parametrize("what", OPERATIONS)
 async def test_world_breaks_with_the_failing_member_named_when_an_operation_raises(
     pair: tuple[World, World], what: str, error: Exception
 ) -> None:
     """Both ends name that member and not a peer, and no operation waits forever, including those queued behind it."""
     world, peer = pair
-    plan, counterpart = PLANS[what](world, error)
+    operation, counterpart = OPERATIONS[what](world, error)
     pending = [peer.start(counterpart(peer)), world.start(messages.recv(world.ranks, torch.zeros(1), 1, 9))]
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(BrokenWorldException) as caught:
-            await world.start(plan)
+            await world.start(operation)
         await asyncio.gather(*pending, return_exceptions=True)
         with pytest.raises(BrokenWorldException) as told:
             await peer.recv(torch.zeros(1), 0, tag=9)

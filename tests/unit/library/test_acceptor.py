@@ -131,7 +131,7 @@ class House:
 
         def make() -> MembershipMonitor:
             monitor = MembershipMonitor(self.control_loop, told, member, heartbeat, RecordingStore(told))
-            self.tasks.add(self.control_loop.create_task(host(monitor)))
+            self.tasks.add(self.control_loop.loop.create_task(host(monitor)))
             self.acceptor.add(monitor)
             return monitor
 

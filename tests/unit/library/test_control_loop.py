@@ -69,10 +69,10 @@ def test_timers_run_in_order_and_cancelled_ones_never(control_loop: ControlLoop)
     done: SimpleQueue[str] = SimpleQueue()
 
     def plan() -> None:
-        control_loop.call_later(0.06, done.put, "third")
-        control_loop.call_later(0.02, done.put, "first")
-        control_loop.call_later(0.03, done.put, "never").cancel()
-        control_loop.call_later(0.04, done.put, "second")
+        control_loop.loop.call_later(0.06, done.put, "third")
+        control_loop.loop.call_later(0.02, done.put, "first")
+        control_loop.loop.call_later(0.03, done.put, "never").cancel()
+        control_loop.loop.call_later(0.04, done.put, "second")
 
     control_loop.call_soon(plan)
     assert [done.get(timeout=PATIENCE_S) for _ in range(3)] == ["first", "second", "third"]
@@ -88,8 +88,8 @@ def test_failing_callback_is_logged_and_does_not_stop_others(
         raise RuntimeError("on purpose")
 
     control_loop.call_soon(fail)
-    control_loop.call_soon(control_loop.call_later, 0.0, fail)
-    control_loop.call_soon(control_loop.call_later, 0.01, done.put, "timer")
+    control_loop.call_soon(control_loop.loop.call_later, 0.0, fail)
+    control_loop.call_soon(control_loop.loop.call_later, 0.01, done.put, "timer")
     control_loop.call_soon(done.put, "call")
     assert [done.get(timeout=PATIENCE_S) for _ in range(2)] == ["call", "timer"]
     assert [record.exc_info is not None for record in caplog.records] == [True, True]
@@ -114,10 +114,10 @@ def test_own_stall_does_not_count_as_silence_of_peers(control_loop: ControlLoop,
     def measure() -> None:
         silences.put(control_loop.now_s - ends.connection.last_received_s)
 
-    control_loop.call_soon(control_loop.call_later, 0.05, measure)
+    control_loop.call_soon(control_loop.loop.call_later, 0.05, measure)
     silences.get(timeout=PATIENCE_S)
     control_loop.call_soon(time.sleep, 1.0)  # like SIGSTOP, or a thread that holds the GIL
-    control_loop.call_soon(control_loop.call_later, 0.05, measure)
+    control_loop.call_soon(control_loop.loop.call_later, 0.05, measure)
     # No heartbeat for over a second, but this process was stopped for one second of it.
     assert silences.get(timeout=PATIENCE_S) < 1.0
 
@@ -133,7 +133,9 @@ def test_silence_of_a_peer_counts_when_this_process_stalls_again_and_again(
         if times:
             control_loop.call_soon(stall, times - 1)
         else:
-            control_loop.call_later(0.0, lambda: silences.put(control_loop.now_s - ends.connection.last_received_s))
+            control_loop.loop.call_later(
+                0.0, lambda: silences.put(control_loop.now_s - ends.connection.last_received_s)
+            )
 
     control_loop.call_soon(stall, 9)
     assert silences.get(timeout=PATIENCE_S) > 1.5, "3 s, of which at most one is credited"

@@ -45,8 +45,6 @@ class Owner:
     def on_error(self, peer: int, cause: Cause, detail: str) -> None:
         (self.errors if cause is Cause.LOCAL else self.protocol_errors).append(detail)
 
-    def on_cancelled(self, operation: Operation) -> None: ...
-
 
 class End:
     """A peer connection and the calls of its world."""
@@ -57,18 +55,18 @@ class End:
         self.line = PeerConnection(1, sock, self.lock, self.owner, poller_of(asyncio.get_running_loop()))
 
     def send(self, tensor: torch.Tensor, tag: int = 0) -> Operation:
-        plan = send(RANKS, tensor, 1, tag)
-        operation = Operation(plan, None, asyncio.get_running_loop().create_future(), self.owner.on_cancelled)
-        transfer = Transfer(operation, message_head(plan.signature, tag, plan.size_bytes))
+        operation = send(RANKS, tensor, 1, tag)
+        operation.future = asyncio.get_running_loop().create_future()
+        transfer = Transfer(operation, message_head(operation.signature, tag, operation.size_bytes))
         transfer.set_data(tensor)
         with self.lock:
             self.line.send(transfer, tag)
         return operation
 
     def receive(self, tensor: torch.Tensor, tag: int = 0) -> Operation:
-        plan = recv(RANKS, tensor, 1, tag)
-        operation = Operation(plan, None, asyncio.get_running_loop().create_future(), self.owner.on_cancelled)
-        transfer = Transfer(operation, encode_signature(plan.signature))
+        operation = recv(RANKS, tensor, 1, tag)
+        operation.future = asyncio.get_running_loop().create_future()
+        transfer = Transfer(operation, encode_signature(operation.signature))
         transfer.set_data(tensor)
         with self.lock:
             self.line.receive(transfer, tag)

@@ -65,8 +65,8 @@ class LocalEnd(End):
         self.line = SharedMemoryConnection(1, sock, self.lock, self.owner, poller, self.pool)
 
     def send_message(self, payload: Tensor) -> Operation:
-        plan = send_message(RANKS, b"header", payload, 1, 0)
-        operation = Operation(plan, None, asyncio.get_running_loop().create_future(), self.owner.on_cancelled)
+        operation = send_message(RANKS, b"header", payload, 1, 0)
+        operation.future = asyncio.get_running_loop().create_future()
         transfer = Transfer(operation, HEAD.pack(MESSAGE, 0, payload.nbytes, b"header"), lent=True)
         transfer.set_data(payload)
         with self.lock:
@@ -75,9 +75,8 @@ class LocalEnd(End):
 
     def view(self) -> tuple[View, Operation]:
         view = View(lambda _header, _size_bytes: None)
-        operation = Operation(
-            recv_view(RANKS, view, 1, 0), None, asyncio.get_running_loop().create_future(), self.owner.on_cancelled
-        )
+        operation = recv_view(RANKS, view, 1, 0)
+        operation.future = asyncio.get_running_loop().create_future()
         with self.lock:
             self.line.receive(Transfer(operation, b"", view=view), 0)
         return view, operation
