@@ -7,6 +7,5 @@ the other ranks. The other ranks detect only the death of rank 0; rank 0 reports
 detected by the operations of either end. The world then waits briefly for the monitor to find the cause (`World.report`).
 
 May import `multiworld.config`, the layers from `multiworld.collectives` down to `multiworld.control` and `multiworld.execution`,
-`multiworld.errors` and `multiworld.texts`. Start with monitor.py (the protocol of the members), then
-forming.py (how a world forms).
+`multiworld.errors` and `multiworld.texts`. Start with monitor.py (the protocol of the members), then forming.py (how a world forms).
 """
