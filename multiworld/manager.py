@@ -109,7 +109,8 @@ class WorldManager:
         self._acceptors: dict[tuple[str, int], Acceptor] = {}
         self._events = EventStream()
         self._lock = threading.Lock()
-        self._communicator = WorldCommunicator(self)
+        self.communicator = WorldCommunicator(self)
+        """The operations, by world name."""
 
     async def __aenter__(self) -> "WorldManager":
         return self
@@ -118,11 +119,6 @@ class WorldManager:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.aclose()
-
-    @property
-    def communicator(self) -> WorldCommunicator:
-        """The operations, by world name."""
-        return self._communicator
 
     @property
     def worlds(self) -> dict[str, World]:

@@ -109,7 +109,7 @@ def all_to_all(ranks: Ranks, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     if outputs[ranks.rank].numel() != inputs[ranks.rank].numel():
         raise ValueError("all_to_all: the input and the output for the own rank must have the same number of elements")
     check_distinct("all_to_all", outputs)
-    return _exchange(
+    collective = _exchange(
         ranks,
         f"all_to_all({str(inputs[0].dtype).removeprefix('torch.')})",
         staged,
@@ -117,6 +117,8 @@ def all_to_all(ranks: Ranks, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
         received=(outputs, range(ranks.size)),
         post=lambda group, sent, received: group.alltoall(received, sent),
     )
+    collective.splits_bytes = [each.nbytes for each in inputs], [each.nbytes for each in outputs]
+    return collective
 
 
 def _exchange(

@@ -172,10 +172,12 @@ class Collective(Operation):
 
     Attributes:
         algorithm: copies the data to the host and returns the algorithm to run over the connections of the world.
+        splits_bytes: for an all-to-all, the bytes sent to each rank and the bytes expected from each rank.
         number: identifies the collective at all members if they may start it in different order; None: they start it in equal order.
     """
 
     algorithm: Callable[[], Algorithm]
+    splits_bytes: tuple[list[int], list[int]] | None = None
     number: int | None = None
 
 
