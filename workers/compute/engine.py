@@ -239,16 +239,15 @@ class Engine:
     async def _warmed_up(self, owner: object, task: StageTask, optimized: OptimizedStage) -> LoadedStage:
         """Run the shapes that batches will have, and find out how many threads to compute them on."""
         module, counts = optimized.module, self.threads
-
-        await self.run(owner, partial(self._timed_s, module, task.spec.example(task.max_batch_size), counts[0]))
-        for threads in reversed(counts):  # the last one is the time of a row on the fewest threads
+        for threads in (*reversed(counts), counts[0]):  # the last one is the time of a row on the fewest threads
             row_s = await self.run(owner, partial(self._timed_s, module, task.spec.example(1), threads))
         found: list[Threads] = ["share", "share"]
         for index, batch_size in enumerate((1, task.max_batch_size)):
-            if len(counts) > 1 and batch_size * row_s <= _SMALL_BATCH_S:
-                found[index] = await self.run(
-                    owner, partial(self._threads_of_small, module, task.spec.example(batch_size))
-                )
+            is_small, batch = batch_size * row_s <= _SMALL_BATCH_S, task.spec.example(batch_size)
+            if is_small and len(counts) > 1:
+                found[index] = await self.run(owner, partial(self._threads_of_small, module, batch))
+            elif is_small or self.device.type == "cuda":  # the first large batch on a CPU takes no longer than others
+                await self.run(owner, partial(self._timed_s, module, batch, counts[0]))
         return LoadedStage(task.spec, optimized, BatchThreads(*found))
 
     def _threads_of_small(self, module: nn.Module, batch: Tensor) -> Threads:
