@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import NoReturn
 
-from multiworld import AskError, Cause, JoinError, World, WorldError, WorldManager, ask
+from multiworld import AskError, Cause, World, WorldError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges.edges import Edges
@@ -32,8 +32,6 @@ _BATCH_STUCK_S = 2.0
 """A batch that still runs this long after its world ended counts as stuck. Only a new process helps."""
 DRAIN_S = 30.0
 """On shutdown, how long to wait for the leader to reroute this worker's batches."""
-_WORLD_INIT_TIMEOUT_S = 15.0
-"""Limit for forming a world. The leader's own limit is shorter."""
 
 
 class StuckError(Exception):
@@ -103,24 +101,35 @@ class LeaderConnection:
             UserError: the leader rejects the token, and it is the only leader.
             StuckError: the stage hangs, or the GPU has failed.
         """
+        staying = asyncio.create_task(self._stay_joined())
+        stop = asyncio.create_task(self._worker.stop.wait())
+        try:
+            await asyncio.wait({staying, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not staying.done() and (session := self._session) is not None and session.serving:
+                logger.info("leader=%s leaving: waiting until it has rerouted its batches", self._leader)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(DRAIN_S):
+                        await session.leave()
+                        await asyncio.wait({staying})
+        finally:
+            stop.cancel()
+            staying.cancel()
+            await asyncio.wait({staying})
+        if not staying.cancelled():
+            staying.result()
+
+    async def _stay_joined(self) -> None:
+        """Serve this leader in one world after another. Returns when a world has ended after `stop` was set. Raises as `run`."""
         failures = 0
         while not self._worker.stop.is_set():
-            served = False
-            stay = asyncio.create_task(self.serve_once())
             try:
-                await self._end_or_stop(stay)
-                served = stay.result()
-            except asyncio.CancelledError:
-                if not stay.cancelled():  # this task was cancelled
-                    stay.cancel()
-                    raise
-                break  # `_end_or_stop` cancelled it
+                failures = 0 if await self.serve_once() else failures + 1
             except (AskError, WorldError, WireError, OSError) as error:
                 if failures in (0, 10, 100) or failures % 1000 == 0:
                     logger.warning("leader=%s cannot be joined: %s", self._leader, error)
                 if failures == 0:
                     logger.info("waiting for leader=%s, which answers when it has loaded its model", self._leader)
-            failures = 0 if served else failures + 1
+                failures += 1
             await self._pause(failures)
 
     async def serve_once(self) -> bool:
@@ -131,7 +140,7 @@ class LeaderConnection:
             self._wait_s = offer.wait_ms / 1000
             if not offer.world:
                 return False
-            world = await self._join(offer)
+            world = await offer.join(self._manager, self._leader, self._settings.join_timeout_s)
             with self._worker.order.linked(self._number, offer.leader) as place:
                 return await self._serve_in(world, place)
 
@@ -157,22 +166,6 @@ class LeaderConnection:
             self._session = None
             worker.metrics.world_left()
             await self._manager.close_world(world.name)
-
-    async def _join(self, offer: JoinOffer) -> World:
-        """Join the offered world. Raises WorldError, WireError."""
-        address = offer.joins_at(self._leader)
-        try:
-            return await offer.form(
-                self._manager, 1, address, min(_WORLD_INIT_TIMEOUT_S, self._settings.join_timeout_s)
-            )
-        except JoinError as error:
-            if address == self._leader:
-                raise
-            raise JoinError(
-                offer.world,
-                f"{error.message}; the leader announced {address}: its --advertise-host must be an address that this machine "
-                f"can reach",
-            ) from error
 
     async def _ask(self) -> JoinOffer:
         settings, edge = self._settings, "" if self._worker.edges is None else self._worker.edges.holder
@@ -206,23 +199,6 @@ class LeaderConnection:
             raise UserError(message) from error
         return JoinOffer.from_json(answer)
 
-    async def _end_or_stop(self, stay: asyncio.Task[bool]) -> None:
-        """Wait until `stay` ends. When `stop` is set, tell the leader, wait until it has rerouted its batches, and cancel `stay`."""
-        stop = asyncio.create_task(self._worker.stop.wait())
-        try:
-            await asyncio.wait({stay, stop}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stop.cancel()
-        session = self._session
-        if not stay.done() and session is not None and session.serving:
-            logger.info("leader=%s leaving: waiting until it has rerouted its batches", self._leader)
-            with contextlib.suppress(WorldError, TimeoutError):
-                async with asyncio.timeout(DRAIN_S):
-                    await session.leave()
-                    await asyncio.wait({stay})
-        stay.cancel()
-        await asyncio.wait({stay})
-
     async def _raise_if_stuck(self, session: Session) -> None:
         """Raise StuckError if the GPU has failed, or the engine is still busy with a job of the ended world.
 
@@ -244,7 +220,4 @@ class LeaderConnection:
         if failures:
             longest_s = min(_MAX_BACKOFF_S, _MIN_BACKOFF_S * 2 ** min(failures - 1, 20))
         pause_s, self._wait_s = max(longest_s * random.uniform(0.5, 1.0), self._wait_s), 0.0
-        if pause_s:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._worker.stop.wait()
+        await asyncio.sleep(pause_s)

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from multiworld import World, WorldManager
+from multiworld import JoinError, World, WorldManager
 from multiworld.texts import MAX_HOST_CHARS, MAX_NAME_CHARS, shown
 from multiworld_serving.common.config.addresses import Address, parse_address
 from multiworld_serving.common.wire.message import MAX_DIMS, WireError
@@ -28,6 +28,8 @@ _MAX_BATCH_ELEMENTS = 1 << 34
 _MAX_ERROR_CHARS = 200
 EDGE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """By name, the dtypes as which float32 tensors may travel between stages."""
+_MAX_JOIN_WORLD_S = 15.0
+"""Limit for joining a world. The leader's own limit is shorter."""
 MAX_PARTS = 64
 """Most parts in a JoinRequest."""
 
@@ -166,14 +168,22 @@ class JoinOffer(JsonMessage, frozen=True, forbid_unknown_fields=True):
             timeout=timeout_s,
         )
 
-    def joins_at(self, asked: Address) -> Address:
-        """Address to join at, if the request was sent to `asked`. Raises WireError."""
-        if not self.address:
-            return asked
+    async def join(self, manager: WorldManager, asked: Address, timeout_s: float) -> World:
+        """Join the world as rank 1, if the request was sent to `asked`. Raises WireError, JoinError, WorldError, OSError."""
         try:
-            return parse_address(self.address)
+            address = parse_address(self.address) if self.address else asked
         except ValueError as error:
             raise WireError(f"JoinOffer: address is {self.address!r:.60}; expected HOST:PORT") from error
+        try:
+            return await self.form(manager, 1, address, min(_MAX_JOIN_WORLD_S, timeout_s))
+        except JoinError as error:
+            if address == asked:
+                raise
+            raise JoinError(
+                self.world,
+                f"{error.message}; the leader announced {address}: its --advertise-host must be an address that this machine "
+                f"can reach",
+            ) from error
 
 
 class StageAssignment(JsonMessage, frozen=True, forbid_unknown_fields=True):

@@ -152,8 +152,7 @@ class LeaderLink:
         """Join and stay until the link ends. Raises an error if the leader could not be used."""
         self.address = self._settings.leader_at(self._number, self.address)
         offer = await self._ask()
-        timeout_s = min(15.0, self._settings.join_timeout_s)
-        world = await offer.form(manager, 1, offer.joins_at(self.address), timeout_s)
+        world = await offer.join(manager, self.address, self._settings.join_timeout_s)
         self._link = Link(world, _LEADER_RANK, self._receive)
         try:
             lost = await self._link.run()
