@@ -38,8 +38,8 @@ _LAST_FETCHES_S = 1.0
 
 def run(settings: WorkerSettings) -> int:
     """Serve until stopped. Returns the exit status: 0 after SIGTERM, SIGINT, or a leader's restart request;
-    70 (EXIT_STUCK) when the model hangs; 71 (EXIT_DEVICE_FAILED) when the GPU has failed. A process whose event loop is blocked ends with
-    70, too. The kernel ends a process that is out of memory, see `exit_timer`.
+    70 (EXIT_STUCK) when the model hangs; 71 (EXIT_DEVICE_FAILED) when the GPU has failed. The kernel ends a process that is out of memory,
+    see `exit_timer`.
 
     Raises:
         UserError: the device or the address to bind does not exist, or the leader rejects the token.
@@ -63,9 +63,7 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
         loop.add_signal_handler(signum, stop.set)
     status, refusals = 0, list[UserError]()
     try:
-        async with contextlib.AsyncExitStack() as stack, notify_systemd(on_thread=True), asyncio.TaskGroup() as tasks:
-            limit_s = settings.loop_stall_timeout_s + exit_timer.LOOP_BLOCKED_MARGIN_S
-            stack.enter_context(exit_timer.exit_when_blocked(loop, limit_s))
+        async with contextlib.AsyncExitStack() as stack, notify_systemd(), asyncio.TaskGroup() as tasks:
             edges = await _open_edges(stack, settings, device, metrics)
             worker = WorkerProcess(settings, engine, stop, LeaderOrder(), metrics, edges)
             connections = list[LeaderConnection]()

@@ -22,7 +22,6 @@ from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.exit_timer import (
     OUT_OF_MEMORY_EXIT_S,
     arm_exit_timer,
-    is_device_failure,
     is_out_of_memory,
 )
 from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
@@ -254,7 +253,7 @@ class Session:
         except Exception as error:
             if is_out_of_memory(error):  # the leader reroutes the batch, and a supervisor starts a new process
                 arm_exit_timer(OUT_OF_MEMORY_EXIT_S)
-            self.device_failed |= is_device_failure(error)
+            self.device_failed |= await self._engine.has_failed(self, error)
             logger.exception("world=%s batch=%d stage=%d raised", self._world.name, message.batch, message.stage)
             return Message.from_text(
                 MessageKind.FAILED, _describe(error), batch=message.batch, stage=message.stage, version=message.version

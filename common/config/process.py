@@ -10,12 +10,8 @@ import resource
 import select
 import signal
 import socket
-import threading
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from pathlib import Path
-
-from multiworld_serving.common.threads import thread_while
 
 logger = logging.getLogger(__name__)
 
@@ -129,13 +125,10 @@ def _in_container() -> int | None:
 
 
 @contextlib.asynccontextmanager
-async def notify_systemd(*, on_thread: bool = False) -> AsyncIterator[None]:
+async def notify_systemd() -> AsyncIterator[None]:
     """Send READY=1 when the block starts and STOPPING=1 when it ends, see sd_notify(3). Does nothing without systemd.
 
     With WatchdogSec=, the event loop sends WATCHDOG=1 twice in that time, so systemd restarts a process whose loop is blocked.
-
-    Args:
-        on_thread: a thread sends WATCHDOG=1 instead: for a process that watches its event loop itself.
     """
     address = _notify_address()
     if not address:
@@ -147,10 +140,7 @@ async def notify_systemd(*, on_thread: bool = False) -> AsyncIterator[None]:
         interval_s = int(given) / 2e6 if given.isdecimal() else 0.0
         try:
             with contextlib.ExitStack() as stack:
-                if interval_s and on_thread:
-                    send = partial(_send_heartbeats_until, sock, address, interval_s)
-                    stack.enter_context(thread_while(send, "watchdog"))
-                elif interval_s:
+                if interval_s:
                     stack.callback(asyncio.create_task(_send_heartbeats(sock, address, interval_s)).cancel)
                 yield
         finally:
@@ -174,11 +164,6 @@ async def _send_heartbeats(sock: socket.socket, address: str, interval_s: float)
     while True:
         _notify(sock, address, "WATCHDOG=1")
         await asyncio.sleep(interval_s)
-
-
-def _send_heartbeats_until(sock: socket.socket, address: str, interval_s: float, ended: threading.Event) -> None:
-    while not ended.wait(interval_s):
-        _notify(sock, address, "WATCHDOG=1")
 
 
 def _notify(sock: socket.socket, address: str, state: str) -> None:

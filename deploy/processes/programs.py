@@ -33,8 +33,8 @@ _STOP_MARGIN_S = 5.0
 _BLOCKED_HEARTBEATS = 3
 _BLOCKED_S = 5.0
 """A leader or frontend that gives no sign of life for this long is killed; at least `_BLOCKED_HEARTBEATS` heartbeat timeouts."""
-WORKER_BLOCKED_S = 10.0
-"""The same for a worker. A thread of it gives the signs of life, so only a frozen process is silent."""
+WORKER_BLOCKED_S = 15.0
+"""The same for a worker: so long that the leaders have lost it before, with the cause `stalled`."""
 
 Role = Literal["leader", "frontend", "worker"]
 Values = dict[str, object]

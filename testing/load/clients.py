@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,6 @@ from typing import TypeAlias
 import httpx
 
 from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
-from multiworld_serving.common.threads import thread_while
 from multiworld_serving.testing.load.requests import ReferenceRequest
 from multiworld_serving.testing.load.statistics import quantile
 
@@ -154,5 +154,11 @@ def run_load(
             else:
                 await _closed_loop(send_next, load, clients, ended)
 
-    with thread_while(lambda over: asyncio.run(send_all(over.is_set)), "chaos-load"):
+    over = threading.Event()
+    sending = threading.Thread(target=lambda: asyncio.run(send_all(over.is_set)), name="chaos-load", daemon=True)
+    sending.start()
+    try:
         yield load
+    finally:
+        over.set()
+        sending.join()

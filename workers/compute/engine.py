@@ -144,6 +144,16 @@ class Engine:
         current = self._current
         return current if current is not None and current.owner is owner else None
 
+    async def has_failed(self, owner: object, error: Exception) -> bool:
+        """Whether this error of a batch means that the process can never use its GPU again: CUDA fails all calls after some errors."""
+        if "CUDA error" not in str(error):
+            return False
+        try:
+            await self.run(owner, torch.cuda.synchronize, is_batch=True)
+        except Exception:  # noqa: BLE001 - whatever the driver raises
+            return True
+        return False
+
     @property
     def threads(self) -> tuple[int, ...]:
         """Numbers of threads that may compute a batch, ascending."""

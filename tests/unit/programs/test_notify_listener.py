@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.deploy.processes import notify
 from multiworld_serving.deploy.processes.notify import NotifyListener
 
@@ -95,16 +94,3 @@ async def test_children_are_told_apart_by_the_kernel_and_not_by_what_they_say(cl
         clock.now_s += 2
         assert listener.silent_s(child.pid) == 2
         assert listener.silent_s(os.getpid()) == 0
-
-
-async def test_thread_beats_while_the_event_loop_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with NotifyListener() as listener, listener.receiving():
-        for name, value in {**listener.environment, "WATCHDOG_USEC": "2000"}.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.delenv("WATCHDOG_PID", raising=False)
-        async with notify_systemd(on_thread=True):
-            for _ in range(3):
-                listener.silent_s(os.getpid())
-                listener.forget(os.getpid())
-                while os.getpid() not in listener._heard_s:  # this loop has no turn of the event loop
-                    listener.silent_s(os.getpid())

@@ -83,6 +83,19 @@ async def test_engine_continues_when_a_job_raises(engine: Engine) -> None:
     assert await engine.run("one", lambda: 7) == 7
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_gpu_is_lost_to_the_process_when_it_fails_further_calls_after_an_error(
+    engine: Engine, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def synchronize() -> None:
+        if fails:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert await engine.has_failed("one", RuntimeError("CUDA error: an illegal memory access was encountered")) is fails
+    assert not await engine.has_failed("one", RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+
+
 async def test_stage_is_computed_in_the_assigned_execution_mode(engine: Engine) -> None:
     plan = plan_of(loaded("resnet18"), 1)[0]
     spec, weights, batch = plan.spec, sent_weights(plan), images(3)
