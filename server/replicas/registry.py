@@ -159,7 +159,14 @@ class WorkerRegistry:
             *(*worker.id, "-" if slot.id.stage is None else slot.id.stage, slot.id.index),
             *(worker.name, request.device, host, request.pid),
         )
-        self._start(self._run(link))
+        settings = self._settings
+        running = link.run(
+            *(self._manager, settings.join_host, self.port),
+            join_timeout_s=settings.join_timeout_s,
+            max_batch_size=settings.max_batch_size,
+            window=WINDOW,
+        )
+        self._start(running)
         self._on_change()
         return worker
 
@@ -184,20 +191,6 @@ class WorkerRegistry:
         if destined in too_large:
             self.goal.immovable.add(request.worker)
         return self.placement.free_slot(self.placement.choose_stage(request.host, held, too_large, destined))
-
-    async def _run(self, link: WorkerLink) -> None:
-        settings = self._settings
-        try:
-            await link.run(
-                self._manager,
-                settings.join_host,
-                self.port,
-                join_timeout_s=settings.join_timeout_s,
-                max_batch_size=settings.max_batch_size,
-                window=WINDOW,
-            )
-        finally:
-            self._links.pop(link.worker.id, None)
 
     # -- events --------------------------------------------------------------------------------------------------------------
 
@@ -230,6 +223,7 @@ class WorkerRegistry:
     def _ended(self, link: WorkerLink) -> None:
         worker, ending = link.worker, link.worker.ending
         slot = self.placement.slot_of(worker)
+        self._links.pop(worker.id, None)
         assert ending is not None
         assert slot is not None, "a link that has just ended has a slot"
         if ending.cause != Cause.LEFT:

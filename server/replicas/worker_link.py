@@ -285,19 +285,14 @@ class WorkerLink:
     async def _serve(self) -> None:
         while True:
             message = await self._receive()
-            match message.kind:
-                case MessageKind.FETCH_WEIGHTS | MessageKind.READY | MessageKind.REFUSED:
-                    self._take_reply(message)
-                case MessageKind.RESULT | MessageKind.FAILED if not message.batch:
-                    self._take_reply(message)
-                case MessageKind.RESULT | MessageKind.KEPT | MessageKind.FAILED | MessageKind.INPUT_LOST:
-                    if message.kind in (MessageKind.RESULT, MessageKind.KEPT):
-                        self.worker.batches_done += 1
-                    self._on_batch(self, message, self._in_flight.pop(message.batch))
-                case MessageKind.LEAVING:
-                    self.drain()
-                case _:
-                    raise WireError(f"unexpected {message.kind.name}")
+            if message.kind is MessageKind.LEAVING:
+                self.drain()
+            elif message.batch:
+                if message.kind in (MessageKind.RESULT, MessageKind.KEPT):
+                    self.worker.batches_done += 1
+                self._on_batch(self, message, self._in_flight.pop(message.batch))
+            else:
+                self._take_reply(message)
 
     async def _receive(self) -> Message:
         assert self._channel is not None
@@ -323,12 +318,12 @@ class WorkerLink:
                 raise WireError(
                     f"{message.kind.name} of batch {message.batch}, which is not in flight here, or not for that"
                 )
-            case MessageKind.REFUSED | MessageKind.OBEYS:
+            case MessageKind.REFUSED | MessageKind.OBEYS if not message.batch:
                 message.require_text()
-            case MessageKind.READY | MessageKind.FETCH_WEIGHTS | MessageKind.LEAVING:
+            case MessageKind.READY | MessageKind.FETCH_WEIGHTS | MessageKind.LEAVING if not message.batch:
                 message.require_no_payload()
             case _:
-                raise WireError(f"unexpected {message.kind.name} from a worker: only a leader may send it")
+                raise WireError(f"unexpected {message.kind.name} {message.batch} from a worker")
 
     def _plan_of(self, sent: SentBatch) -> StagePlan:
         plan = self._plans.get((sent.version, sent.stage))

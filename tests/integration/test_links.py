@@ -170,7 +170,7 @@ REFUSALS = {
     "failed-other-batch": "batch 1001, which is not in flight",
     "failed-at-length": "expected torch.uint8, 0 to 65536 rows",
     "not-text": "expected torch.uint8, 0 to 65536 rows",
-    "leader's": "unexpected BATCH from a worker",
+    "leader's": r"unexpected BATCH \d+ from a worker",
     "garbage": "not a message of this version",
 }
 
