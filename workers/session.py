@@ -178,7 +178,7 @@ class Session:
         if not self._place.accepts(stage.digest):
             text = f"it obeys leader {self._place.obeyed}, which has not assigned this version of the stage with equal settings"
             logger.info("world=%s stage=%d refused: %s", self._world.name, stage.spec.index, text)
-            self._start(self._tell(stage.message(MessageKind.REFUSED, text)))
+            self._start(self._tell(stage.reply(MessageKind.REFUSED, text)))
             return
         self._place.assigned(stage)
         self._start(self._load(stage))
@@ -193,7 +193,7 @@ class Session:
         """Load a stage and report the outcome to the leader. Other stages keep serving meanwhile."""
         try:
             load_s = await stage.load(
-                self._engine, self, partial(self._channel.send, stage.message(MessageKind.FETCH_WEIGHTS))
+                self._engine, self, partial(self._channel.send, stage.reply(MessageKind.FETCH_WEIGHTS))
             )
         except (BrokenWorldException, WorldClosedError):
             return
@@ -217,11 +217,11 @@ class Session:
             *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], how, made.mode, made.why),
         )
         release_free_memory()
-        await self._tell(stage.message(MessageKind.READY))
+        await self._tell(stage.reply(MessageKind.READY))
 
     async def _fail(self, stage: AssignedStage, error: Exception) -> None:
         """Report that a stage cannot be loaded. Without another stage to serve, the world ends."""
-        await self._tell(stage.message(MessageKind.FAILED, _describe(error)))
+        await self._tell(stage.reply(MessageKind.FAILED, _describe(error)))
         if not self.serving:
             # The leader ends the world after reading the reason. Breaking it here at once could overtake that message.
             await asyncio.sleep(_FAILURE_GRACE_S)
@@ -249,15 +249,13 @@ class Session:
         except RowsLostError as error:
             logger.warning("world=%s batch=%d stage=%d: %s", self._world.name, message.batch, message.stage, error)
             lost = LostInput(error.holders, error.unreachable, str(error))
-            return lost.message(message.batch, message.stage, message.version)
+            return message.reply(MessageKind.INPUT_LOST, lost.to_json())
         except Exception as error:
             if is_out_of_memory(error):  # the leader reroutes the batch, and a supervisor starts a new process
                 arm_exit_timer(OUT_OF_MEMORY_EXIT_S)
             self.device_failed |= await self._engine.has_failed(self, error)
             logger.exception("world=%s batch=%d stage=%d raised", self._world.name, message.batch, message.stage)
-            return Message.from_text(
-                MessageKind.FAILED, _describe(error), batch=message.batch, stage=message.stage, version=message.version
-            )
+            return message.reply(MessageKind.FAILED, _describe(error))
 
     async def _result(self, message: Message) -> Message:
         """Compute a batch; returns RESULT or KEPT. The input is dropped on return: it may lie in memory of its producer."""

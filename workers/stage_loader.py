@@ -16,7 +16,7 @@ from torch import Tensor
 from multiworld_serving.common.config import check_memory, release_free_memory
 from multiworld_serving.common.wire.inputs import MAX_INPUTS_HEAD_BYTES
 from multiworld_serving.common.wire.join import StageAssignment
-from multiworld_serving.common.wire.message import Message, MessageKind, RowShape, bytes_tensor
+from multiworld_serving.common.wire.message import Message, RowShape
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.errors import CompileError, StageError
 from multiworld_serving.models.optimize.tuning import Tuning
@@ -39,6 +39,7 @@ class AssignedStage:
         message: the ASSIGN message.
 
     Attributes:
+        reply: makes a message to the leader about this stage.
         key: version and index.
         dtype, row_shape: of its input, as that travels.
         float32_as: as which a float32 output travels.
@@ -48,6 +49,7 @@ class AssignedStage:
     """
 
     def __init__(self, message: Message) -> None:
+        self.reply = message.reply
         self.assignment = assignment = StageAssignment.from_json(message.text())
         self.spec = spec = BundleStageSpec.from_json(assignment.spec)
         self.key = assignment.version, spec.index
@@ -79,11 +81,6 @@ class AssignedStage:
         self._arrived += chunk.nbytes
         if not self.missing_bytes:
             self._complete.set()
-
-    def message(self, kind: MessageKind, text: str | None = None) -> Message:
-        """A message to the leader about this stage."""
-        payload = None if text is None else bytes_tensor(text.encode())
-        return Message(kind, payload=payload, stage=self.spec.index, version=self.assignment.version)
 
     async def load(self, engine: Engine, owner: object, fetch: Callable[[], Awaitable[None]]) -> float:
         """Load it, unless it is in memory. Other sessions serve it too from then on. Returns the seconds that loading took.

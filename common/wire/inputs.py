@@ -153,7 +153,3 @@ class LostInput(JsonMessage, frozen=True, forbid_unknown_fields=True):
     holders: tuple[str, ...]
     unreachable: tuple[str, ...]
     detail: str
-
-    def message(self, batch: int, stage: int, version: int) -> Message:
-        """The INPUT_LOST message."""
-        return Message.from_text(MessageKind.INPUT_LOST, self.to_json(), batch=batch, stage=stage, version=version)

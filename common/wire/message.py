@@ -110,6 +110,11 @@ class Message:
     def from_text(kind: MessageKind, text: str, *, batch: int = 0, stage: int = 0, version: int = 0) -> "Message":
         return Message(kind, batch, bytes_tensor(text.encode()), stage=stage, version=version)
 
+    def reply(self, kind: MessageKind, text: str | None = None) -> "Message":
+        """A message about the same batch, stage and version."""
+        payload = None if text is None else bytes_tensor(text.encode())
+        return Message(kind, self.batch, payload, stage=self.stage, version=self.version)
+
     def text(self) -> str:
         """The payload as text. Raises WireError if it is not text."""
         self.require_text()

@@ -231,7 +231,7 @@ class WorkerLink:
         number, stage = plan.number, plan.spec.index
         self._plans[number, stage] = plan
         assignment = plan.assignment(*self._limits)
-        await channel.send(Message.from_text(MessageKind.ASSIGN, assignment.to_json(), version=number))
+        await channel.send(Message.from_text(MessageKind.ASSIGN, assignment.to_json(), stage=stage, version=number))
         if (await self._expect((MessageKind.FETCH_WEIGHTS, MessageKind.READY), plan)).kind is MessageKind.FETCH_WEIGHTS:
             chunks = plan.weights.chunks()
             while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:  # reads a file

@@ -90,7 +90,7 @@ class Bench:
 
     def lost(self, line: Line, sent: SentBatch, *holders: str, unreachable: bool = True) -> None:
         lost = LostInput(holders, holders if unreachable else (), "why")
-        self.report(line, sent, lost.message(sent.batch, sent.stage, 1))
+        self.report(line, sent, Message.from_text(MessageKind.INPUT_LOST, lost.to_json(), batch=sent.batch))
 
     @property
     def relayed(self) -> float:
