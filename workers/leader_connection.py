@@ -84,7 +84,6 @@ class LeaderConnection:
         self._manager = manager
         self._number = number
         self._leader = leader
-        self._is_only_leader = len(worker.settings.leaders) == 1
         self._session: Session | None = None
         self._wait_s = 0.0
         """Minimum pause before the next join, as the leader's last offer said."""
@@ -194,7 +193,7 @@ class LeaderConnection:
             )
         except PermissionError as error:
             message = f"the leader at {self._leader} rejects this worker's token: {error}"
-            if not self._is_only_leader:  # keep serving the other leaders
+            if len(settings.leaders) > 1:  # keep serving the other leaders
                 raise AskError(message) from error
             raise UserError(message) from error
         return JoinOffer.from_json(answer)

@@ -12,7 +12,7 @@ import torch
 import uvloop
 
 from multiworld import WorldManager
-from multiworld_serving.common.config import UserError, raise_descriptor_limit
+from multiworld_serving.common.config import raise_descriptor_limit
 from multiworld_serving.common.config.addresses import local_host
 from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.common.edges.edges import Edges
@@ -61,7 +61,7 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
     exit_timer.handle_loop_errors(loop)
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
-    status, refusals = 0, list[UserError]()
+    status = 0
     try:
         async with contextlib.AsyncExitStack() as stack, notify_systemd(), asyncio.TaskGroup() as tasks:
             edges = await _open_edges(stack, settings, device, metrics)
@@ -79,15 +79,14 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
                 )
                 connections.append(LeaderConnection(worker, manager, leader, number))
                 tasks.create_task(connections[-1].run())
-    except* StuckError as errors:
-        (ending, *_) = (error for error in errors.exceptions if isinstance(error, StuckError))
+    except ExceptionGroup as errors:  # of the task group: the first error has ended the other connections
+        ending = errors.exceptions[0]
+        if not isinstance(ending, StuckError):
+            raise ending from None
         logger.error("%s: exiting", ending)  # noqa: TRY400
         status = ending.status
-    except* UserError as errors:
-        refusals += [error for error in errors.exceptions if isinstance(error, UserError)]
-    engine.close()
-    if refusals:  # raised here, because `except*` would wrap it into a group again
-        raise refusals[0]
+    finally:
+        engine.close()
     logger.info("stopped")
     return status
 
