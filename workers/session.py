@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 _REPORT_S = 1.0
 """How often this worker looks whether it obeys another leader now."""
-_FAILURE_GRACE_S = 30.0
-"""After reporting that the stage cannot be loaded, how long to wait for the leader to end the world."""
 LEADER_RANK = 0
 _OUTCOMES: dict[MessageKind, Outcome] = {MessageKind.FAILED: "failed", MessageKind.INPUT_LOST: "input_lost"}
 """Of batches without a result, by what the leader is told."""
@@ -199,7 +197,8 @@ class Session:
             return
         except Exception as error:
             logger.exception("world=%s the stage cannot be loaded", self._world.name)
-            await self._fail(stage, error)
+            # If the worker has just joined, the leader ends the world.
+            await self._tell(stage.reply(MessageKind.FAILED, _describe(error)))
             return
         assert stage.loaded is not None, "`load` has returned"
         spec, made = stage.spec, stage.loaded.optimized
@@ -218,14 +217,6 @@ class Session:
         )
         release_free_memory()
         await self._tell(stage.reply(MessageKind.READY))
-
-    async def _fail(self, stage: AssignedStage, error: Exception) -> None:
-        """Report that a stage cannot be loaded. Without another stage to serve, the world ends."""
-        await self._tell(stage.reply(MessageKind.FAILED, _describe(error)))
-        if not self.serving:
-            # The leader ends the world after reading the reason. Breaking it here at once could overtake that message.
-            await asyncio.sleep(_FAILURE_GRACE_S)
-            self._world.fail(Cause.ABORTED, self._world.rank, f"the stage cannot be loaded: {_describe(error)}")
 
     async def _answer(self, message: Message) -> None:
         """Compute a batch and send RESULT or KEPT, FAILED when the stage raises, or INPUT_LOST. Counts the outcome."""
