@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import torch
 from torch import Tensor
 
-from multiworld import Transport, World, WorldError
+from multiworld import AskError, Transport, World, WorldError
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import RowRef, row_refs_tensor
@@ -23,6 +23,8 @@ _FETCH_S = 4.0
 """Longest time for one transfer over an open edge. A frozen producer is noticed earlier, by its heartbeats."""
 _MAX_QUEUED = 4096
 """Fetches that wait for one producer."""
+_EXPECTED = (AskError, WorldError, ValueError, OSError)
+"""Errors of a producer that ends, refuses or lies, or that cannot be reached in time."""
 
 
 class EdgeError(Exception):
@@ -63,7 +65,7 @@ class Edge:
 
     Args:
         holder: the producer, as it announced itself: HOST:PORT/INCARNATION.
-        open_world: joins a new world with the producer, or raises HolderUnreachableError.
+        open_world: joins a new world with the producer, or raises an error.
         on_ended: called with the world of the edge when it has ended, before its fetches fail; None: it was never open.
 
     Attributes:
@@ -107,25 +109,19 @@ class Edge:
                     world = await self._open_world(self.holder)
                     self._channel, self.transport = Channel(world, _PRODUCER_RANK, self._check), world.transport
                 tensor = await self._transfer(self._channel, refs, dtype, shape, take=take)
-            except HolderUnreachableError as error:
-                self._end(error)
-                raise
-            except (WorldError, TimeoutError) as error:
-                broken = EdgeBrokenError(f"the edge to {self.holder} broke: {str(error) or 'no answer in time'}")
-                self._end(broken)
-                raise broken from error
             except Exception as error:
-                logger.exception("the edge to %s failed", self.holder)
-                failed = HolderUnreachableError(f"the edge to {self.holder} failed: {type(error).__name__}")
-                self._end(failed)
-                raise failed from error
+                if not isinstance(error, _EXPECTED):
+                    logger.exception("the edge to %s failed", self.holder)
+                why = str(error) or type(error).__name__
+                if self._channel is None:
+                    self._ending = HolderUnreachableError(f"no edge to {self.holder}: {why}")
+                else:
+                    self._ending = EdgeBrokenError(f"the edge to {self.holder} broke: {why}")
+                self._on_ended(self, None if self._channel is None else self._channel.world)
+                raise self._ending from error
         if tensor is None:
             raise TensorGoneError(f"{self.holder} does not have it any more")
         return tensor
-
-    def _end(self, error: EdgeError) -> None:
-        self._ending = error
-        self._on_ended(self, None if self._channel is None else self._channel.world)
 
     async def _transfer(
         self, channel: Channel, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool

@@ -235,20 +235,17 @@ class Edges:
         return found
 
     async def _open_world(self, holder: str) -> World:
-        """Join a new world with a producer. Raises HolderUnreachableError."""
-        try:
-            location, _, incarnation = holder.rpartition("/")
-            address = parse_address(location)
-            async with asyncio.timeout(_OPEN_S):
-                answer = await ask(
-                    *(address.host, address.port, EdgeJoinRequest(self._name, incarnation).to_json()),
-                    secret=self._secrets[0],
-                    timeout_s=_OPEN_S,
-                    bind_host=self._bind_host,
-                )
-                world = await JoinOffer.from_json(answer).form(self._manager, 1, address, _OPEN_S)
-        except (AskError, PermissionError, WorldError, ValueError, OSError) as error:  # a TimeoutError is an OSError
-            raise HolderUnreachableError(f"no edge to {holder}: {str(error) or type(error).__name__}") from error
+        """Join a new world with a producer. Raises AskError, WorldError, ValueError, OSError."""
+        location, _, incarnation = holder.rpartition("/")
+        address = parse_address(location)
+        async with asyncio.timeout(_OPEN_S):
+            answer = await ask(
+                *(address.host, address.port, EdgeJoinRequest(self._name, incarnation).to_json()),
+                secret=self._secrets[0],
+                timeout_s=_OPEN_S,
+                bind_host=self._bind_host,
+            )
+            world = await JoinOffer.from_json(answer).form(self._manager, 1, address, _OPEN_S)
         self._metrics.open["received"].inc()
         return world
 

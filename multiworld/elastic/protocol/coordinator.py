@@ -8,7 +8,8 @@ partition cannot both continue, and any number of members may be lost, rank 0 in
 3. New members are admitted only when all members that asked are at a boundary. The members are told that new members wait, and agree
    among themselves at their next boundary to ask for the next view.
 4. Two members that repeatedly lose each other while both reach the rendezvous server cannot both stay. After `MAX_FAILED_VIEWS` views in
-   which no round was committed, the member that most others suspect is evicted; the newest one among equals, or if nobody is suspected.
+   which no round was committed, the member is evicted that most others suspect at the end of the last one. Among equals, or if nobody is
+   suspected, that is the newest one.
 5. View numbers only increase. Messages about another view than the current one are obsolete and ignored.
 6. An evicted member cannot come back under its old id.
 """
@@ -80,8 +81,7 @@ class Coordinator:
         self._requests: dict[str, NextViewRequest] = {}
         self._view_ended = False
         self.deadline_s: float | None = now_s + regroup_timeout_s if self._absent else None
-        # Requests of the views that ended without a lost member since the last committed round.
-        self._failed_views: list[dict[str, NextViewRequest]] = []
+        self._failed_views = 0  # views that ended without a lost member since the last committed round
 
     @property
     def empty(self) -> bool:
@@ -131,7 +131,7 @@ class Coordinator:
         if member_id not in self._present:
             return self._decide(now_s)
         self._remove(member_id)
-        self._failed_views = []
+        self._failed_views = 0
         return [*self._invalidate_view(now_s), *self._decide(now_s)]
 
     def on_tick(self, now_s: float) -> list[Action]:
@@ -163,18 +163,12 @@ class Coordinator:
     def _member_to_evict(self, present: list[MemberInfo]) -> str | None:
         """Return the member to evict because no view works with all members; None if too few views have failed."""
         if any(request.committed > self.view.committed for request in self._requests.values()):
-            self._failed_views = []
-        self._failed_views.append(dict(self._requests))
-        if len(self._failed_views) < MAX_FAILED_VIEWS or len(present) < 2:
+            self._failed_views = 0
+        self._failed_views += 1
+        if self._failed_views < MAX_FAILED_VIEWS or len(present) < 2:
             return None
-        suspicions = {
-            (request.suspect, member_id)
-            for requests in self._failed_views
-            for member_id, request in requests.items()
-            if request.suspect in requests and request.suspect != member_id
-        }
-        self._failed_views = []
-        suspected = Counter(suspect for suspect, _ in suspicions)
+        self._failed_views = 0
+        suspected = Counter(request.suspect for request in self._requests.values())
         newest_first = [member.id for member in reversed(present)]
         return max(newest_first, key=suspected.__getitem__)
 

@@ -81,9 +81,8 @@ class Round:
         return _SUMMARY.pack(self.number, len(self.finished), self._signature, flags)
 
     def flags(self) -> bytes:
-        """Return one bit per operation, padded with ones."""
-        bits = self.finished + [True] * (-len(self.finished) % 8)
-        return bytes(sum(bit << place for place, bit in enumerate(bits[at : at + 8])) for at in range(0, len(bits), 8))
+        """Return one byte per operation."""
+        return bytes(self.finished)
 
     def flags_agree(self, summaries: list[bytes]) -> bool:
         """Return whether all members have the same flags; if not, they must exchange them.
@@ -101,8 +100,4 @@ class Round:
 
     def intersect(self, flags: list[bytes]) -> None:
         """Mark as finished the operations that all members have flagged, and only those."""
-        common = bytearray(flags[0])
-        for each in flags[1:]:
-            for at, byte in enumerate(each):
-                common[at] &= byte
-        self.finished = [bool(common[index // 8] >> index % 8 & 1) for index in range(len(self.finished))]
+        self.finished = [all(of_all_members) for of_all_members in zip(*flags, strict=True)]
