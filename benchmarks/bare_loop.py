@@ -21,7 +21,6 @@ from multiworld_serving.models.bundle.stage import BundleStage, load_bundle_stag
 from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.models.optimize.optimizing import optimize
 from multiworld_serving.models.optimize.tuning import Tuning
-from multiworld_serving.models.weights.tensor_file import TensorFile
 from multiworld_serving.server.versions.stage_plan import make_bundle_plan
 
 _MAX_BATCH_SIZE = 64
@@ -31,8 +30,7 @@ def whole_model(name: str, image_size: int | None) -> tuple[BundleStage, tuple[i
     """A ResNet with random weights as one stage, as a worker loads it, and the shape of a row of its input."""
     bundle = read_bundle(exported(name, "random:0", image_size=image_size))
     (plan,) = make_bundle_plan(bundle, 1)
-    weights = TensorFile.in_memory(b"".join(chunk.numpy().tobytes() for chunk in plan.weights.chunks()))
-    return load_bundle_stage(plan.spec, weights), plan.input_shape
+    return load_bundle_stage(plan.spec, torch.cat(list(plan.weights.chunks()))), plan.input_shape
 
 
 class BareLoop:

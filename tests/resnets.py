@@ -1,7 +1,6 @@
 """ResNets as leaders cut and send them, and as workers load them."""
 
 import dataclasses
-import os
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,6 @@ from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.export.torchvision_models import LoadedModel, export_loaded, load_model
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
-from multiworld_serving.models.weights.tensor_file import TensorFile
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.server.versions.stage_weights import StageWeights
 from tests.cut_bundles import bundle_plan
@@ -50,18 +48,18 @@ def resnet_plan(
     return plan_of(resnet(weights, image_size), num_stages, tuning, number)
 
 
-def sent_weights(plan: StagePlan) -> TensorFile:
-    """The file that the leader sends."""
-    return TensorFile.in_memory(b"".join(chunk.numpy().tobytes() for chunk in plan.weights.chunks()))
+def sent_weights(plan: StagePlan) -> torch.Tensor:
+    """The bytes that the leader sends."""
+    return torch.cat(list(plan.weights.chunks()))
 
 
 def with_other_weights(plan: StagePlan) -> StagePlan:
     """The last stage with another bias of the last layer."""
-    file = sent_weights(plan)
-    with file.tensors() as opened:
-        bias = opened.get_tensor("model.fc.bias")
-    file.write((bias + torch.linspace(-5, 5, len(bias))).numpy().tobytes(), file.entries["model.fc.bias"].offset)
-    return dataclasses.replace(plan, weights=StageWeights(os.pread(file.fileno(), file.size, 0), []))
+    sent = sent_weights(plan)
+    (bias,) = (each for each in load_bundle_stage(plan.spec, sent).buffers() if each.shape == (1000,))
+    bias += torch.linspace(-5, 5, len(bias))  # shares the memory of `sent`
+    with tempfile.TemporaryFile() as file:
+        return dataclasses.replace(plan, weights=StageWeights(sent.numpy().tobytes(), file, []))
 
 
 def sent_stage(plan: StagePlan) -> BundleStage:

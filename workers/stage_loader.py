@@ -20,7 +20,6 @@ from multiworld_serving.common.wire.message import Message, RowShape
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.errors import CompileError, StageError
 from multiworld_serving.models.optimize.tuning import Tuning
-from multiworld_serving.models.weights.tensor_file import TensorFile
 from multiworld_serving.workers.compute.engine import Engine, LoadedStage, StageTask
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class AssignedStage:
         self.row_shape = RowShape(assignment.sample_shape, spec.input_rows.varies)
         self.float32_as = torch.float32 if spec.is_last else assignment.travels_as(torch.float32)
         self.loaded: LoadedStage | None = None
-        self._weights: TensorFile | None = None
+        self._weights: Tensor | None = None
         """Where the weights arrive; None: they are not expected."""
         self._arrived = 0
         self._complete = asyncio.Event()
@@ -77,7 +76,7 @@ class AssignedStage:
     def add(self, chunk: Tensor) -> None:
         """Append a chunk of weights, at most `missing_bytes`."""
         assert self._weights is not None, "weights are expected"
-        self._weights.write(chunk.numpy().data, self._arrived)
+        self._weights[self._arrived : self._arrived + len(chunk)] = chunk
         self._arrived += chunk.nbytes
         if not self.missing_bytes:
             self._complete.set()
@@ -100,7 +99,7 @@ class AssignedStage:
                 return 0.0
             if stages:  # the kernel's OOM killer would end the stages that serve as well
                 check_memory(_COPIES_OF_WEIGHTS * assignment.weights_bytes)
-            self._weights = weights = TensorFile.in_memory()
+            self._weights = weights = torch.empty(assignment.weights_bytes, dtype=torch.uint8)
             await fetch()
             await self._complete.wait()
             began_s = time.monotonic()
@@ -116,10 +115,9 @@ class AssignedStage:
         return time.monotonic() - began_s
 
 
-def _check_weights(weights: TensorFile, announced: str) -> None:
+def _check_weights(weights: Tensor, announced: str) -> None:
     """Raise StageError for other weights than announced. Blocks for up to a second."""
-    with open(f"/proc/self/fd/{weights.fileno()}", "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = hashlib.sha256(weights.numpy().data).hexdigest()
     if found != announced:
         raise StageError(f"the weights have the SHA-256 hash {found}, but {announced} was announced")
 

@@ -192,8 +192,8 @@ class StageAssignment(JsonMessage, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         spec: a models.BundleStageSpec as JSON.
-        weights_bytes: length of the safetensors file that follows in WEIGHTS messages, if the worker asks for it with FETCH_WEIGHTS.
-        weights_sha256: hash of this file in hexadecimal digits.
+        weights_bytes: number of bytes that follow in WEIGHTS messages, if the worker asks for it with FETCH_WEIGHTS.
+        weights_sha256: hash of these bytes in hexadecimal digits.
         input_shape: shape of one sample of this stage's input, as "3x224x224".
         window: most batches that the leader keeps in flight.
         version: the leader's number of this model version; batches refer to it.

@@ -36,7 +36,7 @@ class MessageKind(IntEnum):
     """Types of messages."""
 
     ASSIGN = 1  # leader → worker: load and serve a stage (StageAssignment as JSON)
-    WEIGHTS = 2  # leader → worker: a chunk of the stage's weights (safetensors)
+    WEIGHTS = 2  # leader → worker: a chunk of the stage's graph and weights
     READY = 3  # worker → leader: the stage is loaded and warmed up
     BATCH = 4  # leader → worker: input for an assigned stage
     RESULT = 5  # worker → leader: output for a batch

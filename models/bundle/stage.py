@@ -1,21 +1,22 @@
-"""A stage of a bundle as it travels to a worker: a description, and a safetensors file with the weights and the graph."""
+"""A stage of a bundle as it travels to a worker: a description, and bytes with the graph and the weights.
+
+The bytes are the length of the graph in 8 bytes, its JSON, spaces, and the weights in the order of `weights_in_order`.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import msgspec
 import torch
 from msgspec import Struct
-from safetensors import SafetensorError
 from torch import Tensor, fx, nn
 
 from multiworld_serving.models.bundle.checking import check_graph
 from multiworld_serving.models.bundle.graph import MAX_GRAPH_BYTES, Graph
 from multiworld_serving.models.bundle.manifest import (
-    Digest,
     Dimensions,
     Manifest,
     Name,
@@ -24,13 +25,14 @@ from multiworld_serving.models.bundle.manifest import (
     lengths_to_check,
     spec_of,
 )
-from multiworld_serving.models.bundle.nodes import BATCH, DTYPES, bundle_errors
+from multiworld_serving.models.bundle.nodes import BATCH, DTYPES, Weight, bundle_errors
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError, StageError, WeightsError
-from multiworld_serving.models.weights.tensor_file import TensorEntry, TensorFile, file_head
 
 MAX_STAGES = 1024
-_GRAPH = "graph"
+_LENGTH_BYTES = 8
+_ALIGNED_BYTES = 64
+"""Alignment of the first weight. With less, some processors compute other roundings than for the whole model."""
 
 
 class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
@@ -41,7 +43,6 @@ class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True
         inputs, outputs: the tensors that cross its boundaries.
         dimensions: (least, most) length of each variable dimension.
         probabilities: the output is the probabilities of classes.
-        graph_sha256: digest of the graph's JSON.
     Raises:
         StageError: a field is invalid.
     """
@@ -54,7 +55,6 @@ class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True
     outputs: Tensors
     dimensions: Dimensions
     probabilities: bool
-    graph_sha256: Digest
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_stages <= MAX_STAGES or not 0 <= self.index < self.num_stages:
@@ -153,44 +153,42 @@ def stage_specs(manifest: Manifest, stages: Sequence[Graph]) -> list[BundleStage
             else tuple(spec_of(stage.tensor(name)) for name in stage.outputs),
             dimensions=manifest.dimensions,
             probabilities=stage is stages[-1] and bool(manifest.labels),
-            graph_sha256=hashlib.sha256(stage.to_json().encode()).hexdigest(),
         )
         for index, stage in enumerate(stages)
     ]
 
 
-def weights_head(graph: str, entries: Mapping[str, TensorEntry]) -> bytes:
-    """The beginning of the safetensors file of a stage, with its graph as metadata. The weights follow in the order of `entries`.
-
-    Args:
-        graph: its JSON.
-    """
-    return file_head(entries, {_GRAPH: graph})
+def weights_in_order(graph: Graph) -> list[Weight]:
+    """The weights of a stage in the order in which they travel: the largest elements first, so that each weight is aligned to them."""
+    return sorted({node.key: node for node in graph.weights}.values(), key=lambda node: -DTYPES[node.dtype].itemsize)
 
 
-def load_bundle_stage(spec: BundleStageSpec, weights: TensorFile) -> BundleStage:
+def stage_head(graph: Graph) -> bytes:
+    """The bytes of a stage before its weights."""
+    text = graph.to_json().encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNED_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def load_bundle_stage(spec: BundleStageSpec, sent: Tensor) -> BundleStage:
     """Build a stage on the CPU from what a leader has sent. Nothing of the graph is run before all of it is checked.
 
     Args:
-        weights: the file; the stage maps its memory.
+        sent: the bytes, uint8 [N]. The stage shares their memory.
     Raises:
-        BundleError, WeightsError: the file is not a stage, or it does not match `spec`.
+        BundleError, WeightsError: they are not a stage, or do not match `spec`.
     """
-    try:
-        with weights.tensors() as file:
-            graph = _checked_graph(spec, (file.metadata() or {}).get(_GRAPH, ""))
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(f"the received weights cannot be read: {' '.join(str(error).split())[:300]}") from error
-    return BundleStage(spec, graph.build(tensors, torch.device("cpu")))
-
-
-def _checked_graph(spec: BundleStageSpec, text: str) -> Graph:
-    if not text or len(text) > MAX_GRAPH_BYTES:
+    at = _LENGTH_BYTES + int.from_bytes(sent[:_LENGTH_BYTES].numpy().tobytes(), "little")
+    if not _LENGTH_BYTES < at <= min(len(sent), _LENGTH_BYTES + MAX_GRAPH_BYTES):
         raise BundleError(f"the weights of stage {spec.index} come without a graph")
-    if (found := hashlib.sha256(text.encode()).hexdigest()) != spec.graph_sha256:
-        raise BundleError(f"the graph of stage {spec.index} has the SHA-256 hash {found}; expected {spec.graph_sha256}")
-    graph = Graph.from_json(text)
+    graph = Graph.from_json(sent[_LENGTH_BYTES:at].numpy().tobytes())
     check_graph(graph, lengths_to_check(spec.dimensions))
     check_tensors(graph, spec.inputs, spec.outputs)
-    return graph
+    if len(sent) != at + graph.weights_bytes:
+        raise WeightsError(f"stage {spec.index} has {len(sent) - at} bytes of weights; expected {graph.weights_bytes}")
+    tensors: dict[str, Tensor] = {}
+    for node in weights_in_order(graph):
+        tensor = sent[at : at + node.row_bytes()].view(DTYPES[node.dtype])
+        tensors[node.key] = tensor.view(node.empty().shape)
+        at += tensor.nbytes
+    return BundleStage(spec, graph.build(tensors, torch.device("cpu")))

@@ -12,12 +12,11 @@ from multiworld_serving.common.wire.message import RowShape
 from multiworld_serving.models.bundle.cutting import cut_graph
 from multiworld_serving.models.bundle.files import Bundle
 from multiworld_serving.models.bundle.graph import Graph
-from multiworld_serving.models.bundle.nodes import DTYPES
-from multiworld_serving.models.bundle.stage import BundleStageSpec, stage_specs, weights_head
+from multiworld_serving.models.bundle.stage import BundleStageSpec, stage_head, stage_specs, weights_in_order
 from multiworld_serving.models.errors import BundleError, WeightsError
 from multiworld_serving.models.optimize.deviation import deviation
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
-from multiworld_serving.server.versions.stage_weights import FileRange, StageWeights
+from multiworld_serving.server.versions.stage_weights import StageWeights
 
 logger = logging.getLogger(__name__)
 
@@ -143,13 +142,8 @@ def make_bundle_plan(
     for spec, stage, output in zip(specs, graphs, outputs, strict=True):
         row_shape = spec.input_rows.row_shape or (spec.input_rows.max_row_bytes,)
         rows = spec.input_rows.pack(tensors)
-        # The largest elements first, so that each weight is aligned to its elements.
-        weights = sorted(stage.weights, key=lambda node: -DTYPES[node.dtype].itemsize)
-        entries = {node.key: bundle.weights_file.entries[node.key] for node in weights}
-        sent = StageWeights(
-            weights_head(stage.to_json(), entries),
-            [FileRange(bundle.weights_file, entry.offset, entry.size) for entry in entries.values()],
-        )
+        file = bundle.weights_file
+        sent = StageWeights(stage_head(stage), file, [file.entries[node.key] for node in weights_in_order(stage)])
         plans.append(StagePlan(spec, sent, row_shape, rows, spec.output_rows.pack(output), number, tuning))
         tensors = output
     return _logged(plans)

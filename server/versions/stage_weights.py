@@ -1,15 +1,16 @@
-"""The weights of a stage as a leader sends them: a safetensors file of which only a part is in memory at a time."""
+"""The weights of a stage as a leader sends them: bytes of which only a part is in memory at a time."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from multiworld_serving.models.weights.tensor_file import TensorEntry
 
 _CHUNK_BYTES = 4 << 20
 
@@ -20,27 +21,19 @@ class HasFileno(Protocol):
     def fileno(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class FileRange:
-    """Bytes of a file."""
-
-    file: HasFileno
-    offset: int
-    size: int
-
-
 class StageWeights:
-    """A safetensors file made of a beginning in memory and ranges of files.
+    """A beginning in memory, and ranges of a file.
 
     Attributes:
         size: in bytes.
         sha256: in hexadecimal digits.
     Raises:
-        OSError: a file cannot be read.
+        OSError: the file cannot be read.
     """
 
-    def __init__(self, head: bytes, ranges: Sequence[FileRange]) -> None:
+    def __init__(self, head: bytes, file: HasFileno, ranges: Sequence[TensorEntry]) -> None:
         self._head = head
+        self._file = file
         self._ranges = tuple(ranges)
         self.size = len(head) + sum(each.size for each in ranges)
         digest = hashlib.sha256()
@@ -49,23 +42,21 @@ class StageWeights:
         self.sha256 = digest.hexdigest()
 
     def chunks(self) -> Iterator[Tensor]:
-        """The file in chunks to send, uint8 [N] each. Reads each when it is asked for.
+        """The bytes in chunks to send, uint8 [N] each. Reads each when it is asked for.
 
         Raises:
-            OSError: a file cannot be read, or has become shorter.
+            OSError: the file cannot be read, or has become shorter.
         """
-        buffer, filled, left = bytearray(min(_CHUNK_BYTES, self.size)), 0, self.size
-        parts: tuple[bytes | FileRange, ...] = (self._head, *self._ranges)
-        for part in parts:
-            at, size = 0, len(part) if isinstance(part, bytes) else part.size
-            while at < size:
-                target = memoryview(buffer)[filled : filled + size - at]
-                if isinstance(part, bytes):
-                    count = len(target)
-                    target[:] = part[at : at + count]
-                elif (count := os.preadv(part.file.fileno(), [target], part.offset + at)) == 0:
+        chunk = bytearray(self._head)
+        for each in self._ranges:
+            for at in range(0, each.size, _CHUNK_BYTES):
+                expected = min(_CHUNK_BYTES, each.size - at)
+                found = os.pread(self._file.fileno(), expected, each.offset + at)
+                if len(found) < expected:
                     raise OSError("a file with weights has become shorter; load the version again")
-                at, filled, left = at + count, filled + count, left - count
-                if filled == len(buffer):
-                    yield torch.frombuffer(buffer, dtype=torch.uint8)
-                    buffer, filled = bytearray(min(_CHUNK_BYTES, left)), 0
+                chunk += found
+                if len(chunk) >= _CHUNK_BYTES:
+                    yield torch.frombuffer(chunk, dtype=torch.uint8)
+                    chunk = bytearray()
+        if chunk:
+            yield torch.frombuffer(chunk, dtype=torch.uint8)

@@ -21,7 +21,6 @@ from multiworld_serving.models.optimize.compiled import CompiledStage, batch_siz
 from multiworld_serving.models.optimize.fusing import torch_threads
 from multiworld_serving.models.optimize.optimizing import OptimizedStage, optimize
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
-from multiworld_serving.models.weights.tensor_file import TensorFile
 from multiworld_serving.workers.compute.cores import BatchThreads, SharedCores, Threads
 from multiworld_serving.workers.compute.transfers import Allocate, GpuTransfers, Transfers
 from multiworld_serving.workers.exit_timer import OUT_OF_MEMORY_EXIT_S, arm_exit_timer
@@ -41,10 +40,10 @@ _CLEARLY = 0.9
 
 @dataclass(frozen=True)
 class StageTask:
-    """A stage that is to be loaded."""
+    """A stage that is to be loaded: its description, and the bytes that a leader has sent."""
 
     spec: BundleStageSpec
-    weights: TensorFile
+    weights: Tensor
     max_batch_size: int
     tuning: Tuning = NO_TUNING
 
@@ -206,7 +205,7 @@ class Engine:
 
         def build() -> CompiledStage:
             sizes = len(batch_sizes(task.max_batch_size))  # each has the weights in its own layout
-            check_memory(_COMPILER_BYTES + (_COPIES_OF_WEIGHTS + sizes) * task.weights.size)
+            check_memory(_COMPILER_BYTES + (_COPIES_OF_WEIGHTS + sizes) * task.weights.nbytes)
             stage = load_bundle_stage(task.spec, task.weights)
             return CompiledStage(stage, task.max_batch_size, task.tuning, self.device)
 

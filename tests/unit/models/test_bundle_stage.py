@@ -17,10 +17,10 @@ from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.stage import BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.errors import BundleError, ModelError, StageError
-from multiworld_serving.models.weights.tensor_file import TensorFile, file_head
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from tests.bundles import Text, classifier_bundle, text_bundle
 from tests.cut_bundles import bundle_plan
+from tests.resnets import sent_weights
 from tests.unit.models.hostile_graphs import HOSTILE
 
 
@@ -70,17 +70,13 @@ def test_torch_does_not_import_its_compiler_when_a_bundle_is_read_and_fused() ->
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def sent(plan: StagePlan) -> bytes:
-    return b"".join(chunk.numpy().tobytes() for chunk in plan.weights.chunks())
-
-
 def received(plan: StagePlan) -> torch.nn.Module:
     """The stage as a worker loads it from the messages of a leader."""
     assignment = plan.assignment(8, 2)
-    file = sent(plan)
-    assert hashlib.sha256(file).hexdigest() == assignment.weights_sha256
-    assert len(file) == assignment.weights_bytes
-    return load_bundle_stage(BundleStageSpec.from_json(assignment.spec), TensorFile.in_memory(file))
+    sent = sent_weights(plan)
+    assert hashlib.sha256(sent.numpy().data).hexdigest() == assignment.weights_sha256
+    assert len(sent) == assignment.weights_bytes
+    return load_bundle_stage(BundleStageSpec.from_json(assignment.spec), sent)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
@@ -145,7 +141,6 @@ SPECS: dict[str, Callable[[dict[str, Any]], object]] = {
     "unknown dimension": lambda spec: spec["inputs"][0]["shape"].append("other"),
     "element type": lambda spec: spec["inputs"][0].update(dtype="object"),
     "row of a terabyte": lambda spec: spec["inputs"][0].update(shape=["batch", 1 << 30, 1 << 10]),
-    "another graph": lambda spec: spec.update(graph_sha256="0" * 64),
     "other outputs": lambda spec: spec["outputs"][0].update(dtype="int64"),
     "other inputs": lambda spec: spec["inputs"][0].update(name="other"),
 }
@@ -157,7 +152,7 @@ def test_worker_refuses_a_hostile_description_with_one_line(classifier: Bundle, 
     fields = json.loads(plan.spec.to_json())
     SPECS[case](fields)
     with pytest.raises(ModelError) as error:
-        load_bundle_stage(BundleStageSpec.from_json(json.dumps(fields)), TensorFile.in_memory(sent(plan)))
+        load_bundle_stage(BundleStageSpec.from_json(json.dumps(fields)), sent_weights(plan))
     assert "\n" not in str(error.value)
 
 
@@ -170,7 +165,8 @@ def test_text_that_is_no_description_is_refused_with_one_line(text: str) -> None
 
 
 def test_worker_refuses_a_hostile_graph_before_it_computes_anything() -> None:
-    graph = json.dumps(HOSTILE["operators: operator that is not allowed"])
+    graph = json.dumps(HOSTILE["operators: operator that is not allowed"]).encode()
+    sent = torch.tensor(bytearray(len(graph).to_bytes(8, "little") + graph), dtype=torch.uint8)
     image = TensorSpec("x", "float32", ("batch", 4, 6, 6))
     spec = BundleStageSpec(
         model="hostile",
@@ -181,38 +177,28 @@ def test_worker_refuses_a_hostile_graph_before_it_computes_anything() -> None:
         outputs=(image,),
         dimensions={"batch": (1, 8)},
         probabilities=False,
-        graph_sha256=hashlib.sha256(graph.encode()).hexdigest(),
     )
-    with pytest.raises(ModelError) as error:
-        load_bundle_stage(spec, TensorFile.in_memory(file_head({}, {"graph": graph})))
+    with pytest.raises(ModelError, match="not allowed") as error:
+        load_bundle_stage(spec, sent)
     assert "\n" not in str(error.value)
 
 
-def _changed(plan: StagePlan, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """The file of the weights with another header."""
-    file = sent(plan)
-    length = int.from_bytes(file[:8], "little")
-    header = json.loads(file[8 : 8 + length])
-    change(header)
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + file[8 + length :]
-
-
-HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "no graph": lambda header: header.pop("__metadata__"),
-    "another graph": lambda header: header["__metadata__"].update(graph="[]"),
-    "weight missing": lambda header: header.pop(sorted(header)[-1]),
-    "offset beyond the end": lambda header: header[sorted(header)[-1]].update(data_offsets=[0, 1 << 40]),
-    "element type": lambda header: header[sorted(header)[-1]].update(dtype="OBJECT"),
-    "huge shape": lambda header: header[sorted(header)[-1]].update(shape=[1 << 62, 1 << 62]),
+SENT: dict[str, Callable[[bytes], bytes]] = {
+    "nothing": lambda sent: b"",
+    "no graph": lambda sent: bytes(len(sent)),
+    "graph beyond the end": lambda sent: b"\xff" * 8 + sent[8:],
+    "another graph": lambda sent: (64).to_bytes(8, "little") + b"[]".ljust(64) + sent,
+    "weights missing": lambda sent: sent[:-1],
+    "weights beyond the last": lambda sent: sent + b"0",
 }
 
 
-@pytest.mark.parametrize("case", HEADERS)
-def test_worker_refuses_a_hostile_file_with_one_line(classifier: Bundle, case: str) -> None:
+@pytest.mark.parametrize("case", SENT)
+def test_worker_refuses_hostile_bytes_with_one_line(classifier: Bundle, case: str) -> None:
     plan = bundle_plan(classifier, 1)[0]
+    changed = torch.tensor(bytearray(SENT[case](sent_weights(plan).numpy().tobytes())), dtype=torch.uint8)
     with pytest.raises(ModelError) as error:
-        load_bundle_stage(plan.spec, TensorFile.in_memory(_changed(plan, HEADERS[case])))
+        load_bundle_stage(plan.spec, changed)
     assert "\n" not in str(error.value)
 
 
