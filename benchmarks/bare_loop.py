@@ -30,7 +30,7 @@ def whole_model(name: str, image_size: int | None) -> tuple[BundleStage, tuple[i
     """A ResNet with random weights as one stage, as a worker loads it, and the shape of a row of its input."""
     bundle = read_bundle(exported(name, "random:0", image_size=image_size))
     (plan,) = make_bundle_plan(bundle, 1)
-    return load_bundle_stage(plan.spec, torch.cat(list(plan.weights.chunks()))), plan.input_shape
+    return load_bundle_stage(plan.spec, torch.cat(list(plan.weights.chunks()))), plan.spec.input_rows.dims
 
 
 class BareLoop:

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 _COPIES_OF_WEIGHTS = 2
 """Held at once while a stage is loaded: the received bytes, and the stage's parameters. Leaders assume this, too."""
 
+_MAX_BATCH_BYTES = 1 << 36
+"""Largest batch that a stage may be assigned for."""
+
 _compiling: set[asyncio.Task[None]] = set()
 """asyncio itself keeps no reference to tasks."""
 
@@ -51,10 +54,15 @@ class AssignedStage:
         self.reply = message.reply
         self.assignment = assignment = StageAssignment.from_json(message.text())
         self.spec = spec = BundleStageSpec.from_json(assignment.spec)
+        if assignment.max_batch_size * spec.input_rows.max_row_bytes > _MAX_BATCH_BYTES:
+            raise StageError(
+                f"batches of {assignment.max_batch_size} rows of {spec.input_rows.max_row_bytes} bytes; "
+                f"expected at most {_MAX_BATCH_BYTES} bytes"
+            )
         self.key = assignment.version, spec.index
         self.digest = assignment.digest
         self.dtype = spec.input_rows.dtype if spec.is_first else assignment.travels_as(spec.input_rows.dtype)
-        self.row_shape = RowShape(assignment.sample_shape, spec.input_rows.varies)
+        self.row_shape = RowShape(spec.input_rows.dims, spec.input_rows.varies)
         self.float32_as = torch.float32 if spec.is_last else assignment.travels_as(torch.float32)
         self.loaded: LoadedStage | None = None
         self._weights: Tensor | None = None

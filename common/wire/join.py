@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from importlib.metadata import version
 from typing import Annotated, Self
 
@@ -13,7 +12,7 @@ from msgspec import Meta
 from multiworld import JoinError, World, WorldManager
 from multiworld.texts import MAX_HOST_CHARS, MAX_NAME_CHARS, shown
 from multiworld_serving.common.config.addresses import Address, parse_address
-from multiworld_serving.common.wire.message import MAX_DIMS, WireError
+from multiworld_serving.common.wire.message import WireError
 
 WORLD_BACKEND = "tcp"
 """Backend of leader-worker worlds: point-to-point over TCP, where the worker opens every connection to one port of the leader."""
@@ -24,7 +23,6 @@ PROTOCOL = 9
 """Version of all messages between processes: increase it with every change of them."""
 
 MAX_HOLDER_CHARS = MAX_HOST_CHARS + MAX_NAME_CHARS
-_MAX_BATCH_ELEMENTS = 1 << 34
 _MAX_ERROR_CHARS = 200
 EDGE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """By name, the dtypes as which float32 tensors may travel between stages."""
@@ -194,18 +192,14 @@ class StageAssignment(JsonMessage, frozen=True, forbid_unknown_fields=True):
         spec: a models.BundleStageSpec as JSON.
         weights_bytes: number of bytes that follow in WEIGHTS messages, if the worker asks for it with FETCH_WEIGHTS.
         weights_sha256: hash of these bytes in hexadecimal digits.
-        input_shape: shape of one sample of this stage's input, as "3x224x224".
         window: most batches that the leader keeps in flight.
         version: the leader's number of this model version; batches refer to it.
         precision, optimize, edge_dtype: see models.Tuning.
-    Raises:
-        WireError: `input_shape` is not the shape of a sample.
     """
 
     spec: str
     weights_bytes: Annotated[int, Meta(ge=1, lt=1 << 48)]
     weights_sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-    input_shape: Annotated[str, Meta(pattern=rf"^[1-9][0-9]*(x[1-9][0-9]*){{0,{MAX_DIMS - 2}}}\Z", max_length=60)]
     max_batch_size: Annotated[int, Meta(ge=1, le=1024)]
     window: Annotated[int, Meta(ge=1, le=64)]
     version: Annotated[int, Meta(ge=1, lt=1 << 32)]
@@ -213,25 +207,15 @@ class StageAssignment(JsonMessage, frozen=True, forbid_unknown_fields=True):
     optimize: str = "eager"
     edge_dtype: Annotated[str, Meta(pattern=rf"^({'|'.join(EDGE_DTYPES)})\Z")] = "float32"
 
-    def __post_init__(self) -> None:
-        if self.max_batch_size * math.prod(self.sample_shape) > _MAX_BATCH_ELEMENTS:
-            raise WireError(
-                f"input_shape is {self.input_shape}; expected at most {_MAX_BATCH_ELEMENTS} numbers in a batch"
-            )
-
     @property
     def digest(self) -> str:
         """Hash of everything that the loaded stage depends on: assignments with equal digests can share one stage.
 
         It includes the largest batch size, for which stages are optimized.
         """
-        loading = (self.spec, self.input_shape, self.max_batch_size, self.precision, self.optimize, self.weights_sha256)
-        return hashlib.sha256(json.dumps((*loading, self.edge_dtype)).encode()).hexdigest()
+        loading = (self.spec, self.max_batch_size, self.precision, self.optimize, self.edge_dtype, self.weights_sha256)
+        return hashlib.sha256(json.dumps(loading).encode()).hexdigest()
 
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
         """dtype as which a tensor of this dtype travels between stages."""
         return EDGE_DTYPES[self.edge_dtype] if dtype == torch.float32 else dtype
-
-    @property
-    def sample_shape(self) -> tuple[int, ...]:
-        return tuple(int(dim) for dim in self.input_shape.split("x"))

@@ -75,6 +75,11 @@ class RowFormat:
             return self._shapes(())[0]
         return None if self._variable else (self._bytes(()),)
 
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Shape of one row; if it varies, the number of bytes of the longest row."""
+        return self.row_shape or (self.max_row_bytes,)
+
     @cached_property
     def max_row_bytes(self) -> int:
         """Bytes of the longest row. With a computed dimension it is `MAX_COMPUTED_BYTES`, which `check_graph` ensures."""

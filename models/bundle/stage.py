@@ -111,11 +111,22 @@ class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True
             raise StageError(f"{error} (do leader and worker run the same release?)") from error
 
     def example(self, count: int) -> Tensor:
-        """Rows of zeros, with variable dimensions of their largest lengths."""
+        """Deterministic rows, with variable dimensions of their largest lengths.
+
+        They have random pixels, random activations after a ReLU, and 1 for other integers: an index, or a mask.
+        """
+        generator = torch.Generator().manual_seed(1)
         lengths = {BATCH: count} | {name: most for name, (_, most) in self.dimensions.items() if name != BATCH}
-        shapes = ([dim if isinstance(dim, int) else lengths[str(dim)] for dim in each.shape] for each in self.inputs)
-        zeros = [torch.zeros(shape, dtype=DTYPES[each.dtype]) for shape, each in zip(shapes, self.inputs, strict=True)]
-        return self.input_rows.pack(zeros)
+        tensors = []
+        for each in self.inputs:
+            dims = [dim if isinstance(dim, int) else lengths[str(dim)] for dim in each.shape]
+            tensor = torch.ones(dims, dtype=DTYPES[each.dtype])
+            if tensor.is_floating_point():
+                tensor.normal_(generator=generator).relu_()
+            elif tensor.dtype == torch.uint8 and tensor.dim() == 4:
+                tensor.random_(0, 256, generator=generator)
+            tensors.append(tensor)
+        return self.input_rows.pack(tensors)
 
 
 class BundleStage(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.errors import CompileError, StageError
-from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation_of_rows, example_rows
+from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation_of_rows
 from multiworld_serving.models.optimize.folding import folded
 from multiworld_serving.models.optimize.fusing import Workload
 from multiworld_serving.models.optimize.graphs import copy_of, place
@@ -60,14 +60,14 @@ class CompiledStage(nn.Module):
         Raises:
             CompileError: there is no compiler, it fails, or the result is not accurate.
         """
-        rows = example_rows(self.spec, size)
+        rows = self.spec.example(size)
         # A module of its own, because its code is cached without guards: these compare shapes, which are fixed, and numbers of threads.
         module = copy_of(self._folded.module)
         try:
             self._code[size] = torch.compile(module, dynamic=False, fullgraph=True, **self._options())
             with torch.inference_mode():
                 expected = self._reference[0](rows)
-                off = deviation_of_rows(self(rows.to(self._device)).cpu(), expected, self.spec, self.mode)
+                off = deviation_of_rows(self(rows.to(self._device)).cpu(), expected, self.spec, self.mode.precision)
         except MemoryError:
             raise
         except Exception as error:

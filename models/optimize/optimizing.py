@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from multiworld_serving.models.bundle.stage import BundleStage
-from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation_of_rows, example_rows
+from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation_of_rows
 from multiworld_serving.models.optimize.folding import folded
 from multiworld_serving.models.optimize.fusing import Workload, fusable
 from multiworld_serving.models.optimize.graphs import place
@@ -47,14 +47,14 @@ def optimize(
     mode, why = ExecutionMode("fused", tuning.stage_precision(device)), "asked for"
     if tuning.optimize != "eager":
         workload = Workload(max_batch_size, threads or (torch.get_num_threads(),))
-        example = example_rows(stage.spec, min(max_batch_size, _CHECKED_ROWS))
+        example = stage.spec.example(min(max_batch_size, _CHECKED_ROWS))
         try:
             with torch.inference_mode():
                 expected = stage(example)
             made = folded(stage, workload, mode.dtype, fused=fusable(device, mode.dtype))
             place(made.module, device)
             with torch.inference_mode():
-                off = deviation_of_rows(made(example.to(device)).cpu(), expected, stage.spec, mode)
+                off = deviation_of_rows(made(example.to(device)).cpu(), expected, stage.spec, mode.precision)
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - rewrites and operators raise many types, and graphs may be of any model

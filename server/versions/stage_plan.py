@@ -14,7 +14,7 @@ from multiworld_serving.models.bundle.files import Bundle
 from multiworld_serving.models.bundle.graph import Graph
 from multiworld_serving.models.bundle.stage import BundleStageSpec, stage_head, stage_specs, weights_in_order
 from multiworld_serving.models.errors import BundleError, WeightsError
-from multiworld_serving.models.optimize.deviation import deviation
+from multiworld_serving.models.optimize.deviation import deviation_of_rows
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
 from multiworld_serving.server.versions.stage_weights import StageWeights
 
@@ -32,7 +32,6 @@ class StagePlan:
 
     Attributes:
         number: of the version, by which workers know its stages. The version's name is `spec.version`.
-        input_shape: of one row of the input. Rows of variable length have at most this many bytes.
         self_test_input: one row.
         self_test_output: the output of this stage for `self_test_input`, computed in float32.
         tuning: precision and optimization that workers use.
@@ -40,7 +39,6 @@ class StagePlan:
 
     spec: BundleStageSpec
     weights: StageWeights
-    input_shape: tuple[int, ...]
     self_test_input: Tensor
     self_test_output: Tensor
     number: int = 1
@@ -48,13 +46,11 @@ class StagePlan:
 
     def assignment(self, max_batch_size: int, window: int) -> StageAssignment:
         """The message that tells a worker to load this stage."""
-        shape = "x".join(map(str, self.input_shape))
         tuning = self.tuning
         return StageAssignment(
             spec=self.spec.to_json(),
             weights_bytes=self.weights.size,
             weights_sha256=self.weights.sha256,
-            input_shape=shape,
             max_batch_size=max_batch_size,
             window=window,
             version=self.number,
@@ -66,9 +62,7 @@ class StagePlan:
     @property
     def output_shape(self) -> RowShape:
         """Of one row of the output."""
-        if self.spec.output_rows.varies:
-            return RowShape((self.spec.output_rows.max_row_bytes,), varies=True)
-        return RowShape(tuple(self.self_test_output.shape[1:]))
+        return RowShape(self.spec.output_rows.dims, self.spec.output_rows.varies)
 
     @property
     def sent_test_input(self) -> Tensor:
@@ -99,28 +93,16 @@ class StagePlan:
             found = "nothing" if output is None else f"{output.dtype} {tuple(output.shape)}"
             return f"expected {self.output_dtype} {tuple(expected.shape)}, got {found}"
         try:
-            rows = output.to(expected.dtype)
-            pairs = zip(self.spec.output_rows.unpack(rows), self.spec.output_rows.unpack(expected), strict=True)
+            off = deviation_of_rows(output.to(expected.dtype), expected, self.spec, self._precision)
         except BundleError as error:
             return str(error)
-        return next(filter(None, (self._compare(*each, self._precision) for each in pairs)), None)
-
-    def _compare(self, found: Tensor, expected: Tensor, precision: str) -> str | None:
-        """What is wrong with one tensor of the output; None if it is correct."""
-        if found.shape != expected.shape:
-            return f"expected the shape {list(expected.shape)}, got {list(found.shape)}"
-        if not expected.is_floating_point():  # in a lower precision, integers such as the index of a maximum may differ
-            return (
-                "an integer differs from the reference"
-                if precision == "float32" and not found.equal(expected)
-                else None
-            )
-        error = deviation(found, expected, probabilities=self.spec.probabilities and precision != "float32")
-        if not error <= _TOLERANCE[precision]:  # also true for not-a-number
-            return (
-                f"the output deviates from the reference by {error:.3g}; at most {_TOLERANCE[precision]:g} is allowed"
-            )
-        return None
+        limit = _TOLERANCE[self._precision]
+        # also true for not-a-number
+        return (
+            None
+            if off <= limit
+            else f"the output deviates from the reference by {off:.3g}; at most {limit:g} is allowed"
+        )
 
 
 def make_bundle_plan(
@@ -140,11 +122,10 @@ def make_bundle_plan(
     tensors: Sequence[Tensor] = [bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs]
     plans = []
     for spec, stage, output in zip(specs, graphs, outputs, strict=True):
-        row_shape = spec.input_rows.row_shape or (spec.input_rows.max_row_bytes,)
         rows = spec.input_rows.pack(tensors)
         file = bundle.weights_file
         sent = StageWeights(stage_head(stage), file, [file.entries[node.key] for node in weights_in_order(stage)])
-        plans.append(StagePlan(spec, sent, row_shape, rows, spec.output_rows.pack(output), number, tuning))
+        plans.append(StagePlan(spec, sent, rows, spec.output_rows.pack(output), number, tuning))
         tensors = output
     return _logged(plans)
 

@@ -12,7 +12,7 @@ from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.models.bundle.stage import load_bundle_stage
 from multiworld_serving.models.errors import BundleError, CompileError, StageError
 from multiworld_serving.models.optimize.compiled import CompiledStage, batch_sizes
-from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation, example_rows
+from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute import engine as engine_module
@@ -72,7 +72,7 @@ def test_compiled_stage_equals_the_reference_for_every_batch_size_and_number_of_
         for threads in (1, 2):
             torch.set_num_threads(threads)
             for rows in range(1, LARGEST + 1):
-                batch = example_rows(plan.spec, rows)
+                batch = plan.spec.example(rows)
                 given = batch.clone()
                 output, expected = made(batch), stage(batch)
                 assert output.shape == expected.shape
@@ -81,9 +81,9 @@ def test_compiled_stage_equals_the_reference_for_every_batch_size_and_number_of_
     finally:
         torch.set_num_threads(before)
     with pytest.raises(StageError, match="at most 3"):
-        made(torch.zeros(4, *plan.input_shape, dtype=torch.uint8))
+        made(torch.zeros(4, *plan.spec.input_rows.dims, dtype=torch.uint8))
     with pytest.raises(BundleError, match="expected uint8"):
-        made(torch.zeros(1, *plan.input_shape))
+        made(torch.zeros(1, *plan.spec.input_rows.dims))
 
 
 def test_code_that_computes_something_else_is_refused(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ async def test_stage_serves_while_it_is_compiled_and_then_changes_to_the_code(tm
     engine = Engine(CPU)
     stage, served = await loaded(plan, engine), 0
     assert str(stage.optimized.mode) == "fused/float32"
-    batch = example_rows(plan.spec, 2)
+    batch = plan.spec.example(2)
     before = (await engine.compute(None, stage, batch)).output
     while str(stage.optimized.mode) == "fused/float32":
         async with asyncio.timeout(60):

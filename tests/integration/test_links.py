@@ -125,7 +125,7 @@ async def test_ready_link_computes_the_reference_output(pair: Pair, plan: tuple[
     await pair.session(link)
     await pair.heard.until("ready")
     batches = {
-        number: torch.randint(0, 256, (number, *plan[stage].input_shape)).to(plan[stage].spec.input_rows.dtype)
+        number: torch.randint(0, 256, (number, *plan[stage].spec.input_rows.dims)).to(plan[stage].spec.input_rows.dtype)
         for number in (1, 2, 3)
     }
     for number, batch in batches.items():

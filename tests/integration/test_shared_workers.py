@@ -78,7 +78,7 @@ class LeaderSide:
                 pass
 
     async def compute(self, batch: int, version: int = 1) -> Tensor:
-        send(self.link, batch, torch.ones(2, *self.plan.input_shape), version)
+        send(self.link, batch, torch.ones(2, *self.plan.spec.input_rows.dims), version)
         async with asyncio.timeout(WAIT_S):
             answer = await self.results.get()
         assert (answer.batch, answer.version) == (batch, version)

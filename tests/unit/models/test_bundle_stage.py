@@ -213,7 +213,7 @@ def test_other_precision_tolerates_other_integers(text: Bundle) -> None:
     vector, count = plan.spec.output_rows.unpack(plan.self_test_output)
     rows_format = plan.spec.output_rows
     other = rows_format.pack([vector, count + 1])
-    assert plan.check_self_test(other) == "an integer differs from the reference"
+    assert "deviates" in (plan.check_self_test(other) or "")
     lower = dataclasses.replace(plan, tuning=dataclasses.replace(plan.tuning, precision="bfloat16", optimize="fused"))
     assert lower.check_self_test(other) is None
 

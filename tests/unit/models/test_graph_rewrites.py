@@ -13,7 +13,7 @@ from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, load_bundle_stage, stage_specs
 from multiworld_serving.models.export.trace import capture
 from multiworld_serving.models.optimize import optimizing
-from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation, example_rows
+from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
 from multiworld_serving.models.optimize.folding import folded
 from multiworld_serving.models.optimize.fusing import FusedConv, Workload, fusable
 from multiworld_serving.models.optimize.optimizing import optimize
@@ -55,14 +55,14 @@ def test_rewritten_stages_of_bundles_equal_the_reference(
 ) -> None:
     """Images with normalisation, and texts of variable length with several tensors at each boundary."""
     for stage in stages(make(tmp_path / "bundle")):
-        rows = example_rows(stage.spec, ROWS)
+        rows = stage.spec.example(ROWS)
         made = folded(stage, Workload(4, (1, 2)), dtype, fused=fused and fusable(CPU, dtype))
         check(stage, made, rows, dtype)
 
 
 def test_eager_computes_the_graph_as_it_is(tmp_path: Path) -> None:
     stage = stages(classifier_bundle(tmp_path / "bundle"))[0]
-    rows = example_rows(stage.spec, ROWS)
+    rows = stage.spec.example(ROWS)
     with torch.inference_mode():
         expected = stage(rows)
         made = optimize(stage, 2, Tuning(), CPU).module
@@ -159,7 +159,7 @@ def test_rewritten_stage_does_not_keep_the_received_bytes_in_memory(
     received = sent.untyped_storage().data_ptr()
     assert {each.untyped_storage().data_ptr() for each in stage.buffers()} == {received}
     made = folded(stage, Workload(4, (1,)), fused=fused)
-    rows = example_rows(stage.spec, ROWS)
+    rows = stage.spec.example(ROWS)
     with torch.inference_mode():
         expected = plan.spec.output_rows.unpack(stage(rows))
     assert received not in {each.untyped_storage().data_ptr() for each in made.buffers()}
@@ -193,7 +193,7 @@ def test_bundle_is_computed_as_written_when_a_rewrite_fails(
 
     monkeypatch.setattr(optimizing, "folded", wrong)
     stage = stages(bundle)[0]
-    rows = example_rows(stage.spec, ROWS)
+    rows = stage.spec.example(ROWS)
     found = optimize(stage, 4, Tuning("float32", "fused"), CPU)
     assert str(found.mode) == "eager/float32"
     assert ("of a rewrite" if fault == "raises" else "nan off") in found.why

@@ -17,7 +17,7 @@ def compose(plans: tuple[StagePlan, ...], batch: Tensor) -> Tensor:
     """Run `batch` through all stages and check the declared shapes on the way."""
     for plan in plans:
         stage = sent_stage(plan)
-        assert tuple(batch.shape[1:]) == plan.input_shape
+        assert tuple(batch.shape[1:]) == plan.spec.input_rows.dims
         assert batch.dtype == plan.spec.input_rows.dtype
         before = batch.clone()
         output = stage(batch)

@@ -44,7 +44,7 @@ def test_served_model_is_described_by_the_manifest(folder: Path) -> None:
     assert (served.name, served.version, served.image) == ("classifier", "1", ImageSizes(SIZE, SIZE))
     assert len(served.labels) == CLASSES
     assert [stage.spec.index for stage in plan.stages] == [0, 1, 2]
-    assert plan.stages[0].input_shape == (3, SIZE, SIZE)
+    assert plan.stages[0].spec.input_rows.dims == (3, SIZE, SIZE)
 
 
 def test_version_of_the_same_interface_is_loaded(folder: Path) -> None:
