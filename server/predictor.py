@@ -38,7 +38,7 @@ class ServedModel:
 
     Raises:
         BundleError: a row of its inputs or outputs is impossible.
-        ValueError: sizes of images or labels do not fit its inputs and outputs, or a row is too large.
+        ValueError: a row is too large.
     """
 
     name: str
@@ -55,14 +55,6 @@ class ServedModel:
     """One per class, if the output is the probabilities of classes [batch, classes]; else empty."""
 
     def __post_init__(self) -> None:
-        if self.image is not None:
-            side = self.image.crop_size
-            if not 1 <= side <= self.image.resize_size:
-                raise ValueError(f"crop_size must be 1 to resize_size ({self.image.resize_size}), not {side}")
-            if [(each.dtype, each.shape) for each in self.inputs] != [("uint8", (BATCH, 3, side, side))]:
-                raise ValueError(f"the input of images is not uint8 [{BATCH}, 3, {side}, {side}]")
-        if self.labels and [each.shape for each in self.outputs] != [(BATCH, len(self.labels))]:
-            raise ValueError(f"the output is not [{BATCH}, {len(self.labels)}], one number for each label")
         for what, rows in (("inputs", self.input_rows), ("outputs", self.output_rows)):
             if rows.max_row_bytes > MAX_ROW_BYTES:
                 raise ValueError(

@@ -125,14 +125,14 @@ def _name_of(output: Path) -> str:
 def _example(
     module: "nn.Module", options: ExportOptions, image: "Preprocessing | None", name: str
 ) -> "dict[str, Tensor]":
-    from multiworld_serving.models.export.sources import InputSpec, call_function, examples_from
+    from multiworld_serving.models.export.sources import call_function, examples_from, parse_input
 
     if options.example and (options.input or image is not None):
         raise UserError("--example, --input and the options of images exclude each other: give one of them")
     if options.example:
         return examples_from(call_function(options.example), module)
     texts = options.input or (() if image is None else (f"{name}:float32[batch,3,224,224]",))
-    examples = {spec.name: spec.example() for spec in map(InputSpec.parse, texts)}
+    examples = dict(map(parse_input, texts))
     if not texts:
         raise UserError(
             "the inputs of the model are not known: give --input NAME:DTYPE[batch,N,…] for each, --example FUNCTION, or "

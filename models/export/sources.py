@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,35 +32,25 @@ _RANDOM_INTEGERS = 2
 """Integers in examples are 0 or 1: valid token ids, masks and classes of any model."""
 
 
-@dataclass(frozen=True)
-class InputSpec:
-    """An input of the model, from text such as `image:float32[batch,3,224,224]`."""
+def parse_input(text: str) -> tuple[str, Tensor]:
+    """Name and example of an input, from text such as `image:float32[batch,3,224,224]`. The values are random, and equal in every call.
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    """Without the batch dimension."""
-
-    @classmethod
-    def parse(cls, text: str) -> InputSpec:
-        """Raises ExportError."""
-        found = _SPEC.fullmatch(text.strip())
-        dims = tuple(int(dim) for dim in found["dims"].split(",")[1:]) if found else ()
-        if found is None or found["dtype"] not in DTYPES or len(dims) >= MAX_DIMS:
-            raise ExportError(
-                f"--input {text!r} is not an input: expected NAME:DTYPE[batch,N,…] such as image:float32[batch,3,224,224], "
-                f"with a DTYPE of {', '.join(DTYPES)}"
-            )
-        return cls(found["name"], DTYPES[found["dtype"]], dims)
-
-    def example(self, rows: int = EXAMPLE_ROWS) -> Tensor:
-        """Random values [rows, *shape], the same in every call."""
-        generator = torch.Generator().manual_seed(0)
-        size = (rows, *self.shape)
-        if self.dtype.is_floating_point:
-            return torch.randn(size, generator=generator).to(self.dtype)
-        most = 256 if self.dtype == torch.uint8 else _RANDOM_INTEGERS
-        return torch.randint(most, size, generator=generator).to(self.dtype)
+    Raises:
+        ExportError: it is something else.
+    """
+    found = _SPEC.fullmatch(text.strip())
+    dims = [int(dim) for dim in found["dims"].split(",")[1:]] if found else []
+    if found is None or found["dtype"] not in DTYPES or len(dims) >= MAX_DIMS:
+        raise ExportError(
+            f"--input {text!r} is not an input: expected NAME:DTYPE[batch,N,…] such as image:float32[batch,3,224,224], "
+            f"with a DTYPE of {', '.join(DTYPES)}"
+        )
+    dtype, generator = DTYPES[found["dtype"]], torch.Generator().manual_seed(0)
+    size = (EXAMPLE_ROWS, *dims)
+    if dtype.is_floating_point:
+        return found["name"], torch.randn(size, generator=generator).to(dtype)
+    most = 256 if dtype == torch.uint8 else _RANDOM_INTEGERS
+    return found["name"], torch.randint(most, size, generator=generator).to(dtype)
 
 
 def parse_dynamic(text: str) -> Dynamic:

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +55,6 @@ class LoadedModel:
     module: nn.Module
     preprocessing: Preprocessing | None
     labels: tuple[str, ...]
-
-    @property
-    def image(self) -> Preprocessing:
-        """`preprocessing`. Raises ExportError if there is none."""
-        if self.preprocessing is None:
-            raise ExportError(
-                f"{self.name} does not take one image: export it with `multiworld export {self.name} --input …` and serve the bundle"
-            )
-        return self.preprocessing
 
     def classifier(self) -> ImageModel:
         """The whole model: uint8 images [B,3,H,W] to float32 probabilities [B,classes]. Shares the weights."""
@@ -114,13 +106,17 @@ def export_loaded(
     Raises:
         ModelError: it takes something else, or cannot be exported.
     """
+    if model.preprocessing is None:
+        raise ExportError(
+            f"{model.name} does not take one image: export it with `multiworld export {model.name} --input …` and serve the bundle"
+        )
     options = ExportOptions(
         model.name,
         model.version,
         (INPUT,),
         max_batch_size=max_batch_size,
         num_stages=num_stages,
-        image=model.image,
+        image=model.preprocessing,
         labels=model.labels,
         output=PROBABILITIES if model.labels else None,
         checked=(1, 3),
@@ -268,14 +264,10 @@ def main(model: str, path: str) -> None:
     """
     asked = CachedModel(**json.loads(model))
     torch.set_num_threads(1)  # the service keeps its cores while it loads a version
-    _step("loading the model")
+    step = partial(print, flush=True)
+    step("loading the model")
     loaded = load_model(asked.name, asked.weights, image_size=asked.image_size)
-    export_loaded(loaded, Path(path), max_batch_size=asked.max_batch_size, progress=_step)
-
-
-def _step(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    export_loaded(loaded, Path(path), max_batch_size=asked.max_batch_size, progress=step)
 
 
 if __name__ == "__main__":

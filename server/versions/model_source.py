@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _COPIES_OF_WEIGHTS = 4
 """Copies in memory while weights are exported: the file, its tensors, the module, the bundle."""
 _PATH_CHARACTERS = 1024
+_INTERFACE = ("inputs", "outputs", "dimensions", "image", "labels")
+"""What clients rely on: the fields of `ServedModel` that all versions have in common."""
 
 
 class ModelSource:
@@ -64,8 +66,8 @@ class ModelSource:
         bundle = self._bundle(weights, first)
         manifest, stages = bundle.manifest, versions.current.stages
         logger.info("version %s is loaded; splitting it into %d stages", manifest.version, len(stages))
-        expected, found = _interface(first), _interface(bundle)
-        if changed := [field for field, value in expected.items() if found[field] != value]:
+        expected, found = _served(first), _served(bundle)
+        if changed := [field for field in _INTERFACE if getattr(expected, field) != getattr(found, field)]:
             raise BundleError(
                 f"{manifest.name}@{manifest.version} has other {' and '.join(changed)} than the service: "
                 f"{_shown(expected, changed)}, but the bundle has {_shown(found, changed)}; serve it as a separate service"
@@ -167,23 +169,10 @@ def _served(bundle: Bundle) -> ServedModel:
         raise BundleError(f"{manifest.name} cannot be served: {error}") from error
 
 
-def _interface(bundle: Bundle) -> dict[str, object]:
-    """What clients rely on, by name."""
-    manifest = bundle.manifest
-    image = manifest.image
-    return {
-        "inputs": manifest.inputs,
-        "outputs": manifest.outputs,
-        "dimensions": {name: tuple(bounds) for name, bounds in manifest.dimensions.items()},
-        "preprocessing": None if image is None else (image.resize_size, image.crop_size),
-        "labels": manifest.labels,
-    }
-
-
-def _shown(interface: dict[str, object], fields: list[str]) -> str:
+def _shown(model: ServedModel, fields: list[str]) -> str:
     shown = []
     for field in fields:
-        value = interface[field]
+        value = getattr(model, field)
         text = " and ".join(map(str, value)) if isinstance(value, tuple) else str(value or "")
         shown.append(f"{field} {text[:200] or 'none'}")
     return ", ".join(shown)
