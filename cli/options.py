@@ -116,6 +116,13 @@ class _ProgramOptions(Options):
     """Show all options, and exit."""
 
 
+def epilog(*examples: str, note: str = "", exit_status: str = "") -> str:
+    """The text at the end of `--help`: examples, a note, and what the exit status says."""
+    parts = ["[bold]Examples[/bold]", *map(escape, examples)] if examples else []
+    status = f"[bold]Exit status[/bold]: {exit_status}" if exit_status else ""
+    return "\n\n".join(filter(None, [*parts, note, status]))
+
+
 def verb_command(verb: Callable[[OptionsType], int], cls: type[OptionsType]) -> Callable[..., int]:
     """The typer command of a verb with these options."""
 

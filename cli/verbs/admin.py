@@ -4,30 +4,20 @@ import contextlib
 import json
 from typing import Any
 
-from multiworld_serving.cli.options import AsJson, value
+from multiworld_serving.cli.options import AsJson, epilog, value
 from multiworld_serving.cli.service import ServiceError, ServiceOptions, open_clients, send_request
 
-RESTART_EPILOG = """
-[bold]Examples[/bold]
-
-multiworld rolling-restart
-
-multiworld rolling-restart --url https://10.0.0.1:8002 --api-key-file admin.key
-
-[bold]Exit status[/bold]: 0 all workers were restarted, 1 at least one was not, 2 invalid usage.
-"""
-LOAD_EPILOG = """
-[bold]Examples[/bold]
-
-multiworld load-version fine-tuned/epoch-12.safetensors
-
-multiworld load-version
-
-[bold]Exit status[/bold]: 0 the new version serves, 1 failure and nothing has changed, 2 invalid usage.
-"""
-UNLOAD_EPILOG = """
-[bold]Exit status[/bold]: 0 the model is out of service, 1 failure and nothing has changed, 2 invalid usage.
-"""
+RESTART_EPILOG = epilog(
+    "multiworld rolling-restart",
+    "multiworld rolling-restart --url https://10.0.0.1:8002 --api-key-file admin.key",
+    exit_status="0 all workers were restarted, 1 at least one was not, 2 invalid usage.",
+)
+LOAD_EPILOG = epilog(
+    "multiworld load-version fine-tuned/epoch-12.safetensors",
+    "multiworld load-version",
+    exit_status="0 the new version serves, 1 failure and nothing has changed, 2 invalid usage.",
+)
+UNLOAD_EPILOG = epilog(exit_status="0 the model is out of service, 1 failure and nothing has changed, 2 invalid usage.")
 
 
 class OperationOptions(ServiceOptions):

@@ -4,28 +4,21 @@ import json
 import time
 from typing import TYPE_CHECKING
 
-from multiworld_serving.cli.options import AsJson, Duration, LoadOptions, duration, value
+from multiworld_serving.cli.options import AsJson, Duration, LoadOptions, duration, epilog, value
 from multiworld_serving.cli.service import ServiceOptions, open_clients, read_status
 from multiworld_serving.common.config import UserError
 
 if TYPE_CHECKING:
     from multiworld_serving.testing.load.measurement import Measurement
 
-EPILOG = """
-[bold]Examples[/bold]
-
-multiworld bench
-
-multiworld bench --clients 32 --duration 1m
-
-multiworld bench --rate 200 --json > bench.json
-
-multiworld bench --rows 8
-
-multiworld bench --file question.json
-
-[bold]Exit status[/bold]: 0 every request was answered or refused with 429, 1 at least one failed, 2 invalid usage, 130 interrupted.
-"""
+EPILOG = epilog(
+    "multiworld bench",
+    "multiworld bench --clients 32 --duration 1m",
+    "multiworld bench --rate 200 --json > bench.json",
+    "multiworld bench --rows 8",
+    "multiworld bench --file question.json",
+    exit_status="0 every request was answered or refused with 429, 1 at least one failed, 2 invalid usage, 130 interrupted.",
+)
 
 _CLIENT_BOUND = 0.8
 """Fraction of a core above which the clients themselves may limit the throughput."""

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from multiworld_serving.cli.options import Duration, LoadOptions, Options, assignments, duration, value
+from multiworld_serving.cli.options import Duration, LoadOptions, Options, assignments, duration, epilog, value
 from multiworld_serving.cli.service import Access, ServiceError
 from multiworld_serving.common.config import UserError
 
@@ -18,21 +18,14 @@ if TYPE_CHECKING:
     from multiworld_serving.testing.chaos.system.system_under_test import RunningService
     from multiworld_serving.testing.load.statistics import Spread
 
-EPILOG = """
-[bold]Examples[/bold]
-
-multiworld chaos
-
-multiworld chaos --faults kill,freeze --rounds 20 --json chaos.json
-
-multiworld chaos --duration 30m --model my.bundle
-
-multiworld serve 2> serve.log & multiworld chaos --url http://127.0.0.1:8000
-
-docker compose up -d --wait && multiworld chaos --compose multiworld
-
-[bold]Exit status[/bold]: 0 no request was lost or answered twice and every fault had the expected effect, 1 otherwise, 2 invalid usage.
-"""
+EPILOG = epilog(
+    "multiworld chaos",
+    "multiworld chaos --faults kill,freeze --rounds 20 --json chaos.json",
+    "multiworld chaos --duration 30m --model my.bundle",
+    "multiworld serve 2> serve.log & multiworld chaos --url http://127.0.0.1:8000",
+    "docker compose up -d --wait && multiworld chaos --compose multiworld",
+    exit_status="0 no request was lost or answered twice and every fault had the expected effect, 1 otherwise, 2 invalid usage.",
+)
 
 
 class TestedService(Options):

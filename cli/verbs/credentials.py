@@ -3,27 +3,20 @@
 import json
 from pathlib import Path
 
-from multiworld_serving.cli.options import AsJson, Options, value
+from multiworld_serving.cli.options import AsJson, Options, epilog, value
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.keys import hash_key, parse_keys, read_keys
 from multiworld_serving.common.config.tokens import new_token, read_token, write_secret
 
-KEY_EPILOG = """
-[bold]Examples[/bold]
-
-multiworld key alice --add-to api.keys --out alice.key
-
-multiworld serve --api-keys-file api.keys
-
-multiworld predict --api-key-file alice.key photo.jpg
-"""
-TOKEN_EPILOG = """
-[bold]Examples[/bold]
-
-multiworld token token
-
-multiworld serve --external-workers --join-host 0.0.0.0 --token-file token
-"""  # noqa: S105 - no password
+KEY_EPILOG = epilog(
+    "multiworld key alice --add-to api.keys --out alice.key",
+    "multiworld serve --api-keys-file api.keys",
+    "multiworld predict --api-key-file alice.key photo.jpg",
+)
+TOKEN_EPILOG = epilog(
+    "multiworld token token",
+    "multiworld serve --external-workers --join-host 0.0.0.0 --token-file token",
+)
 
 
 class KeyOptions(AsJson):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator
 
-from multiworld_serving.cli.options import Options, value
+from multiworld_serving.cli.options import Options, epilog, value
 from multiworld_serving.common.config import UserError
 
 if TYPE_CHECKING:
@@ -15,17 +15,12 @@ if TYPE_CHECKING:
     from multiworld_serving.models.export.exporter import ExportReport
     from multiworld_serving.models.preprocessing import Preprocessing
 
-EPILOG = """
-[bold]Examples[/bold]
-
-multiworld export convnext_tiny --weights DEFAULT -o convnext.bundle
-
-multiworld export model.py:make --input image:float32\\[batch,3,64,64] --stages auto -o model.bundle
-
-multiworld export bert.py:make --example bert.py:example --dynamic ids:1,mask:1=1..512 --stages 3 -o bert.zip
-
-SOURCE is code of yours, which is executed. The bundle contains none of it.
-"""
+EPILOG = epilog(
+    "multiworld export convnext_tiny --weights DEFAULT -o convnext.bundle",
+    "multiworld export model.py:make --input image:float32[batch,3,64,64] --stages auto -o model.bundle",
+    "multiworld export bert.py:make --example bert.py:example --dynamic ids:1,mask:1=1..512 --stages 3 -o bert.zip",
+    note="SOURCE is code of yours, which is executed. The bundle contains none of it.",
+)
 
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _CHANNELS = "three numbers R,G,B such as 0.485,0.456,0.406"

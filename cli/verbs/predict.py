@@ -7,7 +7,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multiworld_serving.cli.options import AsJson, value
+from multiworld_serving.cli.options import AsJson, epilog, value
 from multiworld_serving.cli.service import (
     ServiceError,
     ServiceOptions,
@@ -21,19 +21,13 @@ from multiworld_serving.common.config import UserError
 if TYPE_CHECKING:
     import httpx
 
-EPILOG = """
-[bold]Examples[/bold]
-
-multiworld predict photo.jpg
-
-multiworld predict --top-k 1 --json *.jpg
-
-multiworld predict question.txt
-
-multiworld predict tokens.npz
-
-[bold]Exit status[/bold]: 0 all files were answered, 1 at least one failed, 2 invalid usage.
-"""
+EPILOG = epilog(
+    "multiworld predict photo.jpg",
+    "multiworld predict --top-k 1 --json *.jpg",
+    "multiworld predict question.txt",
+    "multiworld predict tokens.npz",
+    exit_status="0 all files were answered, 1 at least one failed, 2 invalid usage.",
+)
 
 
 class PredictOptions(AsJson, ServiceOptions):

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from multiworld_serving.cli.options import Options, value
+from multiworld_serving.cli.options import Options, epilog, value
 from multiworld_serving.common.config import UserError, configure_logging
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
@@ -11,41 +11,22 @@ from multiworld_serving.workers.settings import WorkerSettings
 if TYPE_CHECKING:
     from types import ModuleType
 
-SERVE_EPILOG = """
-[bold]Examples[/bold]
-
-multiworld serve --weights auto
-
-multiworld serve --model resnet18 --stages 3 --replicas 2 --leaders 2 --weights random:0
-
-multiworld serve --external-workers --join-host 0.0.0.0 --token-file token
-
-multiworld serve --launcher ray --stages 2 --replicas 2 --leaders 2 --frontends 2 --device cuda
-
-curl -F image=@photo.jpg http://127.0.0.1:8000/predict
-"""
-FRONTEND_EPILOG = """
-[bold]Example[/bold]
-
-multiworld frontend --leader 10.0.0.1:8001 --leader 10.0.0.2:8001 --host 0.0.0.0 --token-file token
-"""
-DOWN_EPILOG = """
-[bold]Example[/bold]
-
-RAY_ADDRESS=10.0.0.1:6379 multiworld down
-"""
-LEADER_EPILOG = """
-[bold]Example[/bold]
-
-multiworld leader --model resnet18 --weights random:0 --join-host 0.0.0.0 --token-file token
-"""
-WORKER_EPILOG = """
-[bold]Examples[/bold]
-
-multiworld worker --leader 10.0.0.1:8001 --token-file token
-
-MULTIWORLD_TOKEN=… multiworld worker --leader leader:8001 --device cuda:0
-"""
+SERVE_EPILOG = epilog(
+    "multiworld serve --weights auto",
+    "multiworld serve --model resnet18 --stages 3 --replicas 2 --leaders 2 --weights random:0",
+    "multiworld serve --external-workers --join-host 0.0.0.0 --token-file token",
+    "multiworld serve --launcher ray --stages 2 --replicas 2 --leaders 2 --frontends 2 --device cuda",
+    "curl -F image=@photo.jpg http://127.0.0.1:8000/predict",
+)
+FRONTEND_EPILOG = epilog(
+    "multiworld frontend --leader 10.0.0.1:8001 --leader 10.0.0.2:8001 --host 0.0.0.0 --token-file token"
+)
+DOWN_EPILOG = epilog("RAY_ADDRESS=10.0.0.1:6379 multiworld down")
+LEADER_EPILOG = epilog("multiworld leader --model resnet18 --weights random:0 --join-host 0.0.0.0 --token-file token")
+WORKER_EPILOG = epilog(
+    "multiworld worker --leader 10.0.0.1:8001 --token-file token",
+    "MULTIWORLD_TOKEN=… multiworld worker --leader leader:8001 --device cuda:0",
+)
 
 
 def serve(settings: ServeSettings) -> int:

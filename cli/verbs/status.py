@@ -5,7 +5,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from multiworld_serving.cli.console import console, table
-from multiworld_serving.cli.options import AsJson, value
+from multiworld_serving.cli.options import AsJson, epilog, value
 from multiworld_serving.cli.service import ServiceError, ServiceOptions, open_clients, read_status
 from multiworld_serving.common.config import UserError
 
@@ -15,15 +15,11 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-EPILOG = """
-[bold]Examples[/bold]
-
-multiworld status
-
-multiworld status --watch
-
-multiworld status --json --url http://10.0.0.1:8000
-"""
+EPILOG = epilog(
+    "multiworld status",
+    "multiworld status --watch",
+    "multiworld status --json --url http://10.0.0.1:8000",
+)
 
 _WATCH_S = 1.0
 _STYLES = {
