@@ -44,8 +44,7 @@ class Bundle:
 
     Attributes:
         self_test: tensors of one row: "input.NAME" of every input, and "boundary.K.INDEX" for output INDEX of stage K, as
-            computed in float32 when the bundle was made. The last stage's are the outputs of the model. Bundles that were not read
-            from a file may have the inputs only.
+            computed in float32 when the bundle was made. The last stage's are the outputs of the model.
     """
 
     manifest: Manifest

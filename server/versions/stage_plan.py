@@ -110,7 +110,7 @@ def make_bundle_plan(
 ) -> tuple[StagePlan, ...]:
     """The stages of a bundle, cut at its own positions if it was made with this number of stages.
 
-    The weights stay in its file. Reference outputs that the bundle does not have are computed here.
+    The weights stay in its file. With other positions the reference outputs are computed here.
 
     Args:
         number: by which workers know these stages.
@@ -126,8 +126,11 @@ def make_bundle_plan(
         file = bundle.weights_file
         sent = StageWeights(stage_head(stage), file, [file.entries[node.key] for node in weights_in_order(stage)])
         plans.append(StagePlan(spec, sent, rows, spec.output_rows.pack(output), number, tuning))
+        logger.debug(
+            "stage=%d blocks=%s..%s weights_mb=%.1f", spec.index, spec.blocks[0], spec.blocks[-1], sent.size / 1e6
+        )
         tensors = output
-    return _logged(plans)
+    return tuple(plans)
 
 
 def stage_ends(bundle: Bundle, num_stages: int) -> tuple[int, ...]:
@@ -140,13 +143,12 @@ def stage_ends(bundle: Bundle, num_stages: int) -> tuple[int, ...]:
 
 def _stages_of(bundle: Bundle, cuts: Sequence[int]) -> tuple[tuple[Graph, ...], list[tuple[Tensor, ...]]]:
     """The stages, and the reference output of each."""
-    if tuple(cuts) == bundle.manifest.cuts and "boundary.0.0" in bundle.self_test:
-        stages = bundle.stages
+    stages = bundle.graph.cut(cuts)
+    if tuple(cuts) == bundle.manifest.cuts:
         return stages, [
             tuple(bundle.self_test[f"boundary.{index}.{place}"] for place in range(len(stage.outputs)))
             for index, stage in enumerate(stages)
         ]
-    stages = bundle.graph.cut(cuts)
     values = tuple(bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs)
     outputs: list[tuple[Tensor, ...]] = []
     for stage in stages:
@@ -158,12 +160,3 @@ def _stages_of(bundle: Bundle, cuts: Sequence[int]) -> tuple[tuple[Graph, ...], 
             )
         outputs.append(values)
     return stages, outputs
-
-
-def _logged(plans: Sequence[StagePlan]) -> tuple[StagePlan, ...]:
-    for plan in plans:
-        logger.debug(
-            "stage=%d blocks=%s..%s weights_mb=%.1f",
-            *(plan.spec.index, plan.spec.blocks[0], plan.spec.blocks[-1], plan.weights.size / 1e6),
-        )
-    return tuple(plans)

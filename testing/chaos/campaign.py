@@ -4,14 +4,14 @@ import random
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import httpx
 
 from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
-from multiworld_serving.testing.chaos.faults.fault import NEEDS, Fault, Scope
+from multiworld_serving.testing.chaos.faults.fault import NEEDS, Fault
 from multiworld_serving.testing.chaos.observer import NotRecoveredError, Observer, Replica, Snapshot
 from multiworld_serving.testing.chaos.schedule import choose_targets, missing_targets_reason, order
 from multiworld_serving.testing.chaos.system.containers import (
@@ -107,10 +107,11 @@ def run(system: RunningService, plan: Plan, *, log: Callable[[str], None] = lamb
         NotRecoveredError: not all replicas are ready before the first fault.
     """
     found = CampaignResult(plan)
-    with ExitStack() as stack:
-        observer = stack.enter_context(Observer(system.url, system.credentials))
+    with Observer(system.url, system.credentials) as observer:
         start = observer.wait(lambda now: now.complete, WAIT_S, "complete at the start")
-        faults = _available_faults(plan, system, start, found, log)
+        found.skipped = {fault.name: why for fault in plan.faults if (why := unavailable_reason(fault, system, start))}
+        for name, why in found.skipped.items():
+            log(f"left out: {name} ({why})")
         requests = served_requests(system.url, plan.files, seed=plan.seed, credentials=system.credentials)
         if pairs := count_indistinguishable(requests):
             found.warnings.append(
@@ -130,7 +131,7 @@ def run(system: RunningService, plan: Plan, *, log: Callable[[str], None] = lamb
             time.sleep(plan.settle_s)
             before = _resources(system)
             try:
-                _inject_all(system, observer, faults, requests[0], found, log)
+                _inject_all(system, observer, requests[0], found, log)
             except NotRecoveredError as error:
                 found.aborted = str(error)
             except KeyboardInterrupt:
@@ -158,37 +159,17 @@ def _resources(system: RunningService) -> dict[str, Resources]:
     return found
 
 
-def _available_faults(
-    plan: Plan, system: RunningService, start: Snapshot, found: CampaignResult, log: Callable[[str], None]
-) -> list[Fault]:
-    """Return the faults that are possible on this machine and service; log the others, on one line."""
-    for fault in plan.faults:
-        if why := unavailable_reason(fault, system, start):
-            found.skipped[fault.name] = why
-    if found.skipped:
-        log(left_out(found.skipped))
-    return [fault for fault in plan.faults if fault.name not in found.skipped]
-
-
-def left_out(skipped: Mapping[str, str]) -> str:
-    """Return one line about the faults that were not injected, by reason."""
-    reasons: dict[str, list[str]] = {}
-    for name, why in skipped.items():
-        reasons.setdefault(why, []).append(name)
-    return "left out: " + "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())
-
-
 def unavailable_reason(fault: Fault, system: RunningService, now: Snapshot) -> str:
     """Return why this fault is not possible on this machine and service now; empty if it is."""
-    return fault.unavailable_reason() or missing_targets_reason(fault, now) or _unreachable_reason(fault, system, now)
-
-
-def _unreachable_reason(fault: Fault, system: RunningService, now: Snapshot) -> str:
     in_containers = isinstance(system, ComposeProject)
+    if why := fault.unavailable_reason() or missing_targets_reason(fault, now):
+        return why
     if fault.of == "container":
         return "" if in_containers else "needs containers: give their project with --compose"
+    if fault.scope in ("leader", "frontend") and not system.child_pids(fault.scope):
+        return f"no {fault.scope} on this machine is a process of `multiworld serve`"
     if fault.scope not in NEEDS:
-        return _unknown_process_reason(fault.scope, system)
+        return ""
     if in_containers and (why := processes_unavailable_reason()):
         return why
     known = system.worker_pids()
@@ -197,21 +178,15 @@ def _unreachable_reason(fault: Fault, system: RunningService, now: Snapshot) -> 
     return f"the processes of {', '.join(unknown)} are not known: {hint}" if unknown else ""
 
 
-def _unknown_process_reason(scope: Scope, system: RunningService) -> str:
-    if scope in ("leader", "frontend") and not system.child_pids(scope):
-        return f"no {scope} on this machine is a process of `multiworld serve`"
-    return ""
-
-
 def _inject_all(
     system: RunningService,
     observer: Observer,
-    faults: Sequence[Fault],
     request: ReferenceRequest,
     found: CampaignResult,
     log: Callable[[str], None],
 ) -> None:
     plan = found.plan
+    faults = [fault for fault in plan.faults if fault.name not in found.skipped]
     generator = random.Random(plan.seed)
     for number, fault in enumerate(order(faults, generator) if faults else ()):
         if _is_finished(plan, number, len(faults), time.time() - found.started_s):

@@ -124,7 +124,6 @@ class Observer:
 
     def __init__(self, url: str, credentials: ClientCredentials = NO_CREDENTIALS) -> None:
         self._client = httpx.Client(base_url=url, timeout=30.0, **credentials.options)
-        self._metrics = httpx.Client(base_url=url, timeout=30.0, **credentials.options)  # used by other threads
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos-observer", daemon=True)
@@ -139,7 +138,6 @@ class Observer:
         self._stop.set()
         self._thread.join()
         self._client.close()
-        self._metrics.close()
 
     @property
     def now(self) -> Snapshot:
@@ -157,7 +155,7 @@ class Observer:
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric over all its series; 0 if there are none."""
-        return metric_sum(self._metrics.get("/metrics").text, name)
+        return metric_sum(self._client.get("/metrics").text, name)
 
     def _run(self) -> None:
         while not self._stop.wait(_POLL_S):

@@ -404,7 +404,7 @@ def none_left(needed_bytes: int) -> None:
 
 BAD_VERSIONS = {
     "other weights than the reference's": "the join self-test failed",
-    "weights that do not load": "the graph of stage 0 has",
+    "weights that do not load": "the inputs differ from the graph's",
     "no memory": "5 are left",
 }
 
