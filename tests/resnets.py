@@ -1,6 +1,7 @@
 """ResNets as leaders cut and send them, and as workers load them."""
 
 import dataclasses
+import os
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.export.torchvision_models import LoadedModel, export_loaded, load_model
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
+from multiworld_serving.models.weights.tensor_file import TensorFile
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.server.versions.stage_weights import StageWeights
 from tests.cut_bundles import bundle_plan
@@ -58,8 +60,8 @@ def with_other_weights(plan: StagePlan) -> StagePlan:
     sent = sent_weights(plan)
     (bias,) = (each for each in load_bundle_stage(plan.spec, sent).buffers() if each.shape == (1000,))
     bias += torch.linspace(-5, 5, len(bias))  # shares the memory of `sent`
-    with tempfile.TemporaryFile() as file:
-        return dataclasses.replace(plan, weights=StageWeights(sent.numpy().tobytes(), file, []))
+    empty = TensorFile(os.memfd_create("weights"))
+    return dataclasses.replace(plan, weights=StageWeights(sent.numpy().tobytes(), empty, []))
 
 
 def sent_stage(plan: StagePlan) -> BundleStage:

@@ -5,20 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from multiworld_serving.models.weights.tensor_file import TensorEntry
+from multiworld_serving.models.weights.tensor_file import TensorEntry, TensorFile
 
 _CHUNK_BYTES = 4 << 20
-
-
-class HasFileno(Protocol):
-    """A file that is open as long as the object exists."""
-
-    def fileno(self) -> int: ...
 
 
 class StageWeights:
@@ -31,7 +24,7 @@ class StageWeights:
         OSError: the file cannot be read.
     """
 
-    def __init__(self, head: bytes, file: HasFileno, ranges: Sequence[TensorEntry]) -> None:
+    def __init__(self, head: bytes, file: TensorFile, ranges: Sequence[TensorEntry]) -> None:
         self._head = head
         self._file = file
         self._ranges = tuple(ranges)

@@ -1,6 +1,7 @@
 """Faults on containers, including those of the leaders."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 
 from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
@@ -18,38 +19,32 @@ from multiworld_serving.testing.chaos.system.containers import Container, docker
 PAUSE_S = 4.0
 """How long a leader is paused or disconnected: longer than the heartbeat timeout."""
 MORE_WORKERS = 2
+Down = Callable[[Container], AbstractContextManager[None]]
+"""Takes a container down while a block runs."""
 _HELD = f"until the leader detects it and {HOLD_S:g} s more"
 _container_fault = partial(fault, of="container", unavailable_reason=docker_unavailable_reason)
 
 
-@_container_fault("container-kill", "docker kill, and docker start", causes=EXIT_CAUSES)
-def _kill(context: FaultContext) -> None:
+def _take_down(context: FaultContext, down: Down, hold_s: float = HOLD_S) -> None:
+    """Take the container of a worker down until the leader has detected it, and longer."""
     container = context.container(context.targets[0])
     context.begin()
-    with container.killed():
+    with down(container):
         context.wait_broken()
+        context.hold(hold_s)
 
 
-@_container_fault("container-pause", f"docker pause {_HELD}, and docker unpause", causes=HANG_CAUSES)
-def _pause(context: FaultContext) -> None:
-    container = context.container(context.targets[0])
-    context.begin()
-    with container.paused():
-        context.wait_broken()
-        context.hold(HOLD_S)
-
-
-@_container_fault(
+_container_fault("container-kill", "docker kill, and docker start", causes=EXIT_CAUSES)(
+    partial(_take_down, down=Container.killed, hold_s=0.0)
+)
+_container_fault("container-pause", f"docker pause {_HELD}, and docker unpause", causes=HANG_CAUSES)(
+    partial(_take_down, down=Container.paused)
+)
+_container_fault(
     "unplug",
     f"disconnected from its networks {_HELD}, then reconnected with other addresses",
     causes=PARTITION_CAUSES,
-)
-def _unplug(context: FaultContext) -> None:
-    container = context.container(context.targets[0])
-    context.begin()
-    with container.unplugged():
-        context.wait_broken()
-        context.hold(HOLD_S)
+)(partial(_take_down, down=Container.unplugged))
 
 
 @_container_fault("restart-workers", "docker compose restart of all workers", "all", causes=LEFT_CAUSES)
@@ -80,47 +75,31 @@ def _scale_to(context: FaultContext, service: str, count: int) -> None:
 
 # The faults of leaders: each leader in turn, the next one after the previous one is ready again.
 
+_leader_fault = partial(_container_fault, scope="leader", excused=NOT_SERVED)
 
-@_container_fault(
-    "leader-kill",
-    f"docker kill of each leader in turn, and docker start {HOLD_S:g} s later",
-    "leader",
-    excused=NOT_SERVED,
-)
-def _kill_leader(context: FaultContext) -> None:
+
+def _take_leaders_down(context: FaultContext, down: Down, hold_s: float = PAUSE_S) -> None:
     for leader in _leaders(context):
-        with leader.killed():
-            context.hold(HOLD_S)
+        with down(leader):
+            context.hold(hold_s)
 
 
-@_container_fault(
-    "leader-pause",
-    f"docker pause of each leader in turn, and docker unpause {PAUSE_S:g} s later",
-    "leader",
-    excused=NOT_SERVED,
+_leader_fault("leader-kill", f"docker kill of each leader in turn, and docker start {HOLD_S:g} s later")(
+    partial(_take_leaders_down, down=Container.killed, hold_s=HOLD_S)
 )
-def _pause_leader(context: FaultContext) -> None:
-    for leader in _leaders(context):
-        with leader.paused():
-            context.hold(PAUSE_S)
+_leader_fault("leader-pause", f"docker pause of each leader in turn, and docker unpause {PAUSE_S:g} s later")(
+    partial(_take_leaders_down, down=Container.paused)
+)
+_leader_fault(
+    "leader-unplug",
+    f"each leader in turn disconnected from its networks, and reconnected with other addresses {PAUSE_S:g} s later",
+)(partial(_take_leaders_down, down=Container.unplugged))
 
 
-@_container_fault("leader-restart", "docker compose restart of each leader in turn", "leader", excused=NOT_SERVED)
+@_leader_fault("leader-restart", "docker compose restart of each leader in turn")
 def _restart_leader(context: FaultContext) -> None:
     for leader in _leaders(context):
         context.project.compose("restart", leader.service)
-
-
-@_container_fault(
-    "leader-unplug",
-    f"each leader in turn disconnected from its networks, and reconnected with other addresses {PAUSE_S:g} s later",
-    "leader",
-    excused=NOT_SERVED,
-)
-def _unplug_leader(context: FaultContext) -> None:
-    for leader in _leaders(context):
-        with leader.unplugged():
-            context.hold(PAUSE_S)
 
 
 def _leaders(context: FaultContext) -> Iterator[Container]:

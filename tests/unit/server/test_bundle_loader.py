@@ -1,6 +1,7 @@
 """Serving bundles: partition, versions, and what is refused."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from multiworld_serving.models.errors import BundleError, ModelError, WeightsError
 from multiworld_serving.models.export.exporter import ExportOptions, export_model
 from multiworld_serving.models.optimize.tuning import NO_TUNING
-from multiworld_serving.models.weights.tensor_file import TensorEntry
+from multiworld_serving.models.weights.tensor_file import TensorEntry, TensorFile
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes
 from multiworld_serving.server.versions.model_source import ModelSource
@@ -124,11 +125,11 @@ def test_weights_are_read_in_chunks_that_make_up_the_file(tmp_path: Path, monkey
     monkeypatch.setattr("multiworld_serving.server.versions.stage_weights._CHUNK_BYTES", 7)
     path = tmp_path / "file"
     path.write_bytes(bytes(range(100)))
-    with path.open("rb") as file:
-        weights = StageWeights(b"head", file, [TensorEntry(10, 20), TensorEntry(0, 1), TensorEntry(50, 16)])
-        expected = b"head" + bytes(range(10, 30)) + bytes([0]) + bytes(range(50, 66))
-        assert b"".join(chunk.numpy().tobytes() for chunk in weights.chunks()) == expected
-        assert max(len(chunk) for chunk in weights.chunks()) < 2 * 7
-        path.write_bytes(bytes(5))
-        with pytest.raises(OSError, match="shorter"):
-            list(weights.chunks())
+    file = TensorFile(os.open(path, os.O_RDONLY))
+    weights = StageWeights(b"head", file, [TensorEntry(10, 20), TensorEntry(0, 1), TensorEntry(50, 16)])
+    expected = b"head" + bytes(range(10, 30)) + bytes([0]) + bytes(range(50, 66))
+    assert b"".join(chunk.numpy().tobytes() for chunk in weights.chunks()) == expected
+    assert max(len(chunk) for chunk in weights.chunks()) < 2 * 7
+    path.write_bytes(bytes(5))
+    with pytest.raises(OSError, match="shorter"):
+        list(weights.chunks())
