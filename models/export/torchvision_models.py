@@ -72,25 +72,23 @@ def load_model(name: str, weights: str = "random:0", *, image_size: int | None =
     """
     check_name(name)
     published = published_weights(name)
-    labels: tuple[str, ...] | None = None
+    is_file = Path(weights).suffix.lower() in SUFFIXES
     if weights == "random" or weights.startswith("random:"):
         seed = parse_seed(weights)
         version, module = f"random:{seed}", _random_model(name, seed)
-    elif Path(weights).suffix.lower() in SUFFIXES:
+    elif is_file:
         checkpoint = read_checkpoint(weights)
         version, module = checkpoint.version, _module_with(name, checkpoint.tensors, weights)
-        labels = ()
     else:
         published = published_weights(name, weights)
         version, module = published.name, _fetched(name, published)
     module = module.eval().requires_grad_(False)
-    image = published_preprocessing(published)
-    if image is not None:
-        if image_size is not None:
-            image = Preprocessing(image_size, image_size, image.mean, image.std)
-        if labels is not None and published_labels(published):
-            labels = placeholder_labels(num_classes(module, {}, image))
-    return LoadedModel(name, version, module, image, published_labels(published) if labels is None else labels)
+    image, labels = published_preprocessing(published), published_labels(published)
+    if image is not None and image_size is not None:
+        image = Preprocessing(image_size, image_size, image.mean, image.std)
+    if is_file and labels:  # of its own classes
+        labels = placeholder_labels(num_classes(module, {}, image))
+    return LoadedModel(name, version, module, image, labels)
 
 
 def export_loaded(
