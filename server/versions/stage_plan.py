@@ -97,12 +97,9 @@ class StagePlan:
         except BundleError as error:
             return str(error)
         limit = _TOLERANCE[self._precision]
-        # also true for not-a-number
-        return (
-            None
-            if off <= limit
-            else f"the output deviates from the reference by {off:.3g}; at most {limit:g} is allowed"
-        )
+        if not off <= limit:  # also true for not-a-number
+            return f"the output deviates from the reference by {off:.3g}; at most {limit:g} is allowed"
+        return None
 
 
 def make_bundle_plan(
