@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.versions.stage_plan import StagePlan
@@ -40,8 +40,8 @@ class VersionTable:
         self.model = model
         self.current = first
         self.retiring: VersionPlan | None = None
-        self._known = {first.version.name: replace(first, stages=())}
-        """Number and digest of the latest versions in service, by name; the current one is last."""
+        self._known = {first.version.name: first.version}
+        """The latest versions in service, by name; the current one is last."""
         self._last_number = first.version.number
         self._agreed = first.version
 
@@ -57,7 +57,7 @@ class VersionTable:
         """
         if name in self._known:
             return self._known[name].number
-        if name == self._agreed.name and all(self._agreed.number != plan.number for plan in self._known.values()):
+        if name == self._agreed.name and all(self._agreed.number != version.number for version in self._known.values()):
             return self._agreed.number
         self._last_number += 1
         return self._last_number
@@ -69,7 +69,7 @@ class VersionTable:
 
     def digest_of(self, name: str) -> str | None:
         """The digest of a recent version; None if the name is new."""
-        return self._known[name].version.digest if name in self._known else None
+        return self._known[name].digest if name in self._known else None
 
     def plan(self, key: str) -> VersionPlan:
         """The plan in service with this key. Raises KeyError."""
@@ -83,6 +83,6 @@ class VersionTable:
         assert self.retiring is None, "the previous version is still retiring"
         self.retiring, self.current = self.current, plan
         self._known.pop(plan.version.name, None)
-        self._known[plan.version.name] = replace(plan, stages=())
+        self._known[plan.version.name] = plan.version
         oldest = list(self._known)[:-_NUMBERS_KEPT]
-        return [self._known.pop(name).version for name in oldest]
+        return [self._known.pop(name) for name in oldest]
