@@ -17,7 +17,7 @@ from multiworld_serving.testing.chaos.system.system_under_test import RunningSer
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
 from tests.unit.server.text_model import TEXT, TextPredictor
 
-SHORT = ["--duration", "300ms", "--warm-up", "0s", "--clients", "2"]
+SHORT = ["--duration", "1s", "--warm-up", "0s", "--clients", "2"]
 
 
 async def statuses(predictor: Any, model: Any, *commands: list[str]) -> list[int]:
