@@ -56,6 +56,15 @@ class LoadedModel:
     preprocessing: Preprocessing | None
     labels: tuple[str, ...]
 
+    @property
+    def image(self) -> Preprocessing:
+        """`preprocessing`. Raises ExportError if there is none."""
+        if self.preprocessing is None:
+            raise ExportError(
+                f"{self.name} does not take one image: export it with `multiworld export {self.name} --input …` and serve the bundle"
+            )
+        return self.preprocessing
+
     def classifier(self) -> ImageModel:
         """The whole model: uint8 images [B,3,H,W] to float32 probabilities [B,classes]. Shares the weights."""
         return ImageModel(self.module, self.preprocessing, probabilities=bool(self.labels))
@@ -104,17 +113,13 @@ def export_loaded(
     Raises:
         ModelError: it takes something else, or cannot be exported.
     """
-    if model.preprocessing is None:
-        raise ExportError(
-            f"{model.name} does not take one image: export it with `multiworld export {model.name} --input …` and serve the bundle"
-        )
     options = ExportOptions(
         model.name,
         model.version,
         (INPUT,),
         max_batch_size=max_batch_size,
         num_stages=num_stages,
-        image=model.preprocessing,
+        image=model.image,
         labels=model.labels,
         output=PROBABILITIES if model.labels else None,
         checked=(1, 3),
