@@ -56,7 +56,9 @@ async def test_engine_matches_the_reference(optimize: str) -> None:
         compiled = await engine.compile(task, lambda: True)
         assert compiled is not None
         stage = compiled
-    batches = [torch.randint(0, 256, (1 + at % LARGEST, *plan.spec.input_rows.dims), dtype=torch.uint8) for at in range(20)]
+    batches = [
+        torch.randint(0, 256, (1 + at % LARGEST, *plan.spec.input_rows.dims), dtype=torch.uint8) for at in range(20)
+    ]
     answers = await asyncio.gather(*(engine.compute(task, stage, batch) for batch in batches))
     expected = sent_stage(plan)
     for batch, answer in zip(batches, answers, strict=True):
