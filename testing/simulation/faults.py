@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from multiworld_serving.testing.simulation.simulator import Simulator
 
 _MAX_EDGE_CUT_S = 2.0
-_SINGLE = ("kill", "freeze", "stop", "slow", "flap", "raising", "cut_to", "cut_from", "cut", "leave", "vanish", "move")
 
 
 def inject_fault(simulator: Simulator, fault: Fault, name: str, random: Random) -> bool:
@@ -34,18 +33,14 @@ def inject_fault(simulator: Simulator, fault: Fault, name: str, random: Random) 
     """
     worker = simulator.workers[name]
     match fault:
-        case "double":
-            others = [each for each in simulator.workers.values() if each is not worker]
-            pair = (worker, *random.sample(others, min(1, len(others))))
-            return sum(_inject_one(each, random.choice(_SINGLE), random) for each in pair) > 0
         case "blackout":
             return _fail_stage(simulator, worker)
         case "upgrade":
             return _upgrade(simulator, worker)
         case "garbage":
             simulator.deliver(_garbage(simulator, random))
-        case "cut_edge" | "cut_edges":
-            _cut_edges(simulator, worker, random, all_edges=fault == "cut_edges")
+        case "cut_edges":
+            _cut_edges(simulator, worker, random)
         case "mass_cancel":
             for request in list(simulator.open)[::2]:
                 simulator.cancel(request)
@@ -62,33 +57,29 @@ def _inject_one(worker: Worker, fault: str, random: Random) -> bool:
             worker.kill()
         case "freeze":
             worker.freeze()
-        case "stop":
-            worker.stop()
         case "kill_after_reply":
             worker.kill_after_reply()
         case "slow":
-            worker.slow_down(random.choice((3.0, 10.0, 30.0)), random.uniform(0.5, 5.0))
+            worker.degrade(random.uniform(0.5, 5.0), slowdown=random.choice((3.0, 10.0, 30.0)))
         case "flap":
-            worker.flap(random.uniform(0.5, 5.0))
+            worker.degrade(random.uniform(0.5, 5.0), flapping=True)
         case "raising":
-            worker.start_raising(random.uniform(0.5, 5.0))
-        case "cut_to" | "cut_from" | "cut":
-            lasts_s = random.uniform(0.0, 2 * HEARTBEAT_TIMEOUT_S)
-            worker.partition(lasts_s, to=fault != "cut_from", from_=fault != "cut_to")
+            worker.degrade(random.uniform(0.5, 5.0), raising=True)
+        case "cut":
+            to, from_ = random.choice(((True, False), (False, True), (True, True)))
+            worker.partition(random.uniform(0.0, 2 * HEARTBEAT_TIMEOUT_S), to=to, from_=from_)
         case "leave":
             worker.leave()
         case "vanish":
             worker.fail("left", 0.0)
-        case "move":
-            worker.leave()
-            worker.stage = random.randrange(worker.num_stages)
     return True
 
 
-def _cut_edges(simulator: Simulator, worker: Worker, random: Random, *, all_edges: bool) -> None:
+def _cut_edges(simulator: Simulator, worker: Worker, random: Random) -> None:
+    """Cut one edge of the worker or, rarely, all."""
     ends = [*FRONTENDS, *(each.name for each in simulator.workers.values() if each is not worker)]
     lasts_s = random.uniform(0.0, _MAX_EDGE_CUT_S)
-    for end in ends if all_edges else [random.choice(ends)]:
+    for end in ends if random.random() < 0.1 else [random.choice(ends)]:
         simulator.data_plane.cut(worker.name, end, lasts_s)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
+from heapq import heappop, heappush
 from random import Random
 
 from multiworld_serving.server.scheduling.actions import (
@@ -21,16 +21,41 @@ from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.events import BatchDone, Drain, Event, RequestArrived, RequestCancelled, Tick
 from multiworld_serving.server.scheduling.scheduler import Scheduler
 from multiworld_serving.testing.simulation.data_plane import DataPlane
-from multiworld_serving.testing.simulation.event_queue import EventQueue
 from multiworld_serving.testing.simulation.invariants.checker import Checker
 from multiworld_serving.testing.simulation.scenarios import NETWORK_S, ComputeOutcome, Scenario
 from multiworld_serving.testing.simulation.workers import Worker
-from multiworld_serving.testing.simulation.workload import Arrival, Workload
+from multiworld_serving.testing.simulation.workload import Workload
 
 Trace = list[tuple[float, Event, list[Action]]]
 """Every event with its time and the resulting actions."""
 _EXPECTED_REFUSALS = {"kill": {"poison"}, "hang": {"poison"}, "raise": {"stage_error"}}
 _SETTLE_TIMEOUT_S = 300.0
+
+
+class EventQueue:
+    """Callbacks ordered by virtual time; callbacks with equal times run in insertion order."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._entries: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def after(self, delay_s: float, do: Callable[[], None]) -> None:
+        """Schedule a callback `delay_s` from now."""
+        self.at(self.now_s + delay_s, do)
+
+    def at(self, time_s: float, do: Callable[[], None]) -> None:
+        """Schedule a callback at `time_s`, which must not be in the past."""
+        self._count += 1
+        heappush(self._entries, (time_s, self._count, do))
+
+    def step(self) -> bool:
+        """Advance the clock to the next callback and run it; returns False if the queue is empty."""
+        if not self._entries:
+            return False
+        self.now_s, _, do = heappop(self._entries)
+        do()
+        return True
 
 
 class Simulator:
@@ -69,7 +94,6 @@ class Simulator:
         """Number of faults that had an effect."""
         self.ending = False
         """True once arrivals and faults have stopped."""
-        self._arrivals: dict[int, Arrival] = {}
         self._random = self.random_stream("shell")
         self._workload = Workload(self)
         self._wakeup_s: float | None = None
@@ -100,32 +124,16 @@ class Simulator:
         self._checker.check(event, actions, now_s, wakeup_s)
         for action in actions:
             self._perform(action, event)
-        if (
-            isinstance(event, BatchDone)
-            and event.kept
-            and not any(isinstance(each, KeepOutput | Answer) for each in actions)
-        ):
+        if isinstance(event, BatchDone) and event.kept and not any(isinstance(each, KeepOutput) for each in actions):
             self.data_plane.release(event.replica, event.batch)
         if wakeup_s is not None and (self._wakeup_s is None or wakeup_s < self._wakeup_s):
             self._schedule_tick(wakeup_s)
 
-    def cancel(self, request: int) -> None:
-        """Cancel a request on behalf of its client."""
+    def cancel(self, request: int, outcome: str = "cancelled") -> None:
+        """Cancel a request on behalf of its client, or hand it back to its frontend."""
         if request in self.open:
-            self.close(request, "cancelled")
+            self.close(request, outcome)
         self.deliver(RequestCancelled(request))
-
-    def hand_back(self, request: int) -> None:
-        """Cancel a request whose frontend will send it again."""
-        del self.open[request]
-        self.outcomes[request] = "handed_back"
-        self.deliver(RequestCancelled(request))
-
-    def arrive_again(self, request: int, new_id: int) -> None:
-        """The frontend sends a request again, with the remaining deadline."""
-        arrival, now_s = self._arrivals.pop(request), self.event_queue.now_s
-        timeout_s = arrival.at_s + arrival.timeout_s - now_s
-        self.arrive(replace(arrival, at_s=now_s, request=new_id, timeout_s=timeout_s, cancel_after_s=None))
 
     def compute_outcome_of(self, send: SendBatch) -> ComputeOutcome:
         """The outcome of computing this batch: that of its first request that is not healthy."""
@@ -145,7 +153,8 @@ class Simulator:
             case FreeBatch():
                 self.data_plane.free(action.batch)
             case Answer():
-                self.data_plane.answer(action, event)
+                for request, _ in action.rows:
+                    self.close(request, "answered")
             case Reject():
                 self.close(action.request, action.reason)
             case FailReplica():
@@ -153,29 +162,22 @@ class Simulator:
             case ReleaseReplica():
                 self.workers_by_link[action.replica].closed(action.replica)
 
-    def arrive(self, arrival: Arrival) -> None:
-        """A request arrives."""
-        request = arrival.request
+    def arrive(
+        self, request: int, timeout_s: float, key: str, compute_outcome: ComputeOutcome, cancel_after_s: float | None
+    ) -> None:
+        """A client sends a request."""
         self.open[request] = None
-        if self.scenario.edges:
-            self._arrivals[request] = arrival
-        if arrival.compute_outcome != "answer":
-            self.compute_outcomes[request] = arrival.compute_outcome
-        if arrival.cancel_after_s is not None:
-            self.event_queue.after(arrival.cancel_after_s, partial(self.cancel, request))
-        self.deliver(RequestArrived(request, arrival.at_s + arrival.timeout_s, arrival.key))
+        if compute_outcome != "answer":
+            self.compute_outcomes[request] = compute_outcome
+        if cancel_after_s is not None:
+            self.event_queue.after(cancel_after_s, partial(self.cancel, request))
+        self.deliver(RequestArrived(request, self.event_queue.now_s + timeout_s, key))
 
     def close(self, request: int, outcome: str) -> None:
         """Record the result of a request."""
         del self.open[request]
         self.outcomes[request] = outcome
         self._workload.request_closed()
-
-    def start(self, name: str, stage: int) -> None:
-        """Start a worker."""
-        worker = self.workers[name] = Worker(self, name, stage)
-        worker.version = max(each.version for each in self.workers.values())
-        worker.start()
 
     # Time.
 
@@ -203,9 +205,6 @@ class Simulator:
             )
         assert not self.open, "a request was neither answered nor refused"
         self.deliver(Drain())
-        late = max(self.outcomes, default=0) + 1
-        self.arrive(Arrival(self.event_queue.now_s, late, 1.0))
-        assert self.outcomes[late] == "draining", "a request was accepted while draining"
         self._checker.check_finished()
 
 
@@ -241,7 +240,7 @@ def run_case(
 def check_outcomes(simulator: Simulator) -> None:
     """Assert that every request got a result that the scenario allows. Raises AssertionError."""
     scenario, outcomes, compute_outcomes = simulator.scenario, simulator.outcomes, simulator.compute_outcomes
-    always_allowed = {"cancelled", "handed_back", "not_ready", "draining", *scenario.allowed_refusals}
+    always_allowed = {"cancelled", "handed_back", "not_ready", *scenario.allowed_refusals}
     healthy = {outcome for request, outcome in outcomes.items() if request not in compute_outcomes}
     wrong = healthy - always_allowed - {"answered"}
     assert not wrong, f"healthy requests were refused as {sorted(wrong)}"

@@ -31,7 +31,6 @@ class Worker:
     def __init__(self, simulator: Simulator, name: str, stage: int) -> None:
         self.name = name
         self.stage = stage
-        self.num_stages = simulator.scenario.config.num_stages
         self.version = 1
         self.generation = 0
         self.link = ""
@@ -108,32 +107,25 @@ class Worker:
         self._recover_later()
 
     def kill(self) -> None:
-        self.fail("exit", self._random.uniform(0.0, 10 * NETWORK_S))
+        """Die. The leader sees it soon or, if the connection is not closed, after the heartbeat timeout."""
+        closed = self._random.random() < 0.8
+        self.fail("exit", self._random.uniform(0.0, 10 * NETWORK_S) if closed else HEARTBEAT_TIMEOUT_S)
 
     def kill_after_reply(self) -> None:
         """Die when the leader knows of the next output that stays here, before anyone can fetch it."""
         self._dies_after_reply = True
 
-    def stop(self) -> None:
-        """Stop the whole process: its heartbeats stop too."""
-        self.fail("hang", HEARTBEAT_TIMEOUT_S)
-
     def freeze(self) -> None:
         """Block computation for ever; heartbeats continue."""
         self._frozen = True
 
-    def slow_down(self, factor: float, lasts_s: float) -> None:
-        self._slowdown = factor
-        self._event_queue.after(lasts_s, self._end_degradation)
-
-    def flap(self, lasts_s: float) -> None:
-        self._flapping = True
-        self._event_queue.after(lasts_s, self._end_degradation)
-
-    def start_raising(self, lasts_s: float) -> None:
-        """Raise an exception on every batch for `lasts_s`."""
-        self._raising = True
-        self._event_queue.after(lasts_s, self._end_degradation)
+    def degrade(
+        self, lasts_s: float = 0.0, *, slowdown: float = 1.0, flapping: bool = False, raising: bool = False
+    ) -> None:
+        """Compute slowly, die on every batch, or raise an exception on every batch, for `lasts_s`."""
+        self._slowdown, self._flapping, self._raising = slowdown, flapping, raising
+        if lasts_s:
+            self._event_queue.after(lasts_s, self.degrade)
 
     def partition(self, lasts_s: float, *, to: bool, from_: bool) -> None:
         """Delay messages until the partition heals. A partition longer than the heartbeat timeout breaks the link."""
@@ -171,9 +163,6 @@ class Worker:
         mean_s = self._scenario.recovery_s
         down_s = self._random.expovariate(1 / mean_s) if self._scenario.recovery_varies else mean_s
         self._event_queue.after(down_s, self.start)
-
-    def _end_degradation(self) -> None:
-        self._slowdown, self._flapping, self._raising = 1.0, False, False
 
     def _is_current(self, link: str) -> bool:
         return self.serving and link == self.link

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
 from multiworld_serving.testing.simulation.faults import inject_fault
 from multiworld_serving.testing.simulation.scenarios import CLIENTS, ComputeOutcome, Fault
+from multiworld_serving.testing.simulation.workers import Worker
 
 if TYPE_CHECKING:
     from multiworld_serving.testing.simulation.simulator import Simulator
 
 _BURST = 40
-_STORM = 30
 _THINK_TIME_S = 0.01
 _MEAN_CANCEL_S = 0.1
 """Mean time from arrival to cancellation, for requests that are cancelled."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A client sends a request."""
-
-    at_s: float
-    request: int
-    timeout_s: float
-    compute_outcome: ComputeOutcome = "answer"
-    cancel_after_s: float | None = None
-    key: str = ""
 
 
 class Workload:
@@ -42,7 +29,6 @@ class Workload:
         self._random = simulator.random_stream("chance")
         self._keys = simulator.random_stream("keys")
         self._requests = 0
-        self._extra_workers = 0
 
     def begin(self) -> None:
         """Send one request before any worker is ready, then start the workers, then the load and the faults."""
@@ -76,20 +62,17 @@ class Workload:
         rate = self._scenario.rate / ((3 + _BURST) / 4 if bursts else 1)
         self._event_queue.after(self._random.expovariate(rate), self._next_arrival)
 
-    def _arrive(self, timeout_s: float | None = None) -> None:
+    def _arrive(self) -> None:
         if self._simulator.ending:
             return
         self._requests += 1
         cancelled = self._random.random() < self._scenario.cancelled
         self._simulator.arrive(
-            Arrival(
-                self._event_queue.now_s,
-                self._requests,
-                timeout_s or self._random.uniform(*self._scenario.timeout_s),
-                self._draw_outcome(),
-                self._random.expovariate(1 / _MEAN_CANCEL_S) if cancelled else None,
-                self._draw_key(),
-            )
+            self._requests,
+            self._random.uniform(*self._scenario.timeout_s),
+            self._draw_key(),
+            self._draw_outcome(),
+            self._random.expovariate(1 / _MEAN_CANCEL_S) if cancelled else None,
         )
 
     def _draw_key(self) -> str:
@@ -112,15 +95,12 @@ class Workload:
 
     # Workers.
 
-    def _start(self, worker: str, stage: int) -> None:
-        if not self._simulator.ending:
-            self._simulator.start(worker, stage)
-
-    def _start_another(self) -> None:
-        scenario = self._scenario
-        if len(self._simulator.workers) < 4 * scenario.replicas * scenario.config.num_stages:
-            self._extra_workers += 1
-            self._start(f"extra{self._extra_workers}", self._random.randrange(scenario.config.num_stages))
+    def _start(self, name: str, stage: int) -> None:
+        simulator = self._simulator
+        if not simulator.ending:
+            worker = simulator.workers[name] = Worker(simulator, name, stage)
+            worker.version = max(each.version for each in simulator.workers.values())
+            worker.start()
 
     # Faults.
 
@@ -130,12 +110,7 @@ class Workload:
     def _inject_fault(self, fault: Fault, rate: float) -> None:
         if self._simulator.ending:
             return
-        if fault == "join":
-            self._start_another()
-        elif fault == "storm":
-            for _ in range(_STORM):
-                self._arrive(timeout_s=self._random.uniform(0.0005, 0.05))
-        elif self._simulator.workers:
+        if self._simulator.workers:
             worker = self._random.choice(tuple(self._simulator.workers))
             parameters = Random(self._random.getrandbits(32))
             self._simulator.faults_injected += inject_fault(self._simulator, fault, worker, parameters)

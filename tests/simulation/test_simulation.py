@@ -53,7 +53,8 @@ def test_requests_are_answered_and_goodput_recovers_when_all_edges_between_worke
     assert during > 0.05 * before, "the outputs are sent through the leader"
     assert after > 0.9 * before
     answers = [action for _, _, actions in simulator.trace for action in actions if isinstance(action, Answer)]
-    assert max(answer.attempts for answer in answers) == 2, "a request loses one output at most"
+    lost = max(answer.attempts for answer in answers) - 1
+    assert 0 < lost <= scenario.replicas, "a request loses one output of each replica at most"
 
 
 def test_planted_bug_is_found_and_reproduced_by_its_seed(
@@ -78,6 +79,6 @@ class LosesBatches(Scheduler):
     def handle(self, event: Events, now_s: float) -> list[Action]:
         if isinstance(event, ReplicaLost) and (replica := self._state.table.replicas.get(event.replica)):
             for attempt in replica.in_flight.values():
-                self._state.hedging.unwatch(attempt)
+                self._state.hedging.late.discard(attempt)
             replica.in_flight.clear()
         return super().handle(event, now_s)

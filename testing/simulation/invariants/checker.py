@@ -5,23 +5,23 @@
 2. A request is closed at the latest at its deadline plus one tick: after an event at `now_s` no open request is past its deadline,
    and a wakeup is scheduled before the next deadline, hang timeout, end of a grace period or batch timeout.
 3. A batch goes only to a link that is ready, not draining, and of the right stage and version. New batches use the newest complete
-   version. An output is used once, from the copy that has just returned, in the order of stages.
-4. At most `window` batches are in flight per link, as the scheduler counts them. At most `queue_limit` new requests wait. The number
-   of batches is bounded by back pressure. Nothing is kept without a waiting request, and at the end nothing is kept.
+   version. Their requests have one key. An output is used once, from the copy that has just returned, in the order of stages.
+4. At most `window` batches are in flight per link, as the scheduler counts them. Nothing is kept without a waiting request, and at the
+   end nothing is kept.
 5. Poison: a request is refused as poison after `max_attempts` broken worlds, the last one broken alone. Suspects are alone in their
    batch and on their link. A draining link or a link that left blames no request. No request breaks more than `max_attempts` + 1 worlds.
 6. A stage without replicas keeps its requests for exactly `recovery_grace_s`.
-7. The least loaded replica comes first. Requests of a batch have one key. Requests with equal keys are served in order of arrival, rerouted
-   batches before new ones. No batch passes over an older request of another key that has waited long enough. A batch is sent
-   again only after a loss, after a failure (once, to another link) or as a hedge (a second copy on another link, never of a suspect,
-   within `hedge_budget`).
+7. A batch is sent again only after a loss, after a failure (once, to another link) or as a hedge (a second copy on another link, never
+   of a suspect).
 8. A link with batches in flight that is silent for `hang_timeout_s` is broken, and none earlier. A link broken for errors has raised.
    A drained link is closed when it is empty.
 9. The scheduler is work-conserving: no batch and no due request waits while a replica that could take it has room.
 10. Refusals are correct: the condition of each reason holds in the model.
 11. An input that is lost (its holder was removed, or a replica could not get it) is never sent again, and its requests start again, at
    most `max_attempts` times. From then on their outputs do not stay at a replica. A drained link that keeps an input is not closed.
-   Each batch has at most one kept input, so the limit of 4. bounds the outputs that are kept.
+
+In which order replicas, keys and batches are chosen, and the limits of the queue, of hedges and of back pressure, is tested in
+`tests/unit/scheduling`.
 
 The checker maintains its own `ReferenceModel` from events and actions. Of the scheduler it reads only public properties, to compare
 them with the model. Unknown causes of broken links and unknown reasons of refusals pass: `check_outcomes` checks which the scenario allows.
@@ -42,23 +42,15 @@ from multiworld_serving.server.scheduling.actions import (
 from multiworld_serving.server.scheduling.events import (
     BatchDone,
     BatchFailed,
-    Drain,
     Event,
-    InputLost,
-    ReplicaDraining,
-    ReplicaLost,
-    ReplicaReady,
     RequestArrived,
-    RequestCancelled,
 )
 from multiworld_serving.server.scheduling.scheduler import Scheduler
 from multiworld_serving.testing.simulation.invariants.reference_model import (
     BatchEntry,
-    LinkEntry,
     ReferenceModel,
     RequestEntry,
 )
-from multiworld_serving.testing.simulation.invariants.send_checker import SendChecker
 
 
 class Checker:
@@ -68,9 +60,6 @@ class Checker:
         self._scheduler = scheduler
         self._config = scheduler.config
         self._model = ReferenceModel(scheduler.config)
-        self._draining = False
-        self._sends = SendChecker(self._model, self._config)
-        self._waiting_before = self._open_before = 0
 
     def check(self, event: Event, actions: list[Action], now_s: float, wakeup_s: float | None) -> None:
         """Assert all invariants after this event.
@@ -82,9 +71,8 @@ class Checker:
         self._now_s = now_s
         self._wakeup_s = wakeup_s
         self._event = event
-        self._returned: BatchEntry | None = None
         self._output_used = False
-        self._apply_event(event)
+        self._returned = self._model.apply(event, now_s)
         for action in actions:
             self._check_action(action)
         self._check_state()
@@ -95,77 +83,13 @@ class Checker:
         assert not self._model.batches
         assert self._scheduler.open_requests == 0
         assert self._scheduler.queue_depth == 0
-        assert all(self._scheduler.batches_waiting(stage) == 0 for stage in range(self._config.num_stages))
-
-    # Events.
-
-    def _apply_event(self, event: Event) -> None:
-        model, now_s = self._model, self._now_s
-        match event:
-            case RequestArrived():
-                isolated = sum(model.may_be_isolated(request) for request in model.suspects.values())
-                self._waiting_before = len(model.waiting) - isolated
-                self._open_before = len(model.requests)
-                model.arrive(event, now_s)
-            case RequestCancelled():
-                if (request := model.requests.get(event.request)) is not None:
-                    model.close(request)
-            case ReplicaReady():
-                model.add_link(event, now_s)
-            case ReplicaDraining():
-                if (link := model.links.get(event.replica)) is not None and not link.draining:
-                    model.drain_link(link, now_s)
-            case ReplicaLost():
-                if (link := model.links.get(event.replica)) is not None:
-                    self._lose_link(link, blames=event.cause != "left")
-            case BatchDone():
-                self._returned = model.return_copy(event.batch, event.replica, now_s)
-            case BatchFailed() | InputLost():
-                self._apply_batch_failure(event)
-            case Drain():
-                self._draining = True
-
-    def _apply_batch_failure(self, event: BatchFailed | InputLost) -> None:
-        if isinstance(event, InputLost):
-            if (batch := self._model.return_copy(event.batch, event.replica, self._now_s)) is not None:
-                self._model.lose_input(batch)
-            return
-        link = self._model.links.get(event.replica)
-        if link is not None and event.batch in link.in_flight:
-            link.failures += 1
-        self._returned = batch = self._model.return_copy(event.batch, event.replica, self._now_s)
-        if batch is not None:
-            batch.failed_on = event.replica
-            for request in batch.open_requests():
-                request.errors += 1
-                self._model.suspect(request)
-
-    def _lose_link(self, link: LinkEntry, *, blames: bool) -> None:
-        """Remove the link from the model; its copies in flight are lost."""
-        alone = len(link.in_flight) == 1
-        for batch in link.in_flight.values():
-            if link.id not in batch.copies:
-                continue
-            batch.lost, batch.failed_on = True, None
-            requests = batch.open_requests() if blames and not link.draining else []
-            for request in requests:
-                request.worlds_broken += 1
-                request.broke_alone = alone and len(batch.requests) == 1
-                # One more than the limit if two copies were in flight when it was reached.
-                assert request.worlds_broken <= self._config.max_attempts + 1, (
-                    "a request broke more worlds than max_attempts allows"
-                )
-            if any(request.worlds_broken >= self._config.max_attempts - 1 for request in requests):
-                for request in requests:
-                    self._model.suspect(request)
-        self._model.remove_link(link, self._now_s)
 
     # Actions.
 
     def _check_action(self, action: Action) -> None:
         match action:
             case SendBatch():
-                self._sends.check(action, self._now_s)
+                self._check_send(action)
             case KeepOutput():
                 self._check_keep_output(action)
             case Answer():
@@ -183,6 +107,63 @@ class Checker:
                 assert not link.held, "closed a link that keeps the input of a batch"
                 self._model.remove_link(link, self._now_s)
 
+    def _check_send(self, action: SendBatch) -> None:
+        """Assert that this batch may be sent to this replica now, and record it in the model."""
+        link = self._model.links.get(action.replica)
+        assert link is not None, "sent over an unknown link"
+        assert not link.draining, "sent over a draining link"
+        assert link.stage == action.stage, "sent to the wrong stage"
+        assert link.version == action.version, "sent to the wrong version"
+        assert len(link.in_flight) < self._config.window, "window exceeded"
+        assert not link.suspects, "sent over a link that carries a suspect"
+        batch = self._model.batches.get(action.batch) or self._check_new_batch(action)
+        assert tuple(request.id for request in batch.requests) == action.requests, "the requests of a batch changed"
+        assert (batch.version, batch.stage, batch.isolated) == (action.version, action.stage, action.isolated)
+        assert batch.open, "sent a batch without open requests"
+        assert not batch.isolated or not link.in_flight, "a suspect must be alone on its link"
+        assert not batch.input_lost, "sent with an input that is lost"
+        self._check_kind(action, batch)
+        self._model.send(batch, link, self._now_s)
+
+    def _check_new_batch(self, action: SendBatch) -> BatchEntry:
+        assert action.batch > self._model.newest_batch, "a batch id was reused"
+        assert action.kind == "first"
+        assert action.stage == 0
+        assert 1 <= len(action.requests) <= self._config.max_batch_size
+        assert action.version == self._model.current_version(), "a new batch is not of the current version"
+        requests = tuple(self._model.requests[request] for request in action.requests)
+        assert all(request.batch is None for request in requests), "a request in two batches"
+        assert all(request.deadline_s > self._now_s for request in requests), "sent after the deadline"
+        key = requests[0].key
+        assert all(request.key == key for request in requests), "a batch has requests with different keys"
+        for request in requests:
+            request.batches += 1
+            # One batch, another for each lost input and for the isolation; every further version may cost another.
+            limit = 2 + request.inputs_lost
+            assert request.batches <= limit or len(self._model.versions_seen) > 1, "a request started again too often"
+        if action.isolated:
+            assert len(requests) == 1, "a suspect must be alone in its batch"
+            assert requests[0].suspect, "isolated a request that is not a suspect"
+        return self._model.open_batch(action, requests)
+
+    def _check_kind(self, action: SendBatch, batch: BatchEntry) -> None:
+        if action.kind == "hedge":
+            assert batch.copies, "a hedge without a first copy"
+            assert len(batch.copies) < 2, "hedged twice"
+            assert action.replica not in batch.copies, "hedged over the same link"
+            assert not batch.isolated, "hedged a suspect"
+            return
+        assert not batch.copies, "sent again while a copy is in flight"
+        if action.kind == "first":
+            assert not batch.sent, "sent twice as first"
+        elif action.kind == "reroute":
+            assert batch.lost, "rerouted without a loss"
+        else:
+            assert batch.failed_on is not None, "retried without a failure"
+            assert batch.failed_on != action.replica, "retried on the link where it failed"
+            batch.retries += 1
+            assert batch.retries == 1, "retried more than once"
+
     def _check_break(self, action: FailReplica) -> None:
         link = self._model.links[action.replica]
         if action.cause == "hang":
@@ -192,7 +173,7 @@ class Checker:
             )
         elif action.cause == "error":
             assert link.failures, "broke a link for errors that did not occur"
-        self._lose_link(link, blames=action.cause != "left")
+        self._model.lose_link(link, self._now_s, blames=action.cause != "left")
 
     def _check_keep_output(self, action: KeepOutput) -> None:
         batch = self._use_output(action.batch, action.replica)
@@ -223,25 +204,19 @@ class Checker:
         request = self._model.requests.get(action.request)
         assert request is not None, f"refused {action.request} ({action.reason}), which is not open"
         is_new = isinstance(self._event, RequestArrived) and self._event.request == action.request
-        assert is_new or action.reason not in ("overloaded", "not_ready", "draining")
-        assert action.retry_after_s is None or 0 < action.retry_after_s <= 60, "Retry-After must be in (0, 60] s"
+        assert is_new or action.reason not in ("overloaded", "not_ready")
+        assert (action.reason == "overloaded") == (action.retry_after_s is not None)
         self._check_reason(action, request)
         self._model.close(request)
 
     def _check_reason(self, action: Reject, request: RequestEntry) -> None:
         match action.reason:
-            case "overloaded":
-                full = self._waiting_before >= self._config.queue_limit
-                assert full or self._open_before, "refused with room in the queue and no open request"
-                assert action.retry_after_s is not None
             case "deadline":
                 assert self._now_s >= request.deadline_s, "refused before the deadline"
             case "no_replica":
                 assert self._model.stage_is_lost(request, self._now_s), "refused before the recovery grace ended"
             case "not_ready":
                 assert not self._model.was_complete
-            case "draining":
-                assert self._draining
             case "poison":
                 assert request.worlds_broken >= self._config.max_attempts, (
                     "refused as poison after too few broken worlds"
@@ -259,14 +234,13 @@ class Checker:
         model, config, now_s, scheduler = self._model, self._config, self._now_s, self._scheduler
         assert scheduler.open_requests == len(model.requests), "wrong number of open requests"
         assert scheduler.queue_depth == len(model.waiting)
-        assert model.never_batched <= config.queue_limit, "queue limit exceeded"
         deadline_s = model.next_deadline_s()
         assert deadline_s > now_s, "a deadline was missed"
         silent_since_s = self._check_links()
         hang_s = silent_since_s + config.hang_timeout_s
         assert now_s < hang_s, "a silent link was not broken after the hang timeout"
         self._suspects_present = bool(model.suspects or model.isolated_in_flight) and model.has_suspects()
-        self._check_batches()
+        assert not model.abandoned, "a batch without open requests is kept"
         self._check_work_conserving()
         lost_s = float("inf")
         if model.waiting and model.empty_since_s and len(model.versions_seen) == 1:
@@ -296,14 +270,6 @@ class Checker:
             assert wakeup_s is not None, "no wakeup although something becomes due"
             assert wakeup_s <= due_s + 1e-9, "the wakeup is after the next due time"
 
-    def _check_batches(self) -> None:
-        model, config = self._model, self._config
-        suspects, versions = model.isolated_batches, max(1, len(model.versions_seen))
-        limit = (config.window + 1) * model.most_links + config.num_stages
-        assert len(model.batches) - suspects <= limit * versions, "more batches are kept than back pressure allows"
-        assert suspects <= 2 * config.num_stages * versions, "more isolated batches than allowed"
-        assert not model.abandoned, "a batch without open requests is kept"
-
     def _check_work_conserving(self) -> None:
         """Assert that no work waits while a replica could take it."""
         model, config = self._model, self._config
@@ -318,7 +284,7 @@ class Checker:
                 assert not has_room, f"batch {batch.id} waits while {link.id} has room"
         if model.not_in_flight or not model.waiting or not model.first_stage_has_room():
             return
-        full = max(model.waiting_in.values()) >= config.max_batch_size or self._draining
+        full = max(model.waiting_in.values()) >= config.max_batch_size or model.draining
         assert not full, "a full batch waits while the first stage has room"
         assert not (config.adaptive_batching and model.first_stage_has_idle_replica()), (
             "requests wait while a replica idles"

@@ -12,19 +12,27 @@ from heapq import heappop, heappush
 
 from multiworld_serving.server.scheduling.actions import SendBatch
 from multiworld_serving.server.scheduling.config import SchedulerConfig
-from multiworld_serving.server.scheduling.events import ReplicaReady, RequestArrived
+from multiworld_serving.server.scheduling.events import (
+    BatchDone,
+    BatchFailed,
+    Drain,
+    Event,
+    InputLost,
+    ReplicaDraining,
+    ReplicaLost,
+    ReplicaReady,
+    RequestArrived,
+    RequestCancelled,
+)
 
 
 @dataclass(slots=True, eq=False)
 class RequestEntry:
     id: int
-    number: int
     deadline_s: float
     arrived_s: float
     key: str = ""
     batch: BatchEntry | None = None
-    was_batched: bool = False
-    """Has been in a batch before, so it is not in order of arrival any more."""
     suspect: bool = False
     """Was in a batch that failed, or has broken all but one of the worlds that it may break."""
     worlds_broken: int = 0
@@ -43,7 +51,6 @@ class LinkEntry:
     version: str
     draining: bool = False
     in_flight: dict[int, BatchEntry] = field(default_factory=dict)
-    rows: int = 0
     suspects: int = 0
     """Isolated batches in flight."""
     held: dict[int, BatchEntry] = field(default_factory=dict)
@@ -89,8 +96,6 @@ class ReferenceModel:
         """Open requests in no batch."""
         self.waiting_in: Counter[str] = Counter()
         """Their number by key."""
-        self.never_batched = 0
-        """Number of waiting requests that have never been in a batch."""
         self.suspects: dict[int, RequestEntry] = {}
         """Open suspects."""
         self.links: dict[str, LinkEntry] = {}
@@ -99,35 +104,55 @@ class ReferenceModel:
         """Batches without a copy in flight."""
         self.abandoned: dict[int, BatchEntry] = {}
         """Batches without open requests."""
-        self.isolated_batches = 0
         self.longest_work_s = 0.0
         """Longest time that a replica of the first stage took for a batch."""
         self.isolated_in_flight = 0
         self.newest_batch = 0
-        self.arrivals = 0
         self.was_complete = False
         self.complete_versions: list[str] = []
         """Versions of which every stage has a replica."""
         self.empty_since_s: dict[tuple[str, int], float] = {}
-        self.most_links = 0
         self.versions_seen: set[str] = set()
         self._versions: list[str] = []
         """In the order of first appearance."""
         self._replicas: dict[tuple[str, int], dict[str, LinkEntry]] = {}
         self._deadlines: list[tuple[float, int]] = []
+        self.draining = False
+
+    def apply(self, event: Event, now_s: float) -> BatchEntry | None:
+        """Apply an event. Returns the batch whose result, output or error, has arrived and can be used."""
+        match event:
+            case RequestArrived():
+                self._arrive(event, now_s)
+            case RequestCancelled():
+                if (request := self.requests.get(event.request)) is not None:
+                    self.close(request)
+            case ReplicaReady():
+                self._add_link(event, now_s)
+            case ReplicaDraining():
+                if (link := self.links.get(event.replica)) is not None and not link.draining:
+                    self._drain_link(link, now_s)
+            case ReplicaLost():
+                if (link := self.links.get(event.replica)) is not None:
+                    self.lose_link(link, now_s, blames=event.cause != "left")
+            case BatchDone():
+                return self._return_copy(event.batch, event.replica, now_s)
+            case BatchFailed():
+                return self._fail_copy(event, now_s)
+            case InputLost():
+                self._lose_input(self._return_copy(event.batch, event.replica, now_s))
+            case Drain():
+                self.draining = True
+        return None
 
     # Requests.
 
-    def arrive(self, event: RequestArrived, now_s: float) -> None:
-        self.arrivals += 1
-        entry = self.requests[event.request] = RequestEntry(
-            event.request, self.arrivals, event.deadline_s, now_s, event.key
-        )
+    def _arrive(self, event: RequestArrived, now_s: float) -> None:
+        entry = self.requests[event.request] = RequestEntry(event.request, event.deadline_s, now_s, event.key)
         self._wait(entry)
-        self.never_batched += 1
         heappush(self._deadlines, (event.deadline_s, event.request))
 
-    def suspect(self, request: RequestEntry) -> None:
+    def _suspect(self, request: RequestEntry) -> None:
         request.suspect = True
         self.suspects[request.id] = request
 
@@ -138,7 +163,6 @@ class ReferenceModel:
         batch, request.batch = request.batch, None
         if batch is None:
             self._wait_no_more(request)
-            self.never_batched -= not request.was_batched
         else:
             batch.open -= 1
             if not batch.open:
@@ -161,7 +185,7 @@ class ReferenceModel:
 
     # Links.
 
-    def add_link(self, event: ReplicaReady, now_s: float) -> None:
+    def _add_link(self, event: ReplicaReady, now_s: float) -> None:
         self.versions_seen.add(event.version)
         if event.replica in self.links:
             return
@@ -171,12 +195,11 @@ class ReferenceModel:
                 self.empty_since_s.setdefault((event.version, stage), now_s)
         self._replicas.setdefault((event.version, event.stage), {})[link.id] = link
         self.empty_since_s.pop((event.version, event.stage), None)
-        self.most_links = max(self.most_links, len(self.links))
         if event.version not in self._versions:
             self._versions.append(event.version)
         self._links_changed()
 
-    def drain_link(self, link: LinkEntry, now_s: float) -> None:
+    def _drain_link(self, link: LinkEntry, now_s: float) -> None:
         """Mark a link as draining: it gets no new batch."""
         link.draining = True
         replicas = self._replicas[link.version, link.stage]
@@ -185,15 +208,35 @@ class ReferenceModel:
             self.empty_since_s.setdefault((link.version, link.stage), now_s)
         self._links_changed()
 
+    def lose_link(self, link: LinkEntry, now_s: float, *, blames: bool) -> None:
+        """Remove a link that broke; its copies in flight are lost."""
+        alone = len(link.in_flight) == 1
+        for batch in link.in_flight.values():
+            if link.id not in batch.copies:
+                continue
+            batch.lost, batch.failed_on = True, None
+            requests = batch.open_requests() if blames and not link.draining else []
+            for request in requests:
+                request.worlds_broken += 1
+                request.broke_alone = alone and len(batch.requests) == 1
+                # One more than the limit if two copies were in flight when it was reached.
+                assert request.worlds_broken <= self._config.max_attempts + 1, (
+                    "a request broke more worlds than max_attempts allows"
+                )
+            if any(request.worlds_broken >= self._config.max_attempts - 1 for request in requests):
+                for request in requests:
+                    self._suspect(request)
+        self.remove_link(link, now_s)
+
     def remove_link(self, link: LinkEntry, now_s: float) -> None:
         if not link.draining:
-            self.drain_link(link, now_s)
+            self._drain_link(link, now_s)
         del self.links[link.id]
         self.isolated_in_flight -= link.suspects
         for batch in link.in_flight.values():
-            self.drop_copy(batch, link.id)
+            self._drop_copy(batch, link.id)
         for batch in list(link.held.values()):
-            self.lose_input(batch)
+            self._lose_input(batch)
         self._links_changed()
 
     def replicas(self, stage: int, version: str) -> dict[str, LinkEntry]:
@@ -220,12 +263,9 @@ class ReferenceModel:
         self.newest_batch = action.batch
         batch = BatchEntry(action.batch, action.version, requests, action.isolated, open=len(requests))
         self.batches[batch.id] = self.not_in_flight[batch.id] = batch
-        self.isolated_batches += batch.isolated
         for request in requests:
             self._wait_no_more(request)
-            self.never_batched -= not request.was_batched
             request.batch = batch
-            request.was_batched = True
         return batch
 
     def send(self, batch: BatchEntry, link: LinkEntry, now_s: float) -> None:
@@ -233,30 +273,40 @@ class ReferenceModel:
         if not link.in_flight:
             link.silent_since_s = now_s
         link.in_flight[batch.id] = batch
-        link.rows += len(batch.requests)
         link.suspects += batch.isolated
         self.isolated_in_flight += batch.isolated
         batch.copies.add(link.id)
         self.not_in_flight.pop(batch.id, None)
         batch.sent, batch.lost, batch.failed_on = True, False, None
 
-    def return_copy(self, batch_id: int, link_id: str, now_s: float) -> BatchEntry | None:
+    def _return_copy(self, batch_id: int, link_id: str, now_s: float) -> BatchEntry | None:
         """Record that a copy has returned. Returns its batch if its result can be used."""
         link = self.links.get(link_id)
         batch = link.in_flight.pop(batch_id, None) if link else None
         if link is None or batch is None:
             return None
-        link.rows -= len(batch.requests)
         link.suspects -= batch.isolated
         self.isolated_in_flight -= batch.isolated
         if link.stage == 0:
             self.longest_work_s = max(self.longest_work_s, now_s - link.silent_since_s)
         link.silent_since_s = now_s
         wanted = link_id in batch.copies
-        self.drop_copy(batch, link_id)
+        self._drop_copy(batch, link_id)
         return batch if wanted else None
 
-    def drop_copy(self, batch: BatchEntry, link_id: str) -> None:
+    def _fail_copy(self, event: BatchFailed, now_s: float) -> BatchEntry | None:
+        link = self.links.get(event.replica)
+        if link is not None and event.batch in link.in_flight:
+            link.failures += 1
+        batch = self._return_copy(event.batch, event.replica, now_s)
+        if batch is not None:
+            batch.failed_on = event.replica
+            for request in batch.open_requests():
+                request.errors += 1
+                self._suspect(request)
+        return batch
+
+    def _drop_copy(self, batch: BatchEntry, link_id: str) -> None:
         batch.copies.discard(link_id)
         if not batch.copies and batch.id in self.batches:
             self.not_in_flight[batch.id] = batch
@@ -270,9 +320,10 @@ class ReferenceModel:
         batch.copies.clear()
         self.not_in_flight[batch.id] = batch
 
-    def lose_input(self, batch: BatchEntry) -> None:
-        batch.input_lost = True
-        self._hold(batch, None)
+    def _lose_input(self, batch: BatchEntry | None) -> None:
+        if batch is not None:
+            batch.input_lost = True
+            self._hold(batch, None)
 
     def _hold(self, batch: BatchEntry, holder: LinkEntry | None) -> None:
         if batch.holder is not None:
@@ -288,7 +339,6 @@ class ReferenceModel:
         del self.batches[batch.id]
         self.not_in_flight.pop(batch.id, None)
         self.abandoned.pop(batch.id, None)
-        self.isolated_batches -= batch.isolated
         for request in batch.open_requests():
             request.batch = None
             request.inputs_lost += batch.input_lost
@@ -319,10 +369,6 @@ class ReferenceModel:
     def _first_stages_have(self, wanted: Callable[[LinkEntry], bool]) -> bool:
         stages = (self.replicas(0, version) for version in self.complete_versions)
         return all(any(map(wanted, links.values())) for links in stages)
-
-    def may_be_isolated(self, request: RequestEntry) -> bool:
-        """Whether a waiting suspect may be isolated; not if it was sent back to restart under another version."""
-        return request.batch is None and len(self.versions_seen) == 1
 
     def has_suspects(self) -> bool:
         """Whether a request is isolated or may be."""
