@@ -265,11 +265,10 @@ class Leader:
         open_rows = self.driver.requests.pending
         logger.info("stopping: waiting for %d open rows", len(open_rows))
         self._stop()
-        self.driver.submit_event(Drain(admits=True))
+        self.driver.submit_event(Drain())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._wait_idle()
-        self.driver.submit_event(Drain())
         if open_rows:
             logger.warning("stopping with %d rows unanswered", len(open_rows))
 

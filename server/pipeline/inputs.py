@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -65,18 +66,12 @@ class KeptOutput:
         self.link.release(self.tensor)
 
 
-@dataclass(slots=True)
-class _Slice:
-    """Consecutive rows of a request, and the position of the first one in the batch."""
-
-    input: RequestInput
-    first: int
-    at: int
-    rows: int = 1
-
-    @property
-    def positions(self) -> range:
-        return range(self.at, self.at + self.rows)
+def rows_of(tensor: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """These rows of a tensor. Neighbours are a view, not a copy. Raises IndexError."""
+    first, end = rows[0], rows[-1] + 1
+    if end > len(tensor):
+        raise IndexError(f"row {end - 1} of a tensor with {len(tensor)} rows")
+    return tensor[first:end] if rows == tuple(range(first, end)) else tensor[list(rows)]
 
 
 def batch_input(rows: Sequence[tuple[RequestInput, int] | None]) -> Tensor | BatchInputs:
@@ -90,31 +85,30 @@ def batch_input(rows: Sequence[tuple[RequestInput, int] | None]) -> Tensor | Bat
     other = next((row for row in rows if row is not None), None)
     if other is None:
         raise LookupError("there is no input for this batch")
-    slices: list[_Slice] = []
-    for at, row in enumerate(rows):
-        tensor, number = row or other
-        if slices and slices[-1].input is tensor and slices[-1].first + slices[-1].rows == number:
-            slices[-1].rows += 1
-        else:
-            slices.append(_Slice(tensor, number, at))
-    tensors = [each.input[each.first : each.first + each.rows] for each in slices if isinstance(each.input, Tensor)]
-    relayed = None if not tensors else tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    if relayed is not None and len(tensors) == len(slices):
-        return relayed
-    refs: dict[str, list[tuple[int, RowRef]]] = {}
+    relayed: list[Tensor] = []
     relayed_at: list[int] = []
+    refs: dict[str, list[tuple[int, RowRef]]] = {}
     row_bytes = 0
-    for each in slices:
-        if isinstance(each.input, RemoteInput):
-            row_bytes = each.input.row_bytes
-            found = (RowRef(each.input.tensor, each.first + row) for row in range(each.rows))
-            refs.setdefault(each.input.holder, []).extend(zip(each.positions, found, strict=True))
+    for _, neighbours in groupby(enumerate(row or other for row in rows), _input_id):
+        found = [(at, source, number) for at, (source, number) in neighbours]
+        source = found[0][1]
+        if isinstance(source, RemoteInput):
+            row_bytes = source.row_bytes
+            refs.setdefault(source.holder, []).extend((at, RowRef(source.tensor, number)) for at, _, number in found)
         else:
-            relayed_at += each.positions
+            relayed.append(rows_of(source, tuple(number for *_, number in found)))
+            relayed_at += (at for at, *_ in found)
+    tensor = None if not relayed else relayed[0] if len(relayed) == 1 else torch.cat(relayed)
+    if tensor is not None and not refs:
+        return tensor
     sources = tuple(
         Source(holder, tuple(ref for _, ref in found), tuple(at for at, _ in found)) for holder, found in refs.items()
     )
-    return BatchInputs(len(rows), sources, relayed, tuple(relayed_at), row_bytes=row_bytes)
+    return BatchInputs(len(rows), sources, tensor, tuple(relayed_at), row_bytes=row_bytes)
+
+
+def _input_id(row: tuple[int, tuple[RequestInput, int]]) -> int:
+    return id(row[1][0])
 
 
 def relayed_inputs(tensor: Tensor) -> BatchInputs:

@@ -22,7 +22,7 @@ from multiworld_serving.server.errors import (
     StageError,
 )
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.pipeline.inputs import KeptOutput, RemoteInput, RequestInput
+from multiworld_serving.server.pipeline.inputs import KeptOutput, RemoteInput, RequestInput, rows_of
 from multiworld_serving.server.predictor import ModelVersion, Prediction
 from multiworld_serving.server.scheduling.actions import Answer, Reject
 from multiworld_serving.server.scheduling.events import RequestArrived, RequestCancelled
@@ -94,7 +94,7 @@ class PendingRequest:
                 lengths.add(part.output.row_bytes)
             else:
                 samples += part.at
-                sent.append(_rows_of(part.output, part.rows))
+                sent.append(rows_of(part.output, part.rows))
         if len(lengths) > 1:
             raise ValueError("the rows of an output have several lengths")
         output = _NO_OUTPUT if not sent else sent[0] if len(sent) == 1 else torch.cat(sent)
@@ -115,14 +115,6 @@ class PendingRequest:
             kept=tuple(kept),
             row_bytes=max(lengths, default=0),
         )
-
-
-def _rows_of(output: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """These rows of a batch, which ascend. Neighbours are a view, not a copy. Raises IndexError."""
-    first, end = rows[0], rows[-1] + 1
-    if end > len(output):
-        raise IndexError(f"row {end - 1} of an output with {len(output)} rows")
-    return output[first:end] if end - first == len(rows) else output[list(rows)]
 
 
 class Requests:

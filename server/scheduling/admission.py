@@ -22,6 +22,9 @@ from multiworld_serving.server.scheduling.state import SchedulerState
 _MARGIN = 1.5
 """A request is accepted only if the time to its deadline is at least this many times the estimated completion time: a request
 that expires in the queue has delayed others."""
+_UNKNOWN_S = 1.0
+"""Time after which to retry while the rate of answers is not known."""
+_LONGEST_S = 60.0
 
 
 class Admission:
@@ -33,8 +36,6 @@ class Admission:
     def check(self, deadline_s: float, ahead: int) -> Rejection | None:
         """Why a request that arrives now, after `ahead` others, is rejected; None if it is accepted."""
         state, table = self._state, self._state.table
-        if state.draining:
-            return Rejection("draining", "the server is stopping")
         if not table.was_complete:
             return Rejection("not_ready", "not every stage has had a replica yet")
         if table.unavailable:
@@ -48,7 +49,7 @@ class Admission:
         backlog, throughput = self._state.backlog, self._state.throughput
         waiting, open_requests = len(backlog.waiting) + ahead, len(backlog.requests) + ahead
         if waiting >= self._state.config.queue_limit:
-            retry_after_s = throughput.expected_time_s(waiting)
+            retry_after_s = min(throughput.min_time_s(waiting) or _UNKNOWN_S, _LONGEST_S)
             return Rejection("overloaded", f"the queue is full: {waiting} requests are waiting", retry_after_s)
         needed_s = _MARGIN * throughput.min_time_s(open_requests)
         if needed_s > remaining_s:

@@ -37,7 +37,7 @@ class BatchLifecycle:
         batch.hold_at(None)
         batch.input_lost = True
         for attempt in batch.in_flight.values():
-            self._state.hedging.unwatch(attempt)
+            self._state.hedging.late.discard(attempt)
         if not batch.in_flight:
             batch.pool.dequeue(batch)
             self.requeue(batch)
@@ -58,7 +58,8 @@ class BatchLifecycle:
         for _, request in open_requests:
             self._state.backlog.close(request)
             request.batch = None  # break the reference cycle, so that no garbage collection is needed
-        self._state.throughput.answered(len(rows), full=len(self._state.backlog.waiting) >= len(batch.rows))
+        if len(self._state.backlog.waiting) >= len(batch.rows):
+            self._state.throughput.answered(len(rows))
         self._free(batch)
 
     def reject_all(self, batch: Batch, reason: Reason, detail: str) -> None:
@@ -87,7 +88,7 @@ class BatchLifecycle:
             hedges: the outcome to count for attempts that are hedges.
         """
         for attempt in batch.in_flight.values():
-            self._state.hedging.unwatch(attempt)
+            self._state.hedging.late.discard(attempt)
             if attempt.kind == "hedge":
                 self._state.counters.hedges[hedges] += 1
         batch.in_flight.clear()
@@ -147,7 +148,7 @@ class BatchLifecycle:
     def _attempt_lost(self, attempt: Attempt, *, blame: bool) -> bool:
         """Handle an attempt whose replica was lost. Returns True if its requests must be isolated."""
         batch = attempt.batch
-        self._state.hedging.unwatch(attempt)
+        self._state.hedging.late.discard(attempt)
         requests = [request for _, request in batch.open_requests()]
         for request in requests if blame else ():
             request.worlds_broken += 1

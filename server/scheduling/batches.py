@@ -152,11 +152,6 @@ class Pool:
         self._uses = 0
 
     @property
-    def waiting(self) -> int:
-        """Number of batches in the queues."""
-        return len(self.queue) + len(self.retries) + len(self.isolated)
-
-    @property
     def saturated(self) -> bool:
         """At least one batch waits for each replica: earlier stages should send no more."""
         return len(self.queue) + len(self.retries) >= max(1, len(self.accepting))

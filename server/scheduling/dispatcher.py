@@ -85,7 +85,7 @@ class Dispatcher:
         if oldest is None:
             return None
         full = backlog.is_full(oldest.key)
-        if full or self._state.flush_partial or self._state.now_s >= self._due_s(oldest, replica):
+        if full or self._state.draining or self._state.now_s >= self._due_s(oldest, replica):
             return oldest.key
         return backlog.first_full
 

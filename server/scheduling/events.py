@@ -104,10 +104,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """The server is stopping: finish the open requests and do not wait for batches to fill."""
-
-    admits: bool = False
-    """Whether arrivals are still accepted (requests that the server had begun to read); otherwise they are rejected."""
+    """The server is stopping: do not wait for batches to fill. Requests that the server had begun to read may still arrive."""
 
 
 Event: TypeAlias = (

@@ -27,9 +27,6 @@ class PriorityMap(Generic[K, P]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._entries
-
     def set(self, key: K, priority: P) -> None:
         """Add the key, or change its priority."""
         self._pushes += 1

@@ -136,8 +136,8 @@ class Scheduler:
 
     @property
     def ready(self) -> bool:
-        """A version is complete, and the scheduler is not draining."""
-        return self._state.table.current is not None and not self._state.draining
+        """A version is complete."""
+        return self._state.table.current is not None
 
     @property
     def current_version(self) -> str | None:
@@ -164,16 +164,12 @@ class Scheduler:
         pipeline = self._state.table.pipelines.get(version)
         return pipeline.num_batches if pipeline else 0
 
-    def batches_waiting(self, stage: int) -> int:
-        """Batches of all versions that wait for a replica of this stage."""
-        return sum(pipeline.pools[stage].waiting for pipeline in self._state.table.pipelines.values())
-
     # -- events --------------------------------------------------------------------------------------------------------------
 
     def _pass_time(self, now_s: float) -> None:
         state = self._state
         now_s = max(now_s, state.now_s)
-        state.throughput.elapse(now_s - state.now_s, busy=bool(state.backlog.requests), full=state.saturated)
+        state.throughput.elapse(now_s - state.now_s, saturated=state.saturated)
         state.now_s = now_s
 
     def _apply(self, event: Events) -> None:
@@ -194,8 +190,7 @@ class Scheduler:
             case ReplicaLost():
                 self._replica_lost(event)
             case Drain():
-                self._state.flush_partial = True
-                self._state.draining = not event.admits
+                self._state.draining = True
             case Tick():
                 pass
 
@@ -245,7 +240,7 @@ class Scheduler:
         if replica is None or attempt is None:
             return
         worked_s = self._state.table.record_returned(attempt, self._state.now_s)
-        self._state.hedging.unwatch(attempt)
+        self._state.hedging.late.discard(attempt)
         if isinstance(event, BatchDone):
             self._state.service_times.observe(attempt, worked_s, event.computed_s, event.transfer_s)
         if not attempt.detach():

@@ -23,8 +23,7 @@ class SchedulerState:
     Attributes:
         now_s: time of the event being handled.
         actions: the actions decided for this event so far.
-        draining: new requests are rejected.
-        flush_partial: partial batches are sent at once, because the server is stopping.
+        draining: partial batches are sent at once, because the server is stopping.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -39,7 +38,6 @@ class SchedulerState:
         self.arrivals = ArrivalRate()
         self.hedging = Hedging(config, self.service_times)
         self.draining = False
-        self.flush_partial = False
 
     @property
     def saturated(self) -> bool:

@@ -22,10 +22,8 @@ class Hedging:
     """
 
     def __init__(self, config: SchedulerConfig, times: ServiceTimes) -> None:
+        self._config = config
         self._times = times
-        self._factor = config.hedge_factor
-        self._floor_s = config.hedge_floor_s
-        self._tokens_per_row = config.hedge_budget
         self._max_tokens = float(_BURST_BATCHES * config.max_batch_size)
         self._tokens = 0.0
         self.late: PriorityMap[Attempt, float] = PriorityMap()
@@ -33,17 +31,16 @@ class Hedging:
 
     def watch(self, attempt: Attempt, now_s: float) -> None:
         """Add the attempt to `late`, unless it must not be hedged or there are too few samples."""
-        late_after_s = self._late_after_s(attempt)
-        if late_after_s is not None:
+        config, batch = self._config, attempt.batch
+        if config.hedge_factor is None or batch.isolated or batch.input_lost:
+            return
+        if (p95_s := self._times.p95_s(attempt)) is not None:
+            late_after_s = max(config.hedge_floor_s, p95_s * config.hedge_factor)
             self.late.set(attempt, now_s + late_after_s * max(1, len(attempt.replica.in_flight)))
-
-    def unwatch(self, attempt: Attempt) -> None:
-        """Remove the attempt from `late`."""
-        self.late.discard(attempt)
 
     def refill_budget(self, rows: int) -> None:
         """Add the tokens for rows that were sent and are not hedges."""
-        self._tokens = min(self._tokens + rows * self._tokens_per_row, self._max_tokens)
+        self._tokens = min(self._tokens + rows * self._config.hedge_budget, self._max_tokens)
 
     def try_acquire(self, rows: int) -> bool:
         """Take the tokens for a hedge of `rows`; returns False if there are too few."""
@@ -51,9 +48,3 @@ class Hedging:
             return False
         self._tokens -= rows
         return True
-
-    def _late_after_s(self, attempt: Attempt) -> float | None:
-        if self._factor is None or attempt.batch.isolated or attempt.batch.input_lost:
-            return None
-        p95_s = self._times.p95_s(attempt)
-        return None if p95_s is None else max(self._floor_s, p95_s * self._factor)

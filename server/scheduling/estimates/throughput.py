@@ -6,76 +6,47 @@ from math import exp
 
 _MEMORY_S = 5.0
 """Time constant of the exponentially weighted average."""
-_UNKNOWN_S = 1.0
-_LONGEST_S = 60.0
 _EVIDENCE_S = 1.0
-"""The saturated rate is used only after this much observed time."""
+"""The rate is used only after this much saturated time."""
 _STALE_S = 60.0
-"""The saturated rate is not used when it is older than this."""
-
-
-class _Rate:
-    """Rows per second, exponentially weighted over the counted time."""
-
-    def __init__(self) -> None:
-        self.since_s = 0.0
-        """Counted time since the last answer."""
-        self._rows = 0.0
-        self.weight_s = 0.0
-        """How much counted time the rate rests on; at most `_MEMORY_S`."""
-
-    def elapse(self, seconds: float) -> None:
-        self.since_s += seconds
-
-    def answered(self, rows: int) -> None:
-        fade = exp(-self.since_s / _MEMORY_S)
-        self._rows = self._rows * fade + rows
-        self.weight_s = self.weight_s * fade + _MEMORY_S * (1 - fade)
-        self.since_s = 0.0
-
-    def time_for_s(self, rows: int) -> float | None:
-        """Estimated time to answer `rows`; None before the first answer."""
-        fade = exp(-self.since_s / _MEMORY_S)
-        faded_rows = self._rows * fade
-        return rows * (self.weight_s * fade + _MEMORY_S * (1 - fade)) / faded_rows if faded_rows else None
+"""The rate is not used when it is older than this."""
 
 
 class ThroughputEstimator:
-    """Two rates of answers: per second of busy time (idle time says nothing about speed) and per second of saturated time.
+    """Answered rows per second of saturated time, exponentially weighted: the highest rate that the service reaches.
 
-    Time is saturated while enough requests wait to fill batches (`SchedulerState.saturated`); that rate is the highest the service reaches.
+    Time is saturated while enough requests wait to fill batches (`SchedulerState.saturated`). Other time says nothing about the speed.
     """
 
     def __init__(self) -> None:
-        self._busy = _Rate()
-        self._full = _Rate()
-        self._full_ago_s = 0.0
+        self._rows = 0.0
+        self._weight_s = 0.0
+        """How much saturated time the rate rests on; at most `_MEMORY_S`."""
+        self._since_s = 0.0
+        """Saturated time since the last answer."""
+        self._ago_s = 0.0
         """Time since the last answer in saturated time."""
 
-    def elapse(self, seconds: float, *, busy: bool, full: bool) -> None:
-        """Count time. `busy`: requests were open; `full`: the time is saturated."""
-        self._full_ago_s += seconds
-        if busy:
-            self._busy.elapse(seconds)
-        if full:
-            self._full.elapse(seconds)
+    def elapse(self, seconds: float, *, saturated: bool) -> None:
+        """Count time."""
+        self._ago_s += seconds
+        if saturated:
+            self._since_s += seconds
 
-    def answered(self, rows: int, *, full: bool) -> None:
-        """Count `rows` answers at the current time."""
-        self._busy.answered(rows)
-        if full and self._full.since_s > 0:  # without saturated time the rate would grow without bound
-            if self._full_ago_s > _STALE_S:
-                self._full = _Rate()
-            self._full.answered(rows)
-            self._full_ago_s = 0.0
-
-    def expected_time_s(self, rows: int) -> float:
-        """Expected time until `rows` requests are answered, at the recent rate; at most `_LONGEST_S`."""
-        time_s = self._busy.time_for_s(rows)
-        return _UNKNOWN_S if time_s is None else min(time_s, _LONGEST_S)
+    def answered(self, rows: int) -> None:
+        """Count `rows` answers at the current time, which is saturated."""
+        if not self._since_s:  # without saturated time the rate would grow without bound
+            return
+        if self._ago_s > _STALE_S:
+            self._rows = self._weight_s = 0.0
+        fade = exp(-self._since_s / _MEMORY_S)
+        self._rows = self._rows * fade + rows
+        self._weight_s = self._weight_s * fade + _MEMORY_S * (1 - fade)
+        self._since_s = self._ago_s = 0.0
 
     def min_time_s(self, rows: int) -> float:
-        """Lower bound of the time for `rows` requests, at the saturated rate; 0 without enough recent observations."""
-        if self._full_ago_s > _STALE_S or self._full.weight_s < _EVIDENCE_S:
+        """Lower bound of the time for `rows` requests; 0 without enough recent observations."""
+        if self._ago_s > _STALE_S or self._weight_s < _EVIDENCE_S:
             return 0.0
-        return self._full.time_for_s(rows) or 0.0
+        fade = exp(-self._since_s / _MEMORY_S)
+        return rows * (self._weight_s * fade + _MEMORY_S * (1 - fade)) / (self._rows * fade)

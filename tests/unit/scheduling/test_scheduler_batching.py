@@ -139,7 +139,6 @@ def test_no_batch_is_formed_when_a_later_stage_is_saturated() -> None:
     assert [(send.stage, send.requests) for send in second] == [(1, (1,)), (0, (2,))]
     third = driver.done(second[1])  # it waits for stage 1: no further batch is formed
     assert third == [KeepOutput(second[1].batch, "s0r0", 1)]
-    assert driver.scheduler.batches_waiting(1) == 1
     after = sends(driver.done(second[0]))
     assert [(send.stage, send.requests) for send in after] == [(1, (2,)), (0, (3,))]
 
@@ -165,9 +164,7 @@ def test_waiting_batch_is_dropped_at_once_when_its_requests_are_cancelled() -> N
     first = only(driver.arrive(2), SendBatch)
     second = sends(driver.done(first))[1]
     driver.done(second)
-    assert driver.scheduler.batches_waiting(1) == 1
     assert driver.handle(RequestCancelled(2)) == [FreeBatch(second.batch)]
-    assert driver.scheduler.batches_waiting(1) == 0
 
 
 def test_waiting_request_is_refused_at_its_deadline() -> None:
