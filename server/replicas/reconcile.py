@@ -241,15 +241,15 @@ def _load(loading: Loading, placement: Placement, steps: Steps, now_s: float) ->
 
 def _fill(goal: Goal, placement: Placement, steps: Steps, now_s: float) -> None:
     """Promote spares into free slots, and reassign a worker to the stage that lacks one."""
-    free = [slot for stage in range(placement.num_stages) for slot in placement.of_stage(stage) if slot.free]
-    free.sort(key=lambda slot: len(placement.ready(slot.id.stage)))
     spares = sorted(
         (slot for slot in placement.of_stage(None) if slot.worker is not None and slot.ready),
         key=lambda slot: slot.worker.name if slot.worker else "",
     )
-    if free and spares:
-        steps.now.append(Promote(spares[0], free[0]))  # the next one depends on this one
-        return
+    if spares:
+        for stage in sorted(range(placement.num_stages), key=lambda stage: len(placement.ready(stage))):
+            if free := next((slot for slot in placement.of_stage(stage) if slot.free), None):
+                steps.now.append(Promote(spares[0], free))  # the next one depends on this one
+                return
     if any(worker.state == "draining" or worker.busy_with == "restart" for worker in placement.workers()):
         return
     fewest, most = (
