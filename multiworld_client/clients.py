@@ -16,11 +16,11 @@ from multiworld_client.codec import (
     REPOSITORY_INDEX,
     PreparedRequest,
     body_request,
-    inference_request,
+    image_request,
     model_name,
     predictions,
 )
-from multiworld_client.inputs import FileInput, TensorInput, encode_batch, encode_image
+from multiworld_client.inputs import TensorInput, encode_batch, encode_image
 from multiworld_client.results import Prediction
 from multiworld_client.retries import Call, Retries, Servers
 from multiworld_client.tensors import infer_request, outputs
@@ -32,6 +32,7 @@ T = TypeVar("T")
 class _Client:
     """What both clients share. A subclass says how to send a request, wait, and read files."""
 
+    _connect: type[httpx.Client | httpx.AsyncClient]
     _http: httpx.Client | httpx.AsyncClient
 
     def __init__(
@@ -43,13 +44,9 @@ class _Client:
         retries: Retries | None = None,
         verify: ssl.SSLContext | bool = True,
     ) -> None:
-        self._connect({"Authorization": f"Bearer {api_key}"} if api_key else {}, verify)
+        self._http = self._connect(headers={"Authorization": f"Bearer {api_key}"} if api_key else {}, verify=verify)
         self._servers = Servers(url, timeout_s, retries)
         self._model: str | None = None
-
-    def _connect(self, headers: dict[str, str], verify: ssl.SSLContext | bool) -> None:
-        """Create the HTTP client."""
-        raise NotImplementedError
 
     async def _exchange(self, request: httpx.Request) -> httpx.Response:
         """Send a request once. Raises httpx.TransportError."""
@@ -63,10 +60,10 @@ class _Client:
         raise NotImplementedError
 
     async def _classify(
-        self, call: Call, encoded: FileInput | TensorInput, top_k: int | None, request_id: str | None
+        self, call: Call, encoded: bytes | TensorInput, top_k: int | None, request_id: str | None
     ) -> list[Prediction]:
         model = await self._model_name(call) if isinstance(encoded, TensorInput) else ""
-        request = inference_request(encoded, model, top_k, request_id)
+        request = image_request(encoded, model, top_k, request_id)
         return predictions(await self._send(call, request), call.tries)
 
     async def _model_name(self, call: Call) -> str:
@@ -98,6 +95,7 @@ class AsyncClient(_Client):
         url, api_key, timeout_s, retries, verify: as for `Client`.
     """
 
+    _connect = httpx.AsyncClient
     _http: httpx.AsyncClient
 
     async def __aenter__(self) -> Self:
@@ -187,14 +185,13 @@ class AsyncClient(_Client):
 
     async def is_ready(self) -> bool:
         """Whether the service is ready (`/readyz` at any of the URLs), without retries. Each URL gets an equal part of the timeout."""
-        for url, limit_s in self._servers.ready_checks():
+        limit_s = self._servers.timeout_s / len(self._servers.urls)
+        for url in self._servers.in_order():
+            request = self._http.build_request("GET", f"{url}/readyz", timeout=limit_s)
             with contextlib.suppress(httpx.TransportError):
-                if (await self._exchange(self._http.build_request("GET", url, timeout=limit_s))).is_success:
+                if (await self._exchange(request)).is_success:
                     return True
         return False
-
-    def _connect(self, headers: dict[str, str], verify: ssl.SSLContext | bool) -> None:
-        self._http = httpx.AsyncClient(headers=headers, verify=verify)
 
     async def _exchange(self, request: httpx.Request) -> httpx.Response:
         return await self._http.send(request)
@@ -233,6 +230,7 @@ class Client(_Client):
         verify: TLS verification as in httpx: True, False (accepts any certificate), or an SSLContext with CAs and a client certificate.
     """
 
+    _connect = httpx.Client
     _http: httpx.Client
 
     predict = _blocking(AsyncClient.predict)
@@ -250,9 +248,6 @@ class Client(_Client):
     def close(self) -> None:
         """Close all connections."""
         self._http.close()
-
-    def _connect(self, headers: dict[str, str], verify: ssl.SSLContext | bool) -> None:
-        self._http = httpx.Client(headers=headers, verify=verify)
 
     async def _exchange(self, request: httpx.Request) -> httpx.Response:
         return self._http.send(request)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote, unquote
@@ -13,10 +14,11 @@ from urllib.parse import quote, unquote
 import httpx
 
 from multiworld_client.errors import InputError, ProtocolError
-from multiworld_client.inputs import FileInput, TensorInput
+from multiworld_client.inputs import TensorInput, media_type
 from multiworld_client.results import Label, Prediction
 from multiworld_client.retries import RemainingTime
 
+HEADER_LENGTH = "Inference-Header-Content-Length"
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -46,17 +48,13 @@ REPOSITORY_INDEX = PreparedRequest("/v2/repository/index", b"", {})
 """Request for the name of the served model."""
 
 
-def inference_request(
-    image: FileInput | TensorInput, model: str, top_k: int | None, request_id: str | None
-) -> PreparedRequest:
-    """The request for one or more images. Raises InputError if `request_id` is invalid."""
-    if isinstance(image, FileInput):
-        request = body_request(image.content, image.media_type, request_id)
+def image_request(image: bytes | TensorInput, model: str, top_k: int | None, request_id: str | None) -> PreparedRequest:
+    """The request to classify a file, or one or more images in a tensor. Raises InputError if `request_id` is invalid."""
+    if isinstance(image, bytes):
+        request = body_request(image, media_type(image), request_id)
         return request if top_k is None else replace(request, params={"top_k": top_k})
-    tensor = describe("input", image.datatype, image.shape, image.content)
     output = {"name": "probabilities", "parameters": {"classification": top_k or 5}}
-    head = json.dumps({"inputs": [tensor], "outputs": [output]}).encode()
-    return tensor_request(model, head, image.content, request_id)
+    return tensor_request(model, {"input": image}, request_id, outputs=[output])
 
 
 def body_request(body: bytes, content_type: str, request_id: str | None) -> PreparedRequest:
@@ -64,18 +62,20 @@ def body_request(body: bytes, content_type: str, request_id: str | None) -> Prep
     return PreparedRequest("/predict", body, _id_header(request_id) | {"Content-Type": content_type})
 
 
-def describe(name: str, datatype: str, shape: Sequence[int], content: bytes) -> dict[str, Any]:
-    """The description of an input whose content follows as binary data."""
-    return {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": len(content)}}
+def tensor_request(
+    model: str, inputs: Mapping[str, TensorInput], request_id: str | None, **fields: object
+) -> PreparedRequest:
+    """A request of the Open Inference Protocol with binary data. Raises InputError if `request_id` is invalid.
 
-
-def tensor_request(model: str, head: bytes, content: bytes, request_id: str | None) -> PreparedRequest:
-    """A request of the Open Inference Protocol with binary data. Raises InputError if `request_id` is invalid."""
-    headers = _id_header(request_id) | {
-        "Inference-Header-Content-Length": str(len(head)),
-        "Content-Type": "application/octet-stream",
-    }
-    return PreparedRequest(f"/v2/models/{quote(model, safe='')}/infer", head + content, headers)
+    Args:
+        inputs: by name.
+        fields: further fields of the JSON.
+    """
+    described = [tensor.described(name) for name, tensor in inputs.items()]
+    head = json.dumps({"inputs": described, **fields}).encode()
+    headers = _id_header(request_id) | {HEADER_LENGTH: str(len(head)), "Content-Type": "application/octet-stream"}
+    body = b"".join((head, *(tensor.content for tensor in inputs.values())))
+    return PreparedRequest(f"/v2/models/{quote(model, safe='')}/infer", body, headers)
 
 
 def _id_header(request_id: str | None) -> dict[str, str]:
@@ -86,9 +86,20 @@ def _id_header(request_id: str | None) -> dict[str, str]:
     return {"X-Request-Id": request_id or uuid.uuid4().hex}
 
 
+@contextlib.contextmanager
+def parsing(response: httpx.Response) -> Iterator[None]:
+    """Raises ProtocolError if the block fails to parse this successful answer."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise ProtocolError(
+            f"the answer from {response.url} is not from a multiworld service ({error!r}); check the URL of the client"
+        ) from error
+
+
 def predictions(response: httpx.Response, tries: int) -> list[Prediction]:
     """Parse a successful answer: one prediction per image. Raises ProtocolError if it cannot be parsed."""
-    try:
+    with parsing(response):
         body = response.json()
         labels = _labels_of_predict(body) if "predictions" in body else _labels_of_infer(body)
         model = str(body["model"] if "predictions" in body else body["model_name"])
@@ -96,23 +107,12 @@ def predictions(response: httpx.Response, tries: int) -> list[Prediction]:
         path = tuple(unquote(world) for world in headers["x-path"].partition(";")[0].split(","))
         common = (model, unquote(headers["x-model-version"]), headers["x-request-id"], path, int(headers["x-attempts"]))
         return [Prediction(each, *common, tries) for each in labels]
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise protocol_error(response, error) from error
 
 
 def model_name(response: httpx.Response) -> str:
     """The model's name from the answer to POST /v2/repository/index. Raises ProtocolError if it cannot be parsed."""
-    try:
+    with parsing(response):
         return str(response.json()[0]["name"])
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise protocol_error(response, error) from error
-
-
-def protocol_error(response: httpx.Response, error: Exception) -> ProtocolError:
-    """The error for an answer that cannot be parsed."""
-    return ProtocolError(
-        f"the answer from {response.url} is not from a multiworld service ({error!r}); check the URL of the client"
-    )
 
 
 def _labels_of_predict(body: Mapping[str, Any]) -> list[tuple[Label, ...]]:

@@ -21,40 +21,38 @@ _DATATYPES = {"uint8": "UINT8", "float32": "FP32"}
 
 
 @dataclass(frozen=True)
-class FileInput:
-    """A JPEG, PNG or WebP file."""
-
-    content: bytes
-
-    @property
-    def media_type(self) -> str:
-        """Media type from the file's signature. Raises InputError if it is not JPEG, PNG or WebP."""
-        for signature, media_type in _SIGNATURES.items():
-            if self.content.startswith(signature):
-                return media_type
-        raise InputError(
-            f"these {len(self.content)} bytes are not a JPEG, PNG or WebP file; pass the whole content of a file"
-        )
-
-
-@dataclass(frozen=True)
 class TensorInput:
-    """An input tensor of the Open Inference Protocol: pixels of one or more images, or several files."""
+    """An input tensor of the Open Inference Protocol, with its values as binary data."""
 
     datatype: str
     shape: tuple[int, ...]
     content: bytes
 
+    def described(self, name: str) -> dict[str, object]:
+        """The JSON part of an input with this name."""
+        size = {"binary_data_size": len(self.content)}
+        return {"name": name, "datatype": self.datatype, "shape": self.shape, "parameters": size}
 
-def encode_image(image: object) -> FileInput | TensorInput:
+
+def media_type(file: bytes) -> str:
+    """Media type from the signature of a file. Raises InputError if it is not JPEG, PNG or WebP."""
+    for signature, found in _SIGNATURES.items():
+        if file.startswith(signature):
+            return found
+    raise InputError(f"these {len(file)} bytes are not a JPEG, PNG or WebP file; pass the whole content of a file")
+
+
+def encode_image(image: object) -> bytes | TensorInput:
     """Encode one image: a path, the content of a file, a Pillow image, or an array or tensor [3, S, S].
 
+    Returns:
+        The content of a file, or pixels.
     Raises:
         InputError: it is none of these.
     """
     if (array := as_array(image)) is not None:
         return _tensor(array[None] if array.ndim == 3 else array, given=array.shape, single=True)
-    return FileInput(_content(image))
+    return _content(image)
 
 
 def encode_batch(images: object) -> TensorInput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -25,17 +26,17 @@ class Retries:
 
     Attributes:
         max_tries: number of tries at all URLs together, including the first.
-        first_pause_s: pause before the next try at the same URL after its first failure. It doubles with each failure up to `max_pause_s`,
-            with random jitter of up to half. A `Retry-After` of the service replaces it.
+        first_pause_s: pause before the next try at the same URL, after all URLs failed once. It doubles with each round up to
+            `max_pause_s`, with random jitter of up to half. A `Retry-After` of the service replaces it.
     """
 
     max_tries: int = 10
     first_pause_s: float = 0.1
     max_pause_s: float = 5.0
 
-    def pause_s(self, failures: int) -> float:
-        """Pause in seconds after this number of consecutive failures."""
-        limit_s = min(self.max_pause_s, self.first_pause_s * 2.0 ** min(failures - 1, 30))
+    def pause_s(self, rounds: int) -> float:
+        """Pause in seconds after this number of rounds in which all URLs failed."""
+        limit_s = min(self.max_pause_s, self.first_pause_s * 2.0 ** min(rounds - 1, 30))
         return limit_s * random.uniform(0.5, 1.0)
 
 
@@ -68,10 +69,6 @@ class Servers:
         """All URLs, beginning with the current one."""
         current = self._current
         return self.urls[current:] + self.urls[:current]
-
-    def ready_checks(self) -> list[tuple[str, float]]:
-        """URL and timeout of the check of readiness at each server: equal parts of the timeout."""
-        return [(f"{url}/readyz", self.timeout_s / len(self.urls)) for url in self.in_order()]
 
     def on_failure(self, url: str) -> None:
         """Make the next URL the current one, unless a concurrent call has done so already."""
@@ -119,8 +116,7 @@ class Call:
         self.tries = 0
         self.url = servers.in_order()[0]
         self._servers = servers
-        self._failures: dict[str, int] = {}
-        self._not_before_s: dict[str, float] = {}
+        self._not_before_s = dict.fromkeys(servers.urls, 0.0)
         self._timeout_s = servers.timeout_s if timeout_s is None else timeout_s
         self._retries = servers.retries
         self._deadline_s = time.monotonic() + self._timeout_s
@@ -165,13 +161,13 @@ class Call:
         Raises the error if no further try is possible: it says more than a DeadlineError.
         """
         now_s = time.monotonic()
-        failures = self._failures[self.url] = self._failures.get(self.url, 0) + 1
-        pause_s = self._retries.pause_s(failures) if retry_after_s is None else retry_after_s
+        rounds = math.ceil(self.tries / len(self._servers.urls))
+        pause_s = self._retries.pause_s(rounds) if retry_after_s is None else retry_after_s
         self._not_before_s[self.url] = now_s + pause_s
         self._servers.on_failure(self.url)
         self._last_error = error
-        self.url = min(self._servers.in_order(), key=lambda url: max(now_s, self._not_before_s.get(url, 0.0)))
-        next_s = max(now_s, self._not_before_s.get(self.url, 0.0))
+        self.url = min(self._servers.in_order(), key=lambda url: max(now_s, self._not_before_s[url]))
+        next_s = max(now_s, self._not_before_s[self.url])
         if self.tries >= self._retries.max_tries or next_s >= self._deadline_s:
             raise error
         return next_s - now_s

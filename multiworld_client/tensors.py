@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 
-from multiworld_client.codec import PreparedRequest, describe, protocol_error, tensor_request
+from multiworld_client.codec import HEADER_LENGTH, PreparedRequest, parsing, tensor_request
 from multiworld_client.errors import InputError
-from multiworld_client.inputs import as_array
+from multiworld_client.inputs import TensorInput, as_array
 
 _DATATYPES = {
     "bool": "BOOL",
@@ -29,41 +29,34 @@ _DATATYPES = {
     "float64": "FP64",
 }
 _DTYPES = {datatype: name for name, datatype in _DATATYPES.items()}
-_HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
 def infer_request(inputs: Mapping[str, object], model: str, request_id: str | None) -> PreparedRequest:
     """The request for a batch of samples. Raises InputError if an input cannot be sent."""
     if not inputs:
         raise InputError("there are no inputs; pass a dict of arrays by name")
-    described, contents = [], []
-    for name, value in inputs.items():
-        datatype, shape, content = _content(name, value)
-        contents.append(content)
-        described.append(describe(name, datatype, shape, content))
-    head = json.dumps({"inputs": described, "parameters": {"binary_data_output": True}}).encode()
-    return tensor_request(model, head, b"".join(contents), request_id)
+    tensors = {name: _tensor(name, value) for name, value in inputs.items()}
+    return tensor_request(model, tensors, request_id, parameters={"binary_data_output": True})
 
 
-def _content(name: str, value: object) -> tuple[str, list[int], bytes]:
-    """Datatype, shape and bytes of an input."""
+def _tensor(name: str, value: object) -> TensorInput:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:  # numpy has no bfloat16
         bits = value.detach().cpu().contiguous().view(torch.int16).numpy()
-        return "BF16", list(map(int, bits.shape)), bits.tobytes()
+        return TensorInput("BF16", tuple(map(int, bits.shape)), bits.tobytes())
     array = as_array(value)
     if array is None or str(array.dtype) not in _DATATYPES:
         found = type(value).__name__ if array is None else f"an array of {array.dtype}"
         raise InputError(f"the input {name!r} is {found}; pass a numpy array or a torch tensor of numbers or booleans")
-    return _DATATYPES[str(array.dtype)], list(map(int, array.shape)), array.tobytes()
+    return TensorInput(_DATATYPES[str(array.dtype)], tuple(map(int, array.shape)), array.tobytes())
 
 
 def outputs(response: httpx.Response) -> dict[str, Any]:
     """Parse a successful answer: numpy arrays by name; BF16 becomes float32. Raises ProtocolError if it cannot be parsed."""
     import numpy as np  # noqa: PLC0415 - only callers of `infer` need it
 
-    try:
-        length = int(response.headers[_HEADER_LENGTH])
+    with parsing(response):
+        length = int(response.headers[HEADER_LENGTH])
         data, at, found = response.content, length, {}
         for output in json.loads(data[:length])["outputs"]:
             end = at + int(output["parameters"]["binary_data_size"])
@@ -76,6 +69,4 @@ def outputs(response: httpx.Response) -> dict[str, Any]:
                 array = (array.astype(np.uint32) << 16).view(np.float32)
             found[str(output["name"])] = array
             at = end
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise protocol_error(response, error) from error
-    return found
+        return found
