@@ -22,8 +22,8 @@ from multiworld_serving.server.api.handler.route import HandlerRoute
 from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.api.oip.routes import V2Routes
 from multiworld_serving.server.api.openapi import openapi_document
-from multiworld_serving.server.api.operations import Scrape, StatusPage, metrics_response, operations_routes
-from multiworld_serving.server.api.predict import NoPredictRoute, PredictRoute
+from multiworld_serving.server.api.operations import Scrape, metrics_response, operations_routes, status_page_routes
+from multiworld_serving.server.api.predict import PredictRoute, wrong_path
 from multiworld_serving.server.auth.authorizer import (
     ApiKeys,
     Authorizer,
@@ -41,7 +41,7 @@ from multiworld_serving.server.http.errors import (
     rejection_response,
     routing_response,
 )
-from multiworld_serving.server.http.route import route
+from multiworld_serving.server.http.route import Endpoint, route
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.requests import InferenceProtocol, RequestRecord, Requests
@@ -184,11 +184,9 @@ def create_api(
         protocols: those that are served, whose metrics exist from the start.
     """
     feed, model = feed or EventFeed(metrics.requests), inference.signature.model
-    predict: PredictRoute | HandlerRoute | NoPredictRoute = NoPredictRoute(model)
+    predict: Endpoint = PredictRoute(inference).answer if model.classifies_images else wrong_path(model)
     if handler is not None:
-        predict = HandlerRoute(inference, handler)
-    elif model.classifies_images:
-        predict = PredictRoute(inference)
+        predict = HandlerRoute(inference, handler).answer
 
     def document() -> dict[str, Any]:
         needs_key = authorizer is not None and bool(authorizer.keys.inference)
@@ -203,10 +201,10 @@ def create_api(
     metrics.requests.traces, metrics.requests.log_all = traces, access_log
     return Application(
         [
-            route("/predict", predict.answer, "POST"),
+            route("/predict", predict, "POST"),
             *V2Routes(pipeline, inference, metrics.requests).routes(),
             *operations_routes(pipeline, scrape or metrics.scrape),
-            *StatusPage(pipeline, feed).routes(endpoints),
+            *status_page_routes(pipeline, feed, endpoints),
         ],
         requests=metrics.requests,
         authorizer=authorizer,
@@ -230,26 +228,27 @@ _ADMIN_ENDPOINTS = {
 
 def create_admin_app(
     scrape: Scrape,
-    admin: AdminRoutes,
+    pipeline: Pipeline,
     authorizer: Authorizer | None = None,
     own: Scrape | None = None,
     http_port: int | None = None,
-    page: StatusPage | None = None,
+    feed: EventFeed | None = None,
 ) -> Application:
     """Create the application of the admin port: metrics and admin endpoints.
 
     Args:
-        page: serves the status page.
         scrape: returns the metrics of all processes.
         own: returns the metrics of this process alone, for `GET /metrics?own=true`.
         http_port: number of the port of the HTTP API, for requests that belong there.
+        feed: for the status page; None = there is none.
     """
 
     async def metrics(request: Request) -> Response:
         return await metrics_response(own if own is not None and "own" in request.query_params else scrape)
 
+    page = status_page_routes(pipeline, feed, _ADMIN_ENDPOINTS) if feed else ()
     return Application(
-        [route("/metrics", metrics), *admin.routes(), *(page.routes(_ADMIN_ENDPOINTS) if page else ())],
+        [route("/metrics", metrics), *AdminRoutes(pipeline).routes(), *page],
         requests=Requests(CollectorRegistry()),
         authorizer=authorizer,
         permission_for=admin_port_permission,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from importlib.resources import files
 
 import msgspec
@@ -41,31 +40,24 @@ _FILE_HEADERS = {
 }
 
 
-@dataclass(frozen=True)
-class StatusPage:
-    """The routes of the status page. On the admin port it offers operator actions."""
+def status_page_routes(pipeline: Pipeline, feed: EventFeed, endpoints: Mapping[str, str]) -> list[Route]:
+    """The routes of the status page of a port with these endpoints. On the admin port it offers operator actions."""
 
-    pipeline: Pipeline
-    feed: EventFeed
+    async def index(request: Request) -> Response:
+        """For browsers, the page; for programs, the list of endpoints."""
+        if "text/html" in request.headers.get("accept", ""):
+            return _file_response("index.html")
+        now = pipeline.snapshot()
+        found = {"service": "multiworld-serving", "model": now.model, "version": now.version}
+        return JSONResponse(found | {"endpoints": endpoints}, headers={"Vary": "Accept"})
 
-    def routes(self, endpoints: Mapping[str, str]) -> list[Route]:
-        """The routes of a port with these endpoints."""
-
-        async def index(request: Request) -> Response:
-            """For browsers, the page; for programs, the list of endpoints."""
-            if "text/html" in request.headers.get("accept", ""):
-                return _file_response("index.html")
-            now = self.pipeline.snapshot()
-            found = {"service": "multiworld-serving", "model": now.model, "version": now.version}
-            return JSONResponse(found | {"endpoints": endpoints}, headers={"Vary": "Accept"})
-
-        return [route("/", index), route("/events", self.events), route("/status-page/{name}", _file)]
-
-    async def events(self, request: Request) -> Response:
+    async def events(request: Request) -> Response:
         """Server-sent events every second: snapshot (`status`), rates (`points`), and what has happened (`event`)."""
         if request.method == "HEAD":  # the stream does not end
             return Response(media_type="text/event-stream")
-        return self.feed.response(self.pipeline.snapshot)
+        return feed.response(pipeline.snapshot)
+
+    return [route("/", index), route("/events", events), route("/status-page/{name}", _file)]
 
 
 def operations_routes(pipeline: Pipeline, scrape: Scrape) -> list[Route]:

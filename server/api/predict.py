@@ -17,7 +17,7 @@ from multiworld_serving.server.api.form import FIELD, extract_image
 from multiworld_serving.server.api.inference import Inference, InferRequest, prediction_headers
 from multiworld_serving.server.errors import InvalidParameterError, MediaTypeError, StageError, WrongPathError
 from multiworld_serving.server.http.open_request import OpenRequest
-from multiworld_serving.server.http.route import client_timeout_s, query_parameters
+from multiworld_serving.server.http.route import Endpoint, client_timeout_s, query_parameters
 from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import Prediction, ServedModel
 
@@ -25,19 +25,17 @@ IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
 FORM_TYPE = "multipart/form-data"
 
 
-@dataclass(frozen=True)
-class NoPredictRoute:
+def wrong_path(model: ServedModel) -> Endpoint:
     """POST /predict of a model that does not classify images: tells where to send requests."""
 
-    model: ServedModel
-
-    async def answer(self, _: Request) -> Response:
-        """Raises WrongPathError."""
-        missing = "labels" if self.model.image is not None else "an image as its input"
+    async def endpoint(_: Request) -> Response:
+        missing = "labels" if model.image is not None else "an image as its input"
         raise WrongPathError(
-            f"/predict classifies images, and the model {self.model.name!r} does not have {missing}; send its inputs to "
-            f"/v2/models/{self.model.name}/infer (described by GET /v2/models/{self.model.name}), or start the service with --handler"
+            f"/predict classifies images, and the model {model.name!r} does not have {missing}; send its inputs to "
+            f"/v2/models/{model.name}/infer (described by GET /v2/models/{model.name}), or start the service with --handler"
         )
+
+    return endpoint
 
 
 @dataclass(frozen=True)

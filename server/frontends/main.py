@@ -25,11 +25,9 @@ from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving
 from multiworld_serving.common.metrics import build_labels
-from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app, create_api
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.api.inference import Inference
-from multiworld_serving.server.api.operations import StatusPage
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.auth.credentials import (
     Credentials,
@@ -174,11 +172,11 @@ class _Frontend:
         )
         admin_app = create_admin_app(
             scrape,
-            AdminRoutes(pool),
+            pool,
             authorizer,
             own=metrics.scrape,
             http_port=self._http.getsockname()[1],
-            page=StatusPage(pool, self._feed),
+            feed=self._feed,
         )
         connections = max_connections(settings)
         tls = self._credentials

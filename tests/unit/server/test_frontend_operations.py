@@ -7,13 +7,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
-from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.snapshots import ReplicaState
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, Repository, running_frontend
 
-ADMIN = AdminRoutes(Repository())
+ADMIN = Repository()
 
 
 async def test_healthz_is_alive_when_no_stage_has_a_replica() -> None:

@@ -14,7 +14,6 @@ from multiworld_serving.server.administration import (
     RestartFailedError,
     VersionFailedError,
 )
-from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ModelVersion, RestartStep
@@ -25,7 +24,7 @@ LOAD, UNLOAD = "/v2/repository/models/m/load", "/v2/repository/models/m/unload"
 
 
 def client(repository: Repository) -> httpx.AsyncClient:
-    app = create_admin_app(FrontendMetrics().scrape, AdminRoutes(repository))
+    app = create_admin_app(FrontendMetrics().scrape, repository)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://operations")
 
 
@@ -138,7 +137,7 @@ async def test_load_is_cancelled_when_the_client_disconnects() -> None:
     repository = Repository()
     repository.load_version = load  # type: ignore[method-assign]
     connection = Connection(b"{}", LOAD)
-    loading = asyncio.create_task(connection.run(create_admin_app(FrontendMetrics().scrape, AdminRoutes(repository))))
+    loading = asyncio.create_task(connection.run(create_admin_app(FrontendMetrics().scrape, repository)))
     async with asyncio.timeout(10):
         await begun.wait()
         connection.hang_up()

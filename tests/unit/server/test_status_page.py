@@ -8,12 +8,10 @@ from importlib.resources import files
 
 import httpx
 
-from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
-from multiworld_serving.server.api.operations import StatusPage
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from tests.unit.server.frontend_app import ColourPredictor, Repository, running_frontend
+from tests.unit.server.frontend_app import Repository, running_frontend
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 PAGE = files("multiworld_serving.server.api") / "status_page"
@@ -84,8 +82,7 @@ def test_page_has_nothing_inline_and_every_reference_has_its_target() -> None:
 
 async def test_admin_port_serves_the_page_and_says_that_it_offers_actions() -> None:
     metrics = FrontendMetrics()
-    page_routes = StatusPage(ColourPredictor(), EventFeed(metrics.requests))
-    app = create_admin_app(metrics.scrape, AdminRoutes(Repository()), page=page_routes)
+    app = create_admin_app(metrics.scrape, Repository(), feed=EventFeed(metrics.requests))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as client:
         page = await client.get("/", headers={"Accept": BROWSER})
         listing = await client.get("/", headers={"Accept": "application/json"})
