@@ -37,7 +37,7 @@ def image_input(tensor: InputTensor, signature: Signature) -> Tensor | list[byte
             raise InferenceRequestError(
                 f"the input {name!r} of BYTES has shape {abbreviated(shape)}; expected [N] or [N, 1]"
             )
-    elif tuple(shape[1:]) != signature.image_shape:
+    elif tuple(shape[1:]) != signature.model.inputs[0].shape[1:]:
         raise InferenceRequestError(_wrong_shape(name, shape, signature))
     check_rows(name, shape[0], signature.max_rows, "images")
     if datatype == "BYTES":
@@ -49,9 +49,9 @@ def image_input(tensor: InputTensor, signature: Signature) -> Tensor | list[byte
 
 
 def _wrong_shape(name: str, shape: list[int], signature: Signature) -> str:
-    channels, height, width = signature.image_shape
+    channels, height, width = of_one = signature.model.inputs[0].shape[1:]
     hint = "resize and crop first, or send image files as BYTES"
-    if tuple(shape) == signature.image_shape:
+    if tuple(shape) == of_one:
         hint = "put the batch dimension in front"
     elif shape[1:] == [height, width, channels]:
         hint = "put the channels before height and width"

@@ -213,9 +213,9 @@ def _output_options(output: RequestedOutput, index: int, binary: bool, signature
     parameters = output.parameters or OutputParameters()
     if parameters.shared_memory_region is not None:
         raise InferenceRequestError("shared memory is not supported; read the data from the response")
-    if parameters.classification and not signature.num_classes:
+    if parameters.classification and not signature.model.labels:
         raise InferenceRequestError("`classification` needs labels, which this model does not have; omit it")
-    classes = min(parameters.classification, signature.num_classes)
+    classes = min(parameters.classification, len(signature.model.labels))
     found = OutputOptions(index, classes, binary if parameters.binary_data is None else parameters.binary_data)
     if datatype in BINARY_ONLY and not found.binary:
         raise InferenceRequestError(

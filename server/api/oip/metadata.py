@@ -27,17 +27,6 @@ class Signature:
     model: ServedModel
     max_rows: int
 
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """[3, S, S], without the batch dimension. Only for models with image preprocessing."""
-        assert self.model.image is not None
-        return (3, self.model.image.crop_size, self.model.image.crop_size)
-
-    @property
-    def num_classes(self) -> int:
-        """Number of probabilities per sample; 0 if the output is no probabilities of classes."""
-        return len(self.model.labels)
-
     def check_served(self, model: str, version: str | None, now: ModelVersion) -> None:
         """Raise UnknownModelError unless this model, and this version of it if one is named, serves.
 

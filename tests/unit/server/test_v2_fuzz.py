@@ -17,6 +17,7 @@ from multiworld_serving.server.api.inference import InferRequest
 from multiworld_serving.server.api.oip.compression import pack, unpack
 from multiworld_serving.server.api.oip.infer_request import parse_infer_request
 from multiworld_serving.server.errors import InvalidRequestError
+from tests.unit.server.frontend_app import MODEL
 from tests.unit.server.v2_requests import PACK, SIGNATURE
 
 UNPACKED_BYTES = 10_000
@@ -43,11 +44,11 @@ def assert_sound(request: InferRequest, body_bytes: int) -> None:
     """The pipeline's input is valid and no larger than the body allows."""
     assert 1 <= len(request.rows) <= SIGNATURE.max_rows
     if isinstance(request.rows, Tensor):
-        assert (request.rows.dtype, request.rows.shape[1:]) == (torch.uint8, SIGNATURE.image_shape)
+        assert (request.rows.dtype, request.rows.shape[1:]) == (torch.uint8, MODEL.inputs[0].shape[1:])
         assert request.rows.is_contiguous()
     else:
         assert sum(map(len, request.rows)) <= body_bytes
-    assert all(0 <= each.classes <= SIGNATURE.num_classes for each in request.outputs)
+    assert all(0 <= each.classes <= len(MODEL.labels) for each in request.outputs)
     assert request.timeout_s is None or request.timeout_s > 0
 
 
