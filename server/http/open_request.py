@@ -156,8 +156,7 @@ class OpenRequest:
                 raise WithdrawnError("the client disconnected before its body was complete")
             chunk = message.get("body", b"")
             self._check_size(body.tell() + len(chunk))
-            self._check_memory(len(chunk))
-            self._hold(len(chunk))
+            self.hold(len(chunk))
             body.write(chunk)
             more = message.get("more_body", False)
         if not body.tell() and not allow_empty:
@@ -176,13 +175,14 @@ class OpenRequest:
         Raises:
             OverloadedError: bodies fill the memory that is reserved for them. Never if no other request holds any.
         """
-        if self._gate.held_bytes > self._held_bytes:
-            self._check_memory(more_bytes)
-        self._hold(more_bytes)
+        self._check_memory(more_bytes)
+        self._held_bytes += more_bytes
+        self._gate.held_bytes += more_bytes
 
     def release(self) -> None:
         """The body is not needed any more."""
-        self._hold(-self._held_bytes)
+        self._gate.held_bytes -= self._held_bytes
+        self._held_bytes = 0
 
     def shorten(self, timeout_s: float) -> None:
         """Use this timeout since the request's arrival if it is shorter."""
@@ -190,18 +190,14 @@ class OpenRequest:
         self._timer.cancel()
         self._arm()
 
-    def _hold(self, more_bytes: int) -> None:
-        self._held_bytes += more_bytes
-        self._gate.held_bytes += more_bytes
-
     def _check_size(self, body_bytes: int) -> None:
         limit = self._gate.limits.max_body_bytes
         if body_bytes > limit:
             raise BodyTooLargeError(f"the body is larger than the limit of {limit} bytes; send a smaller image")
 
     def _check_memory(self, more_bytes: int) -> None:
-        limit = self._gate.max_held_bytes
-        if self._gate.held_bytes + more_bytes > limit:
+        held_bytes, limit = self._gate.held_bytes, self._gate.max_held_bytes
+        if held_bytes > self._held_bytes and held_bytes + more_bytes > limit:
             raise OverloadedError(f"request bodies fill the {limit} bytes reserved for them; try again later")
 
     @property

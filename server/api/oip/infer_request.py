@@ -108,16 +108,8 @@ def infer_body(request: object, signature: Signature) -> InferBody:
         asked = msgspec.convert(request, InferBody)
     except msgspec.ValidationError as error:
         raise InferenceRequestError(f"the request is invalid: {error}") from error
-    names = [spec.name for spec in signature.model.inputs]
     given = [tensor.name for tensor in asked.inputs]
-    for name in given:
-        if name not in names:
-            raise InferenceRequestError(
-                f"there is no input {abbreviated(name)}; the model's only {_named('input', names)}"
-            )
-    for name in names:
-        if (times := given.count(name)) != 1:
-            raise InferenceRequestError(f"the input {name!r} is given {times} times; expected once")
+    _check_names("input", given, [spec.name for spec in signature.model.inputs], least=1)
     if any(tensor.parameters and tensor.parameters.shared_memory_region is not None for tensor in asked.inputs):
         raise InferenceRequestError("shared memory is not supported; send the data in the request")
     return asked
@@ -135,6 +127,18 @@ def infer_request(asked: InferBody, signature: Signature) -> InferRequest:
     else:
         rows, key = _rows(asked.inputs, signature)
     return InferRequest(rows, key, outputs, asked.id or None, parameters.timeout / 1e6 or None)
+
+
+def _check_names(kind: str, given: Sequence[str], names: Sequence[str], *, least: int) -> None:
+    """Raise InferenceRequestError unless each of the model's names is given at least so often, and at most once."""
+    for name in given:
+        if name not in names:
+            raise InferenceRequestError(
+                f"there is no {kind} {abbreviated(name)}; the model's only {_named(kind, names)}"
+            )
+    for name in names:
+        if not least <= (times := given.count(name)) <= 1:
+            raise InferenceRequestError(f"the {kind} {name!r} is given {times} times; expected once")
 
 
 def _named(kind: str, names: Sequence[str]) -> str:
@@ -197,14 +201,7 @@ def _outputs(wanted: Sequence[RequestedOutput] | None, binary: bool, signature: 
     """The outputs to return, and how."""
     names = [spec.name for spec in signature.model.outputs]
     wanted = wanted or [RequestedOutput(name) for name in names]
-    given = [output.name for output in wanted]
-    for name in given:
-        if name not in names:
-            raise InferenceRequestError(
-                f"there is no output {abbreviated(name)}; the model's only {_named('output', names)}"
-            )
-        if (times := given.count(name)) > 1:
-            raise InferenceRequestError(f"the output {name!r} is requested {times} times; expected once")
+    _check_names("output", [output.name for output in wanted], names, least=0)
     return [_output_options(output, names.index(output.name), binary, signature) for output in wanted]
 
 

@@ -61,14 +61,11 @@ _CONTENTS = {
     "INT32": "int_contents",
     "INT64": "int64_contents",
     "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
-"""The field of `InferTensorContents` for each datatype. FP16 and BF16 have none."""
+"""The field of `InferTensorContents` for each datatype that models have. FP16 and BF16 have none."""
 _LENGTH_BYTES = 4
 _MAX_DIMENSIONS = 64
 """More are cut off: no model has as many, so the request is refused in any case."""

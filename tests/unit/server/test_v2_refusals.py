@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "shared memory in": (request(tensor("UINT8", SHAPE, parameters={"shared_memory_region": "r"})), "not supported"),
     "shared memory out": (request(GOOD, outputs=wanting(shared_memory_region="r")), "shared memory is not supported"),
     "unknown output": (request(GOOD, outputs=[{"name": "logits"}]), "no output 'logits'; the model's only output is"),
-    "output twice": (request(GOOD, outputs=wanting() * 2), "requested 2 times"),
+    "output twice": (request(GOOD, outputs=wanting() * 2), "is given 2 times"),
     "sequence": (request(GOOD, parameters={"sequence_id": 7}), "for stateful models"),
     "not gzip": (sent(b"hello", Content_Encoding="gzip"), "the body is not gzip"),
     "gzip cut": (sent(gzip.compress(bytes(999))[:-9], Content_Encoding="gzip"), "is truncated"),
