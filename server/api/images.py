@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from multiworld_serving.server.errors import ImageError, ImageTooLargeError
+from multiworld_serving.server.predictor import ImageSizes
 
 MIN_SIDE = 8
 """Pixels. No class can be recognized in a smaller image; digits have 8x8."""
@@ -51,7 +52,7 @@ _SWAPPED_AXES = range(5, 9)
 """Orientations that swap height and width, after the flips."""
 
 
-def image_tensor(data: bytes, *, resize_size: int, crop_size: int, max_pixels: int) -> Tensor:
+def image_tensor(data: bytes, sizes: ImageSizes, max_pixels: int) -> Tensor:
     """Decode an image file, apply its orientation, scale its shorter side to `resize_size` and crop the center.
 
     The bytes determine the format, not the declared content type. Transparency is dropped as by `convert("RGB")`; of an
@@ -59,8 +60,6 @@ def image_tensor(data: bytes, *, resize_size: int, crop_size: int, max_pixels: i
 
     Args:
         data: the whole file.
-        resize_size: pixels, at least `crop_size`.
-        crop_size: pixels.
         max_pixels: maximum width times height, checked before decoding.
     Returns:
         uint8 [3, crop_size, crop_size], RGB, contiguous.
@@ -72,11 +71,11 @@ def image_tensor(data: bytes, *, resize_size: int, crop_size: int, max_pixels: i
     try:
         with file_type(BytesIO(data)) as image:
             _check_size(image, max_pixels)
-            size, window = image.size, _reduce(image, resize_size)
+            size, window = image.size, _reduce(image, sizes.resize_size)
             rgb, orientation = _rgb(image), _orientation(image)
             # The crop is turned, and not the image: it is smaller.
             flipped = _FLIPPED_AXES.get(orientation, ())
-            pixels = _scale_and_crop(rgb, size, window, resize_size, crop_size, flipped)
+            pixels = _scale_and_crop(rgb, size, window, sizes, flipped)
             pixels = pixels.flip(flipped) if flipped else pixels
             return (pixels.transpose(1, 2) if orientation in _SWAPPED_AXES else pixels).contiguous()
     except ImageError:
@@ -169,8 +168,7 @@ def _scale_and_crop(
     image: Image.Image,
     size: tuple[int, int],
     window: tuple[float, float, float, float],
-    resize_size: int,
-    crop_size: int,
+    sizes: ImageSizes,
     flipped: Sequence[int],
 ) -> Tensor:
     """Scale so that the shorter side is `resize_size`, and crop the center.
@@ -182,7 +180,7 @@ def _scale_and_crop(
     Returns:
         uint8 [3, crop_size, crop_size].
     """
-    width, height = size
+    (width, height), (resize_size, crop_size) = size, sizes
     shorter = min(width, height)
     # As in torchvision: truncated sizes, rounded offsets.
     scaled_width, scaled_height = resize_size * width // shorter, resize_size * height // shorter

@@ -65,27 +65,18 @@ class InferRequest:
     version: int | None = None
 
 
-@dataclass(frozen=True)
 class Inference:
     """Computes the inference requests of a frontend.
 
     Attributes:
-        threads: parse requests and decode images.
+        threads: parse requests and decode images. They start on demand.
     """
 
-    gate: RequestGate
-    signature: Signature
-    threads: DaemonThreads
-
-    @classmethod
-    def of(cls, pipeline: Pipeline, model: ServedModel, limits: RequestLimits) -> Inference:
-        """The inference of this model with these limits. Its threads start on demand."""
+    def __init__(self, pipeline: Pipeline, model: ServedModel, limits: RequestLimits) -> None:
         fitting = limits.max_body_bytes // max(1, model.input_rows.max_row_bytes)
-        return cls(
-            RequestGate(pipeline, limits),
-            Signature(model, max_rows=max(1, min(limits.max_rows, fitting))),
-            DaemonThreads(limits.decode_threads, "decode", max_waiting=limits.max_waiting_decodes),
-        )
+        self.gate = RequestGate(pipeline, limits)
+        self.signature = Signature(model, max_rows=max(1, min(limits.max_rows, fitting)))
+        self.threads = DaemonThreads(limits.decode_threads, "decode", max_waiting=limits.max_waiting_decodes)
 
     async def answer(
         self,
@@ -142,12 +133,7 @@ class Inference:
         """The input row of an image file. Runs on a thread."""
         sizes = self.signature.model.image
         assert sizes is not None, "only models of images take files"
-        return image_tensor(
-            file,
-            resize_size=sizes.resize_size,
-            crop_size=sizes.crop_size,
-            max_pixels=self.gate.limits.max_image_pixels,
-        )
+        return image_tensor(file, sizes, self.gate.limits.max_image_pixels)
 
 
 def output_tensors(prediction: Prediction, model: ServedModel) -> tuple[Tensor, ...]:

@@ -155,7 +155,7 @@ class _Frontend:
         settings, pool, metrics = self._settings, self._pool, self._metrics
         model = pool.model.result()
         authorizer = Authorizer(self._credentials.keys)
-        inference = Inference.of(pool, model, request_limits(settings))
+        inference = Inference(pool, model, request_limits(settings))
         scrape = partial(scrape_service, settings.name, pool, settings.supervisor_metrics_file)
         app = create_api(
             pool,

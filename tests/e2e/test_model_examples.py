@@ -22,6 +22,7 @@ from examples.text_classifier.handler import tokens
 from multiworld_serving.cli.main import main
 from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.server.api.images import image_tensor
+from multiworld_serving.server.predictor import ImageSizes
 from multiworld_serving.testing.local_service import LocalService
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,7 @@ def check_labels(answer: bytes, bundle: Path) -> None:
     image = model.manifest.image
     assert image is not None
     photo = Path("examples/images/clock.jpg").read_bytes()
-    pixels = image_tensor(photo, resize_size=image.resize_size, crop_size=image.crop_size, max_pixels=10**8)
+    pixels = image_tensor(photo, ImageSizes(image.resize_size, image.crop_size), 10**8)
     with torch.inference_mode():
         (expected,) = model.build(model.graph)(pixels[None])
     found = json.loads(answer)["predictions"]

@@ -10,6 +10,7 @@ from PIL import Image
 from multiworld_client import InputError
 from multiworld_client.inputs import _content, as_array
 from multiworld_serving.server.api.images import image_tensor
+from multiworld_serving.server.predictor import ImageSizes
 
 
 def saved(image: Image.Image, form: str, **settings: object) -> bytes:
@@ -43,8 +44,7 @@ FILES = {
 def test_pillow_image_is_converted_like_its_file(kind: str) -> None:
     file = FILES[kind]
     expected, sent = (
-        image_tensor(data, resize_size=36, crop_size=32, max_pixels=10_000)
-        for data in (file, _content(Image.open(BytesIO(file))))
+        image_tensor(data, ImageSizes(36, 32), 10_000) for data in (file, _content(Image.open(BytesIO(file))))
     )
     difference = (expected.int() - sent.int()).abs()
     assert int(difference.max()) <= 1, "of 256 levels"

@@ -165,7 +165,7 @@ async def running_frontend(
     """The application with these limits, served in this process."""
     predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
     options: Any = {"authorizer": authorizer, "access_log": access_log, "admin_port": admin_port}
-    inference = Inference.of(predictor, model, RequestLimits(**limits))
+    inference = Inference(predictor, model, RequestLimits(**limits))
     app = create_api(predictor, inference, metrics, **options)
     transport = httpx.ASGITransport(app)
     async with (

@@ -54,7 +54,7 @@ async def running_grpc(
 ) -> AsyncIterator[RunningGrpc]:
     """The port with these limits, served in this process. With `root`, the client uses TLS."""
     predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
-    inference = Inference.of(predictor, model, RequestLimits(**limits))
+    inference = Inference(predictor, model, RequestLimits(**limits))
     metrics.requests.declare(model.name, model.version, ("grpc",))
     metrics.requests.log_all = True
     authorizer = authorizer or Authorizer(ApiKeys(KeySet(), KeySet()))

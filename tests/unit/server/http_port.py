@@ -96,7 +96,7 @@ async def http_port(
 ) -> AsyncIterator[Port]:
     """Serve with these limits. `app` replaces the application; with `context` the port uses TLS."""
     predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
-    inference = Inference.of(predictor, MODEL, RequestLimits(timeout_s=timeout_s))
+    inference = Inference(predictor, MODEL, RequestLimits(timeout_s=timeout_s))
     app = app or create_api(predictor, inference, metrics)
     sock = bind("127.0.0.1", 0, "--http-port")
     number: int = sock.getsockname()[1]

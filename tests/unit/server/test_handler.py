@@ -73,7 +73,7 @@ async def serving(file: Path, timeout_s: float = 60.0) -> AsyncIterator[httpx.As
     """A frontend of the text model with this handler."""
     with HandlerProcesses(f"{file}:Handler", timeout_s) as handler:
         predictor = TextPredictor()
-        inference = Inference.of(predictor, TEXT, RequestLimits())
+        inference = Inference(predictor, TEXT, RequestLimits())
         app = create_api(predictor, inference, FrontendMetrics(), handler=handler)
         transport = httpx.ASGITransport(app)
         async with (

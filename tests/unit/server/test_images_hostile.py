@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from multiworld_serving.server.api.form import extract_image
 from multiworld_serving.server.api.images import image_tensor
 from multiworld_serving.server.errors import ImageError, InvalidBodyError
+from multiworld_serving.server.predictor import ImageSizes
 from tests.unit.server.frontend_app import image_bytes
 
 MEBIBYTE = 2**20
@@ -29,7 +30,7 @@ FILES = [
 
 def decode_or_refuse(data: bytes) -> None:
     with suppress(ImageError):
-        assert image_tensor(data, resize_size=16, crop_size=16, max_pixels=10_000).shape == (3, 16, 16)
+        assert image_tensor(data, ImageSizes(16, 16), 10_000).shape == (3, 16, 16)
 
 
 @settings(deadline=None, max_examples=200)
@@ -93,4 +94,4 @@ BUSYWORK = {
 def test_file_is_rejected_when_its_structure_would_block_the_decoder(name: str) -> None:
     data, says = BUSYWORK[name]
     with pytest.raises(ImageError, match=says):
-        image_tensor(data, resize_size=16, crop_size=16, max_pixels=10_000)
+        image_tensor(data, ImageSizes(16, 16), 10_000)

@@ -14,11 +14,12 @@ from torchvision.transforms._presets import ImageClassification
 
 from multiworld_serving.server.api.images import MIN_SIDE, image_tensor
 from multiworld_serving.server.errors import ImageError, ImageTooLargeError
+from multiworld_serving.server.predictor import ImageSizes
 from tests.unit.server.frontend_app import image_bytes
 
 
 def decode(data: bytes, *, resize_size: int = 32, crop_size: int = 32, max_pixels: int = 4_000_000) -> Tensor:
-    return image_tensor(data, resize_size=resize_size, crop_size=crop_size, max_pixels=max_pixels)
+    return image_tensor(data, ImageSizes(resize_size, crop_size), max_pixels)
 
 
 def picture(width: int, height: int) -> Image.Image:
