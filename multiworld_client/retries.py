@@ -118,7 +118,6 @@ class Call:
         self._servers = servers
         self._not_before_s = dict.fromkeys(servers.urls, 0.0)
         self._timeout_s = servers.timeout_s if timeout_s is None else timeout_s
-        self._retries = servers.retries
         self._deadline_s = time.monotonic() + self._timeout_s
         self._last_error: ClientError | None = None
 
@@ -162,13 +161,13 @@ class Call:
         """
         now_s = time.monotonic()
         rounds = math.ceil(self.tries / len(self._servers.urls))
-        pause_s = self._retries.pause_s(rounds) if retry_after_s is None else retry_after_s
+        pause_s = self._servers.retries.pause_s(rounds) if retry_after_s is None else retry_after_s
         self._not_before_s[self.url] = now_s + pause_s
         self._servers.on_failure(self.url)
         self._last_error = error
         self.url = min(self._servers.in_order(), key=lambda url: max(now_s, self._not_before_s[url]))
         next_s = max(now_s, self._not_before_s[self.url])
-        if self.tries >= self._retries.max_tries or next_s >= self._deadline_s:
+        if self.tries >= self._servers.retries.max_tries or next_s >= self._deadline_s:
             raise error
         return next_s - now_s
 

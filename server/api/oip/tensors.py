@@ -127,15 +127,12 @@ def json_data(tensor: InputTensor) -> list[Any]:
         )
     level = data
     if data and isinstance(data[0], list):
-        for axis, size in enumerate(shape):
-            if axis:
-                if not all(isinstance(part, list) and len(part) == size for part in level):
-                    raise InferenceRequestError(
-                        f"the `data` of input {name!r} is nested, but not into lists of {size} everywhere at dimension {axis}"
-                    )
-                level = list(chain.from_iterable(level))
-            elif len(level) != size:
-                break
+        for axis, size in enumerate(shape[1:], 1):
+            if not all(isinstance(part, list) and len(part) == size for part in level):
+                raise InferenceRequestError(
+                    f"the `data` of input {name!r} is nested, but not into lists of {size} everywhere at dimension {axis}"
+                )
+            level = list(chain.from_iterable(level))
     if len(level) != math.prod(shape):
         raise InferenceRequestError(
             f"the `data` of input {name!r} does not fill its shape {list(shape)}: it has {len(level)} values, expected "
