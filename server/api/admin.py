@@ -8,11 +8,10 @@ POST /v2/repository/models/{model}/unload
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import Struct
@@ -130,19 +129,19 @@ class AdminRoutes:
             raise UnknownModelError(f"there is no model {name[:64]!r}; the only model is {served!r}")
 
 
-async def _lines(steps: AsyncGenerator[RestartStep, None]) -> AsyncGenerator[str, None]:
+async def _lines(steps: AsyncGenerator[RestartStep, None]) -> AsyncGenerator[bytes, None]:
     done = 0
     try:
         async with aclosing(steps) as running:
             async for step in running:
                 logger.info("rolling restart: %s", step)
                 done += step.state == "restarted"
-                yield json.dumps(asdict(step)) + "\n"
+                yield msgspec.json.encode(step) + b"\n"
     except (OperationInProgressError, RestartFailedError) as error:
         logger.warning("rolling restart: %s", error)
-        yield json.dumps({"state": "failed", "restarted": done, "error": str(error)}) + "\n"
+        yield msgspec.json.encode({"state": "failed", "restarted": done, "error": str(error)}) + b"\n"
     else:
-        yield json.dumps({"state": "done", "restarted": done}) + "\n"
+        yield msgspec.json.encode({"state": "done", "restarted": done}) + b"\n"
 
 
 def _json_endpoint(handler: Callable[[Request, _Body], Awaitable[object]]) -> Endpoint:

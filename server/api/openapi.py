@@ -7,7 +7,7 @@ import json
 from importlib.resources import files
 from typing import Any
 
-from pydantic import TypeAdapter
+import msgspec
 
 from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.predictor import ModelVersion
@@ -39,8 +39,6 @@ def openapi_document(
     parameters["top_k"]["schema"] |= {"maximum": len(model.labels), "default": min(limits.top_k, len(model.labels))}
     inputs = components["requestBodies"]["infer"]["content"]["application/json"]["schema"]["properties"]["inputs"]
     inputs["items"]["properties"]["name"]["enum"] = [each.name for each in model.inputs]
-    status = TypeAdapter(PipelineSnapshot).json_schema(
-        mode="serialization", ref_template="#/components/schemas/{model}"
-    )
-    components["schemas"] |= status.pop("$defs") | {"PipelineSnapshot": status}
+    _, of_status = msgspec.json.schema_components([PipelineSnapshot], ref_template="#/components/schemas/{name}")
+    components["schemas"] |= of_status
     return document
