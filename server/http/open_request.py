@@ -102,7 +102,6 @@ class OpenRequest:
         self.record = record
         self._receive = receive
         self._held_bytes = 0
-        self._receiving = True
         self._watch: asyncio.Task[None] | None = None
         self._ended: RequestRejected | None = None
         """Why the block was cancelled."""
@@ -166,7 +165,6 @@ class OpenRequest:
 
     def received(self) -> None:
         """The body is complete. Watches the client from now on."""
-        self._receiving = False
         self.record.received_s = time.monotonic()
 
     def hold(self, more_bytes: int) -> None:
@@ -213,11 +211,11 @@ class OpenRequest:
 
     def _expire(self) -> None:
         """The timer has ended: watch the client, or cancel the block."""
-        if self._receive is not None and not self._receiving and self._watch is None:
+        if self._receive is not None and self.record.received_s and self._watch is None:
             self._watch = asyncio.create_task(self._end_on_disconnect(self._receive))
         if time.monotonic() < self._end_s:
             self._arm()
-        elif not self._receiving:
+        elif self.record.received_s:
             self._end(DeadlineError("the deadline passed before the response was ready; try again"))
         elif self._timeout_s < self._gate.limits.timeout_s:  # the client chose it: sending faster is the wrong advice
             timeout_s = f"{self._timeout_s:g} s"
