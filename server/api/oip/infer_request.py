@@ -1,6 +1,6 @@
 """Parses inference requests: JSON, JSON followed by binary data, or one raw tensor.
 
-gRPC has another encoding of the same request: it calls `infer_body` and `infer_request` with what it has decoded.
+gRPC has another encoding of the same request: it calls `infer_request` with what it has decoded.
 """
 
 from __future__ import annotations
@@ -81,9 +81,8 @@ def parse_infer_request(body: bytes, json_bytes: int | None, signature: Signatur
         raise InferenceRequestError(
             f"Inference-Header-Content-Length is {json_bytes}, but the body has only {len(body)} bytes"
         )
-    asked = infer_body(_json(body if json_bytes is None else body[:json_bytes]), signature)
-    _assign_binary_data(asked, None if json_bytes is None else memoryview(body)[json_bytes:])
-    return infer_request(asked, signature)
+    binary = None if json_bytes is None else memoryview(body)[json_bytes:]
+    return infer_request(_json(body[:json_bytes]), signature, binary)
 
 
 def _json(data: bytes) -> object:
@@ -102,8 +101,15 @@ def _json(data: bytes) -> object:
         ) from error
 
 
-def infer_body(request: object, signature: Signature) -> InferBody:
-    """The typed request. Raises InferenceRequestError unless it is valid and its inputs are the model's, each once."""
+def infer_request(request: object, signature: Signature, binary: memoryview | None = None) -> InferRequest:
+    """The request for the model.
+
+    Args:
+        request: as the protocol describes it in JSON, parsed.
+        binary: the data after the JSON; None = there can be none.
+    Raises:
+        InferenceRequestError: the request is invalid for this model.
+    """
     try:
         asked = msgspec.convert(request, InferBody)
     except msgspec.ValidationError as error:
@@ -112,11 +118,7 @@ def infer_body(request: object, signature: Signature) -> InferBody:
     _check_names("input", given, [spec.name for spec in signature.model.inputs], least=1)
     if any(tensor.parameters and tensor.parameters.shared_memory_region is not None for tensor in asked.inputs):
         raise InferenceRequestError("shared memory is not supported; send the data in the request")
-    return asked
-
-
-def infer_request(asked: InferBody, signature: Signature) -> InferRequest:
-    """The request for the model. Raises InferenceRequestError if it is invalid for this model."""
+    _assign_binary_data(asked, binary)
     parameters = asked.parameters or RequestParameters()
     if parameters.sequence_id or parameters.sequence_start or parameters.sequence_end:
         raise InferenceRequestError("the parameters `sequence_…` are for stateful models; omit them")

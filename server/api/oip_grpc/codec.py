@@ -15,7 +15,6 @@ from multiworld_serving.server.api.inference import InferRequest
 from multiworld_serving.server.api.oip.infer_request import (
     MAX_FIELDS,
     MAX_VALUES,
-    infer_body,
     infer_request,
 )
 from multiworld_serving.server.api.oip.infer_response import encoded_outputs
@@ -106,7 +105,7 @@ def parse_infer_message(body: bytes, signature: Signature, now: ModelVersion) ->
         ],
         "inputs": _inputs(message),
     }
-    found = infer_request(infer_body(request, signature), signature)
+    found = infer_request(request, signature)
     found.version = None if version is None else int(version)
     return found
 
@@ -150,7 +149,7 @@ def _inputs(message: Any) -> list[dict[str, Any]]:
             "name": each.name,
             "datatype": each.datatype,
             "shape": list(each.shape[:_MAX_DIMENSIONS]),
-            "parameters": _parameters(each.parameters),
+            "parameters": _parameters(each.parameters, without="binary_data_size"),
             "data": _data(each, raw[at] if raw else None),
         }
         for at, each in enumerate(message.inputs)
