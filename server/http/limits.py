@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import resource
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from multiworld_serving.server.settings import HttpSettings
 
@@ -26,7 +26,7 @@ class RequestLimits:
     """Bytes of all bodies in memory at once, from the first byte until the image is decoded."""
     max_image_pixels: int = 50_000_000
     """Width times height. A decoded image takes four bytes per pixel on each decoding thread."""
-    decode_threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
+    decode_threads: int = _DECODE_THREADS
     max_waiting_decodes: int = 256
     max_rows: int = 64
     """Maximum samples in one OIP request; lower if the inputs of this many exceed `max_body_bytes`."""
