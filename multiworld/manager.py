@@ -242,7 +242,7 @@ class WorldManager:
             config = replace(config, local_acceptor=self._open_local())
         self._announced.discard(config.name)
         control_loop = self._running_loop()
-        world = self._worlds[config.name] = World(config, control_loop, acceptor, self)
+        world = self._worlds[config.name] = World(config, control_loop, acceptor, self._on_world_changed)
         # Programs may use a new name for every job.
         for name in [name for name, each in self._worlds.items() if each.state.ended][:-_MAX_ENDED]:
             del self._worlds[name]
@@ -329,7 +329,7 @@ class WorldManager:
 
     # -- ending --------------------------------------------------------------------------------------------------------------
 
-    def on_world_changed(self, world: World) -> None:
+    def _on_world_changed(self, world: World) -> None:
         """Publish the state change of a world, and release an ended one. Callable from any thread."""
         failure = world.failure
         if world.state is WorldState.READY:

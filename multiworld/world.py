@@ -26,13 +26,13 @@ import asyncio
 import contextlib
 import logging
 import math
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -95,12 +95,6 @@ class WorldState(StrEnum):
         return self in (WorldState.BROKEN, WorldState.CLOSED)
 
 
-class WorldListener(Protocol):
-    """Receives the state changes of a world. Called from any thread; must not block."""
-
-    def on_world_changed(self, world: "World") -> None: ...
-
-
 class World:
     """One member's side of one world. Created by `WorldManager`. Its operations may be awaited on any event loop.
 
@@ -110,10 +104,17 @@ class World:
         state: see the module docstring.
         failure: why the world broke; None unless `state` is BROKEN.
         transports: how this member is connected to each of the others, by rank. Empty until the world is ready, and with NCCL only.
+
+    Args:
+        on_changed: called after each change of the state, from any thread. Must not block.
     """
 
     def __init__(
-        self, config: WorldConfig, control_loop: ControlLoop, acceptor: Acceptor | None, listener: WorldListener
+        self,
+        config: WorldConfig,
+        control_loop: ControlLoop,
+        acceptor: Acceptor | None,
+        on_changed: Callable[["World"], None],
     ) -> None:
         self.name = config.name
         self.rank = config.rank
@@ -134,7 +135,7 @@ class World:
         """Accepts the other members; None unless `rank` is 0."""
         self._config = config
         self._control_loop = control_loop
-        self._listener = listener
+        self._on_changed = on_changed
         self._state_lock = threading.RLock()
         self._lock = threading.RLock()
         self._teardown_started = False
@@ -188,7 +189,7 @@ class World:
                 self._group = group
                 self._connect(socks)
             self.state = WorldState.READY
-            self._listener.on_world_changed(self)  # under the lock, so that READY is reported before the end
+            self._on_changed(self)  # under the lock, so that READY is reported before the end
         if Transport.TCP in self.transports.values():
             self._control_loop.call_soon(self._watch_connections)
 
@@ -308,11 +309,10 @@ class World:
 
     def _rebind_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Move the connections to the poller of `loop` if the event loop that served them has ended."""
-        if self._poller is None or self._poller.serves(loop) or self._poller.running:
-            return
-        self._poller = poller_of(loop)
-        for connection in self._connections.values():
-            connection.move(self._poller)
+        if self._poller is not None and self._poller.is_abandoned(loop):
+            self._poller = poller_of(loop)
+            for connection in self._connections.values():
+                connection.move(self._poller)
 
     def _dispatch(self, operation: Operation) -> None:
         """Hand the operation to its connection or to NCCL, or run the algorithm of a collective."""
@@ -627,7 +627,7 @@ class World:
         self._forming.wake()
         self._control_loop.call_soon(self._announce_end, cause, rank, detail)
         if report:
-            self._listener.on_world_changed(self)
+            self._on_changed(self)
         # Not a `DaemonThread`: its start may block for seconds, and the caller may be the control loop of all worlds.
         # RuntimeError: too many threads, or the interpreter shuts down (Python 3.12 and newer).
         with contextlib.suppress(RuntimeError):
@@ -695,7 +695,7 @@ class World:
             time.sleep(_READ_S)
             with self._lock:
                 for connection in self._connections.values():
-                    connection.read()
+                    connection.on_event(select.EPOLLIN)
 
     def _leave(self, timeout_s: float) -> None:
         """A member leaves: fail the pending operations and write nothing more. What is written arrives (see `half_close`).

@@ -25,7 +25,7 @@ class ControlStore(Store):
     def __init__(self, publish: Callable[[str, bytes], None], min_timeout_s: float = 0.0) -> None:
         super().__init__()
         self._min_timeout_s = min_timeout_s
-        self._publish: Callable[[str, bytes], None] | None = publish
+        self._publish = publish
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._aborted: Exception | None = None
@@ -40,7 +40,6 @@ class ControlStore(Store):
         """Delete all keys. All current and later waits raise DistStoreError from `error`, or from that of an earlier call."""
         with self._changed:
             self._aborted = self._aborted or error
-            self._publish = None
             self._values.clear()
             self._changed.notify_all()
 
@@ -48,10 +47,8 @@ class ControlStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        publish = self._publish
         self.receive(key, data)
-        if publish is not None:
-            publish(key, data)
+        self._publish(key, data)
 
     def get(self, key: str) -> bytes:
         self.wait([key])

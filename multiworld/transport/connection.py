@@ -115,11 +115,6 @@ class PeerConnection:
             del self._sends[tag]
         self._flush()
 
-    def read(self) -> None:
-        """Read and handle received data now, without waiting for the event loop."""
-        if self.end_reason is None:
-            self._read()
-
     def move(self, poller: Poller) -> None:
         """Move the connection to the poller of another event loop."""
         if self.end_reason is None:
@@ -176,7 +171,7 @@ class PeerConnection:
     # -- event loop --------------------------------------------------------------------------------------------------------------
 
     def on_event(self, mask: int) -> None:
-        """Called by the poller when the socket is ready. Takes the world's lock; does not raise."""
+        """Read or write what is possible. Called by the poller when the socket is ready. Takes the world's lock; does not raise."""
         try:
             with self._lock:
                 if self.end_reason is None and mask & ~select.EPOLLOUT:

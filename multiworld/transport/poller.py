@@ -21,15 +21,10 @@ class Poller:
         self._loop = weakref.ref(loop)
         loop.add_reader(self._epoll.fileno(), self._on_ready)
 
-    def serves(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Whether this poller belongs to `loop`."""
-        return self._loop() is loop
-
-    @property
-    def running(self) -> bool:
-        """Whether the event loop is running. If not, nothing serves the registered sockets."""
-        loop = self._loop()
-        return loop is not None and loop.is_running()
+    def is_abandoned(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether nothing serves the registered sockets: this poller belongs to another event loop than `loop`, which does not run."""
+        own = self._loop()
+        return own is not loop and (own is None or not own.is_running())
 
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Call `callback` on the event loop; never if the loop is closed. Does not block."""
