@@ -12,6 +12,7 @@ The invariants, which `tests/unit/replicas/test_reconcile.py` checks with random
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -284,13 +285,13 @@ def _separation(goal: Goal, placement: Placement) -> WorkerStep | None:
     The worker goes from its stage on a crowded host to another stage, which the host lacks and of which another host can give a replica in
     return. Then the former stage lacks a replica, and the other one has one too many. No exchange reduces the number of hosts of a stage.
     """
+    hosts = [Counter(each.request.host for each in placement.workers(stage)) for stage in range(placement.num_stages)]
+    giving = [{each.request.host for each in placement.ready(stage) if not each.obeys} for stage in range(len(hosts))]
     for worker in placement.ready():
         stage, host = worker.slot.stage, worker.request.host
-        if stage is None or worker.obeys or worker.name in goal.immovable or placement.count(stage, host) < 2:
+        if stage is None or worker.obeys or worker.name in goal.immovable or hosts[stage][host] < 2:
             continue
         for other in range(placement.num_stages):
-            if placement.count(other, host) == 0 and any(
-                placement.count(stage, each.request.host) == 0 for each in placement.ready(other) if not each.obeys
-            ):
+            if not hosts[other][host] and giving[other] - hosts[stage].keys():
                 return WorkerStep("move", worker, stage=other)
     return None
