@@ -61,6 +61,8 @@ class HttpSettings(ServiceSettings):
     """Maximum size of a request body."""
     max_connections: int = setting(10_000, "Limits", ge=1, le=1_000_000)
     """Maximum number of HTTP connections, at most half of the file descriptors; while more are open, requests get 503."""
+    finite_inputs: bool = setting(False, "Limits")
+    """Reject inputs that contain NaN or infinity; otherwise, the model computes with them."""
     access_log: bool = setting(False, "Logging")
     """Log one line per HTTP request; otherwise, only failed inference requests are logged."""
 

@@ -75,7 +75,7 @@ class Inference:
     def __init__(self, pipeline: Pipeline, model: ServedModel, limits: RequestLimits) -> None:
         fitting = limits.max_body_bytes // max(1, model.input_rows.max_row_bytes)
         self.gate = RequestGate(pipeline, limits)
-        self.signature = Signature(model, max_rows=max(1, min(limits.max_rows, fitting)))
+        self.signature = Signature(model, max(1, min(limits.max_rows, fitting)), limits.finite_inputs)
         self.threads = DaemonThreads(limits.decode_threads, "decode", max_waiting=limits.max_waiting_decodes)
 
     async def answer(

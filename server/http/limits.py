@@ -30,6 +30,8 @@ class RequestLimits:
     max_waiting_decodes: int = 256
     max_rows: int = 64
     """Maximum samples in one OIP request; lower if the inputs of this many exceed `max_body_bytes`."""
+    finite_inputs: bool = False
+    """Reject inputs that contain NaN or infinity."""
     top_k: int = 5
     """Number of classes in a response if the request does not say."""
 
@@ -44,6 +46,7 @@ def request_limits(settings: HttpSettings) -> RequestLimits:
         decode_threads=max(1, min(_DECODE_THREADS, len(os.sched_getaffinity(0)) // shares)),
         max_waiting_decodes=math.ceil(RequestLimits.max_waiting_decodes / shares),
         max_rows=min(RequestLimits.max_rows, settings.queue_limit),
+        finite_inputs=settings.finite_inputs,
     )
 
 

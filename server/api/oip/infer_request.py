@@ -174,6 +174,9 @@ def _rows(inputs: Sequence[InputTensor], signature: Signature) -> tuple[Tensor, 
     model = signature.model
     by_name = {tensor.name: tensor for tensor in inputs}
     tensors = [input_tensor(by_name[spec.name], spec, model.dimensions, signature.max_rows) for spec in model.inputs]
+    for spec, tensor in zip(model.inputs, tensors, strict=True):
+        if signature.finite and not tensor.isfinite().all().item():
+            raise InferenceRequestError(f"the input {spec.name!r} contains NaN or infinity; expected finite values")
     counts = {spec.name: len(tensor) for spec, tensor in zip(model.inputs, tensors, strict=True)}
     if len(set(counts.values())) > 1:
         raise InferenceRequestError(

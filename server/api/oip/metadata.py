@@ -22,10 +22,12 @@ class Signature:
 
     Attributes:
         max_rows: maximum number of samples in one request.
+        finite: inputs with NaN or infinity are rejected.
     """
 
     model: ServedModel
     max_rows: int
+    finite: bool = False
 
     def check_served(self, model: str, version: str | None, now: ModelVersion) -> None:
         """Raise UnknownModelError unless this model, and this version of it if one is named, serves.

@@ -166,7 +166,8 @@ async def test_every_element_type_is_read_and_written(dtype: str) -> None:
         assert response.json()["outputs"][0]["data"] == values.flatten().tolist()
 
 
-async def test_inputs_that_are_not_finite_are_taken_as_json_and_as_binary_data() -> None:
+@pytest.mark.parametrize("rejected", [False, True])
+async def test_inputs_that_are_not_finite_are_treated_alike_as_json_and_as_binary_data(rejected: bool) -> None:
     spec = TensorSpec("x", "float32", ("batch", 3))
     model = ServedModel("echo", "v1", (spec,), (spec,))
     values = torch.tensor([[torch.nan, torch.inf, -torch.inf]])
@@ -177,10 +178,14 @@ async def test_inputs_that_are_not_finite_are_taken_as_json_and_as_binary_data()
         async def predict(self, rows: torch.Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
             return Prediction(rows, "echo", "v1", 0, 0, 0, 1, ("w",))
 
-    async with running_frontend(Echo(), model) as frontend:
+    async with running_frontend(Echo(), model, finite_inputs=rejected) as frontend:
         text = json.dumps({"inputs": [given], "parameters": wants})
         for sent in ({"content": text}, binary([("x", "FP32", values)], parameters=wants)):
-            found = binary_outputs(await frontend.client.post("/v2/models/echo/infer", **sent))
+            response = await frontend.client.post("/v2/models/echo/infer", **sent)
+            if rejected:
+                assert (response.status_code, "the input 'x' contains NaN or infinity" in response.text) == (400, True)
+                continue
+            found = binary_outputs(response)
             returned = torch.frombuffer(bytearray(found["x"]), dtype=torch.float32)
             torch.testing.assert_close(returned, values.flatten(), equal_nan=True)
 
