@@ -43,11 +43,6 @@ class DaemonThreads:
         """Calls in the queue or running, also those whose caller was cancelled."""
         self._ended = asyncio.Semaphore(0)
 
-    @property
-    def waiting(self) -> int:
-        """Number of calls that wait for a thread."""
-        return max(0, self._open - self._max_threads)
-
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` on a thread; return its result or raise its exception.
 
@@ -58,7 +53,7 @@ class DaemonThreads:
             RuntimeError: the system cannot start a thread, and none runs yet.
         """
         if self._open >= self._max_threads + self._max_waiting:
-            raise OverloadedError(f"{self.waiting} images wait to be decoded, which is the limit; try again later")
+            raise OverloadedError(f"{self._max_waiting} images wait to be decoded, which is the limit; try again later")
         loop = asyncio.get_running_loop()
         if self._threads < self._max_threads:
             self._start_thread(loop)

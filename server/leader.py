@@ -161,13 +161,6 @@ class Leader:
             wanted, tuple(tuple(worker.name for worker in placement.ready(stage)) for stage in stages)
         )
 
-    def rejection(self, deadline_s: float, ahead: int) -> RequestRejected | None:
-        """Why a request would be refused now; None if it would be accepted. See `Predictor.check`."""
-        found = self.driver.scheduler.rejection(deadline_s, time.monotonic(), ahead=ahead)
-        if found is None:
-            return None
-        return RequestRejected.for_reason(found.reason, found.detail, retry_after_s=found.retry_after_s)
-
     # -- joining -------------------------------------------------------------------------------------------------------------
 
     def answer(self, answerer: Callable[[str, str], Awaitable[bytes]]) -> None:

@@ -160,18 +160,13 @@ class Pipeline(Protocol):
         """
         ...
 
-    async def check(self, *, deadline_s: float, ahead: int) -> None:
-        """Check whether a request would be refused now, before work is spent on it.
+    async def admit(self, deadline_s: float) -> None:
+        """Wait until a leader can be used. From then on, a leader that drains still answers the request.
 
-        Args:
-            ahead: number of other requests that are still being prepared.
         Raises:
-            RequestRejected: as `predict` would.
+            NotReadyError: there was none for long, or the model is unloaded.
+            DeadlineError: there was none before the deadline.
         """
-        ...
-
-    def admit(self) -> None:
-        """A request has passed its first `check`: a leader that drains still answers it."""
         ...
 
     async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:

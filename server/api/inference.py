@@ -97,7 +97,7 @@ class Inference:
         record = opened.record
         async with opened:
             body = await receive()
-            await opened.check(self.threads.waiting)
+            await opened.admit()
             asked = await self.threads.run(partial(parse, body))
             del body
             record.adopt_client_id(asked.id or "")
@@ -122,8 +122,6 @@ class Inference:
 
     async def _decoded(self, opened: OpenRequest, rows: Tensor | Sequence[bytes]) -> Tensor:
         """The rows. A request decodes one image at a time, so that others wait for one image and not for a batch."""
-        if len(rows) > 1:
-            await opened.check(self.threads.waiting + len(rows) - 1)
         if isinstance(rows, Tensor):
             return rows
         opened.hold(sum(map(len, rows)) + len(rows) * self.signature.model.input_rows.max_row_bytes)

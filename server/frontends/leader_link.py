@@ -81,7 +81,7 @@ class LeaderLink:
     @property
     def usable(self) -> bool:
         """Whether requests may be sent: the leader is connected and does not reject everything."""
-        return self.state is not None and self.state.rejection is None
+        return self.state is not None and self.state.takes_requests
 
     def snapshot(self) -> LeaderSnapshot:
         """For the status."""
@@ -90,7 +90,7 @@ class LeaderLink:
             return LeaderSnapshot(str(self.address), "unreachable", self.label)
         pipeline = state.snapshot
         condition = "draining" if pipeline.draining else "unloaded" if pipeline.unloaded else "not_ready"
-        ready = state.ready and not state.obstacle
+        ready = pipeline.ready and not state.obstacle
         return LeaderSnapshot(
             str(self.address),
             "ready" if ready else condition,  # type: ignore[arg-type]  # mypy widens the literals
@@ -185,8 +185,8 @@ class LeaderLink:
             case LeaderState() as state:
                 if self.state is None and (why := self._pool.accepts(state.model, self)) is not None:
                     raise ValueError(why)
-                self.state, self.name = state, state.leader
-                self.was_ready |= state.ready
+                self.state, self.name = state, state.snapshot.leader
+                self.was_ready |= state.snapshot.ready
                 self._pool.on_state(self)
                 if number:
                     link.handle(number, self._until_idle())

@@ -35,20 +35,17 @@ from multiworld_serving.server.errors import (
     DrainingError,
     InputUnreachableError,
     NotReadyError,
-    OverloadedError,
     PoisonError,
     RequestRejected,
 )
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.link import LinkLostError, Received
 from multiworld_serving.server.frontends.messages import (
-    Check,
     Done,
     Follow,
     Operation,
     OperationName,
     Predict,
-    Rejection,
     Step,
     parse_rows,
     rows_payload,
@@ -56,7 +53,7 @@ from multiworld_serving.server.frontends.messages import (
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.tracing import current_span_ids
 from multiworld_serving.server.predictor import ModelVersion, Prediction, RestartStep, ServedModel
-from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot
+from multiworld_serving.server.snapshots import PipelineSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +61,6 @@ _MAX_LEADER_FAILURES = 2
 """Leaders that may fail with the same request before it is rejected as poison."""
 _DEADLINE_GRACE_S = 0.5
 """The leader enforces the deadline with a more precise error; this is the extra time that it gets to report it."""
-_CHECK_S = 1.0
-"""How long after a rejection requests are checked before their inputs are decoded."""
 _POLL_S = 0.02
 _KEEP_S = 5.0
 """How long the input of a request that ended without an answer is kept: its batch may be on the way to a worker, with rows of others."""
@@ -109,11 +104,10 @@ class LeaderPool:
         """The first ready leader of `_current`. If none is ready, the first one."""
         self._candidates: list[LeaderLink] = []
         """The leaders that get requests, in this order."""
-        self._unloaded: Rejection | None = None
-        """The rejection of a leader whose model is unloaded, if no leader is usable."""
+        self._unloaded = False
+        """Whether no leader is usable, and one of them has unloaded the model."""
         self._last = PipelineSnapshot("", "", False, False, 0.0, 0, 0, ())
         self._version = ModelVersion(0, "")
-        self._check_until_s = 0.0
         self._was_ready = False
         self._edges = edges
 
@@ -123,24 +117,13 @@ class LeaderPool:
         """See `Pipeline.begin`."""
         if self.stopping:
             raise DrainingError("this frontend is stopping and accepts no new requests; use another one")
-        if self._unloaded is not None:
-            raise self._unloaded.error()
+        self._check_loaded()
         self.open_requests += 1
 
-    async def check(self, *, deadline_s: float, ahead: int) -> None:
-        """See `Pipeline.check`. Asks a leader only if one has rejected a request recently, because it costs a round trip."""
+    async def admit(self, deadline_s: float) -> None:
+        """See `Pipeline.admit`."""
         if not self._candidates:
             await self._wait_for_leader(deadline_s)
-        if (now_s := time.monotonic()) < self._check_until_s:
-            try:
-                await self._candidates[0].connected().call(Check(ahead, deadline_s - now_s), timeout_s=_CHECK_S)
-            except OverloadedError:
-                raise
-            except (LinkLostError, RequestRejected, TimeoutError) as error:
-                logger.debug("a check failed, so `predict` decides: %s", error)
-
-    def admit(self) -> None:
-        """See `Pipeline.admit`."""
         self._admitted += 1
 
     def end(self, *, admitted: bool) -> None:
@@ -208,7 +191,6 @@ class LeaderPool:
                 self.metrics.resubmitted("failed" if lost.failed else "left")
             except RequestRejected as rejection:
                 now_s = time.monotonic()
-                self._check_until_s = now_s + _CHECK_S
                 if rejection.reason == "draining" and now_s < deadline_s:
                     await self._wait_for_change(min(now_s + _DEADLINE_GRACE_S, deadline_s))  # to the leader's new state
                 else:
@@ -270,12 +252,15 @@ class LeaderPool:
         """Wait until a leader can be used. Raises NotReadyError after `grace_s` or if the model is unloaded, and DeadlineError."""
         until_s = min(time.monotonic() + self._grace_s, deadline_s)
         while not self._candidates:
-            if self._unloaded is not None:
-                raise self._unloaded.error()
+            self._check_loaded()
             if not await self._wait_for_change(until_s):
                 if time.monotonic() >= deadline_s:
                     raise DeadlineError("no leader was reachable before the deadline; try again")
                 raise NotReadyError(f"no leader has been reachable for {self._grace_s:g} s; wait until one has started")
+
+    def _check_loaded(self) -> None:
+        if self._unloaded:
+            raise NotReadyError("the model is unloaded; an administrator must load it first")
 
     async def _wait_for_change(self, until_s: float) -> bool:
         """Wait for a change of a leader's state. Returns whether there was one in time."""
@@ -296,19 +281,15 @@ class LeaderPool:
     @property
     def ready(self) -> bool:
         """See `Pipeline.ready`."""
-        return not self.stopping and any(link.state is not None and link.state.ready for link in self._current)
+        return not self.stopping and any(link.state is not None and link.state.snapshot.ready for link in self._current)
 
     def snapshot(self) -> PipelineSnapshot:
-        """The pipeline as the acting leader sees it, with all leaders. While no leader is connected, all workers are absent."""
+        """The pipeline as the acting leader sees it, with all leaders. While no leader is connected, stages have no replicas."""
         leaders = tuple(link.snapshot() for link in self.links)
         if self._acting is None or self._acting.state is None:
-            absent = tuple(
-                replace(stage, replicas=tuple(ReplicaSnapshot(each.slot, "absent") for each in stage.replicas))
-                for stage in self._last.stages
-            )
-            last = self._last
-            shown = PipelineSnapshot(last.model, last.version, False, last.draining, last.uptime_s, 0, 0, absent)
-            return replace(shown, version_number=last.version_number, leader=last.leader, leaders=leaders)
+            stages, last = tuple(replace(stage, replicas=()) for stage in self._last.stages), self._last
+            gone = PipelineSnapshot(last.model, last.version, False, last.draining, last.uptime_s, 0, 0, stages)
+            return replace(gone, version_number=last.version_number, leader=last.leader, leaders=leaders)
         found = self._acting.state.snapshot
         self._last = replace(
             found,
@@ -398,18 +379,19 @@ class LeaderPool:
                 link.send(Follow(self._desired))
         self._current = [link for link, state in connected if state.served == self._desired]
         self._current = self._current or [link for link, state in connected if state.obstacle]
-        self._acting = min(self._current, key=lambda link: link.state is None or not link.state.ready, default=None)
+        self._acting = min(
+            self._current, key=lambda link: link.state is None or not link.state.snapshot.ready, default=None
+        )
         if self._acting is not None and self._acting.state is not None:
             self._version = self._acting.state.version
 
     def _find_candidates(self) -> None:
         """Update the leaders that get requests. Ready leaders come first, then usable ones."""
         usable = [(link, link.state) for link in self._current if link.state is not None and link.usable]
-        unloaded = (link.state.rejection for link in self._current if link.state and link.state.snapshot.unloaded)
-        self._unloaded = None if usable else next(unloaded, None)
+        self._unloaded = not usable and any(link.state and link.state.snapshot.unloaded for link in self._current)
         if self._was_ready:  # a leader that has just started would reject them, because its workers have not joined yet
             usable = [(link, state) for link, state in usable if link.was_ready]
-        self._candidates = [link for link, state in sorted(usable, key=lambda each: not each[1].ready)]
+        self._candidates = [link for link, state in sorted(usable, key=lambda each: not each[1].snapshot.ready)]
 
     async def wait_idle(self) -> None:
         """Wait until no admitted request needs a leader that drains: there are none, or another leader is usable."""

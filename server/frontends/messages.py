@@ -28,17 +28,6 @@ class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The body of a message. Its class is the tag `type`."""
 
 
-class Check(Body, frozen=True):
-    """Frontend to leader: would a request be rejected? Reply: Done or Rejection.
-
-    Attributes:
-        ahead: other requests that the frontend prepares.
-    """
-
-    ahead: Annotated[int, Meta(ge=0)]
-    timeout_s: float
-
-
 class Predict(Body, frozen=True):
     """Frontend to leader: a request. Reply: Prediction or Rejection.
 
@@ -146,27 +135,26 @@ class LeaderState(Body, frozen=True):
 
     Attributes:
         desired, served, obstacle: see `Leader`.
-        rejection: why it rejects all requests (draining, or unloaded); None if it does not.
-        snapshot: its pipeline and its frontends.
+        snapshot: its pipeline and its frontends, with its name as `leader`.
         model: only in the first state.
     """
 
-    leader: str
     host: str
     pid: int
     version: ModelVersion
     desired: Desired
     served: Desired
-    ready: bool
-    rejection: Rejection | None
     snapshot: PipelineSnapshot
     obstacle: str = ""
     model: ServedModel | None = None
 
+    @property
+    def takes_requests(self) -> bool:
+        """Whether it does not reject all of them."""
+        return not (self.snapshot.draining or self.snapshot.unloaded)
 
-AnyBody = (
-    LeaderState | Check | Predict | Prediction | Rejection | Operation | Step | Done | Follow | Scrape | Metrics | Load
-)
+
+AnyBody = LeaderState | Predict | Prediction | Rejection | Operation | Step | Done | Follow | Scrape | Metrics | Load
 
 
 def rows_payload(rows: Tensor) -> memoryview:

@@ -22,7 +22,6 @@ from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.server.errors import StageError
 from multiworld_serving.server.frontends.link import MAX_BYTES, Kind, Link, LinkLostError, Received, Reply, encode
 from multiworld_serving.server.frontends.messages import (
-    Check,
     Done,
     Follow,
     LeaderState,
@@ -30,7 +29,6 @@ from multiworld_serving.server.frontends.messages import (
     Metrics,
     Operation,
     Predict,
-    Rejection,
     Scrape,
     Step,
     parse_rows,
@@ -121,15 +119,12 @@ class FrontendSessions:
             frontends=tuple(sorted(frontends, key=lambda each: each.name)),
         )
         return LeaderState(
-            leader=self.name,
             host=socket.gethostname(),
             pid=os.getpid(),
             version=leader.version,
             desired=leader.desired,
             served=leader.served,
             obstacle=leader.obstacle,
-            ready=leader.ready,
-            rejection=None if leader.closed is None else Rejection.of(leader.closed),
             snapshot=snapshot,
         )
 
@@ -214,8 +209,6 @@ class FrontendSession:
         match received.body:
             case Predict() as request:
                 self._predict(number, request, received.payload)
-            case Check() as check:
-                self._check(number, check)
             case Operation() as operation:
                 self.link.handle(number, self._operate(number, operation))
             case Scrape(others=others):
@@ -226,13 +219,6 @@ class FrontendSession:
                 self._sessions.leader.follow(desired)
             case body:
                 raise ValueError(f"unexpected {type(body).__name__} from a frontend")
-
-    def _check(self, number: int, check: Check) -> None:
-        rejection = self._sessions.leader.rejection(time.monotonic() + check.timeout_s, check.ahead)
-        if rejection is None:
-            self.link.reply(number, Done())
-        else:
-            self.link.reply(number, Rejection.of(rejection))
 
     def _predict(self, number: int, request: Predict, payload: memoryview) -> None:
         """Start a prediction. Its outcome is sent by a callback: a task for each request would cost more than the rest of it."""

@@ -126,12 +126,11 @@ class OpenRequest:
         if ended is not None and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise ended from error
 
-    async def check(self, ahead: int) -> None:
-        """See `Pipeline.check`."""
-        await self._gate.pipeline.check(deadline_s=self.deadline_s, ahead=ahead)
+    async def admit(self) -> None:
+        """See `Pipeline.admit`."""
         if not self._admitted:
+            await self._gate.pipeline.admit(self.deadline_s)
             self._admitted = True
-            self._gate.pipeline.admit()
 
     async def body(self, headers: Headers, *, allow_empty: bool = False) -> bytes:
         """Receive the whole body. Its bytes count as held until `release`.

@@ -46,7 +46,6 @@ from multiworld_serving.server.scheduling.actions import (
     FailReplica,
     KeepOutput,
     Reject,
-    Rejection,
 )
 from multiworld_serving.server.scheduling.admission import Admission
 from multiworld_serving.server.scheduling.batch_lifecycle import BatchLifecycle
@@ -116,14 +115,6 @@ class Scheduler:
             self._dispatcher.next_batch_s(),
         )
         return min((time_s for time_s in times if time_s is not None), default=None)
-
-    def rejection(self, deadline_s: float, now_s: float, *, ahead: int) -> Rejection | None:
-        """Why a request that arrives now, after `ahead` others, would be rejected; None if it would be accepted."""
-        self._pass_time(now_s)
-        rejection = self._admission.check(deadline_s, ahead)
-        if rejection is not None and rejection.reason == "overloaded":
-            self._state.arrivals.arrived(self._state.now_s)  # it does not arrive, and is part of the load
-        return rejection
 
     def replicas_wanted(self, now_s: float) -> tuple[float, ...]:
         """Replicas that each stage needs for the load of this leader, as fractions: see `estimates/capacity.py`."""

@@ -43,7 +43,7 @@ class HandlerRoute:
 
         async def receive() -> dict[str, np.ndarray[Any, Any]]:
             body = await opened.body(request.headers)
-            await opened.check(handler.waiting)
+            await opened.admit()
             return await handler.call(program.decode, body, request.headers.get("content-type", ""))
 
         try:

@@ -109,12 +109,3 @@ def test_no_request_is_refused_because_of_a_rate_measured_at_low_load() -> None:
     for _ in range(50):  # one at a time, 0.1 s each: eight together may take no longer
         driver.done(only(driver.arrive(), SendBatch), after_s=0.1)
     assert rejected(driver.arrive(100, timeout_s=2.0)) == {}
-
-
-def test_admission_can_be_checked_in_advance() -> None:
-    driver = SchedulerHarness(replicas=1, window=1, queue_limit=3)
-    driver.arrive(2)
-    assert driver.scheduler.rejection(100.0, 0.0, ahead=1) is None
-    rejection = driver.scheduler.rejection(100.0, 0.0, ahead=2)
-    assert rejection is not None
-    assert rejection.reason == "overloaded"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,19 +14,16 @@ import torch
 
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.server.administration import Desired
-from multiworld_serving.server.errors import DrainingError, NotReadyError
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.link import Kind, Link, LinkLostError, Received
 from multiworld_serving.server.frontends.messages import (
-    Check,
     Done,
     Follow,
     LeaderState,
     Load,
     Operation,
     Predict,
-    Rejection,
     Scrape,
     Step,
     rows_payload,
@@ -42,8 +40,8 @@ def leader_state(name: str, **changes: Any) -> LeaderState:
     """The state of a leader that serves the configured version."""
     version = ModelVersion(1, "v1")
     stages = (StageSnapshot(0, ("stem",), (ReplicaSnapshot(0, "ready", "w", 1, "local-0"),)),)
-    snapshot = PipelineSnapshot("m", "v1", True, False, 1.0, 2, 3, stages)
-    return msgspec.structs.replace(LeaderState(name, "here", 1, version, FIRST, FIRST, True, None, snapshot), **changes)
+    snapshot = PipelineSnapshot("m", "v1", True, False, 1.0, 2, 3, stages, leader=name)
+    return msgspec.structs.replace(LeaderState("here", 1, version, FIRST, FIRST, snapshot), **changes)
 
 
 def desired(revision: int, name: str, digest: str = "") -> Desired:
@@ -59,7 +57,7 @@ class FakeLeader(LeaderLink):
     """Answers each request with the next of its `answers`, and with a prediction when there are none left.
 
     Attributes:
-        answers: of predictions and checks: an exception to raise, or an event to wait for before answering.
+        answers: of predictions: an exception to raise, or an event to wait for before answering.
         got: the requests, in order.
         told: what the frontend has said that other leaders serve.
         refuses: what the operations raise, by weights.
@@ -73,17 +71,19 @@ class FakeLeader(LeaderLink):
         self.name = f"leader-{number}"
         self.pool = pool
         self.answers: list[BaseException | asyncio.Event] = []
-        self.got: list[tuple[Check | Predict | Scrape, bytes]] = []
+        self.got: list[tuple[Predict | Scrape, bytes]] = []
         self.told: list[Desired] = []
         self.operations: list[str] = []
         self.refuses: dict[str | None, Exception] = {}
         self.cancelled = 0
         self.joins_again = False
 
-    def tells(self, **changes: Any) -> None:
-        """A STATE frame arrives."""
+    def tells(self, *, ready: bool | None = None, **changes: Any) -> None:
+        """A state arrives."""
         self.state = msgspec.structs.replace(self.state or leader_state(self.name or ""), **changes)
-        self.was_ready |= self.state.ready
+        if ready is not None:
+            self.state = msgspec.structs.replace(self.state, snapshot=replace(self.state.snapshot, ready=ready))
+        self.was_ready |= self.state.snapshot.ready
         self.pool.on_state(self)
 
     def serves(self, found: Desired) -> None:
@@ -96,13 +96,11 @@ class FakeLeader(LeaderLink):
 
     def tells_draining(self) -> None:
         assert self.state is not None
-        rejection = Rejection.of(DrainingError("stopping"))
-        self.tells(ready=False, rejection=rejection, snapshot=replace(self.state.snapshot, draining=True, ready=False))
+        self.tells(snapshot=replace(self.state.snapshot, draining=True, ready=False))
 
     def tells_unloaded(self) -> None:
         assert self.state is not None
-        rejection = Rejection.of(NotReadyError("the model is unloaded; an administrator must load it first"))
-        self.tells(ready=False, rejection=rejection, snapshot=replace(self.state.snapshot, unloaded=True, ready=False))
+        self.tells(snapshot=replace(self.state.snapshot, unloaded=True, ready=False))
 
     def is_lost(self) -> None:
         self._on_lost()
@@ -110,9 +108,7 @@ class FakeLeader(LeaderLink):
     def connected(self) -> Link:
         return cast(Link, self)
 
-    async def call(
-        self, body: Check | Predict | Scrape, payload: memoryview | bytes = b"", *, timeout_s: float
-    ) -> Received:
+    async def call(self, body: Predict | Scrape, payload: memoryview | bytes = b"", *, timeout_s: float) -> Received:
         self.got.append((body, bytes(payload)))
         answer = self.answers.pop(0) if self.answers else None
         try:
@@ -129,8 +125,6 @@ class FakeLeader(LeaderLink):
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        if isinstance(body, Check):
-            return Received(Kind.REPLY, 1, Done())
         assert self.state is not None
         found = prediction(self.state.version.name, self.state.version.number)
         probabilities = memoryview(bytearray(rows_payload(found.output)))
@@ -150,9 +144,9 @@ class FakeLeader(LeaderLink):
         else:
             yield Done()
 
-    def sent(self, kind: type[Check | Predict] = Predict) -> int:
-        """How many requests of this kind came."""
-        return sum(isinstance(body, kind) for body, _ in self.got)
+    def sent(self) -> int:
+        """How many requests came."""
+        return len(self.got)
 
 
 class Pool:
@@ -181,12 +175,12 @@ def pool_of(leaders: int = 2, *, grace_s: float = 5.0, connected: bool = True) -
     yield made
 
 
-@contextmanager
-def open_request(pool: LeaderPool, *, admitted: bool = False) -> Iterator[None]:
-    """A request, from its first byte to its response, that passed the check if `admitted`."""
+@asynccontextmanager
+async def open_request(pool: LeaderPool, *, admitted: bool = False) -> AsyncIterator[None]:
+    """A request, from its first byte to its response."""
     pool.begin()
     if admitted:
-        pool.admit()
+        await pool.admit(time.monotonic() + 30)
     try:
         yield
     finally:

@@ -61,13 +61,10 @@ class ColourPredictor:
     def begin(self) -> None:
         pass
 
-    def admit(self) -> None:
-        pass
-
     def end(self, *, admitted: bool) -> None:
         pass
 
-    async def check(self, *, deadline_s: float, ahead: int) -> None:
+    async def admit(self, deadline_s: float) -> None:
         if self.rejection is not None:
             raise self.rejection
 

@@ -24,13 +24,13 @@ from multiworld_serving.server.errors import STATUS_OF_REASON, OverloadedError, 
 from multiworld_serving.server.frontends import link
 from multiworld_serving.server.frontends.link import Kind, Link, LinkLostError, Received, decode, encode
 from multiworld_serving.server.frontends.messages import (
-    Check,
     Done,
     LeaderState,
     Load,
     Operation,
     Predict,
     Rejection,
+    Scrape,
     Step,
     parse_rows,
     rows_payload,
@@ -204,7 +204,7 @@ async def test_frames_of_a_busy_link_share_messages(monkeypatch: pytest.MonkeyPa
     async with linked() as ends:
         ends.run_leader()
         for _ in range(100):
-            ends.frontend.send(Check(0, 1.0))
+            ends.frontend.send(Scrape())
         await until(lambda: len(ends.at_leader) == 100)
     assert 0 < messages <= 3
 
@@ -260,9 +260,9 @@ async def test_call_gets_its_reply_or_an_exception_and_a_stream_its_steps() -> N
 
     def receive(received: Received) -> None:
         match received.body:
-            case Check(ahead=0):
+            case Scrape(others=False):
                 ends.leader.reply(received.number, Done())
-            case Check():
+            case Scrape():
                 works.append(asyncio.get_running_loop().create_future())
                 ends.leader.handle(received.number, result_of(works[-1]))
             case Operation():
@@ -272,8 +272,8 @@ async def test_call_gets_its_reply_or_an_exception_and_a_stream_its_steps() -> N
     async with linked(receive) as ends:
         ends.run_leader()
         running = ends.run_frontend()
-        assert isinstance((await ends.frontend.call(Check(0, 1.0), timeout_s=30)).body, Done)
-        waiting = [asyncio.create_task(ends.frontend.call(Check(1, 1.0), timeout_s=30)) for _ in range(5)]
+        assert isinstance((await ends.frontend.call(Scrape(), timeout_s=30)).body, Done)
+        waiting = [asyncio.create_task(ends.frontend.call(Scrape(others=True), timeout_s=30)) for _ in range(5)]
         await until(lambda: len(works) == 5)
         waiting[0].cancel()
         await until(works[0].cancelled)
@@ -286,7 +286,7 @@ async def test_call_gets_its_reply_or_an_exception_and_a_stream_its_steps() -> N
         works[3].set_result(Done())
         assert isinstance((await waiting[3]).body, Done)
         with pytest.raises(TimeoutError):
-            await ends.frontend.call(Check(1, 1.0), timeout_s=0.01)
+            await ends.frontend.call(Scrape(others=True), timeout_s=0.01)
         steps = ends.frontend.stream(Operation("rolling-restart"))
         assert isinstance(await anext(steps), Step)
         with pytest.raises(RestartFailedError, match="stuck"):
@@ -298,7 +298,7 @@ async def test_call_gets_its_reply_or_an_exception_and_a_stream_its_steps() -> N
         await until(works[4].cancelled)
         assert not ends.frontend._replies
         with pytest.raises(LinkLostError, match="not connected"):
-            await ends.frontend.call(Check(0, 1.0), timeout_s=30)
+            await ends.frontend.call(Scrape(), timeout_s=30)
 
 
 # -- what frames say -----------------------------------------------------------------------------------------------------------
@@ -370,20 +370,18 @@ TEXT_MODEL = ServedModel(
 FAILURE = FailureSnapshot("exit", "closed", 1.5)
 REPLICA = ReplicaSnapshot(0, "ready", "w", 3, "local-0", "here", 7, "cpu", 1, 42, FAILURE)
 STATE = LeaderState(
-    "leader-0",
     "here",
     12,
     ModelVersion(2, "v2"),
     Desired(3, ModelVersion(3, "v3", "0123"), "random:3"),
     Desired(1, ModelVersion(2, "v2", "4567"), None, unloaded=True),
-    True,
-    Rejection.of(OverloadedError("full", retry_after_s=1)),
     PipelineSnapshot(
         *("m", "v2", True, False, 1.5, 2, 3),
         stages=(StageSnapshot(0, ("stem", "layer1"), (REPLICA, ReplicaSnapshot(1, "absent"))),),
         spares=(REPLICA,),
         leaders=(LeaderSnapshot("10.0.0.1:8001", "ready"),),
         frontends=(FrontendSnapshot("frontend-0", "here", 13, 2, 1),),
+        leader="leader-0",
         version_loading="v2",
         rollout=RolloutProgress("loading", "local-1", "s0.r1", ("local-0",), 2),
     ),

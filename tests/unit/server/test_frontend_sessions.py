@@ -23,7 +23,7 @@ from multiworld_serving.common.wire.join import RELEASE
 from multiworld_serving.server.administration import (
     Desired,
 )
-from multiworld_serving.server.errors import DrainingError, OverloadedError, RequestRejected
+from multiworld_serving.server.errors import DrainingError, RequestRejected
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.link import LinkLostError
@@ -63,11 +63,9 @@ class FakeLeader:
         self.obstacle = ""
         self.ready = True
         self.failure: Exception | None = None
-        self.rejects_with: RequestRejected | None = None
         self.closed: RequestRejected | None = None
         self.proceed: asyncio.Event | None = None
         self.got: list[tuple[float, str]] = []
-        self.ahead: list[int] = []
         self.cancelled = 0
         self.driver = SimpleNamespace(requests=self, relays=Relays())
         self.tasks: dict[PendingRequest, asyncio.Task[None]] = {}
@@ -90,10 +88,6 @@ class FakeLeader:
         means = pending.input.float().mean(dim=(2, 3))
         pending.on_outcome(self.failure or Prediction(means, "m", "v1", 0.1, 0.2, 0.3, 1, ("w",)))
         del self.tasks[pending]
-
-    def rejection(self, deadline_s: float, ahead: int) -> RequestRejected | None:
-        self.ahead.append(ahead)
-        return self.rejects_with
 
     def snapshot(self) -> PipelineSnapshot:
         return PipelineSnapshot("m", "v1", self.ready, self.closed is not None, 1.0, 0, len(self.got), ())
@@ -288,22 +282,6 @@ async def test_prediction_is_that_of_the_leader() -> None:
         assert not service.leader.tasks
 
 
-async def test_leader_says_in_advance_that_it_would_reject_a_request() -> None:
-    async with running() as service:
-        pool = await service.frontend()
-        deadline_s = time.monotonic() + 30
-        await pool.check(deadline_s=deadline_s, ahead=2)
-        assert service.leader.ahead == [], "it is asked only after a rejection"
-        service.leader.failure = OverloadedError("full")
-        with pytest.raises(OverloadedError, match="full"):
-            await predict(pool)
-        await pool.check(deadline_s=deadline_s, ahead=3)
-        service.leader.rejects_with = OverloadedError("still full", retry_after_s=1)
-        with pytest.raises(OverloadedError, match="still full"):
-            await pool.check(deadline_s=deadline_s, ahead=4)
-        assert service.leader.ahead == [3, 4]
-
-
 async def test_leader_withdraws_a_request_when_the_client_has_gone() -> None:
     async with running() as service:
         pool = await service.frontend()
@@ -336,7 +314,7 @@ async def test_frontend_is_disconnected_when_its_frame_is_not_for_a_leader() -> 
 async def test_leader_that_drains_waits_for_the_requests_that_need_it() -> None:
     async with running() as service:
         pool = await service.frontend()
-        with open_request(pool, admitted=True):
+        async with open_request(pool, admitted=True):
             service.leader.closed = DrainingError("stopping")
             draining = asyncio.create_task(service.sessions.inform())
             await until(lambda: not any(link.usable for link in pool.links))
@@ -349,7 +327,7 @@ async def test_leader_that_drains_waits_for_the_requests_that_need_it() -> None:
 async def test_leader_that_drains_does_not_wait_for_a_frontend_that_is_lost() -> None:
     async with running() as service:
         pool = await service.frontend()
-        with open_request(pool, admitted=True):
+        async with open_request(pool, admitted=True):
             service.leader.closed = DrainingError("stopping")
             draining = asyncio.create_task(service.sessions.inform())
             await until(lambda: not any(link.usable for link in pool.links))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from dataclasses import replace
 from typing import get_args
@@ -23,7 +22,7 @@ from multiworld_serving.server.errors import (
 )
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.link import LinkLostError
-from multiworld_serving.server.frontends.messages import Check, Predict
+from multiworld_serving.server.frontends.messages import Predict
 from multiworld_serving.server.predictor import ImageSizes, Prediction, ServedModel
 from multiworld_serving.server.snapshots import ServiceState
 from tests.unit.server.fake_leaders import FIRST, MODEL, desired, leader_state, open_request, pool_of
@@ -37,11 +36,9 @@ async def predict(pool: LeaderPool, *, timeout_s: float = 30.0) -> Prediction:
         return await pool.predict(IMAGE[None], deadline_s=time.monotonic() + timeout_s, request_id="mine")
 
 
-async def check(pool: LeaderPool, *, timeout_s: float = 30.0) -> None:
-    """Check as after a rejection: otherwise no leader is asked."""
-    pool._check_until_s = math.inf
+async def admit(pool: LeaderPool) -> None:
     async with asyncio.timeout(60):
-        await pool.check(deadline_s=time.monotonic() + timeout_s, ahead=3)
+        await pool.admit(time.monotonic() + 30.0)
 
 
 def lost(*, failed: bool = True) -> LinkLostError:
@@ -54,14 +51,11 @@ def lost(*, failed: bool = True) -> LinkLostError:
 async def test_leader_gets_the_image_and_what_it_needs_to_know() -> None:
     with pool_of(1) as made:
         found = await predict(made.pool, timeout_s=30)
-        await check(made.pool)
     assert torch.equal(found.output, torch.tensor([[0.25, 0.75]]))
-    (request, payload), (other, _) = made.leaders[0].got
+    [(request, payload)] = made.leaders[0].got
     assert isinstance(request, Predict)
     assert (request.request_id, request.span, payload) == ("mine", None, IMAGE.numpy().tobytes())
     assert 29 < request.timeout_s <= 30, "leader and frontend have different clocks"
-    assert isinstance(other, Check)
-    assert other.ahead == 3
 
 
 async def test_first_leader_that_is_ready_gets_the_requests() -> None:
@@ -124,26 +118,23 @@ async def test_request_is_poison_when_two_leaders_failed_with_it() -> None:
         assert made.leaders[2].sent() == 0, "two failures are enough"
 
 
-async def test_request_is_not_poison_when_leaders_left_or_it_had_no_image() -> None:
+async def test_request_is_not_poison_when_leaders_left() -> None:
     with pool_of(2) as made:
         made.leaders[0].joins_again = True
         made.leaders[0].answers = [lost(failed=False)] * 5
         assert (await predict(made.pool)).attempts == 6
-        made.leaders[0].answers = [lost()]
-        await check(made.pool)
-        assert made.leaders[0].sent(Check) == 1, "the request itself finds another leader"
 
 
 async def test_request_waits_for_a_leader_and_is_answered_when_one_starts() -> None:
     with pool_of(1) as made:
         [leader] = made.leaders
         leader.is_lost()
-        waiting = asyncio.gather(*(predict(made.pool) for _ in range(5)), check(made.pool))
+        waiting = asyncio.gather(*(predict(made.pool) for _ in range(5)), admit(made.pool))
         await asyncio.sleep(0.02)
         assert not leader.got
         leader.tells()
         await waiting
-        assert (leader.sent(), leader.sent(Check)) == (5, 1)
+        assert leader.sent() == 5
 
 
 async def test_request_is_rejected_after_the_grace_time_when_no_leader_starts() -> None:
@@ -154,7 +145,7 @@ async def test_request_is_rejected_after_the_grace_time_when_no_leader_starts() 
         assert 0.1 <= time.monotonic() - began_s < 5
         assert caught.value.retry_after_s == 1
         with pytest.raises(NotReadyError):
-            await check(made.pool)
+            await admit(made.pool)
 
 
 async def test_deadline_passes_while_the_request_waits_for_a_leader() -> None:
@@ -212,13 +203,12 @@ async def test_request_goes_to_another_leader_when_its_leader_begins_to_drain() 
 async def test_admitted_request_goes_to_the_leader_that_drains_when_there_is_no_other() -> None:
     with pool_of(1, grace_s=0.05) as made:
         [leader] = made.leaders
-        with open_request(made.pool, admitted=True):
+        async with open_request(made.pool, admitted=True):
             leader.tells_draining()
             await predict(made.pool)
         assert leader.sent() == 1
         with pytest.raises(NotReadyError):
-            await check(made.pool)
-        assert leader.sent(Check) == 0, "a new request is not admitted there"
+            await admit(made.pool)
 
 
 async def test_request_ends_at_its_deadline_when_the_leader_drains_forever() -> None:
@@ -235,7 +225,7 @@ async def test_leader_that_drains_is_idle_when_no_admitted_request_needs_it() ->
         pool, (first, second) = made.pool, made.leaders
         async with asyncio.timeout(10):
             await pool.wait_idle()
-            with open_request(pool, admitted=True):
+            async with open_request(pool, admitted=True):
                 first.tells_draining()
                 await pool.wait_idle()  # the other leader takes it
                 second.tells_draining()
@@ -250,26 +240,26 @@ async def test_requests_are_rejected_at_once_when_the_model_is_unloaded() -> Non
     with pool_of(2, grace_s=60) as made:
         for leader in made.leaders:
             leader.tells_unloaded()
-        with pytest.raises(NotReadyError, match="the model is unloaded"), open_request(made.pool):
-            raise AssertionError
-        for request in (predict, check):
+        with pytest.raises(NotReadyError, match="the model is unloaded"):
+            made.pool.begin()
+        for request in (predict, admit):
             with pytest.raises(NotReadyError, match="the model is unloaded"):
                 await request(made.pool)
         assert not any(leader.got for leader in made.leaders)
         assert not made.pool.ready
-        made.leaders[1].tells(rejection=None, ready=True)
-        with open_request(made.pool):
+        made.leaders[1].tells(snapshot=leader_state("leader-1").snapshot)
+        async with open_request(made.pool):
             await predict(made.pool)
 
 
 async def test_requests_are_rejected_when_the_frontend_stops() -> None:
     with pool_of(2) as made:
-        with open_request(made.pool):
+        async with open_request(made.pool):
             assert made.pool.open_requests == 1
             made.pool.stopping = True
             await predict(made.pool)  # those that had begun are answered
-        with pytest.raises(DrainingError, match="this frontend is stopping"), open_request(made.pool):
-            raise AssertionError
+        with pytest.raises(DrainingError, match="this frontend is stopping"):
+            made.pool.begin()
         assert not made.pool.ready
         assert made.pool.snapshot().draining
 
@@ -287,7 +277,7 @@ async def test_snapshot_is_that_of_the_acting_leader_with_a_line_for_each_leader
         found = made.pool.snapshot()
         for leader in made.leaders:
             leader.is_lost()
-        assert [replica.state for replica in made.pool.snapshot().stages[0].replicas] == ["absent"]
+        assert made.pool.snapshot().missing_stages == (0,)
     assert found.ready
     assert (found.queue_depth, found.leader) == (7, "leader-1")
     assert [each.state for each in found.leaders] == ["not_ready", "ready", "unreachable"]

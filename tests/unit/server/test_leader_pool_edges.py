@@ -13,7 +13,7 @@ from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, Source
 from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.link import Kind, Received
-from multiworld_serving.server.frontends.messages import Check, Predict, Rejection, Scrape, rows_payload
+from multiworld_serving.server.frontends.messages import Predict, Rejection, Scrape, rows_payload
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ImageSizes, Prediction, ServedModel
 from tests.unit.edges.edge_parts import edges
@@ -44,9 +44,7 @@ class EdgeLeader(FakeLeader):
         pool.links.append(self)
         self.tells()
 
-    async def call(
-        self, body: Check | Predict | Scrape, payload: memoryview | bytes = b"", *, timeout_s: float
-    ) -> Received:
+    async def call(self, body: Predict | Scrape, payload: memoryview | bytes = b"", *, timeout_s: float) -> Received:
         reply = await super().call(body, payload, timeout_s=timeout_s)
         assert isinstance(body, Predict)
         number = body.tensor

@@ -165,19 +165,6 @@ async def test_infer_is_refused_before_parsing_when_the_pipeline_would_refuse_it
     assert (response.status_code, response.json()["error"]) == (503, "stage 1 is missing")
 
 
-async def test_infer_reserves_one_place_per_image() -> None:
-    class Counting(ColourPredictor):
-        async def check(self, *, deadline_s: float, ahead: int) -> None:
-            if ahead >= 2:
-                raise errors.OverloadedError("there are two places")
-
-    async with running_frontend(Counting()) as frontend:
-        for colours, status in ((("red", "red"), 200), (("red", "red", "red"), 429)):
-            data = pixels(*colours)
-            arguments = request(binary_tensor("UINT8", list(data.shape), data.numpy().tobytes()))
-            assert (await frontend.client.post(INFER, **arguments)).status_code == status
-
-
 async def test_infer_returns_500_when_the_model_returns_nan() -> None:
     class Broken(ColourPredictor):
         async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
