@@ -104,7 +104,6 @@ class Leader:
 
     async def __aenter__(self) -> "Leader":
         self._registry.listen()
-        self._metrics.version_serves(self._versions.model, self.version)
         self._changed()
         return self
 

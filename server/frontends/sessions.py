@@ -69,6 +69,7 @@ class FrontendSessions:
         self._address = Address(settings.join_host, leader.join_port)
         self._advertised = settings.advertised(leader.join_port)
         self._sessions: set[FrontendSession] = set()
+        metrics.frontends.set_function(lambda: len(self._sessions))
         self._tasks: set[asyncio.Task[None]] = set()
         self._generations = itertools.count(1)
 
@@ -145,7 +146,6 @@ class FrontendSessions:
             former.link.fail("a frontend with the same name has joined")
         session = FrontendSession(self, request, world)
         self._sessions.add(session)
-        self.metrics.frontends.set(len(self._sessions))
         logger.info(
             "frontend %s joined host=%s pid=%d release=%s",
             *(request.frontend, request.host, request.pid, request.release),
@@ -157,7 +157,6 @@ class FrontendSessions:
             self._sessions.discard(session)
             if request.edge:
                 self.leader.driver.relays.forget(request.edge, request.frontend)
-            self.metrics.frontends.set(len(self._sessions))
             with contextlib.suppress(WorldError):
                 await self.leader.manager.close_world(world.name)
             self.state_changed()

@@ -16,7 +16,6 @@ from prometheus_client.registry import Collector
 
 from multiworld import Cause
 from multiworld_serving.common.metrics import ProgramMetrics
-from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.scheduling.state import Counters
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaState
 
@@ -50,7 +49,6 @@ class LeaderMetrics(ProgramMetrics):
     def __init__(self, build: dict[str, str] | None = None) -> None:
         super().__init__(build)
         self._links: dict[tuple[int, int], LinkMetrics] = {}
-        self._versions: set[tuple[str, str, int]] = set()
         self._define_requests()
         self._define_stages()
         self._define_failures()
@@ -74,12 +72,7 @@ class LeaderMetrics(ProgramMetrics):
         self.duplicates = self._counter(
             "duplicate_answers", "Results dropped because the request had one already: late or hedged batches."
         )
-        self._version = self._gauge(
-            "model_version",
-            "1 for the version that serves new requests, 0 for recent earlier ones.",
-            ("model", "version", "number"),
-        )
-        self._version_changes = self._counter("version_changes", "Switches of new requests to another version.")
+        self.version_changes = self._counter("version_changes", "Switches of new requests to another version.")
         self.frontends = self._gauge("frontends", "Frontends that are connected to this leader.")
 
     def _define_stages(self) -> None:
@@ -147,20 +140,6 @@ class LeaderMetrics(ProgramMetrics):
         if detected_after_s is not None:
             self._detection_s.labels(cause).observe(detected_after_s)
 
-    def version_serves(self, model: str, version: ModelVersion) -> None:
-        """New requests use this version from now on."""
-        if self._versions:
-            self._version_changes.inc()
-        for former in self._versions:
-            self._version.labels(*former).set(0)
-        self._versions.add((model, version.name, version.number))
-        self._version.labels(model, version.name, version.number).set(1)
-
-    def version_retired(self, model: str, version: ModelVersion) -> None:
-        """Remove the series of an earlier version."""
-        self._versions.discard((model, version.name, version.number))
-        self._version.remove(model, version.name, version.number)
-
 
 @dataclass(eq=False)
 class PipelineCollector(Collector):
@@ -176,6 +155,8 @@ class PipelineCollector(Collector):
         says = "Smallest number of ready replicas of any stage, minus one; -1 = not serving."
         yield _gauge("redundancy", says, value=now.redundancy)
         yield _gauge("spares", "Spare workers: they hold all stages and serve none.", value=len(now.spares))
+        version = _gauge("model_version", "1 for the version that serves new requests.", ("model", "version", "number"))
+        version.add_metric((now.model, now.version, str(now.version_number)), 1)
         hedges = _counter("hedges", "Late batches sent to a second replica, by outcome.", ("outcome",))
         for outcome in get_args(HedgeOutcome):
             hedges.add_metric((outcome,), self.counters.hedges[outcome])
@@ -198,7 +179,7 @@ class PipelineCollector(Collector):
                     in_flight.add_metric((index, slot), replica.in_flight)
                     up.add_metric((world, index, slot), replica.state == "ready")
                     workers.add_metric((world, replica.worker or "", replica.host or ""), 1)
-        yield from (hedges, reroutes, retries, replicas, in_flight, up, workers)
+        yield from (version, hedges, reroutes, retries, replicas, in_flight, up, workers)
 
 
 def _gauge(name: str, says: str, labels: Sequence[str] | None = None, value: float | None = None) -> GaugeMetricFamily:

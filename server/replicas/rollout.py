@@ -92,9 +92,8 @@ class Rollout:
         assert self._switched is not None, "a version is being loaded"
         plan, former, versions = self.plan, self._versions.current.version, self._versions
         self.plan = self.loading = None
-        self._metrics.version_serves(versions.model, plan.version)
-        for version in versions.switch_to(plan):
-            self._metrics.version_retired(versions.model, version)
+        versions.switch_to(plan)
+        self._metrics.version_changes.inc()
         names = former.name, former.number, plan.version.name, plan.number
         logger.info("version %s (number %d) -> %s (number %d)", *names)
         self._on_switch()

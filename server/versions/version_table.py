@@ -78,11 +78,11 @@ class VersionTable:
                 return plan
         raise KeyError(key)
 
-    def switch_to(self, plan: VersionPlan) -> list[ModelVersion]:
-        """Make `plan` the current version and the current version the retiring one. Returns the versions that lose their number."""
+    def switch_to(self, plan: VersionPlan) -> None:
+        """Make `plan` the current version and the current version the retiring one."""
         assert self.retiring is None, "the previous version is still retiring"
         self.retiring, self.current = self.current, plan
         self._known.pop(plan.version.name, None)
         self._known[plan.version.name] = plan.version
-        oldest = list(self._known)[:-_NUMBERS_KEPT]
-        return [self._known.pop(name) for name in oldest]
+        for name in list(self._known)[:-_NUMBERS_KEPT]:
+            del self._known[name]

@@ -28,7 +28,7 @@ async def test_exit_returns_when_a_decode_blocks(
             decoding = asyncio.create_task(pool.run(stuck))
             await asyncio.to_thread(begun.wait, 60)
             decoding.cancel()
-        assert "1 threads decode are blocked" in caplog.text
+        assert "1 calls on threads decode are blocked" in caplog.text
     finally:
         release.set()
 

@@ -11,7 +11,6 @@ from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics, PipelineCollector
 from multiworld_serving.server.observability.requests import RequestRecord
-from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.scheduling.state import Counters
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, ReplicaState, StageSnapshot
 
@@ -82,7 +81,6 @@ def busy_leader() -> LeaderMetrics:
     metrics = leader_metrics(stage(0, "ready", "broken"))
     metrics.link(0, 1)
     metrics.world_broken(0, 1, "exit", 0.02)
-    metrics.version_serves("m", ModelVersion(1, "v"))
     metrics.replicas_wanted.labels(0).set(1.5)
     return metrics
 
