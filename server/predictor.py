@@ -179,6 +179,7 @@ class Pipeline(Protocol):
             request_id: identifies this request in the log.
         Raises:
             RequestRejected: a subclass says why (multiworld_serving.server.errors). The pipeline continues to serve.
+        Leaders reject a request at its deadline. The caller cancels some time later, in case that the leader does not reply.
         Cancelling withdraws the request: it is not sent again, and a late output is dropped.
         """
         ...

@@ -59,8 +59,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_LEADER_FAILURES = 2
 """Leaders that may fail with the same request before it is rejected as poison."""
-_DEADLINE_GRACE_S = 0.5
-"""The leader enforces the deadline with a more precise error; this is the extra time that it gets to report it."""
+_DRAINING_S = 0.5
+"""How long a request that a draining leader rejected waits for the new state of that leader."""
 _POLL_S = 0.02
 _KEEP_S = 5.0
 """How long the input of a request that ended without an answer is kept: its batch may be on the way to a worker, with rows of others."""
@@ -165,14 +165,12 @@ class LeaderPool:
                     raise next(iter(rejected.values()))
                 await self._wait_for_leader(deadline_s)
                 continue
-            timeout_s = deadline_s - time.monotonic()
             tensor = None if link.relays else request.tensor
-            message = msgspec.structs.replace(request, timeout_s=timeout_s, tensor=tensor)
+            message = msgspec.structs.replace(request, timeout_s=deadline_s - time.monotonic(), tensor=tensor)
             payload = rows_payload(rows) if tensor is None else b""
             try:
-                limit_s = max(0.0, timeout_s) + _DEADLINE_GRACE_S
-                reply = await link.connected().call(message, payload, timeout_s=limit_s)
-                output = await self._output(reply, len(rows), deadline_s)
+                reply = await link.connected().call(message, payload, timeout_s=None)
+                output = await self._output(reply, len(rows))
             except RowsLostError as lost:
                 logger.warning("request_id=%s the answer is lost: %s", request.request_id, lost)
                 self._check_resubmission(0, deadline_s, lost)
@@ -192,17 +190,15 @@ class LeaderPool:
             except RequestRejected as rejection:
                 now_s = time.monotonic()
                 if rejection.reason == "draining" and now_s < deadline_s:
-                    await self._wait_for_change(min(now_s + _DEADLINE_GRACE_S, deadline_s))  # to the leader's new state
+                    await self._wait_for_change(min(now_s + _DRAINING_S, deadline_s))  # to the leader's new state
                 else:
                     self._try_elsewhere(link, rejection, rejected)
-            except TimeoutError as error:
-                raise DeadlineError("the leader did not reply before the deadline; try again") from error
             else:
                 answer: Prediction = reply.body
                 return msgspec.structs.replace(answer, output=output, kept=(), attempts=answer.attempts + resent)
 
-    async def _output(self, reply: Received, count: int, deadline_s: float) -> Tensor:
-        """The output, `count` rows: from the reply, and from workers that keep them. Raises RowsLostError, DeadlineError."""
+    async def _output(self, reply: Received, count: int) -> Tensor:
+        """The output, `count` rows: from the reply, and from workers that keep them. Raises RowsLostError."""
         rows, answer = self.model.result().output_rows, reply.body
         if not answer.kept:
             return parse_rows(reply.payload, count, rows)
@@ -212,13 +208,7 @@ class LeaderPool:
             raise ValueError(f"outputs of the samples {kept!s:.100}; expected each of {count} at most once")
         sent = parse_rows(reply.payload, len(sent_at), rows) if sent_at else None
         row_shape = (answer.row_bytes,) if rows.row_shape is None else rows.row_shape
-        try:
-            async with asyncio.timeout(max(0.0, deadline_s - time.monotonic()) + _DEADLINE_GRACE_S):
-                return await self._edges.fetch_rows(
-                    answer.kept, count, rows.dtype, row_shape, (sent, sent_at), take=True
-                )
-        except TimeoutError as error:
-            raise DeadlineError("the answer could not be fetched before the deadline; try again") from error
+        return await self._edges.fetch_rows(answer.kept, count, rows.dtype, row_shape, (sent, sent_at), take=True)
 
     def _try_elsewhere(
         self, link: LeaderLink, rejection: RequestRejected, rejected: dict[LeaderLink, RequestRejected]

@@ -162,12 +162,12 @@ class Link:
         """Queue a message without a reply; does nothing if the link has ended."""
         self.send_encoded(encode(Kind.MESSAGE, 0, body))
 
-    async def call(self, body: Any, payload: bytes | memoryview = b"", *, timeout_s: float) -> Received:
+    async def call(self, body: Any, payload: bytes | memoryview = b"", *, timeout_s: float | None) -> Received:
         """Send a message and wait for its reply. Cancelling withdraws it.
 
         Raises:
             LinkLostError: the link ended before the reply.
-            TimeoutError: no reply within `timeout_s`.
+            TimeoutError: no reply within `timeout_s`; never if it is None.
             Exception: which the other end has replied with; see `Rejection`.
         """
         future: asyncio.Future[Received] = asyncio.get_running_loop().create_future()

@@ -27,7 +27,7 @@ from multiworld_serving.server.predictor import Pipeline
 
 T = TypeVar("T")
 
-DEADLINE_GRACE_S = 1.0
+DEADLINE_GRACE_S = 0.5
 """The pipeline enforces the deadline with a more precise error; this is the extra time that it gets to report it."""
 _WATCH_AFTER_S = 0.25
 """Age at which a request starts to watch whether its client disconnects. Most requests end earlier, and a task costs CPU time."""
