@@ -61,13 +61,6 @@ class ServedModel:
                     f"the {what} of one sample have {rows.max_row_bytes} bytes; at most {MAX_ROW_BYTES} are sent"
                 )
 
-    @classmethod
-    def image_classifier(cls, name: str, version: str, labels: tuple[str, ...], sizes: ImageSizes) -> ServedModel:
-        """A model with an image `input` and the `probabilities` of classes."""
-        image = TensorSpec("input", "uint8", (BATCH, 3, sizes.crop_size, sizes.crop_size))
-        probabilities = TensorSpec("probabilities", "float32", (BATCH, len(labels)))
-        return cls(name, version, (image,), (probabilities,), {}, sizes, labels)
-
     @cached_property
     def input_rows(self) -> RowFormat:
         """How the inputs of one sample travel."""

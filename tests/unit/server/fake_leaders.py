@@ -29,11 +29,12 @@ from multiworld_serving.server.frontends.messages import (
     rows_payload,
 )
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
+from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, StageSnapshot
+from tests.unit.server.image_model import image_classifier
 
 FIRST = Desired(0, ModelVersion(1, "v1", "digest of v1"))
-MODEL = ServedModel.image_classifier("m", "v1", ("a", "b"), ImageSizes(18, 16))
+MODEL = image_classifier("m", "v1", ("a", "b"), ImageSizes(18, 16))
 
 
 def leader_state(name: str, **changes: Any) -> LeaderState:

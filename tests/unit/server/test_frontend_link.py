@@ -45,6 +45,7 @@ from multiworld_serving.server.snapshots import (
     RolloutProgress,
     StageSnapshot,
 )
+from tests.unit.server.image_model import image_classifier
 from tests.waiting import until
 
 HEAD = struct.Struct("!BQII7x")
@@ -315,7 +316,7 @@ def test_predictions_images_and_models_round_trip() -> None:
     found = round_trip(answer)
     assert not found.output.numel(), "its rows are the payload"
     assert msgspec.structs.replace(found, output=answer.output) == answer
-    model = ServedModel.image_classifier("m", "v", ("ü",) * 1000, ImageSizes(18, 8))
+    model = image_classifier("m", "v", ("ü",) * 1000, ImageSizes(18, 8))
     images = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
     assert torch.equal(parse_rows(memoryview(bytearray(rows_payload(images))), 2, model.input_rows), images)
     with pytest.raises(ValueError, match="383 bytes"):

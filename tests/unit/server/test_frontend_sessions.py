@@ -36,14 +36,15 @@ from multiworld_serving.server.observability.frontend_metrics import FrontendMet
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.relays import Relays
 from multiworld_serving.server.pipeline.requests import PendingRequest
-from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, RestartStep, ServedModel
+from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, RestartStep
 from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.server.snapshots import PipelineSnapshot
 from tests.unit.server.fake_leaders import open_request
+from tests.unit.server.image_model import image_classifier
 from tests.waiting import until
 
 SECRET = "a-secret-of-this-test"
-MODEL = ServedModel.image_classifier("m", "v1", ("a", "b", "c"), ImageSizes(18, 16))
+MODEL = image_classifier("m", "v1", ("a", "b", "c"), ImageSizes(18, 16))
 IMAGE = torch.arange(3 * 16 * 16, dtype=torch.int32).to(torch.uint8).view(3, 16, 16)
 STEPS = [
     RestartStep("local-0", "s0.r0", "restarting", 1, 1),

@@ -23,9 +23,10 @@ from multiworld_serving.server.errors import (
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.link import LinkLostError
 from multiworld_serving.server.frontends.messages import Predict
-from multiworld_serving.server.predictor import ImageSizes, Prediction, ServedModel
+from multiworld_serving.server.predictor import ImageSizes, Prediction
 from multiworld_serving.server.snapshots import ServiceState
 from tests.unit.server.fake_leaders import FIRST, MODEL, desired, leader_state, open_request, pool_of
+from tests.unit.server.image_model import image_classifier
 from tests.waiting import until
 
 IMAGE = torch.arange(3 * 4 * 4, dtype=torch.uint8).view(3, 4, 4)
@@ -308,7 +309,7 @@ async def test_leader_of_another_model_is_not_accepted() -> None:
         for other in (
             replace(model, name="n"),
             replace(model, labels=("a", "c")),
-            ServedModel.image_classifier("m", "v1", ("a", "b"), ImageSizes(8, 8)),
+            image_classifier("m", "v1", ("a", "b"), ImageSizes(8, 8)),
         ):
             why = made.pool.accepts(other, second)
             assert why is not None

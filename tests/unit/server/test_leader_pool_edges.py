@@ -15,9 +15,10 @@ from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.link import Kind, Received
 from multiworld_serving.server.frontends.messages import Predict, Rejection, Scrape, rows_payload
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.predictor import ImageSizes, Prediction, ServedModel
+from multiworld_serving.server.predictor import ImageSizes, Prediction
 from tests.unit.edges.edge_parts import edges
 from tests.unit.server.fake_leaders import FakeLeader, prediction
+from tests.unit.server.image_model import image_classifier
 
 IMAGE = torch.randint(0, 256, (3, 4, 4), dtype=torch.uint8)
 ANSWERS = torch.rand(2, 2)
@@ -67,7 +68,7 @@ class EdgeLeader(FakeLeader):
 def pool_with(frontend: Edges | None) -> tuple[LeaderPool, FrontendMetrics]:
     metrics = FrontendMetrics()
     pool = LeaderPool(5.0, metrics, lambda _: None, edges=frontend)
-    pool.model.set_result(ServedModel.image_classifier("m", "v1", ("?",) * 2, ImageSizes(4, 4)))
+    pool.model.set_result(image_classifier("m", "v1", ("?",) * 2, ImageSizes(4, 4)))
     return pool, metrics
 
 
