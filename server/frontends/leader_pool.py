@@ -6,10 +6,10 @@ there, and passes what that leader then serves on to the others, which follow. A
 A frontend keeps each request and its decoded input until it is answered, so it can send it to another leader:
 
     the leader is lost             the next leader that is ready; after two leaders failed with the same request it is rejected as poison
-    overloaded, no replica         one other leader, once, so that overload is not amplified
+    overloaded, no replica, …      one other leader, once, so that overload is not amplified
     a worker cannot fetch it       the same leader, with the input, as all requests until the leader is joined again
     the answer cannot be fetched   a leader, which relays the answer
-    draining                       another leader; the same one if there is no other and the request had been admitted
+    the leader drains              another leader; the same one if there is no other and the request had been admitted
     no leader is usable            wait up to `recovery_grace_s`, then 503
 
 The first answer wins: the world of a lost leader is broken, so a late answer cannot arrive.
@@ -59,12 +59,10 @@ logger = logging.getLogger(__name__)
 
 _MAX_LEADER_FAILURES = 2
 """Leaders that may fail with the same request before it is rejected as poison."""
-_DRAINING_S = 0.5
-"""How long a request that a draining leader rejected waits for the new state of that leader."""
 _POLL_S = 0.02
 _KEEP_S = 5.0
 """How long the input of a request that ended without an answer is kept: its batch may be on the way to a worker, with rows of others."""
-_TRY_ELSEWHERE = frozenset({"overloaded", "no_replica", "not_ready"})
+_TRY_ELSEWHERE = frozenset({"overloaded", "no_replica", "not_ready", "draining"})
 
 
 class LeaderPool:
@@ -173,26 +171,28 @@ class LeaderPool:
                 output = await self._output(reply, len(rows))
             except RowsLostError as lost:
                 logger.warning("request_id=%s the answer is lost: %s", request.request_id, lost)
-                self._check_resubmission(0, deadline_s, lost)
                 resent += 1
                 unreachable = next(iter(lost.unreachable), None)
                 request = msgspec.structs.replace(request, fetches=False, unreachable=unreachable)
                 self.metrics.resubmitted("answer_lost")
-            except InputUnreachableError as error:
+            except InputUnreachableError:
                 link.relays = True
-                self._check_resubmission(0, deadline_s, error)
                 self.metrics.resubmitted("relay")
             except LinkLostError as lost:
                 failures += lost.failed
-                self._check_resubmission(failures, deadline_s, lost)
+                if failures >= _MAX_LEADER_FAILURES:
+                    raise PoisonError(
+                        f"{failures} leaders failed while they had this request; it is not sent to another one"
+                    ) from lost
                 resent += 1
                 self.metrics.resubmitted("failed" if lost.failed else "left")
+                await asyncio.sleep(0)  # a link that sends nothing more may still have to notice its end
             except RequestRejected as rejection:
-                now_s = time.monotonic()
-                if rejection.reason == "draining" and now_s < deadline_s:
-                    await self._wait_for_change(min(now_s + _DRAINING_S, deadline_s))  # to the leader's new state
-                else:
-                    self._try_elsewhere(link, rejection, rejected)
+                if rejection.reason not in _TRY_ELSEWHERE or rejected:
+                    raise
+                rejected[link] = rejection
+                if self._choose(rejected) is not None:
+                    self.metrics.resubmitted(rejection.reason)
             else:
                 answer: Prediction = reply.body
                 return msgspec.structs.replace(answer, output=output, kept=(), attempts=answer.attempts + resent)
@@ -209,25 +209,6 @@ class LeaderPool:
         sent = parse_rows(reply.payload, len(sent_at), rows) if sent_at else None
         row_shape = (answer.row_bytes,) if rows.row_shape is None else rows.row_shape
         return await self._edges.fetch_rows(answer.kept, count, rows.dtype, row_shape, (sent, sent_at), take=True)
-
-    def _try_elsewhere(
-        self, link: LeaderLink, rejection: RequestRejected, rejected: dict[LeaderLink, RequestRejected]
-    ) -> None:
-        """Note that this leader rejects the request. Raises the rejection if no other leader may accept it."""
-        if rejection.reason not in _TRY_ELSEWHERE or rejected:
-            raise rejection
-        rejected[link] = rejection
-        if self._choose(rejected) is not None:
-            self.metrics.resubmitted(rejection.reason)
-
-    def _check_resubmission(self, failures: int, deadline_s: float, lost: Exception) -> None:
-        """Raise if a request whose leader, input or answer was lost is not sent again."""
-        if failures >= _MAX_LEADER_FAILURES:
-            raise PoisonError(
-                f"{failures} leaders failed while they had this request; it is not sent to another one"
-            ) from lost
-        if time.monotonic() >= deadline_s:
-            raise DeadlineError(f"the deadline has passed, and before that: {lost}; try again") from lost
 
     def _choose(self, rejected: Mapping[LeaderLink, object]) -> LeaderLink | None:
         """The first candidate that has not rejected the request. If there is none, an admitted request goes to a leader that drains."""
