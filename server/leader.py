@@ -122,16 +122,16 @@ class Leader:
 
     @property
     def version(self) -> ModelVersion:
-        """See `Predictor.version`."""
+        """The version that serves new requests."""
         return self._versions.current.version
 
     @property
     def ready(self) -> bool:
-        """See `Pipeline.ready`."""
+        """Whether every stage has a ready replica, and requests are not refused."""
         return self.driver.scheduler.ready and self.closed is None
 
     def snapshot(self) -> PipelineSnapshot:
-        """See `Pipeline.snapshot`."""
+        """The state of the pipeline now. Cheap: may be called several times a second."""
         scheduler, rollout = self.driver.scheduler, self._registry.rollout
         return PipelineSnapshot(
             model=self._versions.model,

@@ -1,14 +1,11 @@
-"""The interface between the HTTP frontend and the pipeline.
-
-`frontends.leader_pool.LeaderPool` implements `Pipeline`. The HTTP code depends on this module and on `snapshots` only.
-"""
+"""What the service computes: the served model, its versions, and predictions."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -17,7 +14,6 @@ from multiworld_serving.common.wire.inputs import Source
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.bundle.rows import RowFormat
-from multiworld_serving.server.snapshots import PipelineSnapshot
 
 MAX_ROW_BYTES = 1 << 27
 """Largest row that a frontend and a leader send each other. The largest image, 4096 x 4096 pixels, has 48 MiB."""
@@ -44,7 +40,7 @@ class ServedModel:
     name: str
     """For example "resnet50"."""
     version: str
-    """The first version: "IMAGENET1K_V2", "random:0", or a file's stem and digest. `Pipeline.version` is the current one."""
+    """The first version: "IMAGENET1K_V2", "random:0", or a file's stem and digest. `LeaderPool.version` is the current one."""
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     dimensions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -140,69 +136,3 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=Tr
     """Between leader and frontend: rows of the output that workers keep, and which samples they answer. The frontend fetches them."""
     row_bytes: int = 0
     """Length of these rows if the lengths of outputs vary; otherwise 0."""
-
-
-class Pipeline(Protocol):
-    """The leaders, as the HTTP and gRPC APIs use them."""
-
-    def begin(self) -> None:
-        """A request has begun: its first byte has arrived. A stopping service waits for its `end`.
-
-        Raises:
-            RequestRejected: the service is stopping or the model is unloaded. The request does not count.
-        """
-        ...
-
-    async def admit(self, deadline_s: float) -> None:
-        """Wait until a leader can be used. From then on, a leader that drains still answers the request.
-
-        Raises:
-            NotReadyError: there was none for long, or the model is unloaded.
-            DeadlineError: there was none before the deadline.
-        """
-        ...
-
-    async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
-        """Compute the samples of one request with one version.
-
-        Args:
-            rows: their inputs [N, …] as `ServedModel.input_rows` describes, contiguous, on the CPU.
-            key: requests with equal keys can be computed together; see `RowFormat.key`.
-            deadline_s: deadline on the clock of `time.monotonic()`.
-            request_id: identifies this request in the log.
-        Raises:
-            RequestRejected: a subclass says why (multiworld_serving.server.errors). The pipeline continues to serve.
-        Leaders reject a request at its deadline. The caller cancels some time later, in case that the leader does not reply.
-        Cancelling withdraws the request: it is not sent again, and a late output is dropped.
-        """
-        ...
-
-    def end(self, *, admitted: bool) -> None:
-        """A request has ended."""
-        ...
-
-    @property
-    def version(self) -> ModelVersion:
-        """The version that serves new requests."""
-        ...
-
-    @property
-    def ready(self) -> bool:
-        """Every stage has a ready replica, the model is loaded, and the leader is not draining."""
-        ...
-
-    def snapshot(self) -> PipelineSnapshot:
-        """State of the pipeline now. Cheap: may be called several times a second."""
-        ...
-
-    async def load_version(self, weights: str | None) -> ModelVersion:
-        """Load a version; None = the weights of the settings. Raises one of the errors of `administration`."""
-        ...
-
-    async def unload(self) -> None:
-        """Unload the model. Raises OperationInProgressError."""
-        ...
-
-    def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
-        """Restart every worker in turn. Raises OperationInProgressError or RestartFailedError."""
-        ...

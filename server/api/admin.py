@@ -30,9 +30,10 @@ from multiworld_serving.server.errors import (
     MediaTypeError,
     UnknownModelError,
 )
+from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.http.open_request import while_connected
 from multiworld_serving.server.http.route import Endpoint, route
-from multiworld_serving.server.predictor import Pipeline, RestartStep
+from multiworld_serving.server.predictor import RestartStep
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class _Body(Struct):
 class AdminRoutes:
     """The routes. `Application` authorizes requests before they arrive here."""
 
-    service: Pipeline
+    service: LeaderPool
 
     def routes(self) -> list[Route]:
         """The routes, for the application of the admin port."""

@@ -34,6 +34,7 @@ from multiworld_serving.server.auth.authorizer import (
     is_inference_path,
 )
 from multiworld_serving.server.errors import RequestRejected
+from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.http.errors import (
     INTERNAL_ERROR,
     OtherPort,
@@ -46,7 +47,6 @@ from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.requests import InferenceProtocol, RequestRecord, Requests
 from multiworld_serving.server.observability.tracing import RequestTraces
-from multiworld_serving.server.predictor import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ def inference_protocol(path: str) -> InferenceProtocol | None:
 
 
 def create_api(
-    pipeline: Pipeline,
+    pipeline: LeaderPool,
     inference: Inference,
     metrics: FrontendMetrics,
     feed: EventFeed | None = None,

@@ -18,9 +18,10 @@ from multiworld_serving.server.api.images import image_tensor
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.daemon_threads import DaemonThreads
 from multiworld_serving.server.errors import StageError, UnknownModelError
+from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.open_request import OpenRequest, RequestGate
-from multiworld_serving.server.predictor import Pipeline, Prediction, ServedModel
+from multiworld_serving.server.predictor import Prediction, ServedModel
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -72,7 +73,7 @@ class Inference:
         threads: parse requests and decode images. They start on demand.
     """
 
-    def __init__(self, pipeline: Pipeline, model: ServedModel, limits: RequestLimits) -> None:
+    def __init__(self, pipeline: LeaderPool, model: ServedModel, limits: RequestLimits) -> None:
         fitting = limits.max_body_bytes // max(1, model.input_rows.max_row_bytes)
         self.gate = RequestGate(pipeline, limits)
         self.signature = Signature(model, max(1, min(limits.max_rows, fitting)), limits.finite_inputs)

@@ -13,11 +13,11 @@ from starlette.routing import Route
 
 from multiworld_serving.common.metrics import CONTENT_TYPE
 from multiworld_serving.server.api.oip.metadata import readiness_error
+from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.http.errors import rejection_response
 from multiworld_serving.server.http.route import route
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.requests import RequestRecord
-from multiworld_serving.server.predictor import Pipeline
 
 Scrape = Callable[[], Awaitable[bytes]]
 """Returns metrics in Prometheus' text format."""
@@ -40,7 +40,7 @@ _FILE_HEADERS = {
 }
 
 
-def status_page_routes(pipeline: Pipeline, feed: EventFeed, endpoints: Mapping[str, str]) -> list[Route]:
+def status_page_routes(pipeline: LeaderPool, feed: EventFeed, endpoints: Mapping[str, str]) -> list[Route]:
     """The routes of the status page of a port with these endpoints. On the admin port it offers operator actions."""
 
     async def index(request: Request) -> Response:
@@ -60,7 +60,7 @@ def status_page_routes(pipeline: Pipeline, feed: EventFeed, endpoints: Mapping[s
     return [route("/", index), route("/events", events), route("/status-page/{name}", _file)]
 
 
-def operations_routes(pipeline: Pipeline, scrape: Scrape) -> list[Route]:
+def operations_routes(pipeline: LeaderPool, scrape: Scrape) -> list[Route]:
     """The routes of the HTTP port for probes, status and metrics.
 
     Args:

@@ -7,6 +7,6 @@ frontend: main.py                 HTTP server and admin port; start reading here
 leader:   sessions.py             admits frontends and handles their messages
 both:     link.py, messages.py    messages on the world of a frontend and a leader, requests and replies, and their content
 
-May import server.api, server.auth, server.http and server.observability. Only sessions.py may also import server.leader and models, which
-the program of a frontend does not load.
+May import server.observability. Only main.py may also import server.api, server.auth and server.http, which use leader_pool.py. Only
+sessions.py may import server.leader and models, which the program of a frontend does not load.
 """

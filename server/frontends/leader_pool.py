@@ -66,7 +66,7 @@ _TRY_ELSEWHERE = frozenset({"overloaded", "no_replica", "not_ready", "draining"}
 
 
 class LeaderPool:
-    """Implements `multiworld_serving.server.predictor.Pipeline`.
+    """The leaders, as the HTTP and gRPC APIs use them.
 
     Args:
         grace_s: how long a request waits while no leader is usable.
@@ -112,26 +112,46 @@ class LeaderPool:
     # -- requests --------------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """See `Pipeline.begin`."""
+        """A request has begun: its first byte has arrived. A stopping service waits for its `end`.
+
+        Raises:
+            RequestRejected: the service is stopping or the model is unloaded. The request does not count.
+        """
         if self.stopping:
             raise DrainingError("this frontend is stopping and accepts no new requests; use another one")
         self._check_loaded()
         self.open_requests += 1
 
     async def admit(self, deadline_s: float) -> None:
-        """See `Pipeline.admit`."""
+        """Wait until a leader can be used. From then on, a leader that drains still answers the request.
+
+        Raises:
+            NotReadyError: there was none for long, or the model is unloaded.
+            DeadlineError: there was none before the deadline.
+        """
         if not self._candidates:
             await self._wait_for_leader(deadline_s)
         self._admitted += 1
 
     def end(self, *, admitted: bool) -> None:
-        """See `Pipeline.end`."""
+        """A request has ended."""
         self.open_requests -= 1
         if admitted:
             self._admitted -= 1
 
     async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
-        """See `Pipeline.predict`."""
+        """Compute the samples of one request with one version.
+
+        Args:
+            rows: their inputs [N, …] as `ServedModel.input_rows` describes, contiguous, on the CPU.
+            key: requests with equal keys can be computed together; see `RowFormat.key`.
+            deadline_s: deadline on the clock of `time.monotonic()`.
+            request_id: identifies this request in the log.
+        Raises:
+            RequestRejected: a subclass says why (multiworld_serving.server.errors). The leaders continue to serve.
+        Leaders reject a request at its deadline. The caller cancels some time later, in case that the leader does not reply.
+        Cancelling withdraws the request: it is not sent again, and a late output is dropped.
+        """
         row_bytes = rows.shape[1] if self.model.result().input_rows.row_shape is None else 0
         store = None if self._edges is None else self._edges.store
         number = None if store is None else store.put(self, rows)
@@ -251,7 +271,7 @@ class LeaderPool:
 
     @property
     def ready(self) -> bool:
-        """See `Pipeline.ready`."""
+        """Whether every stage of a leader has a ready replica, the model is loaded, and neither the leader nor this process is stopping."""
         return not self.stopping and any(link.state is not None and link.state.snapshot.ready for link in self._current)
 
     def snapshot(self) -> PipelineSnapshot:

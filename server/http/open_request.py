@@ -21,9 +21,9 @@ from multiworld_serving.server.errors import (
     RequestRejected,
     WithdrawnError,
 )
+from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.requests import RequestRecord
-from multiworld_serving.server.predictor import Pipeline
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class RequestGate:
         held_bytes: bytes of all bodies in memory now.
     """
 
-    def __init__(self, pipeline: Pipeline, limits: RequestLimits) -> None:
+    def __init__(self, pipeline: LeaderPool, limits: RequestLimits) -> None:
         self.pipeline = pipeline
         self.limits = limits
         self.held_bytes = 0
@@ -127,7 +127,7 @@ class OpenRequest:
             raise ended from error
 
     async def admit(self) -> None:
-        """See `Pipeline.admit`."""
+        """See `LeaderPool.admit`."""
         if not self._admitted:
             await self._gate.pipeline.admit(self.deadline_s)
             self._admitted = True

@@ -19,10 +19,11 @@ from multiworld_serving.server.api.oip.infer_request import parse_infer_request
 from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH, build_response
 from multiworld_serving.server.api.oip.metadata import readiness_error, repository_index
 from multiworld_serving.server.errors import InferenceRequestError
+from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.http.open_request import OpenRequest
 from multiworld_serving.server.http.route import Endpoint, client_timeout_s, query_parameters, route
 from multiworld_serving.server.observability.requests import RequestRecord, Requests
-from multiworld_serving.server.predictor import Pipeline, Prediction
+from multiworld_serving.server.predictor import Prediction
 
 _EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "statistics"]
 
@@ -31,7 +32,7 @@ _EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "s
 class V2Routes:
     """The routes under /v2."""
 
-    predictor: Pipeline
+    predictor: LeaderPool
     inference: Inference
     requests: Requests
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from multiworld_serving.server.api.app import Application, create_api
 from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.auth.authorizer import Authorizer
+from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, RestartStep, ServedModel
@@ -29,7 +30,7 @@ MODEL = image_classifier("meancolour", "weights v1 ü", ("red", "green", "blue")
 
 
 @dataclass
-class ColourPredictor:
+class ColourPredictor(LeaderPool):
     """Returns which color is strongest. Can be told to fail or to wait."""
 
     failure: Exception | None = None
