@@ -12,7 +12,6 @@ from torch import Tensor
 
 from multiworld_serving.common.wire.inputs import Source
 from multiworld_serving.models.bundle.manifest import TensorSpec
-from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.bundle.rows import RowFormat
 
 MAX_ROW_BYTES = 1 << 27
@@ -30,7 +29,7 @@ class ImageSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model's interface.
+    """The model's interface. `Manifest` checks that images and labels fit its inputs and outputs.
 
     Raises:
         BundleError: a row of its inputs or outputs is impossible.

@@ -75,7 +75,7 @@ class LeaderPool:
 
     Attributes:
         metrics: of this frontend.
-        open_requests: number of requests that have begun and not ended.
+        open_requests: number of requests that were admitted and have not ended.
     """
 
     def __init__(
@@ -92,7 +92,6 @@ class LeaderPool:
         self._grace_s = grace_s
         self.metrics = metrics
         self._on_change = on_change
-        self._admitted = 0
         self._changed = asyncio.Event()
         self._desired: Desired | None = None
         """The version that all leaders should serve: the one with the highest revision that a leader has reported."""
@@ -102,8 +101,6 @@ class LeaderPool:
         """The first ready leader of `_current`. If none is ready, the first one."""
         self._candidates: list[LeaderLink] = []
         """The leaders that get requests, in this order."""
-        self._unloaded = False
-        """Whether no leader is usable, and one of them has unloaded the model."""
         self._last = PipelineSnapshot("", "", False, False, 0.0, 0, 0, ())
         self._version = ModelVersion(0, "")
         self._was_ready = False
@@ -112,18 +109,12 @@ class LeaderPool:
     # -- requests --------------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A request has begun: its first byte has arrived. A stopping service waits for its `end`.
-
-        Raises:
-            RequestRejected: the service is stopping or the model is unloaded. The request does not count.
-        """
+        """The first byte of a request has arrived. Raises DrainingError if the frontend is stopping."""
         if self.stopping:
             raise DrainingError("this frontend is stopping and accepts no new requests; use another one")
-        self._check_loaded()
-        self.open_requests += 1
 
     async def admit(self, deadline_s: float) -> None:
-        """Wait until a leader can be used. From then on, a leader that drains still answers the request.
+        """Wait until a leader can be used. From then on until `end`, a leader that drains still answers the request.
 
         Raises:
             NotReadyError: there was none for long, or the model is unloaded.
@@ -131,13 +122,11 @@ class LeaderPool:
         """
         if not self._candidates:
             await self._wait_for_leader(deadline_s)
-        self._admitted += 1
+        self.open_requests += 1
 
-    def end(self, *, admitted: bool) -> None:
-        """A request has ended."""
+    def end(self) -> None:
+        """A request that was admitted has ended."""
         self.open_requests -= 1
-        if admitted:
-            self._admitted -= 1
 
     async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
         """Compute the samples of one request with one version.
@@ -243,15 +232,12 @@ class LeaderPool:
         """Wait until a leader can be used. Raises NotReadyError after `grace_s` or if the model is unloaded, and DeadlineError."""
         until_s = min(time.monotonic() + self._grace_s, deadline_s)
         while not self._candidates:
-            self._check_loaded()
+            if self._desired is not None and self._desired.unloaded:
+                raise NotReadyError("the model is unloaded; an administrator must load it first")
             if not await self._wait_for_change(until_s):
                 if time.monotonic() >= deadline_s:
                     raise DeadlineError("no leader was reachable before the deadline; try again")
                 raise NotReadyError(f"no leader has been reachable for {self._grace_s:g} s; wait until one has started")
-
-    def _check_loaded(self) -> None:
-        if self._unloaded:
-            raise NotReadyError("the model is unloaded; an administrator must load it first")
 
     async def _wait_for_change(self, until_s: float) -> bool:
         """Wait for a change of a leader's state. Returns whether there was one in time."""
@@ -379,12 +365,11 @@ class LeaderPool:
     def _find_candidates(self) -> None:
         """Update the leaders that get requests. Ready leaders come first, then usable ones."""
         usable = [(link, link.state) for link in self._current if link.state is not None and link.usable]
-        self._unloaded = not usable and any(link.state and link.state.snapshot.unloaded for link in self._current)
         if self._was_ready:  # a leader that has just started would reject them, because its workers have not joined yet
             usable = [(link, state) for link, state in usable if link.was_ready]
         self._candidates = [link for link, state in sorted(usable, key=lambda each: not each[1].snapshot.ready)]
 
     async def wait_idle(self) -> None:
         """Wait until no admitted request needs a leader that drains: there are none, or another leader is usable."""
-        while self._admitted and not any(link.usable for link in self._current):  # noqa: ASYNC110 - only while leaders stop
+        while self.open_requests and not any(link.usable for link in self._current):  # noqa: ASYNC110 - only while leaders stop
             await asyncio.sleep(_POLL_S)

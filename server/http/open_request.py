@@ -84,7 +84,7 @@ class OpenRequest:
         predicts: whether the pipeline has the request. The block sets it.
 
     Raises:
-        RequestRejected: on entry, if the service is stopping or the model is unloaded.
+        DrainingError: on entry, if the service is stopping.
         WithdrawnError: the client disconnected.
         DeadlineError: the deadline passed.
         BodyTimeoutError: the server's timeout passed before the body was received.
@@ -121,7 +121,8 @@ class OpenRequest:
         if self._watch is not None:
             self._watch.cancel()
         self.release()
-        self._gate.pipeline.end(admitted=self._admitted)
+        if self._admitted:
+            self._gate.pipeline.end()
         ended = self._ended
         if ended is not None and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise ended from error

@@ -101,7 +101,9 @@ class FakeLeader(LeaderLink):
 
     def tells_unloaded(self) -> None:
         assert self.state is not None
-        self.tells(snapshot=replace(self.state.snapshot, unloaded=True, ready=False))
+        unloaded = self.state.served._replace(revision=7, unloaded=True)
+        snapshot = replace(self.state.snapshot, unloaded=True, ready=False)
+        self.tells(desired=unloaded, served=unloaded, snapshot=snapshot)
 
     def is_lost(self) -> None:
         self._on_lost()
@@ -177,12 +179,11 @@ def pool_of(leaders: int = 2, *, grace_s: float = 5.0, connected: bool = True) -
 
 
 @asynccontextmanager
-async def open_request(pool: LeaderPool, *, admitted: bool = False) -> AsyncIterator[None]:
+async def open_request(pool: LeaderPool) -> AsyncIterator[None]:
     """A request, from its first byte to its response."""
     pool.begin()
-    if admitted:
-        await pool.admit(time.monotonic() + 30)
+    await pool.admit(time.monotonic() + 30)
     try:
         yield
     finally:
-        pool.end(admitted=admitted)
+        pool.end()

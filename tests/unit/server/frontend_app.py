@@ -63,7 +63,7 @@ class ColourPredictor(LeaderPool):
     def begin(self) -> None:
         pass
 
-    def end(self, *, admitted: bool) -> None:
+    def end(self) -> None:
         pass
 
     async def admit(self, deadline_s: float) -> None:

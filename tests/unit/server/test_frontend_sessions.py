@@ -315,7 +315,7 @@ async def test_frontend_is_disconnected_when_its_frame_is_not_for_a_leader() -> 
 async def test_leader_that_drains_waits_for_the_requests_that_need_it() -> None:
     async with running() as service:
         pool = await service.frontend()
-        async with open_request(pool, admitted=True):
+        async with open_request(pool):
             service.leader.closed = DrainingError("stopping")
             draining = asyncio.create_task(service.sessions.inform())
             await until(lambda: not any(link.usable for link in pool.links))
@@ -328,7 +328,7 @@ async def test_leader_that_drains_waits_for_the_requests_that_need_it() -> None:
 async def test_leader_that_drains_does_not_wait_for_a_frontend_that_is_lost() -> None:
     async with running() as service:
         pool = await service.frontend()
-        async with open_request(pool, admitted=True):
+        async with open_request(pool):
             service.leader.closed = DrainingError("stopping")
             draining = asyncio.create_task(service.sessions.inform())
             await until(lambda: not any(link.usable for link in pool.links))

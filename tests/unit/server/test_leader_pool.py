@@ -215,7 +215,7 @@ async def test_requests_go_to_another_leader_when_the_first_one_drains() -> None
 async def test_admitted_request_goes_to_the_leader_that_drains_when_there_is_no_other() -> None:
     with pool_of(1, grace_s=0.05) as made:
         [leader] = made.leaders
-        async with open_request(made.pool, admitted=True):
+        async with open_request(made.pool):
             leader.tells_draining()
             await predict(made.pool)
         assert leader.sent() == 1
@@ -228,7 +228,7 @@ async def test_leader_that_drains_is_idle_when_no_admitted_request_needs_it() ->
         pool, (first, second) = made.pool, made.leaders
         async with asyncio.timeout(10):
             await pool.wait_idle()
-            async with open_request(pool, admitted=True):
+            async with open_request(pool):
                 first.tells_draining()
                 await pool.wait_idle()  # the other leader takes it
                 second.tells_draining()
@@ -236,21 +236,20 @@ async def test_leader_that_drains_is_idle_when_no_admitted_request_needs_it() ->
                 await asyncio.sleep(0.01)
                 assert not waiting.done()
             await waiting
-            assert pool._admitted == 0
+            assert pool.open_requests == 0
 
 
 async def test_requests_are_rejected_at_once_when_the_model_is_unloaded() -> None:
     with pool_of(2, grace_s=60) as made:
         for leader in made.leaders:
             leader.tells_unloaded()
-        with pytest.raises(NotReadyError, match="the model is unloaded"):
-            made.pool.begin()
         for request in (predict, admit):
             with pytest.raises(NotReadyError, match="the model is unloaded"):
                 await request(made.pool)
         assert not any(leader.got for leader in made.leaders)
         assert not made.pool.ready
-        made.leaders[1].tells(snapshot=leader_state("leader-1").snapshot)
+        loaded = desired(8, "v1")
+        made.leaders[1].tells(desired=loaded, served=loaded, snapshot=leader_state("leader-1").snapshot)
         async with open_request(made.pool):
             await predict(made.pool)
 
