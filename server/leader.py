@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from functools import partial
 from types import TracebackType
 
@@ -18,12 +18,13 @@ from multiworld_serving.common.wire.join import JoinOffer, JoinRequest
 from multiworld_serving.server.administration import Desired, OperationInProgressError, VersionFailedError
 from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.errors import DrainingError, NotReadyError, RequestRejected
+from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics, PipelineCollector
 from multiworld_serving.server.operations import Operations
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
-from multiworld_serving.server.predictor import ModelVersion, RestartStep
+from multiworld_serving.server.predictor import ModelVersion, RestartStep, ServedModel
 from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.events import Drain
@@ -41,17 +42,13 @@ class Leader:
     """One leader. Use as `async with`: it listens on entry and frees everything on exit.
 
     Args:
-        model: the name of the model.
         plan: the first version.
         loader: loads further versions; None: the version cannot be changed.
         traces: records spans of traced requests; None: tracing is off.
-        on_change: called after changes of a worker or of the version, once for all in a turn of the event loop. Exceptions are logged
-            and ignored.
 
     Attributes:
         driver: computes requests.
         manager: hosts the worlds of this leader's workers and frontends.
-        inform_frontends: sends the state to all frontends; returns when each knows it and has no request that needs this leader.
         desired: what the leaders of the group are to serve, as far as this one knows.
         served: what it serves.
         closed: why new requests are refused although replicas may be ready (draining, or unloaded); None if they are not.
@@ -60,20 +57,18 @@ class Leader:
 
     def __init__(
         self,
-        model: str,
+        model: ServedModel,
         plan: VersionPlan,
         settings: LeaderSettings,
         metrics: LeaderMetrics,
         *,
         loader: ModelSource | None = None,
         traces: BatchTraces | None = None,
-        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         metrics.queue_limit.set(settings.queue_limit)
         self._settings = settings
         self._metrics = metrics
-        self._on_change = suppress_errors(on_change)
-        self._versions = VersionTable(plan, model)
+        self._versions = VersionTable(plan, model.name)
         self.manager = WorldManager(
             secret=settings.secret,
             verify_collectives=False,  # the message headers of the links carry the sizes
@@ -81,7 +76,7 @@ class Leader:
         )
         config = scheduler_config(settings, len(plan.stages))
         after_event = suppress_errors(lambda: self._registry.after_event())  # noqa: PLW0108 - it is made below
-        self.driver = SchedulerDriver(model, config, metrics, self._versions, after_event, traces)
+        self.driver = SchedulerDriver(model.name, config, metrics, self._versions, after_event, traces)
         self._registry: WorkerRegistry = WorkerRegistry(
             self._versions, settings, metrics, self.manager, self.driver, self._changed
         )
@@ -89,13 +84,14 @@ class Leader:
             self._registry, self._versions, loader, settings.join_timeout_s, self._into_service
         )
         metrics.derived.register(PipelineCollector(self.snapshot, self.driver.scheduler.counters))
-        self.inform_frontends: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
+        self._frontends = FrontendSessions(settings, model, self, metrics)
         self.served = self.desired = Desired(0, plan.version)
         self.obstacle = ""
         self._following: asyncio.Task[None] | None = None
         self.closed: RequestRejected | None = None
         self._notifying: asyncio.Handle | None = None
         self._started_s = time.monotonic()
+        self._was_ready = False
 
     @property
     def join_port(self) -> int:
@@ -104,6 +100,8 @@ class Leader:
 
     async def __aenter__(self) -> "Leader":
         self._registry.listen()
+        self.manager.answer(self._settings.join_host, self.join_port, self._frontends.answer)
+        self._frontends.start()
         self._changed()
         return self
 
@@ -111,6 +109,7 @@ class Leader:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stop()
+        await self._frontends.close()
         self.driver.close()
         if self._following is not None:
             self._following.cancel()
@@ -162,10 +161,6 @@ class Leader:
 
     # -- joining -------------------------------------------------------------------------------------------------------------
 
-    def answer(self, answerer: Callable[[str, str], Awaitable[bytes]]) -> None:
-        """Answer join requests with `answerer` from now on."""
-        self.manager.answer(self._settings.join_host, self.join_port, answerer)
-
     def offer_worker(self, request: JoinRequest, host: str) -> JoinOffer:
         """Answer the join request of a worker."""
         return self._registry.offer(request, host)
@@ -188,7 +183,7 @@ class Leader:
         """
         revision = max(revision, self.desired.revision + 1)
         version = await self._operations.load_version(weights, lambda plan: Desired(revision, plan.version, weights))
-        await self.inform_frontends()
+        await self._frontends.inform()
         return version
 
     async def unload(self, revision: int = 0) -> None:
@@ -266,7 +261,7 @@ class Leader:
 
     async def _wait_idle(self) -> None:
         """Wait until no request is open. Frontends first, because they may still have requests that they meant for this leader."""
-        await self.inform_frontends()
+        await self._frontends.inform()
         await self.driver.requests.wait_idle()
 
     def _stop(self) -> None:
@@ -276,13 +271,16 @@ class Leader:
     # -- changes -------------------------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        """Call `on_change` soon, once for all changes until then."""
+        """Tell the frontends soon, once for all changes until then."""
         if self._notifying is None:
             self._notifying = asyncio.get_running_loop().call_soon(self._notify)
 
     def _notify(self) -> None:
         self._notifying = None
-        self._on_change()
+        if self.ready and not self._was_ready:
+            self._was_ready = True
+            logger.info("leader ready after_s=%.1f", time.monotonic() - self._started_s)
+        self._frontends.state_changed()
 
 
 def _check_content(desired: Desired, plan: VersionPlan) -> Desired:

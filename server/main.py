@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import time
 
 import torch
 import uvloop
@@ -24,7 +23,6 @@ from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.capacity_report import CAPACITY_FIELD
-from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
@@ -76,31 +74,15 @@ async def _serve(
     stop = asyncio.Event()
     on_stop_signal(stop.set)
     metrics = LeaderMetrics(build_labels(torch.__version__))
-    started_s, announced = time.monotonic(), False
-
-    def changed() -> None:
-        nonlocal announced
-        if leader.ready and not announced:
-            announced = True
-            logger.info("leader ready after_s=%.1f", time.monotonic() - started_s)
-        frontends.state_changed()
-
-    leader = Leader(model.name, plan, settings, metrics, loader=loader, traces=traces, on_change=changed)
+    leader = Leader(model, plan, settings, metrics, loader=loader, traces=traces)
     leader.manager.set_accepted_secrets(*settings.accepted_secrets)
-    try:
-        await leader.__aenter__()
-    except OSError as error:
-        raise UserError(
-            f"{error.strerror or error}; choose another --join-port or --join-host, or stop the program that uses it"
-        ) from error
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_exit(leader)
-        frontends = FrontendSessions(settings, model, leader, metrics)
-        stack.push_async_callback(frontends.close)
-        leader.inform_frontends = frontends.inform
-        leader.answer(frontends.answer)
-        reporting = asyncio.create_task(frontends.run())
-        stack.callback(reporting.cancel)
+        try:
+            await stack.enter_async_context(leader)
+        except OSError as error:
+            raise UserError(
+                f"{error.strerror or error}; choose another --join-port or --join-host, or stop the program that uses it"
+            ) from error
         capacity = asyncio.create_task(_report_capacity(leader, tell=settings.report_capacity))
         stack.callback(capacity.cancel)
         _reload_tokens_on_sighup(settings, leader)

@@ -9,9 +9,11 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Coroutine
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -34,7 +36,6 @@ from multiworld_serving.server.frontends.messages import (
     parse_rows,
     rows_payload,
 )
-from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.observability.tracing import remote_span
@@ -42,6 +43,9 @@ from multiworld_serving.server.pipeline.inputs import RemoteInput, RequestInput
 from multiworld_serving.server.pipeline.requests import PendingRequest
 from multiworld_serving.server.predictor import Prediction, ServedModel
 from multiworld_serving.server.snapshots import FrontendSnapshot, Transport
+
+if TYPE_CHECKING:  # it imports this module
+    from multiworld_serving.server.leader import Leader
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +62,7 @@ class FrontendSessions:
     """All frontends of a leader.
 
     Args:
-        leader: listens already.
+        leader: computes their requests.
     """
 
     def __init__(self, settings: LeaderSettings, model: ServedModel, leader: Leader, metrics: LeaderMetrics) -> None:
@@ -66,15 +70,22 @@ class FrontendSessions:
         self.model = model
         self.leader = leader
         self.metrics = metrics
-        self._address = Address(settings.join_host, leader.join_port)
-        self._advertised = settings.advertised(leader.join_port)
+        self._settings = settings
         self._sessions: set[FrontendSession] = set()
         metrics.frontends.set_function(lambda: len(self._sessions))
         self._tasks: set[asyncio.Task[None]] = set()
         self._generations = itertools.count(1)
 
-    async def run(self) -> None:
-        """Send the state to all frontends once a second, and look for lost requests."""
+    def start(self) -> None:
+        """Send the state to all frontends once a second from now on, and look for lost requests."""
+        self._run_until_closed(self._report())
+
+    def _run_until_closed(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _report(self) -> None:
         while True:
             await asyncio.sleep(_STATE_INTERVAL_S)
             self.state_changed()
@@ -96,11 +107,9 @@ class FrontendSessions:
             raise AskError(str(error)) from error
         if isinstance(request, JoinRequest):
             return self.leader.offer_worker(request, host).to_json().encode()
-        generation = next(self._generations)
-        offer = JoinOffer(f"frontend:{request.frontend}:{generation}", generation, address=self._advertised)
-        task = asyncio.create_task(self._serve(request, offer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        generation, address = next(self._generations), self._settings.advertised(self.leader.join_port)
+        offer = JoinOffer(f"frontend:{request.frontend}:{generation}", generation, address=address)
+        self._run_until_closed(self._serve(request, offer))
         return offer.to_json().encode()
 
     def state_changed(self) -> None:
@@ -138,7 +147,8 @@ class FrontendSessions:
 
     async def _serve(self, request: FrontendJoinRequest, offer: JoinOffer) -> None:
         try:
-            world = await offer.form(self.leader.manager, 0, self._address, _JOIN_WORLD_S)
+            address = Address(self._settings.join_host, self.leader.join_port)
+            world = await offer.form(self.leader.manager, 0, address, _JOIN_WORLD_S)
         except (JoinError, WorldError, OSError) as error:
             logger.warning("frontend %s has not joined: %s", request.frontend, error)
             return

@@ -3,21 +3,20 @@
 import json
 import logging
 from collections.abc import AsyncIterator
-from typing import cast
 
 import pytest
 from pydantic import SecretStr
 
 from multiworld import AskError, ask
 from multiworld_serving.common.wire.join import PROTOCOL, RELEASE
-from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.predictor import ServedModel
+from multiworld_serving.server.predictor import ImageSizes
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.server.versions.version_table import VersionPlan
 from tests.cut_bundles import version_of
 from tests.resnets import resnet_plan
+from tests.unit.server.image_model import image_classifier
 
 SECRET = "a-secret-of-this-test"
 GOOD = {
@@ -74,8 +73,8 @@ def plan() -> VersionPlan:
 @pytest.fixture
 async def leader(plan: VersionPlan) -> AsyncIterator[Leader]:
     settings = ServeSettings(token=SecretStr(SECRET), join_port=0, stages=1)
-    async with Leader("resnet18", plan, settings, LeaderMetrics()) as made:
-        made.answer(FrontendSessions(settings, cast(ServedModel, None), made, LeaderMetrics()).answer)
+    model = image_classifier("resnet18", "random:0", ("a", "b"), ImageSizes(32, 32))
+    async with Leader(model, plan, settings, LeaderMetrics()) as made:
         yield made
 
 
