@@ -99,9 +99,6 @@ class FrontendSnapshot:
     name: str
     host: str
     pid: int
-    connections: int = 0
-    """Open HTTP connections."""
-    requests_in_flight: int = 0
     transport: Transport = "relay"
     """How workers get its inputs."""
 

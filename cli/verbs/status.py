@@ -82,7 +82,7 @@ def render_status(snapshot: dict[str, Any]) -> "RenderableType":
     lists = {
         "spares": [f"{each['worker']} ({each['state']})" for each in snapshot["spares"]],
         "leaders": [f"{each['name'] or each['address']} ({each['state']})" for each in snapshot["leaders"]],
-        "frontends": [f"{each['name']} ({each['connections']} connections)" for each in snapshot["frontends"]],
+        "frontends": [each["name"] for each in snapshot["frontends"]],
     }
     lines = (Text(f"{kind}: {', '.join(names)}") for kind, names in lists.items() if names)
     return Group(_headline(snapshot), _table(snapshot["stages"]), *lines)

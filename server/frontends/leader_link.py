@@ -21,7 +21,6 @@ from multiworld_serving.server.frontends.messages import (
     Done,
     Follow,
     LeaderState,
-    Load,
     Metrics,
     Scrape,
 )
@@ -106,7 +105,7 @@ class LeaderLink:
 
     # -- messages --------------------------------------------------------------------------------------------------------------
 
-    def send(self, body: Follow | Load) -> None:
+    def send(self, body: Follow) -> None:
         """Send a message without a reply; does nothing while the leader is not connected."""
         if self._link is not None:
             self._link.send(body)

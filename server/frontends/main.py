@@ -37,7 +37,6 @@ from multiworld_serving.server.auth.credentials import (
 )
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.frontends.messages import Load
 from multiworld_serving.server.frontends.scrape import scrape_service
 from multiworld_serving.server.http.limits import max_connections, request_limits
 from multiworld_serving.server.observability.event_feed import EventFeed
@@ -127,7 +126,6 @@ class _Frontend:
             self._pool.links.append(LeaderLink(address, settings, self._pool, self._edges, number))
         self._announced = False
         self._started_s = time.monotonic()
-        self._http_server: HttpServer | None = None
 
     async def serve(self) -> int:
         settings = self._settings
@@ -184,7 +182,7 @@ class _Frontend:
             *(app, self._http), max_connections=connections, context=tls.http, close_s=settings.drain_timeout_s
         )
         admin = HttpServer(admin_app, self._admin, max_connections=connections, context=tls.admin)
-        self._http_server = http
+        metrics.connections.set_function(lambda: http.connections)
         grpc = self._grpc_port(inference, authorizer, connections)
 
         def apply(credentials: Credentials) -> None:
@@ -223,12 +221,7 @@ class _Frontend:
             logger.info("ready model=%s version=%s after_s=%.1f", snapshot.model, snapshot.version, after_s)
 
     async def _every_second(self) -> None:
-        """Record the last second for the status page, and tell the leaders the load."""
+        """Record the last second for the status page."""
         while True:
             self._feed.tick(self._pool.snapshot())
-            connections = 0 if self._http_server is None else self._http_server.connections
-            self._metrics.connections.set(connections)
-            load = Load(connections, self._pool.open_requests)
-            for link in self._pool.links:
-                link.send(load)
             await asyncio.sleep(1)

@@ -122,13 +122,6 @@ class Metrics(Body, frozen=True):
     texts: tuple[tuple[str, str], ...]
 
 
-class Load(Body, frozen=True):
-    """Frontend to leader, once a second: its connections and requests in flight."""
-
-    connections: int
-    requests: int
-
-
 class LeaderState(Body, frozen=True):
     """Leader to frontend, whenever it changes, and once a second. With a number: reply Done when the state is known, and no request of the
     frontend needs a leader that rejects requests.
@@ -154,7 +147,7 @@ class LeaderState(Body, frozen=True):
         return not (self.snapshot.draining or self.snapshot.unloaded)
 
 
-AnyBody = LeaderState | Predict | Prediction | Rejection | Operation | Step | Done | Follow | Scrape | Metrics | Load
+AnyBody = LeaderState | Predict | Prediction | Rejection | Operation | Step | Done | Follow | Scrape | Metrics
 
 
 def rows_payload(rows: Tensor) -> memoryview:

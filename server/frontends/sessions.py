@@ -27,7 +27,6 @@ from multiworld_serving.server.frontends.messages import (
     Done,
     Follow,
     LeaderState,
-    Load,
     Metrics,
     Operation,
     Predict,
@@ -193,7 +192,6 @@ class FrontendSession:
     def __init__(self, sessions: FrontendSessions, who: FrontendJoinRequest, world: World) -> None:
         self.who = who
         self.link = Link(world, _FRONTEND_RANK, self._receive)
-        self._connections, self._requests = 0, 0
         self._sessions = sessions
 
     async def run(self) -> LinkLostError:
@@ -205,7 +203,7 @@ class FrontendSession:
         """For the status."""
         who = self.who
         transport: Transport = "edges" if who.edge else "relay"
-        return FrontendSnapshot(who.frontend, who.host, who.pid, self._connections, self._requests, transport)
+        return FrontendSnapshot(who.frontend, who.host, who.pid, transport)
 
     async def ask(self, body: LeaderState | Scrape, timeout_s: float) -> Received | None:
         """Send a message and wait for its reply; None if there is none in time."""
@@ -222,8 +220,6 @@ class FrontendSession:
                 self.link.handle(number, self._operate(number, operation))
             case Scrape(others=others):
                 self.link.handle(number, self._sessions.scrape(others_than=self if others else None))
-            case Load() as load:
-                self._connections, self._requests = load.connections, load.requests
             case Follow(desired=desired):
                 self._sessions.leader.follow(desired)
             case body:

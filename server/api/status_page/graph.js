@@ -1,6 +1,6 @@
 // The graph: frontends, leaders, and the replicas of each stage. Dots move on the lines to what has traffic.
 
-import { count, number, svg, words } from "./dom.js";
+import { number, svg, words } from "./dom.js";
 import { nameOf } from "./rates.js";
 
 const NARROW = 720; // pixels: below it, the columns become rows
@@ -18,7 +18,7 @@ const level = (rate) => (rate <= 0 ? 0 : rate < 2 ? 1 : rate < 10 ? 2 : rate < 5
 export function columns(status, rates, requestRate) {
   const frontends = status.frontends.map((each) => ({
     key: `frontend ${each.name}`, label: each.name, state: "ready", rate: requestRate,
-    detail: count(each.connections, "connection"), hint: `host ${each.host}, process ${each.pid}`,
+    detail: each.host, hint: `host ${each.host}, process ${each.pid}`,
   }));
   const leaders = status.leaders.map((each) => ({
     key: `leader ${each.address}`, label: each.name ?? each.address, state: each.state, rate: each.state === "ready" ? requestRate : 0,

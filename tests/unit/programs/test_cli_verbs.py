@@ -70,7 +70,7 @@ SNAPSHOT = {
         {"name": "leader-0", "address": "127.0.0.1:8001", "state": "ready"},
         {"name": None, "address": "127.0.0.1:8101", "state": "unreachable"},
     ],
-    "frontends": [{"name": "frontend-0", "connections": 3}],
+    "frontends": [{"name": "frontend-0"}],
 }
 
 

@@ -21,7 +21,6 @@ from multiworld_serving.server.frontends.messages import (
     Done,
     Follow,
     LeaderState,
-    Load,
     Operation,
     Predict,
     Scrape,
@@ -91,8 +90,7 @@ class FakeLeader(LeaderLink):
         """It decides this, or follows."""
         self.tells(version=found.version, desired=found, served=found)
 
-    def send(self, body: Follow | Load) -> None:
-        assert isinstance(body, Follow)
+    def send(self, body: Follow) -> None:
         self.told.append(body.desired)
 
     def tells_draining(self) -> None:

@@ -26,7 +26,6 @@ from multiworld_serving.server.frontends.link import Kind, Link, LinkLostError, 
 from multiworld_serving.server.frontends.messages import (
     Done,
     LeaderState,
-    Load,
     Operation,
     Predict,
     Rejection,
@@ -115,7 +114,7 @@ INVALID = {
     "no UTF-8": HEAD.pack(Kind.MESSAGE, 0, 4, 0) + b'"\xff"}',
     "no object": HEAD.pack(Kind.MESSAGE, 0, 2, 0) + b"[]",
     "nested": HEAD.pack(Kind.MESSAGE, 0, 30_000, 0) + b"[" * 30_000,
-    "a valid one before": bytes(encode(Kind.MESSAGE, 0, Load(0, 0))) + HEAD.pack(99, 0, 0, 0),
+    "a valid one before": bytes(encode(Kind.MESSAGE, 0, Scrape())) + HEAD.pack(99, 0, 0, 0),
 }
 
 
@@ -225,7 +224,7 @@ async def test_senders_wait_when_the_other_end_reads_nothing() -> None:
             await asyncio.sleep(0.005)
         assert 0 < sent <= 16
         for _ in range(20):
-            ends.frontend.send(Load(0, 0))  # small frames do not wait
+            ends.frontend.send(Scrape())  # small frames do not wait
         ends.run_leader()
         await senders
         await until(lambda: len(ends.at_leader) == 60)
@@ -381,7 +380,7 @@ STATE = LeaderState(
         stages=(StageSnapshot(0, ("stem", "layer1"), (REPLICA, ReplicaSnapshot(1, "absent"))),),
         spares=(REPLICA,),
         leaders=(LeaderSnapshot("10.0.0.1:8001", "ready"),),
-        frontends=(FrontendSnapshot("frontend-0", "here", 13, 2, 1),),
+        frontends=(FrontendSnapshot("frontend-0", "here", 13, "edges"),),
         leader="leader-0",
         version_loading="v2",
         rollout=RolloutProgress("loading", "local-1", "s0.r1", ("local-0",), 2),
