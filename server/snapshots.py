@@ -15,9 +15,6 @@ left: the worker left on purpose; broken: it failed."""
 ServiceState = Literal["ready", "degraded", "not_ready", "unloaded", "draining"]
 """degraded: it serves, but the next failure may end that: a stage has lost its spare replica, or a leader is not ready."""
 
-Transport = Literal["relay", "edges"]
-"""relay: through a leader; edges: directly between processes, and through a leader where an edge cannot be opened."""
-
 
 @dataclass(frozen=True)
 class FailureSnapshot:
@@ -51,8 +48,6 @@ class ReplicaSnapshot:
     batches_done: int = 0
     """Batches returned in this generation."""
     last_failure: FailureSnapshot | None = None
-    transport: Transport = "relay"
-    """How others get its outputs."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +94,6 @@ class FrontendSnapshot:
     name: str
     host: str
     pid: int
-    transport: Transport = "relay"
-    """How workers get its inputs."""
 
 
 @dataclass(frozen=True)

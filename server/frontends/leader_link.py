@@ -17,13 +17,7 @@ from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer
 from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.server.frontends.link import Link, LinkLostError, Received
-from multiworld_serving.server.frontends.messages import (
-    Done,
-    Follow,
-    LeaderState,
-    Metrics,
-    Scrape,
-)
+from multiworld_serving.server.frontends.messages import LeaderState, Metrics, Scrape
 from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.server.snapshots import LeaderSnapshot
 
@@ -105,11 +99,6 @@ class LeaderLink:
 
     # -- messages --------------------------------------------------------------------------------------------------------------
 
-    def send(self, body: Follow) -> None:
-        """Send a message without a reply; does nothing while the leader is not connected."""
-        if self._link is not None:
-            self._link.send(body)
-
     def connected(self) -> Link:
         """The link. Raises LinkLostError while there is none."""
         if self._link is None:
@@ -188,15 +177,11 @@ class LeaderLink:
                 self.was_ready |= state.snapshot.ready
                 self._pool.on_state(self)
                 if number:
-                    link.handle(number, self._until_idle())
+                    link.handle(number, self._pool.wait_idle())
             case Scrape():
                 link.reply(number, Metrics((("", self._pool.metrics.text().decode()),)))
             case body:
                 raise ValueError(f"unexpected {type(body).__name__} from a leader")
-
-    async def _until_idle(self) -> Done:
-        await self._pool.wait_idle()
-        return Done()
 
     def _on_lost(self) -> None:
         self._link, self.state, self.was_ready, self.relays = None, None, False, False

@@ -353,7 +353,7 @@ class LeaderPool:
             self._desired = latest
         for link, state in connected:
             if state.desired != self._desired and self._desired is not None:
-                link.send(Follow(self._desired))
+                link.connected().send(Follow(self._desired))
         self._current = [link for link, state in connected if state.served == self._desired]
         self._current = self._current or [link for link, state in connected if state.obstacle]
         self._acting = min(
@@ -369,7 +369,8 @@ class LeaderPool:
             usable = [(link, state) for link, state in usable if link.was_ready]
         self._candidates = [link for link, state in sorted(usable, key=lambda each: not each[1].snapshot.ready)]
 
-    async def wait_idle(self) -> None:
-        """Wait until no admitted request needs a leader that drains: there are none, or another leader is usable."""
+    async def wait_idle(self) -> Done:
+        """Return when no admitted request needs a leader that drains: there are none, or another leader is usable."""
         while self.open_requests and not any(link.usable for link in self._current):  # noqa: ASYNC110 - only while leaders stop
             await asyncio.sleep(_POLL_S)
+        return Done()

@@ -41,7 +41,7 @@ from multiworld_serving.server.observability.tracing import remote_span
 from multiworld_serving.server.pipeline.inputs import RemoteInput, RequestInput
 from multiworld_serving.server.pipeline.requests import PendingRequest
 from multiworld_serving.server.predictor import Prediction, ServedModel
-from multiworld_serving.server.snapshots import FrontendSnapshot, Transport
+from multiworld_serving.server.snapshots import FrontendSnapshot
 
 if TYPE_CHECKING:  # it imports this module
     from multiworld_serving.server.leader import Leader
@@ -201,9 +201,7 @@ class FrontendSession:
 
     def snapshot(self) -> FrontendSnapshot:
         """For the status."""
-        who = self.who
-        transport: Transport = "edges" if who.edge else "relay"
-        return FrontendSnapshot(who.frontend, who.host, who.pid, transport)
+        return FrontendSnapshot(self.who.frontend, self.who.host, self.who.pid)
 
     async def ask(self, body: LeaderState | Scrape, timeout_s: float) -> Received | None:
         """Send a message and wait for its reply; None if there is none in time."""

@@ -374,5 +374,4 @@ class WorkerRegistry:
             in_flight=self._driver.in_flight(worker),
             batches_done=worker.batches_done,
             last_failure=slot.last_failure,
-            transport="edges" if request.edge else "relay",
         )

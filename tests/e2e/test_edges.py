@@ -25,8 +25,6 @@ def test_no_tensor_passes_a_leader_unless_nobody_can_be_reached() -> None:
         expected = classes(service)
         assert service.metric("multiworld_relayed_bytes_total") == 0
         assert service.metric("multiworld_edge_fetches_total", outcome="fetched") == 6
-        replicas = [replica for stage in service.status()["stages"] for replica in stage["replicas"]]
-        assert {replica["transport"] for replica in replicas} == {"edges"}
         # The frontend reads the last worker, and the first worker reads the frontend.
         assert service.metric("multiworld_edges_open", direction="received") == 1
         assert service.metric("multiworld_edges_open", direction="sent") == 1

@@ -345,7 +345,7 @@ async def test_operations_are_performed_by_the_leader() -> None:
         await until(lambda: service.links["frontend-1"].state.served.revision == 1)  # type: ignore[union-attr]
         assert [step async for step in pool.restart_workers()] == STEPS
         await pool.unload()
-        service.links["frontend-1"].send(Follow(latest := service.leader.served._replace(revision=7)))
+        service.links["frontend-1"].connected().send(Follow(latest := service.leader.served._replace(revision=7)))
         await until(lambda: service.leader.served == latest)
 
 
