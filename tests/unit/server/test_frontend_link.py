@@ -339,12 +339,10 @@ def test_rows_of_several_tensors_round_trip() -> None:
         {"inputs": []},
         {"inputs": [{"name": "x", "dtype": "float31", "shape": ["batch"]}]},
         {"dimensions": {}},
-        {"image": [4, 8]},
-        {"labels": ["a"]},
     ],
 )
 def test_impossible_model_of_a_leader_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"row|crop_size|output|dtype"):
+    with pytest.raises(ValueError, match=r"row|dtype"):
         round_trip({**msgspec.to_builtins(STATE), "model": {**msgspec.to_builtins(TEXT_MODEL), **wrong}})
 
 
