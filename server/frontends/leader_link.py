@@ -74,7 +74,7 @@ class LeaderLink:
     @property
     def usable(self) -> bool:
         """Whether requests may be sent: the leader is connected and does not reject everything."""
-        return self.state is not None and self.state.takes_requests
+        return self.state is not None and not (self.state.snapshot.draining or self.state.snapshot.unloaded)
 
     def snapshot(self) -> LeaderSnapshot:
         """For the status."""
@@ -171,8 +171,8 @@ class LeaderLink:
         assert link is not None, "messages come over the link"
         match received.body:
             case LeaderState() as state:
-                if self.state is None and (why := self._pool.accepts(state.model, self)) is not None:
-                    raise ValueError(why)
+                if self.state is None:
+                    self._pool.check_model(state.model, self)
                 self.state, self.name = state, state.snapshot.leader
                 self.was_ready |= state.snapshot.ready
                 self._pool.on_state(self)

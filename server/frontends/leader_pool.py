@@ -312,19 +312,18 @@ class LeaderPool:
 
     # -- links -----------------------------------------------------------------------------------------------------------------
 
-    def accepts(self, model: ServedModel | None, leader: LeaderLink) -> str | None:
-        """Why this leader cannot be used, because it serves another model; None if it can."""
+    def check_model(self, model: ServedModel | None, leader: LeaderLink) -> None:
+        """Raises ValueError if this leader cannot be used, because it serves another model."""
         if model is None:
-            return "the first state of a leader has no model"
+            raise ValueError("the first state of a leader has no model")
         if not self.model.done():
             self.model.set_result(model)
         served = self.model.result()
         if replace(model, version=served.version) != served:
-            return (
+            raise ValueError(
                 f"the leader at {leader.address} serves {model!s:.1000}, but this frontend serves {served!s:.1000}; use one frontend for "
                 "each model"
             )
-        return None
 
     def on_state(self, leader: LeaderLink) -> None:
         """The leader's state has changed, or the leader was lost."""

@@ -141,11 +141,6 @@ class LeaderState(Body, frozen=True):
     obstacle: str = ""
     model: ServedModel | None = None
 
-    @property
-    def takes_requests(self) -> bool:
-        """Whether it does not reject all of them."""
-        return not (self.snapshot.draining or self.snapshot.unloaded)
-
 
 AnyBody = LeaderState | Predict | Prediction | Rejection | Operation | Step | Done | Follow | Scrape | Metrics
 

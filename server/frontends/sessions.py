@@ -160,7 +160,8 @@ class FrontendSessions:
             *(request.frontend, request.host, request.pid, request.release),
         )
         try:
-            ending = await session.run()
+            session.link.send(msgspec.structs.replace(self.state(), model=self.model))
+            ending = await session.link.run()
             logger.info("frontend %s left: %s", request.frontend, ending)
         finally:
             self._sessions.discard(session)
@@ -193,11 +194,6 @@ class FrontendSession:
         self.who = who
         self.link = Link(world, _FRONTEND_RANK, self._receive)
         self._sessions = sessions
-
-    async def run(self) -> LinkLostError:
-        """Serve the frontend until its link ends; returns why it ended."""
-        self.link.send(msgspec.structs.replace(self._sessions.state(), model=self._sessions.model))
-        return await self.link.run()
 
     def snapshot(self) -> FrontendSnapshot:
         """For the status."""

@@ -305,16 +305,15 @@ async def test_leader_of_another_model_is_not_accepted() -> None:
     with pool_of(2) as made:
         first, second = made.leaders
         model = MODEL
-        assert made.pool.accepts(model, first) is None
-        assert made.pool.accepts(replace(model, version="v2"), second) is None
+        made.pool.check_model(model, first)
+        made.pool.check_model(replace(model, version="v2"), second)
         for other in (
             replace(model, name="n"),
             replace(model, labels=("a", "c")),
             image_classifier("m", "v1", ("a", "b"), ImageSizes(8, 8)),
         ):
-            why = made.pool.accepts(other, second)
-            assert why is not None
-            assert "use one frontend for each model" in why
+            with pytest.raises(ValueError, match="use one frontend for each model"):
+                made.pool.check_model(other, second)
         assert made.pool.model.result() == model
 
 
