@@ -99,7 +99,7 @@ class FakeLeader(LeaderLink):
 
     def tells_unloaded(self) -> None:
         assert self.state is not None
-        unloaded = self.state.served._replace(revision=7, unloaded=True)
+        unloaded = self.state.served._replace(revision=self.state.served.revision + 1, unloaded=True)
         snapshot = replace(self.state.snapshot, unloaded=True, ready=False)
         self.tells(desired=unloaded, served=unloaded, snapshot=snapshot)
 

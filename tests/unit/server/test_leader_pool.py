@@ -408,10 +408,8 @@ async def test_requests_are_refused_when_the_acting_leader_has_unloaded_the_mode
     with pool_of(2) as made:
         first, second = made.leaders
         await made.pool.unload()
-        unloaded = FIRST._replace(revision=1, unloaded=True)
         first.tells_unloaded()
-        first.tells(desired=unloaded, served=unloaded)
-        assert second.told[-1] == unloaded
+        assert second.told[-1] == FIRST._replace(revision=1, unloaded=True)
         with pytest.raises(NotReadyError, match="the model is unloaded"):
             await predict(made.pool)
         assert [leader.operations for leader in made.leaders] == [["unload"], []]
@@ -424,7 +422,7 @@ async def test_leaders_with_one_name_are_told_apart_by_address_and_both_used() -
     with pool_of(2) as made:
         for leader in made.leaders:
             leader.name = "twin"
-            leader.tells(leader="twin")
+            leader.tells()
         found = made.pool.snapshot()
         names = ["twin@10.0.0.1:8000", "twin@10.0.0.1:8001"]
         assert [each.name for each in found.leaders] == names
