@@ -228,7 +228,7 @@ _ADMIN_ENDPOINTS = {
 
 def create_admin_app(
     scrape: Scrape,
-    pipeline: Pipeline,
+    pipeline: LeaderPool,
     authorizer: Authorizer | None = None,
     own: Scrape | None = None,
     http_port: int | None = None,
