@@ -66,6 +66,11 @@ class ModelSource:
         bundle = self._bundle(weights, first)
         manifest, stages = bundle.manifest, versions.current.stages
         logger.info("version %s is loaded; splitting it into %d stages", manifest.version, len(stages))
+        if manifest.name != first.manifest.name:
+            raise BundleError(
+                f"the bundle is the model {manifest.name!r}, but the service serves {first.manifest.name!r}; "
+                f"export it with --name {first.manifest.name}, or serve it as a separate service"
+            )
         expected, found = _served(first), _served(bundle)
         if changed := [field for field in _INTERFACE if getattr(expected, field) != getattr(found, field)]:
             raise BundleError(

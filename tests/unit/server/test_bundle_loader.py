@@ -70,6 +70,16 @@ def test_version_with_another_interface_is_refused_with_the_difference(folder: P
         loader.load("logits", VersionTable(plan))
 
 
+def test_version_of_another_model_is_refused(folder: Path) -> None:
+    options = ExportOptions("other", "2", ("images",), max_batch_size=8)
+    export_model(Classifier(), [torch.rand(2, 3, SIZE, SIZE)], folder / "other", options)
+    loader, plan = opened(folder)
+    with pytest.raises(
+        BundleError, match="the model 'other', but the service serves 'classifier'; export it with --name classifier"
+    ):
+        loader.load("other", VersionTable(plan))
+
+
 @pytest.mark.parametrize("name", ["bundles/two", "random:1", "x" * 1000])
 def test_missing_bundle_is_named_with_the_folder_when_a_version_is_loaded(folder: Path, name: str) -> None:
     loader, plan = opened(folder)
@@ -107,7 +117,7 @@ def test_bundle_without_a_proof_of_independent_rows_is_proven_when_it_is_opened(
     monkeypatch.setattr("multiworld_serving.models.export.exporter.check_independent_rows", lambda *_: None)
     mixing = nn.Sequential(Classifier(), nn.Softmax(0))
     for name, model in (("good", Classifier()), ("mixing", mixing)):
-        options = ExportOptions(name, "1", ("images",), max_batch_size=8)
+        options = ExportOptions("model", "1", ("images",), max_batch_size=8)
         export_model(model.eval(), [torch.rand(2, 3, SIZE, SIZE)], tmp_path / name, options)
         manifest = tmp_path / name / "manifest.json"
         fields = json.loads(manifest.read_text())
