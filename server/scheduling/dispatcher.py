@@ -48,8 +48,10 @@ class Dispatcher:
     def _dispatch_pool(self, pool: Pool) -> None:
         if pool.isolated_first:
             self._dispatch_isolated(pool)
-        self._dispatch_retries(pool)
-        self._dispatch_queue(pool)
+        if pool.retries:
+            self._dispatch_retries(pool)
+        if pool.queue:
+            self._dispatch_queue(pool)
         if pool is self._state.table.entry_pool:
             self._form_batches(pool.pipeline)
         self._dispatch_isolated(pool)
