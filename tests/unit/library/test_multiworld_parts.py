@@ -1,9 +1,7 @@
-"""Parts of a world: its store, its blocking threads, its events, its settings, its errors."""
+"""Parts of a world: its store, its events, its settings, its errors."""
 
-import asyncio
 import threading
 from datetime import timedelta
-from functools import partial
 from queue import SimpleQueue
 
 import pytest
@@ -12,8 +10,6 @@ from torch.distributed import DistStoreError
 from multiworld import JoinError, WorldEvent, WorldManager
 from multiworld.events import EventStream
 from multiworld.execution.process_group import UnsupportedBackendError, parse_backend
-from multiworld.execution.worker_thread import WorkerThread
-from multiworld.membership.generations import Generations
 from multiworld.membership.store import ControlStore
 
 PATIENCE_S = 30.0
@@ -71,45 +67,6 @@ def test_waiting_ends_after_its_own_timeout_and_not_the_stores() -> None:
         ControlStore(lambda _key, _value: None, min_timeout_s=0.2).wait(["key"], timedelta(milliseconds=1))
 
 
-# -- worker thread -----------------------------------------------------------------------------------------------------------
-
-
-def test_jobs_run_in_order_on_one_thread_also_after_one_that_raises() -> None:
-    raised: list[BaseException] = []
-    worker, gate, done = WorkerThread("test", raised.append), threading.Event(), SimpleQueue[int]()
-
-    def work(number: int) -> None:
-        gate.wait(PATIENCE_S)
-        if number == 3:
-            raise MemoryError
-        done.put(number)
-
-    for number in range(20):
-        worker.run(partial(work, number))
-    assert sum(thread.name == "test" for thread in threading.enumerate()) == 1
-    gate.set()
-    assert [done.get(timeout=PATIENCE_S) for _ in range(19)] == [number for number in range(20) if number != 3]
-    assert worker.close(PATIENCE_S)
-    assert [type(error) for error in raised] == [MemoryError]
-    assert not any(thread.name == "test" for thread in threading.enumerate())
-    with pytest.raises(RuntimeError):
-        worker.run(lambda: None)
-
-
-def test_close_reports_a_thread_that_does_not_return() -> None:
-    worker, running, gate = WorkerThread("test"), threading.Event(), threading.Event()
-
-    def wait() -> None:
-        running.set()
-        gate.wait(PATIENCE_S)
-
-    worker.run(wait)
-    assert running.wait(PATIENCE_S)
-    assert not worker.close(0.05)
-    gate.set()
-    assert worker.close(PATIENCE_S)
-
-
 # -- events ------------------------------------------------------------------------------------------------------------------
 
 
@@ -129,26 +86,6 @@ async def test_subscriber_gets_every_event_after_its_subscription() -> None:
         assert [(await anext(reader)).generation for _ in range(100)] == list(range(100))
     stream.publish(None)
     assert [event async for event in first] == []
-
-
-def test_publishing_to_a_closed_loop_is_harmless() -> None:
-    stream = EventStream()
-
-    async def subscribe() -> object:
-        return stream.subscribe()
-
-    reader = asyncio.run(subscribe())
-    stream.publish(WorldEvent("joined", "w", 1))
-    del reader
-
-
-# -- generations -------------------------------------------------------------------------------------------------------------
-
-
-def test_generation_increases_when_a_name_is_used_again() -> None:
-    taken = Generations()
-    assert [taken.take("a"), taken.take("a"), taken.take("b"), taken.take("a", 7), taken.take("a")] == [1, 2, 1, 7, 8]
-    assert (taken.take("a", 3), taken.take("a")) == (3, 9)
 
 
 # -- settings and errors -----------------------------------------------------------------------------------------------------

@@ -72,16 +72,6 @@ async def test_message_counts_as_received_when_this_process_was_blocked_meanwhil
         assert listener.silent_s(os.getpid()) == 0
 
 
-async def test_child_is_forgotten_when_it_has_ended(clock: Clock, sock: socket.socket) -> None:
-    with NotifyListener() as listener, listener.receiving():
-        sock.sendto(b"READY=1", address(listener))
-        listener.silent_s(os.getpid())
-        clock.now_s += 9
-        listener.forget(os.getpid())
-        listener.forget(os.getpid())
-        assert listener.silent_s(os.getpid()) == 0
-
-
 async def test_children_are_told_apart_by_the_kernel_and_not_by_what_they_say(clock: Clock) -> None:
     with NotifyListener() as listener, listener.receiving():
         environment = {**os.environ, **listener.environment}
