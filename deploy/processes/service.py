@@ -12,12 +12,14 @@ import os
 import signal
 import socket
 import subprocess
+import symtable
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from multiworld_serving.common.config import UserError, raise_descriptor_limit
+from multiworld_serving.common.config.keys import read_keys
 from multiworld_serving.common.config.process import notify_systemd, on_stop_signal
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.config.tokens import new_token
@@ -44,6 +46,7 @@ from multiworld_serving.deploy.processes.supervisor import INVALID_INPUT, Superv
 from multiworld_serving.deploy.scaling.autoscaler import REPORT_AGE_S, Autoscaler, limits_of
 from multiworld_serving.deploy.scaling.policy import ScalingPolicy
 from multiworld_serving.server.capacity_report import CapacityReport
+from multiworld_serving.server.http.tls import server_context
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.server.versions.model_files import available_weights, check_model_files
 
@@ -62,10 +65,9 @@ def run(settings: ServeSettings, program: Callable[[Sequence[str]], object]) -> 
     Args:
         program: see `_Service`.
     Raises:
-        UserError, models.ModelError: a port is in use, a file of the model is missing, or the device does not exist; no process was
-            started. Or a process has found that its settings are invalid, and has printed why.
+        UserError, models.ModelError: a port is in use, a file is missing, or the device does not exist. No process was started.
     """
-    check_model_files(settings)
+    _check_files(settings)
     settings = settings.model_copy(update={"weights": available_weights(settings)})
     raise_descriptor_limit()
     settings = settings.model_copy(update={"local_token": new_token()})
@@ -73,9 +75,39 @@ def run(settings: ServeSettings, program: Callable[[Sequence[str]], object]) -> 
     with contextlib.ExitStack() as stack:
         service = _Service(settings, stack, program)
         service.import_programs()
+        _check_bundle(settings)
         if status := asyncio.run(service.run()):
             raise UserError("a process exited with status 2 (invalid settings); see its error above")
         return status
+
+
+def _check_files(settings: ServeSettings) -> None:
+    """Raise UserError or ModelError for a file that a process of the service could not use."""
+    check_model_files(settings)
+    for keys in filter(None, (settings.api_keys_file, settings.admin_keys_file)):
+        read_keys(keys)
+    for client_ca in (settings.tls_client_ca_file, settings.metrics_client_ca_file):
+        server_context(settings, client_ca)
+    if settings.handler is not None:
+        _check_handler(settings.handler)
+
+
+def _check_bundle(settings: ServeSettings) -> None:
+    """Raise ModelError if the bundle does not have these stages or batches. Call it after `import_programs`: it imports torch."""
+    from multiworld_serving.server.versions.model_source import ModelSource  # noqa: PLC0415
+
+    ModelSource(settings).check()
+
+
+def _check_handler(handler: str) -> None:
+    """Raise UserError if the file cannot be read or is not Python, or does not define the class. Does not run it."""
+    file, _, name = handler.rpartition(":")
+    try:
+        names = symtable.symtable(Path(file).read_text(encoding="utf-8"), file, "exec").get_identifiers()
+    except (OSError, UnicodeDecodeError, SyntaxError) as error:
+        raise UserError(f"--handler {handler}: cannot be read: {error}; expected FILE.py:CLASS") from error
+    if name not in names:
+        raise UserError(f"--handler {handler}: {file} does not define {name}; expected FILE.py:CLASS")
 
 
 class _Service:

@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec import structs
 
 from multiworld_serving.common.config import check_memory
-from multiworld_serving.models.bundle.files import Bundle, read_bundle
+from multiworld_serving.models.bundle.files import Bundle, read_bundle, read_manifest
 from multiworld_serving.models.bundle.manifest import Manifest
 from multiworld_serving.models.errors import BundleError, WeightsError
 from multiworld_serving.models.export.bundle_cache import exported
@@ -20,7 +20,7 @@ from multiworld_serving.models.weights import SUFFIXES
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, ServedModel
 from multiworld_serving.server.versions.model_files import bundle_path, check_model_files
-from multiworld_serving.server.versions.stage_plan import make_bundle_plan
+from multiworld_serving.server.versions.stage_plan import make_bundle_plan, stage_ends
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,21 @@ class ModelSource:
             return versions.current
         version = ModelVersion(versions.number_of(manifest.version), manifest.version, digest)
         return VersionPlan(version, make_bundle_plan(bundle, len(stages), stages[0].tuning, version.number))
+
+    def check(self) -> None:
+        """Check that the first version has as many stages and as large batches as the settings ask for.
+
+        Reads only the manifest, unless there are more stages than it was exported with. A .zip file is left to the leader.
+
+        Raises:
+            models.ModelError: it has not.
+        """
+        path = self._path(self._settings.weights)
+        if path.is_dir():
+            manifest = read_manifest(path)
+            self._check_batch_size(manifest)
+            if self._settings.stages > len(manifest.cuts) + 1:
+                stage_ends(read_bundle(path), self._settings.stages)
 
     def _check_batch_size(self, manifest: Manifest) -> None:
         if self._settings.max_batch_size > manifest.max_batch_size:

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from multiworld_serving.common.config import UserError
+from multiworld_serving.deploy.processes.service import _check_handler
+
 PROGRAM = """
 import subprocess, sys
 from multiworld_serving.cli.main import main
@@ -46,3 +49,16 @@ def test_serve_prints_one_line_when_a_file_or_folder_of_the_model_is_missing(opt
 @pytest.mark.parametrize("options", [("--weights", "random:1"), ("--image-size", "32")])
 def test_serve_refuses_options_that_do_not_apply_to_a_bundle(options: tuple[str, str], tmp_path: Path) -> None:
     assert refusal("--model", str(tmp_path), *options).startswith(options[0])
+
+
+@pytest.mark.parametrize(
+    ("handler", "says"),
+    [
+        ("nowhere.py:Handler", "No such file"),
+        (f"{__file__}:Handler", "does not define Handler"),
+        ("Makefile:Handler", "cannot be read: invalid syntax"),
+    ],
+)
+def test_serve_prints_one_line_when_the_handler_cannot_be_used(handler: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        _check_handler(handler)
