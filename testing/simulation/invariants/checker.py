@@ -12,7 +12,7 @@
    batch and on their link. A draining link or a link that left blames no request. No request breaks more than `max_attempts` + 1 worlds.
 6. A stage without replicas keeps its requests for exactly `recovery_grace_s`.
 7. A batch is sent again only after a loss, after a failure (once, to another link) or as a hedge (a second copy on another link, never
-   of a suspect).
+   of a suspect, within `hedge_budget`).
 8. A link with batches in flight that is silent for `hang_timeout_s` is broken, and none earlier. A link broken for errors has raised.
    A drained link is closed when it is empty.
 9. The scheduler is work-conserving: no batch and no due request waits while a replica that could take it has room.
@@ -20,7 +20,7 @@
 11. An input that is lost (its holder was removed, or a replica could not get it) is never sent again, and its requests start again, at
    most `max_attempts` times. From then on their outputs do not stay at a replica. A drained link that keeps an input is not closed.
 
-In which order replicas, keys and batches are chosen, and the limits of the queue, of hedges and of back pressure, is tested in
+In which order replicas, keys and batches are chosen, and the limits of the queue and of back pressure, is tested in
 `tests/unit/scheduling`.
 
 The checker maintains its own `ReferenceModel` from events and actions. Of the scheduler it reads only public properties, to compare
@@ -60,6 +60,7 @@ class Checker:
         self._scheduler = scheduler
         self._config = scheduler.config
         self._model = ReferenceModel(scheduler.config)
+        self._rows_sent = self._hedge_rows_sent = 0
 
     def check(self, event: Event, actions: list[Action], now_s: float, wakeup_s: float | None) -> None:
         """Assert all invariants after this event.
@@ -152,7 +153,11 @@ class Checker:
             assert len(batch.copies) < 2, "hedged twice"
             assert action.replica not in batch.copies, "hedged over the same link"
             assert not batch.isolated, "hedged a suspect"
+            self._hedge_rows_sent += len(batch.requests)
+            budget = self._config.hedge_budget * self._rows_sent
+            assert self._hedge_rows_sent <= budget + 1e-6, "hedge budget exceeded"
             return
+        self._rows_sent += len(batch.requests)
         assert not batch.copies, "sent again while a copy is in flight"
         if action.kind == "first":
             assert not batch.sent, "sent twice as first"
