@@ -23,6 +23,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -35,6 +36,7 @@ from multiworld_serving.server.errors import (
     DrainingError,
     InputUnreachableError,
     NotReadyError,
+    OverloadedError,
     PoisonError,
     RequestRejected,
 )
@@ -62,7 +64,24 @@ _MAX_LEADER_FAILURES = 2
 _POLL_S = 0.02
 _KEEP_S = 5.0
 """How long the input of a request that ended without an answer is kept: its batch may be on the way to a worker, with rows of others."""
+_REFUSE_S = 0.02
+"""How long requests are refused without being decoded after a leader had no room for one: a leader's queue empties little in this time."""
+_SIMILAR = 1.25
+"""Requests whose time is at most this many times as long are refused too: the time of the first one had passed in part."""
 _TRY_ELSEWHERE = frozenset({"overloaded", "no_replica", "not_ready", "draining"})
+
+
+class _Overload(NamedTuple):
+    """The leaders had no room for a request.
+
+    Attributes:
+        until_s: requests are refused until then.
+        timeout_s: those with at most this much time: one with more time may find room.
+    """
+
+    error: OverloadedError
+    until_s: float = 0.0
+    timeout_s: float = 0.0
 
 
 class LeaderPool:
@@ -104,6 +123,7 @@ class LeaderPool:
         self._last = PipelineSnapshot("", "", False, False, 0.0, 0, 0, ())
         self._version = ModelVersion(0, "")
         self._was_ready = False
+        self._overload = _Overload(OverloadedError(""))
         self._edges = edges
 
     # -- requests --------------------------------------------------------------------------------------------------------------
@@ -117,11 +137,15 @@ class LeaderPool:
         """Wait until a leader can be used. From then on until `end`, a leader that drains still answers the request.
 
         Raises:
+            OverloadedError: the leaders have just had no room for such a request, so its body need not be decoded.
             NotReadyError: there was none for long, or the model is unloaded.
             DeadlineError: there was none before the deadline.
         """
         if not self._candidates:
             await self._wait_for_leader(deadline_s)
+        error, until_s, timeout_s = self._overload
+        if (now_s := time.monotonic()) < until_s and deadline_s - now_s <= timeout_s:
+            raise OverloadedError(error.detail, retry_after_s=error.retry_after_s)
         self.open_requests += 1
 
     def end(self) -> None:
@@ -197,6 +221,9 @@ class LeaderPool:
                 self.metrics.resubmitted("failed" if lost.failed else "left")
                 await asyncio.sleep(0)  # a link that sends nothing more may still have to notice its end
             except RequestRejected as rejection:
+                if isinstance(rejection, OverloadedError) and len(rows) == 1:
+                    now_s = time.monotonic()
+                    self._overload = _Overload(rejection, now_s + _REFUSE_S, _SIMILAR * (deadline_s - now_s))
                 if rejection.reason not in _TRY_ELSEWHERE or rejected:
                     raise
                 rejected[link] = rejection

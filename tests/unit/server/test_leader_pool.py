@@ -192,6 +192,24 @@ async def test_one_other_leader_is_tried_when_the_first_has_no_room(rejection: R
     assert sum(leader.sent() for leader in made.leaders) == 2, "overload is not amplified"
 
 
+async def test_requests_are_refused_before_they_are_decoded_while_leaders_have_no_room() -> None:
+    with pool_of(1) as made:
+        made.leaders[0].answers = [OverloadedError("full", retry_after_s=0.5)]
+        with pytest.raises(OverloadedError):
+            await predict(made.pool, timeout_s=3.0)
+        refused_s = time.monotonic()
+        await admit(made.pool)  # it has more time
+        try:
+            while True:
+                with pytest.raises(OverloadedError, match="full") as caught:
+                    await made.pool.admit(time.monotonic() + 3.0)
+                assert caught.value.retry_after_s == 0.5
+        except pytest.fail.Exception:
+            assert time.monotonic() - refused_s > 0.01, "a leader may have room again"
+        assert made.leaders[0].sent() == 1
+        await predict(made.pool, timeout_s=3.0)
+
+
 @pytest.mark.parametrize("rejection", [InvalidRequestError("wrong"), PoisonError("bad"), DeadlineError("late")])
 async def test_no_other_leader_is_tried_when_the_request_itself_is_the_reason(rejection: RequestRejected) -> None:
     with pool_of(2) as made:
