@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -15,9 +14,8 @@ from torch import Tensor
 from multiworld_serving.workers.compute import engine
 from tests.nursery import run_program
 
-Forward = Callable[..., Tensor]
-BATCHES_BEFORE = 3
-"""Calls without the fault: two for warm-up, one for the join self-test."""
+SELF_TESTS = 1
+"""Batches without the fault."""
 
 
 def _die() -> None:
@@ -58,20 +56,23 @@ BEFORE_COMPUTING = {
 }
 
 
-def _faulty(fault: str, forward: Forward) -> Forward:
-    calls = 0
+def _plant(fault: str) -> None:
+    forward, compute, batches = engine.Engine._forward, engine.Engine.compute, 0
 
-    def compute(*arguments: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
+    def faulty_forward(*arguments: Any) -> Tensor:
         if fault == "dies-warming":
             _die()
-        if fault in BEFORE_COMPUTING and calls > BATCHES_BEFORE:
+        if fault in BEFORE_COMPUTING and batches > SELF_TESTS:
             BEFORE_COMPUTING[fault]()
         output = forward(*arguments)
         return output + 1 if fault == "lies" else output
 
-    return compute
+    async def counted_compute(*arguments: Any) -> engine.Computed:
+        nonlocal batches
+        batches += 1
+        return await compute(*arguments)
+
+    engine.Engine._forward, engine.Engine.compute = faulty_forward, counted_compute  # type: ignore[assignment, method-assign]
 
 
 def _die_after_weights() -> None:
@@ -86,5 +87,5 @@ def run_faulty(arguments: list[str], environment: dict[str, str]) -> None:
     fault, *options = arguments
     if fault == "dies-loading":
         _die_after_weights()
-    engine.Engine._forward = _faulty(fault, engine.Engine._forward)  # type: ignore[method-assign]
+    _plant(fault)
     run_program(options, environment)
