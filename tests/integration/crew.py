@@ -43,10 +43,6 @@ class Crew:
         """Run a function on every rank of a world of `size` concurrently and return all results."""
         return self.await_(self._run(size, part, checked))
 
-    def run_each(self, size: int, part: Part[T], *, checked: bool = False) -> list[T | BaseException]:
-        """Like `run`, but return errors as results. Does not leave a broken world behind: uses `fresh`."""
-        return self.await_(self._run_each(size, part, checked))
-
     def fresh(self, size: int, *, checked: bool = False) -> None:
         """Make the next run create a new world of this kind."""
         name = self._name(size, checked)
@@ -76,11 +72,4 @@ class Crew:
             await asyncio.gather(
                 *(part(manager, world) for manager, world in zip(self.managers[:size], worlds, strict=True))
             )
-        )
-
-    async def _run_each(self, size: int, part: Part[T], checked: bool) -> list[T | BaseException]:
-        worlds = await self.worlds(size, checked)
-        return await asyncio.gather(
-            *(part(manager, world) for manager, world in zip(self.managers[:size], worlds, strict=True)),
-            return_exceptions=True,
         )

@@ -51,13 +51,6 @@ def test_rate_follows_a_step_within_a_second_and_a_half() -> None:
     assert rate_of(before + after, 101.5) == pytest.approx(100, rel=0.2)
 
 
-def test_rate_falls_after_the_last_arrival() -> None:
-    burst = [number / 1000 for number in range(1000)]
-    rates = [rate_of(burst, now_s) for now_s in (1.0, 2.0, 10.0, 40.0)]
-    assert rates == sorted(rates, reverse=True)
-    assert rates[-1] == 0
-
-
 def test_time_of_an_unknown_size_is_an_upper_bound() -> None:
     times = times_of((0, 1, 0.010), (0, 8, 0.020))
     assert times.compute_s(0, 1) == pytest.approx(0.010)
