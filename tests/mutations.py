@@ -62,31 +62,27 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
             # The second failure in a row has no consequence.
             ("record.failures > 1", "record.failures > 2"),
         ),
-        "server/replicas/reply_validator.py": (
-            # A worker may report the same kept output twice.
-            ("(MessageKind.RESULT, MessageKind.KEPT, MessageKind.FAILED", "(MessageKind.RESULT, MessageKind.FAILED"),
-        ),
-        "server/replicas/released_outputs.py": (
-            # Only the first output is released after a while.
-            (
-                "            self._timer.cancel()\n            self._timer = None\n",
-                "            self._timer.cancel()\n",
-            ),
+        "server/replicas/reconcile.py": (
+            # The last ready replica of a stage is moved to another stage.
+            ("(placement.replicas + 1 if count else 2)", "(placement.replicas + 1 if count else 1)"),
+            # All replicas of a stage load a version before one of them has passed the self-test.
+            ("if proven or not any(other.slot.stage == stage for other in busy):", "if True:"),
+            # A version serves although a worker has not loaded it.
+            ("if not missing and all(version in worker.loaded for worker in ready):", "if not missing:"),
         ),
         "server/replicas/registry.py": (
-            # The slot of a lost worker is removed although another worker has taken it.
-            ("if slot.link is lost:", "if slot.link is not None:"),
+            # A former version stays while none of its batches is left.
+            ("        self._versions.retiring = None\n        return True", "        return True"),
         ),
         "server/replicas/placement.py": (
-            # The only ready replica of a stage is moved to another stage.
-            ("if self._ready_in(stage) < 2:", "if self._ready_in(stage) < 1:"),
+            # A worker whose slot another worker has taken is found there.
+            ("return slot if slot is not None and slot.worker is worker else None", "return slot"),
         ),
         "server/replicas/worker_link.py": (
-            # The second cause of an end replaces the first.
-            (
-                '        if self.state == "broken":\n            return\n        self.cause, self.detail',
-                "        self.cause, self.detail",
-            ),
+            # A worker may report the same kept output twice.
+            ("self._in_flight.pop(message.batch))", "self._in_flight[message.batch])"),
+            # Unused outputs are released only with the next batch.
+            ("        elif self._release_timer is None:\n", "        elif self._unused is None:\n"),
         ),
     },
     LIBRARY: {
@@ -143,7 +139,7 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
             # A request that has ended two leaders is sent to a third one.
             ("if failures >= _MAX_LEADER_FAILURES:", "if failures > _MAX_LEADER_FAILURES:"),
             # A draining leader waits although its last request has ended.
-            ("            self._admitted -= 1\n", "            pass\n"),
+            ("        self.open_requests -= 1\n", "        pass\n"),
         ),
         "server/frontends/link.py": (
             # A withdrawn request is computed to its end.
