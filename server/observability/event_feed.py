@@ -24,6 +24,8 @@ _MESSAGE_INTERVAL_S = 1.0
 _MAX_POINTS = 300
 _MAX_EVENTS = 100
 _MAX_FOLLOWERS = 32
+_STALLED_S = 10.0
+"""A client that has read nothing for this long does not count as a follower: it must not keep others out."""
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -83,7 +85,8 @@ class EventFeed:
         self._statuses = requests.statuses()
         self._tick_s = time.monotonic()
         self._next_id = 1
-        self._followers = 0
+        self._followers: dict[object, float] = {}
+        """When each follower has taken its last message."""
 
     def observe(self, snapshot: PipelineSnapshot) -> None:
         """Add events for the differences to the last snapshot."""
@@ -113,16 +116,17 @@ class EventFeed:
         Raises:
             OverloadedError: too many clients follow.
         """
-        if self._followers >= _MAX_FOLLOWERS:
+        now_s = time.monotonic()
+        if sum(now_s - taken_s < _STALLED_S for taken_s in self._followers.values()) >= _MAX_FOLLOWERS:
             raise OverloadedError(f"{_MAX_FOLLOWERS} clients follow the events already; close one, or use GET /status")
         return StreamingResponse(self.follow(snapshot), headers=_HEADERS)
 
     async def follow(self, snapshot: Callable[[], PipelineSnapshot]) -> AsyncGenerator[bytes, None]:
         """Messages every second until the service drains. The first ones contain all events and points that are kept."""
-        event_id, point_s = 0, 0.0
-        self._followers += 1
+        event_id, point_s, key = 0, 0.0, object()
         try:
             while True:
+                self._followers[key] = time.monotonic()
                 now = snapshot()
                 events = [event for event in self._events if event.id > event_id]
                 points = [point for point in self._points if point.at_unix_s > point_s]
@@ -138,7 +142,7 @@ class EventFeed:
                     return
                 await asyncio.sleep(_MESSAGE_INTERVAL_S)
         finally:
-            self._followers -= 1
+            self._followers.pop(key, None)
 
     def _tick(self, snapshot: PipelineSnapshot) -> None:
         """Once a second."""

@@ -137,7 +137,7 @@ async def test_slow_follower_misses_old_events(monkeypatch: pytest.MonkeyPatch) 
     assert (await anext(slow)).count(b"event: event") == 100
 
 
-async def test_events_are_a_stream_for_a_limited_number_of_clients() -> None:
+async def test_events_are_a_stream_for_a_limited_number_of_clients_that_read(monkeypatch: pytest.MonkeyPatch) -> None:
     feed = EventFeed(FrontendMetrics().requests)
     response = feed.response(snapshot)
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -147,5 +147,8 @@ async def test_events_are_a_stream_for_a_limited_number_of_clients() -> None:
         await anext(each)
     with pytest.raises(OverloadedError, match="32 clients follow the events"):
         feed.response(snapshot)
+    monkeypatch.setattr(event_feed, "_STALLED_S", 0.0)
+    feed.response(snapshot)
+    monkeypatch.undo()
     await followers[0].aclose()
     feed.response(snapshot)
