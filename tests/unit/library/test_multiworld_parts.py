@@ -60,13 +60,6 @@ def test_waiting_ends_when_the_store_is_aborted() -> None:
     thread.join()
 
 
-def test_waiting_ends_after_its_own_timeout_and_not_the_stores() -> None:
-    with pytest.raises(DistStoreError, match=r"no value for \['key'\] after 0.0 s"):
-        ControlStore(lambda _key, _value: None).wait(["key"], timedelta(milliseconds=1))
-    with pytest.raises(DistStoreError, match=r"after 0.2 s"):
-        ControlStore(lambda _key, _value: None, min_timeout_s=0.2).wait(["key"], timedelta(milliseconds=1))
-
-
 # -- events ------------------------------------------------------------------------------------------------------------------
 
 

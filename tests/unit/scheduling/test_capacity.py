@@ -12,7 +12,6 @@ from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.estimates.capacity import (
     DRAIN_S,
     UTILISATION,
-    ArrivalRate,
     batch_size,
     replicas_wanted,
 )
@@ -31,24 +30,6 @@ def times_of(*measured: tuple[int, int, float], transfer_s: float = 0.0) -> Serv
         for _ in range(10):
             times.observe(cast(Attempt, attempt), compute_s + transfer_s, compute_s, transfer_s)
     return times
-
-
-def rate_of(arrivals: list[float], now_s: float) -> float:
-    rate = ArrivalRate()
-    for at_s in arrivals:
-        rate.arrived(at_s)
-    return rate.per_s(now_s)
-
-
-@pytest.mark.parametrize("per_s", [1, 10, 200])
-def test_rate_of_steady_arrivals_is_exact(per_s: int) -> None:
-    assert rate_of([number / per_s for number in range(100 * per_s)], 100.0) == pytest.approx(per_s, rel=0.05)
-
-
-def test_rate_follows_a_step_within_a_second_and_a_half() -> None:
-    before = [number / 10 for number in range(1000)]
-    after = [100 + number / 100 for number in range(150)]
-    assert rate_of(before + after, 101.5) == pytest.approx(100, rel=0.2)
 
 
 def test_time_of_an_unknown_size_is_an_upper_bound() -> None:

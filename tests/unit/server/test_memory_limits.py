@@ -1,11 +1,8 @@
 """Available memory, as reported by the machine and by the container."""
 
-import gc
-import resource
 from pathlib import Path
 
 import pytest
-import torch
 
 from multiworld_serving.common.config import check_memory, process
 
@@ -17,10 +14,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(process, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(process, "_CGROUP", tmp_path)
     return tmp_path
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def contain(machine: Path, limit: str, used: int, cached: int) -> None:
@@ -40,17 +33,3 @@ def test_container_memory_is_the_limit_when_it_is_lower(machine: Path) -> None:
     check_memory(15000)
     with pytest.raises(MemoryError):
         check_memory(15001)
-
-
-def test_freed_memory_returns_to_the_operating_system() -> None:
-    # The C library keeps freed blocks below the threshold of mmap, and a reference cycle is not freed.
-    gc.freeze()
-    blocks = [torch.zeros(1 << 14) for _ in range(2000)]
-    cycle: list[object] = [torch.zeros(1 << 14) for _ in range(500)]
-    cycle.append(cycle)
-    del blocks[::2], cycle
-    before = resident_bytes()
-    process.release_free_memory()
-    assert resident_bytes() < before - 50e6
-    assert len(blocks) == 1000
-    gc.unfreeze()

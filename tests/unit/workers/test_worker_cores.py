@@ -67,12 +67,6 @@ def test_cores_are_shared_equally_when_others_compute(file: str) -> None:
             assert of_the_fourth == 1
 
 
-def test_each_worker_has_one_thread_when_there_are_more_workers_than_cores(file: str) -> None:
-    shared = SharedCores(file, 0, 4, 2, idle)
-    with computing(file, 1), computing(file, 2), computing(file, 3):
-        assert threads(shared) == 1
-
-
 def test_cores_are_released_when_a_computing_worker_is_killed(file: str) -> None:
     shared = SharedCores(file, 0, 4, 4, idle)
     with computing(file, 1) as (process, _):
