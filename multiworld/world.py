@@ -147,7 +147,7 @@ class World:
         self._copying_back: set[Operation] = set()
         self._failed: list[Operation] = []  # they get the error of the world when it has ended
         self._draining = False
-        """A member left. Pending operations may still complete; those that fail get their error when the world is torn down."""
+        """A member left. Pending operations may still complete. The others fail when the world is torn down."""
         self._copying = WorkerThread(f"multiworld-{config.name}", self._on_job_failed)
         self._posting = WorkerThread(f"multiworld-{config.name}-nccl", self._on_job_failed)
         self._polling = WorkerThread(f"multiworld-{config.name}-nccl-poll", self._on_job_failed)

@@ -116,7 +116,7 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
             ("if at and self._outbox[0].joined:", "if at and not self._outbox:"),
         ),
         "multiworld/transport/shared.py": (
-            # A piece overwrites one that the receiver has not read.
+            # A sent piece overwrites a piece that the receiver has not read.
             ("self._pieces_sent - self._pieces_done >= SLOTS", "self._pieces_sent - self._pieces_done > SLOTS"),
             # A segment that the receiver has released is never used again.
             (

@@ -65,7 +65,7 @@ class LeaderPlace:
     """The place of one linked leader in the order.
 
     Attributes:
-        stages: those that this leader has assigned and not unloaded, by version and index.
+        stages: the stages that this leader has assigned and not unloaded, by version and index.
         leave: ends the link; set by the session.
     """
 

@@ -1,6 +1,6 @@
 """Signs of life of the child processes, by the protocol that systemd uses for services of Type=notify; see sd_notify(3).
 
-A child that has started sends READY=1, and its event loop sends WATCHDOG=1 regularly; see `common.config.systemd`.
+A child that has started sends READY=1, and its event loop sends WATCHDOG=1 regularly; see `common.config.process`.
 """
 
 import asyncio

@@ -232,7 +232,7 @@ class Forming:
         return Address(host, port, "" if local is None else local.address)
 
     async def _connect(self, start: Start) -> dict[int, socket.socket]:
-        """Connect to all lower ranks and accept all higher ranks, including those that connected before.
+        """Connect to all lower ranks, and accept connections of all higher ranks. Some of these may have connected already.
 
         Returns the sockets by rank, which the caller owns: none in a world of one, and with NCCL only. Raises JoinError when a member
         refuses us. The caller must `_stop_connecting`.

@@ -173,7 +173,10 @@ class LeaderPool:
         )
         try:
             answer = await self._send(request, rows, deadline_s)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OverloadedError) and len(rows) == 1:  # a leader may have room for fewer rows
+                now_s = time.monotonic()
+                self._overload = _Overload(error, now_s + _REFUSE_S, _SIMILAR * (deadline_s - now_s))
             if store is not None and number is not None:
                 store.expire(number, _KEEP_S)
             raise
@@ -221,9 +224,6 @@ class LeaderPool:
                 self.metrics.resubmitted("failed" if lost.failed else "left")
                 await asyncio.sleep(0)  # a link that sends nothing more may still have to notice its end
             except RequestRejected as rejection:
-                if isinstance(rejection, OverloadedError) and len(rows) == 1:
-                    now_s = time.monotonic()
-                    self._overload = _Overload(rejection, now_s + _REFUSE_S, _SIMILAR * (deadline_s - now_s))
                 if rejection.reason not in _TRY_ELSEWHERE or rejected:
                     raise
                 rejected[link] = rejection

@@ -33,7 +33,9 @@ class Member(Protocol):
 
 
 RunOperations = Callable[[int], Awaitable[None]]
-"""Runs the unfinished operations of a round in the view with this number, and marks those that succeed. Returns when none is in flight.
+"""Runs the unfinished operations of a round in the view with this number, and marks each one that succeeds.
+
+Returns when no operation is in flight.
 
 Raises BrokenWorldException when the view has ended.
 """

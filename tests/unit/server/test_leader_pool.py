@@ -183,6 +183,7 @@ async def test_one_other_leader_is_tried_when_the_first_has_no_room(rejection: R
     with pool_of(3) as made:
         made.leaders[0].answers = [rejection]
         await predict(made.pool)
+        await admit(made.pool)
         assert made.resubmitted(rejection.reason) == 1
         for leader in made.leaders:
             leader.answers, leader.got = [rejection], []
