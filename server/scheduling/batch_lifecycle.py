@@ -32,12 +32,17 @@ class BatchLifecycle:
             self._state.backlog.requeue(request)
         self._free(batch)
 
+    def restart(self, batch: Batch) -> None:
+        """Requeue the requests, and abandon the attempts in flight: the replica that keeps their input may be frozen."""
+        self.abandon_attempts(batch, hedges="wasted")
+        self.requeue(batch)
+
     def lose_input(self, batch: Batch) -> None:
         """Send the input of the current stage no more. The requests start again if no attempt is in flight that may have it."""
         batch.hold_at(None)
         batch.input_lost = True
         for attempt in batch.in_flight.values():
-            self._state.hedging.late.discard(attempt)
+            self._state.hedging.forget(attempt)
         if not batch.in_flight:
             batch.pool.dequeue(batch)
             self.requeue(batch)
@@ -88,7 +93,7 @@ class BatchLifecycle:
             hedges: the outcome to count for attempts that are hedges.
         """
         for attempt in batch.in_flight.values():
-            self._state.hedging.late.discard(attempt)
+            self._state.hedging.forget(attempt)
             if attempt.kind == "hedge":
                 self._state.counters.hedges[hedges] += 1
         batch.in_flight.clear()
@@ -101,6 +106,7 @@ class BatchLifecycle:
         """
         blame = cause != "left" and replica.id not in self._state.table.draining
         self._state.table.remove(replica, self._state.now_s)
+        self._state.hedging.refund(replica)
         self.replicas_changed()
         lost = reversed(replica.in_flight.values())
         suspects = [attempt.batch for attempt in lost if attempt.detach() and self._attempt_lost(attempt, blame=blame)]
@@ -148,7 +154,7 @@ class BatchLifecycle:
     def _attempt_lost(self, attempt: Attempt, *, blame: bool) -> bool:
         """Handle an attempt whose replica was lost. Returns True if its requests must be isolated."""
         batch = attempt.batch
-        self._state.hedging.late.discard(attempt)
+        self._state.hedging.forget(attempt)
         requests = [request for _, request in batch.open_requests()]
         for request in requests if blame else ():
             request.worlds_broken += 1

@@ -47,6 +47,8 @@ class Attempt:
     replica: Replica
     kind: SendKind
     sent_s: float
+    hedged: bool = False
+    """A hedge was sent because this attempt was late."""
 
     def detach(self) -> bool:
         """Remove it from its batch. Returns False if it was abandoned before."""
@@ -142,6 +144,8 @@ class Pool:
         """Ready and not draining."""
         self.available: PriorityMap[Replica, tuple[int, int]] = PriorityMap()
         """Accepting, with room in the window and not reserved: fewest rows in flight first, then least recently used."""
+        self.late: dict[Attempt, None] = {}
+        """Late attempts that are not hedged yet."""
         self.queue: OrderedDict[BatchId, Batch] = OrderedDict()
         self.retries: OrderedDict[BatchId, Batch] = OrderedDict()
         self.isolated: OrderedDict[BatchId, Batch] = OrderedDict()

@@ -34,8 +34,8 @@ class SchedulerConfig:
     """A batch is late after this many times the 95th percentile of the stage's service time; None disables hedging."""
     hedge_floor_s: float = 0.05
     """No batch is late before this."""
-    hedge_budget: float = 0.05
-    """Maximum rows sent as hedges, as a fraction of all rows sent."""
+    hedge_budget: float = 0.01
+    """Maximum rows sent as hedges, as a fraction of all rows sent. Four full batches more are allowed at the start."""
 
     target_latency_s: float | None = None
     """Latency objective, for the number of replicas that are needed; None: only the throughput counts. Changes no other decision."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 from multiworld_serving.server.scheduling.actions import SendBatch, SendKind
+from multiworld_serving.server.scheduling.batch_lifecycle import BatchLifecycle
 from multiworld_serving.server.scheduling.batches import Attempt, Batch, Pool, Replica, Request, VersionPipeline
 from multiworld_serving.server.scheduling.state import SchedulerState
 
@@ -12,8 +13,9 @@ from multiworld_serving.server.scheduling.state import SchedulerState
 class Dispatcher:
     """Sends requests from the backlog and batches from the pools' queues to replicas with room in their window."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, lifecycle: BatchLifecycle) -> None:
         self._state = state
+        self._lifecycle = lifecycle
         self._batch_ids = count(1)
 
     def dispatch(self) -> None:
@@ -22,16 +24,10 @@ class Dispatcher:
             for pool in reversed(pipeline.pools):
                 self._dispatch_pool(pool)
 
-    def hedge(self) -> None:
-        """Send a second attempt of every late batch, if another replica has room and the budget allows it."""
-        late: list[Attempt] = []
-        while (attempt := self._state.hedging.late.pop_until(self._state.now_s)) is not None:
-            late.append(attempt)
-        for attempt in late:
-            if len(attempt.batch.in_flight) == 1 and not self._hedge(attempt):
-                self._state.hedging.watch(attempt, self._state.now_s)
-        if self._state.table.entry_pool is not None:  # a hedge took a replica: another one is now the least loaded
-            self._form_batches(self._state.table.entry_pool.pipeline)
+    def find_late(self) -> None:
+        """Move the attempts that have become late to `Pool.late`."""
+        while (late := self._state.hedging.late.pop_until(self._state.now_s)) is not None:
+            late.replica.pool.late[late] = None
 
     def next_batch_s(self) -> float | None:
         """When the oldest waiting request is due; None if it waits for something other than time."""
@@ -46,6 +42,8 @@ class Dispatcher:
         return self._due_s(oldest, replica)
 
     def _dispatch_pool(self, pool: Pool) -> None:
+        if pool.late:
+            self._hedge_late(pool)
         if pool.isolated_first:
             self._dispatch_isolated(pool)
         if pool.retries:
@@ -134,13 +132,20 @@ class Dispatcher:
         pipeline.num_batches += 1
         return batch
 
-    def _hedge(self, late: Attempt) -> bool:
-        pool = late.replica.pool
-        replica = pool.available.first(excluding=late.replica)
-        if replica is None or not self._state.hedging.try_acquire(len(late.batch.rows)):
-            return False
-        self._put_in_flight(late.batch, replica, "hedge", waited_s=self._state.now_s - late.sent_s)
-        return True
+    def _hedge_late(self, pool: Pool) -> None:
+        """Send a second attempt of the late batches for which another replica has room, as far as the budget allows it."""
+        for late in tuple(pool.late):
+            batch = late.batch
+            if len(batch.in_flight) > 1:  # the hedge is late, too
+                del pool.late[late]
+                if batch.holder is not None and self._state.hedging.try_acquire(len(batch.rows)):
+                    self._lifecycle.restart(batch)
+                continue
+            other = pool.available.first(excluding=late.replica)
+            if other is not None and self._state.hedging.try_acquire(len(batch.rows)):
+                del pool.late[late]
+                late.hedged = True
+                self._put_in_flight(batch, other, "hedge", waited_s=self._state.now_s - late.sent_s)
 
     def _send(self, batch: Batch, replica: Replica) -> None:
         if batch.kind == "reroute":
@@ -156,7 +161,7 @@ class Dispatcher:
         attempt = Attempt(batch, replica, kind, self._state.now_s)
         batch.in_flight[replica.id] = attempt
         self._state.table.record_sent(attempt)
-        if kind != "hedge":
+        if kind != "hedge" or batch.holder is not None:
             self._state.hedging.watch(attempt, self._state.now_s)
         self._state.actions.append(
             SendBatch(

@@ -26,7 +26,8 @@ The rules:
 - Work for a stage without replicas waits `recovery_grace_s`, counted from when the stage lost its last replica. Then it is rejected, and
   so are new requests until the stage has a replica. Requests whose version lost a stage are requeued: they start again under
   another complete version.
-- A late batch is hedged: it is sent to a second replica, and the first output wins.
+- A late batch is hedged: it is sent to a second replica, and the first output wins. It goes before all others as soon as a replica has
+  room. If the hedge is late too, the replica that keeps their input may be frozen: the requests of the batch are requeued.
 - An output may stay at its replica (`BatchDone.kept`). It is lost with the replica, or when another replica cannot get it (`InputLost`,
   which blames nobody). A lost input is never sent again: its requests are requeued, unless an attempt in flight succeeds. A draining
   replica is released when it keeps no input.
@@ -81,8 +82,8 @@ class Scheduler:
         self._state = SchedulerState(config)
         self.counters = self._state.counters
         self._admission = Admission(self._state)
-        self._dispatcher = Dispatcher(self._state)
         self._lifecycle = BatchLifecycle(self._state)
+        self._dispatcher = Dispatcher(self._state, self._lifecycle)
 
     # -- called by the driver ------------------------------------------------------------------------------------------------
 
@@ -101,8 +102,8 @@ class Scheduler:
         self._fail_hung_replicas()
         self._expire_graces()
         self._lifecycle.release_drained()
+        self._dispatcher.find_late()
         self._dispatcher.dispatch()
-        self._dispatcher.hedge()
         return self._state.actions
 
     def next_wakeup_s(self) -> float | None:
@@ -231,7 +232,7 @@ class Scheduler:
         if replica is None or attempt is None:
             return
         worked_s = self._state.table.record_returned(attempt, self._state.now_s)
-        self._state.hedging.late.discard(attempt)
+        self._state.hedging.forget(attempt)
         if isinstance(event, BatchDone):
             self._state.service_times.observe(attempt, worked_s, event.computed_s, event.transfer_s)
         if not attempt.detach():

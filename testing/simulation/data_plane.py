@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from multiworld_serving.server.scheduling.actions import KeepOutput, SendBatch
 from multiworld_serving.server.scheduling.events import BatchDone, Event, InputLost
+from multiworld_serving.testing.simulation.workers import HEARTBEAT_TIMEOUT_S
 
 if TYPE_CHECKING:
     from multiworld_serving.testing.simulation.simulator import Simulator
@@ -97,6 +98,9 @@ class DataPlane:
         else:
             producer = self._simulator.workers_by_link[holder]
             found = not self._is_cut(producer.name, worker.name) and producer.keeps(holder, send.batch)
+            if producer.is_stopped and not found:  # noticed by the heartbeats of the edge
+                self._event_queue.after(HEARTBEAT_TIMEOUT_S, partial(then, found))
+                return
         delay_s = self._delay_s() if found else self._random.uniform(0.0, _FETCH_TIMEOUT_S)
         self._event_queue.after(delay_s, partial(then, found))
 

@@ -87,6 +87,11 @@ class Worker:
             return
         self.retained.pop(batch, None)
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it neither receives nor sends: its process is frozen, or its network is cut."""
+        return self._event_queue.now_s < min(self._inbound_blocked_until_s, self._outbound_blocked_until_s)
+
     def keeps(self, link: str, batch: int) -> bool:
         """Whether the output of the batch can be fetched now."""
         blocked_until_s = max(self._inbound_blocked_until_s, self._outbound_blocked_until_s)

@@ -79,6 +79,6 @@ class LosesBatches(Scheduler):
     def handle(self, event: Events, now_s: float) -> list[Action]:
         if isinstance(event, ReplicaLost) and (replica := self._state.table.replicas.get(event.replica)):
             for attempt in replica.in_flight.values():
-                self._state.hedging.late.discard(attempt)
+                self._state.hedging.forget(attempt)
             replica.in_flight.clear()
         return super().handle(event, now_s)

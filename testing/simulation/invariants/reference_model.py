@@ -80,6 +80,8 @@ class BatchEntry:
     holder: LinkEntry | None = None
     """The link that keeps its input."""
     input_lost: bool = False
+    hedged_link: str | None = None
+    """The link on which it was late, and was hedged."""
 
     def open_requests(self) -> list[RequestEntry]:
         return [request for request in self.requests if request.batch is self]
@@ -107,6 +109,8 @@ class ReferenceModel:
         self.longest_work_s = 0.0
         """Longest time that a replica of the first stage took for a batch."""
         self.isolated_in_flight = 0
+        self.refunded_rows = 0
+        """Rows of hedges of batches on links that were lost."""
         self.newest_batch = 0
         self.was_complete = False
         self.complete_versions: list[str] = []
@@ -211,6 +215,7 @@ class ReferenceModel:
     def lose_link(self, link: LinkEntry, now_s: float, *, blames: bool) -> None:
         """Remove a link that broke; its copies in flight are lost."""
         alone = len(link.in_flight) == 1
+        self.refunded_rows += sum(len(each.requests) for each in link.in_flight.values() if each.hedged_link == link.id)
         for batch in link.in_flight.values():
             if link.id not in batch.copies:
                 continue

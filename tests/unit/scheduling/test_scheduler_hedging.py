@@ -54,8 +54,7 @@ def test_nothing_is_hedged_when_no_other_replica_has_room() -> None:
     driver = _warm(replicas=1)
     driver.arrive()
     assert driver.wait(1.0) == []
-    driver.ready("s0r1")
-    assert only(driver.wait(0.3), SendBatch).kind == "hedge"
+    assert only(driver.ready("s0r1"), SendBatch).kind == "hedge"
 
 
 def test_batches_that_wait_for_those_of_other_leaders_are_not_late_once_that_is_usual() -> None:
@@ -75,7 +74,17 @@ def test_hedges_stay_within_the_budget_when_everything_is_late() -> None:
             rows[send.kind] += len(send.requests)
         for send in list(driver.in_flight.values()):
             driver.done(send)
-    assert 0 < rows["hedge"] <= 0.05 * (rows["first"] + WARM_UP_ROWS)
+    at_the_start = 4
+    assert 0 < rows["hedge"] <= at_the_start + 0.05 * (rows["first"] + WARM_UP_ROWS)
+
+
+def test_hedges_of_lost_replicas_cost_no_budget() -> None:
+    driver = _warm(hedge_budget=0.0)
+    for generation in range(10):
+        first = only(driver.arrive(), SendBatch)
+        driver.done(only(driver.wait(0.25), SendBatch))
+        driver.broken(first.replica, "hang")
+        driver.ready(f"s0r{generation + 2}")
 
 
 def test_batch_is_not_rerouted_when_its_link_breaks_and_a_hedge_is_in_flight() -> None:

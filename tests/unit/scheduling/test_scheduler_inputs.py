@@ -111,6 +111,14 @@ def test_late_batch_is_not_hedged_when_its_input_is_lost() -> None:
     assert answered(driver.done(first)) == [driver.requests]
 
 
+def test_requests_start_again_when_the_hedge_is_late_too_and_their_input_is_kept() -> None:
+    driver, first, hedge = hedged()
+    again = only(driver.wait(0.02), SendBatch)
+    assert (again.stage, again.kind, again.requests) == (0, "first", first.requests)
+    assert driver.done(first) == driver.done(hedge) == []
+    assert answered(driver.answer_all([again])) == [driver.requests]
+
+
 def test_draining_replica_is_released_when_the_inputs_that_it_keeps_are_used() -> None:
     driver = SchedulerHarness(stages=2)
     first = only(driver.arrive(), SendBatch)
@@ -144,6 +152,6 @@ def hedged() -> tuple[SchedulerHarness, SendBatch, SendBatch]:
     """A batch in flight twice at stage 1, with the input at a replica of stage 0: the first attempt and its hedge."""
     driver = with_service_times()
     second = only(driver.done(only(driver.arrive(), SendBatch), 0.01, kept=True), SendBatch)
-    hedge = only(driver.wait(0.5), SendBatch)
+    hedge = only(driver.wait(0.03), SendBatch)
     assert (hedge.kind, hedge.stage) == ("hedge", 1)
     return driver, second, hedge
