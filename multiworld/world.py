@@ -595,6 +595,10 @@ class World:
         else:
             self.fail(Cause.TRANSPORT, peer, detail)
 
+    def silence_s(self) -> float:
+        """For how many seconds no heartbeat or other control data has arrived from a member, at most: an early sign that it is frozen."""
+        return 0.0 if self._forming.monitor is None else self._forming.monitor.silence_s()
+
     def fail(self, cause: Cause, rank: int, detail: str = "") -> None:
         """End this world because a member failed or left. Idempotent, callable from any thread; the first cause is kept."""
         with self._state_lock:

@@ -149,7 +149,8 @@ class MembershipMonitor:
 
     def silence_s(self) -> float:
         """Return the longest time in seconds since data from a connected member arrived; 0 without connections."""
-        return max((self._control_loop.now_s - each.last_received_s for each in self.connections.values()), default=0.0)
+        now_s, connections = self._control_loop.now_s, tuple(self.connections.values())
+        return max((now_s - each.last_received_s for each in connections), default=0.0)
 
     # -- frames and failures ---------------------------------------------------------------------------------------------------
 

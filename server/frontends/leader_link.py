@@ -10,7 +10,7 @@ import random
 import socket
 from typing import TYPE_CHECKING
 
-from multiworld import AskError, WorldError, WorldManager, ask
+from multiworld import AskError, World, WorldError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges.edges import Edges
@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 
 _LEADER_RANK = 0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_SILENT_HEARTBEATS = 2.25
+"""A leader is silent when no heartbeat has arrived for this many intervals: with the default of 0.2 s, one is missing and one is late."""
+_CHECK_S, _RECHECK_S = 0.1, 0.02
+"""Pauses between two checks for that. The second check follows soon, because this process itself may have been paused."""
 
 
 class LeaderLink:
@@ -43,6 +47,7 @@ class LeaderLink:
         state: last state reported by the leader; None while disconnected.
         name: of the leader, as known from its last state.
         was_ready: whether the leader has been ready since this link was formed.
+        is_silent: whether the leader may be frozen; see `LeaderPool.on_silent`.
         relays: whether inputs are sent to the leader, because a worker could not fetch one since this link was formed.
     """
 
@@ -59,6 +64,7 @@ class LeaderLink:
         self.state: LeaderState | None = None
         self.name: str | None = None
         self.was_ready = False
+        self.is_silent = False
         self.relays = False
         self._edges = edges
         self._settings = settings
@@ -142,6 +148,7 @@ class LeaderLink:
         offer = await self._ask()
         world = await offer.join(manager, self.address, self._settings.join_timeout_s)
         self._link = Link(world, _LEADER_RANK, self._receive)
+        watching = asyncio.create_task(self._watch(world)) if len(self._settings.leaders) > 1 else None
         try:
             lost = await self._link.run()
             if self.state is None:
@@ -149,9 +156,22 @@ class LeaderLink:
             log = logger.warning if lost.failed else logger.info
             log("leader=%s name=%s the link ended: %s", self.address, self.name, lost)
         finally:
+            if watching is not None:
+                watching.cancel()
             self._on_lost()
             with contextlib.suppress(WorldError):
                 await manager.close_world(world.name)
+
+    async def _watch(self, world: World) -> None:
+        """Keep `is_silent` until cancelled."""
+        limit_s, was_late = _SILENT_HEARTBEATS * self._settings.heartbeats["heartbeat_interval_s"], False
+        while True:
+            await asyncio.sleep(_RECHECK_S if was_late and not self.is_silent else _CHECK_S)
+            is_late = world.silence_s() > limit_s
+            if (is_late and was_late) != self.is_silent:
+                self.is_silent = not self.is_silent
+                self._pool.on_silent(self)
+            was_late = is_late
 
     async def _ask(self) -> JoinOffer:
         settings = self._settings
@@ -184,5 +204,5 @@ class LeaderLink:
                 raise ValueError(f"unexpected {type(body).__name__} from a leader")
 
     def _on_lost(self) -> None:
-        self._link, self.state, self.was_ready, self.relays = None, None, False, False
+        self._link, self.state, self.was_ready, self.is_silent, self.relays = None, None, False, False, False
         self._pool.on_state(self)

@@ -6,13 +6,14 @@ there, and passes what that leader then serves on to the others, which follow. A
 A frontend keeps each request and its decoded input until it is answered, so it can send it to another leader:
 
     the leader is lost             the next leader that is ready; after two leaders failed with the same request it is rejected as poison
+    no heartbeat of it arrives     the next leader, before it is clear that the first one is lost; a late answer of the first one is dropped
     overloaded, no replica, …      one other leader, once, so that overload is not amplified
     a worker cannot fetch it       the same leader, with the input, as all requests until the leader is joined again
     the answer cannot be fetched   a leader, which relays the answer
     the leader drains              another leader; the same one if there is no other and the request had been admitted
     no leader is usable            wait up to `recovery_grace_s`, then 503
 
-The first answer wins: the world of a lost leader is broken, so a late answer cannot arrive.
+Inference has no side effects, so it does no harm that two leaders compute a request.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ class LeaderPool:
                         f"{failures} leaders failed while they had this request; it is not sent to another one"
                     ) from lost
                 resent += 1
-                self.metrics.resubmitted("failed" if lost.failed else "left")
+                self.metrics.resubmitted("failed" if lost.failed else "silent" if link.is_silent else "left")
                 await asyncio.sleep(0)  # a link that sends nothing more may still have to notice its end
             except RequestRejected as rejection:
                 if rejection.reason not in _TRY_ELSEWHERE or rejected:
@@ -366,6 +367,13 @@ class LeaderPool:
         if any(link.state is not None for link in self.links):
             self._on_change(snapshot)
 
+    def on_silent(self, leader: LeaderLink) -> None:
+        """`is_silent` of the leader has changed. Its requests are sent to another leader, if there is one that is not silent."""
+        self._find_candidates()
+        if leader.is_silent and self._candidates and not self._candidates[0].is_silent:
+            logger.warning("leader=%s is silent: its requests go to leader=%s", leader.name, self._candidates[0].name)
+            leader.connected().withdraw_calls("no heartbeat has arrived from the leader")
+
     def _spread_desired(self) -> None:
         """Update `_desired` from the states of the leaders, send it to the other leaders, and update `_current` and `_acting`."""
         connected = [(link, link.state) for link in self.links if link.state is not None]
@@ -389,11 +397,12 @@ class LeaderPool:
             self._version = self._acting.state.version
 
     def _find_candidates(self) -> None:
-        """Update the leaders that get requests. Ready leaders come first, then usable ones."""
+        """Update the leaders that get requests. Ready leaders come first, then usable ones, then those that may be frozen."""
         usable = [(link, link.state) for link in self._current if link.state is not None and link.usable]
         if self._was_ready:  # a leader that has just started would reject them, because its workers have not joined yet
             usable = [(link, state) for link, state in usable if link.was_ready]
-        self._candidates = [link for link, state in sorted(usable, key=lambda each: not each[1].snapshot.ready)]
+        usable.sort(key=lambda each: (each[0].is_silent, not each[1].snapshot.ready))
+        self._candidates = [link for link, _ in usable]
 
     async def wait_idle(self) -> Done:
         """Return when no admitted request needs a leader that drains: there are none, or another leader is usable."""

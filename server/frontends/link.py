@@ -146,6 +146,8 @@ class Link:
         self._numbers = itertools.count(1)
         self._replies: dict[int, Callable[[Received | LinkLostError], object]] = {}
         """What takes the reply to a message of this end, by its number."""
+        self._calls: dict[int, asyncio.Future[Received]] = {}
+        """The results of the calls of this end, by number."""
         self._handling: dict[int, Callable[[], object]] = {}
         """What cancels the work for a message of the other end that expects a reply, by its number."""
         self._queue: list[bytes | bytearray] = []
@@ -172,6 +174,7 @@ class Link:
         """
         future: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
         number = self._expect_reply(partial(_settle, future))
+        self._calls[number] = future
         try:
             async with asyncio.timeout(timeout_s):
                 if not self._writable.is_set():
@@ -179,9 +182,15 @@ class Link:
                 self.send_encoded(encode(Kind.MESSAGE, number, body, payload))
                 return await future
         finally:
-            del self._replies[number]
+            del self._replies[number], self._calls[number]
             if future.cancelled() or not future.done():
                 self.send_encoded(encode(Kind.CANCEL, number))
+
+    def withdraw_calls(self, detail: str) -> None:
+        """End all calls with a LinkLostError, although the link continues. Late replies are dropped."""
+        for number, future in tuple(self._calls.items()):
+            self.send_encoded(encode(Kind.CANCEL, number))
+            _settle(future, LinkLostError(detail, failed=False))
 
     async def stream(self, body: Any) -> AsyncGenerator[Any, None]:
         """Send a message; yield the body of each step, and that of the reply at the end. Closing it withdraws the message.

@@ -35,12 +35,16 @@ class FrontendMetrics(ProgramMetrics):
         )
         self._resubmitted = Counter(
             "multiworld_requests_resubmitted",
-            "Requests that a frontend sent to another leader, by reason: failed = the leader failed, left = it stopped; otherwise the "
-            "reason of its rejection.",
+            "Requests that a frontend sent to another leader, by reason: failed = the leader failed, left = it stopped, silent = no "
+            "heartbeat arrived; otherwise the reason of its rejection.",
             ("reason",),
             registry=registry,
         )
-        for reason in ("failed", "left"):  # Prometheus sees no increase if a series first appears with value 1
+        for reason in (
+            "failed",
+            "left",
+            "silent",
+        ):  # Prometheus sees no increase if a series first appears with value 1
             self._resubmitted.labels(reason)
 
     def service_state(self, current: ServiceState) -> None:

@@ -76,6 +76,7 @@ class FakeLeader(LeaderLink):
         self.operations: list[str] = []
         self.refuses: dict[str | None, Exception] = {}
         self.cancelled = 0
+        self.withdrawn: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.joins_again = False
 
     def tells(self, *, ready: bool | None = None, **changes: Any) -> None:
@@ -106,6 +107,14 @@ class FakeLeader(LeaderLink):
     def is_lost(self) -> None:
         self._on_lost()
 
+    def is_heard(self, heard: bool) -> None:
+        """Whether its heartbeats arrive."""
+        self.is_silent = not heard
+        self.pool.on_silent(self)
+
+    def withdraw_calls(self, detail: str) -> None:
+        self.withdrawn.set_exception(LinkLostError(detail, failed=False))
+
     def connected(self) -> Link:
         return cast(Link, self)
 
@@ -121,8 +130,11 @@ class FakeLeader(LeaderLink):
             if isinstance(answer, BaseException):
                 raise answer
             if answer is not None:
-                async with asyncio.timeout(timeout_s):
-                    await answer.wait()
+                answered: asyncio.Future[Any] = asyncio.ensure_future(answer.wait())
+                await asyncio.wait({answered, self.withdrawn}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if not answered.done():
+                    answered.cancel()
+                    self.withdrawn.result()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

@@ -182,6 +182,26 @@ async def test_frames_arrive_in_order_at_both_ends() -> None:
     assert [each.number for each in ends.at_frontend] == list(range(200))
 
 
+async def test_calls_that_are_withdrawn_end_and_their_late_replies_are_dropped() -> None:
+    async with linked() as ends:
+        ends.run_leader()
+        ends.run_frontend()
+        cancelled = asyncio.Event()
+        first = asyncio.create_task(ends.frontend.call(Scrape(), timeout_s=None))
+        await until(lambda: len(ends.at_leader) == 1)
+        ends.leader.expect_cancel(ends.at_leader[0].number, cancelled.set)
+        ends.frontend.withdraw_calls("it is silent")
+        with pytest.raises(LinkLostError, match="it is silent") as caught:
+            await first
+        assert not caught.value.failed
+        await cancelled.wait()
+        second = asyncio.create_task(ends.frontend.call(Scrape(), timeout_s=None))
+        await until(lambda: len(ends.at_leader) == 2)
+        ends.leader.reply(ends.at_leader[0].number, Step(RestartStep("w", "s0.r0", "restarting", 1, 2)))
+        ends.leader.reply(ends.at_leader[1].number, Done())
+        assert (await second).body == Done()
+
+
 async def test_frames_of_a_busy_link_share_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = 0
     start = Channel.start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -27,6 +28,7 @@ from multiworld_serving.server.predictor import ImageSizes, Prediction
 from multiworld_serving.server.snapshots import ServiceState
 from tests.unit.server.fake_leaders import FIRST, MODEL, desired, leader_state, open_request, pool_of
 from tests.unit.server.image_model import image_classifier
+from tests.waiting import until
 
 IMAGE = torch.arange(3 * 4 * 4, dtype=torch.uint8).view(3, 4, 4)
 
@@ -166,6 +168,57 @@ async def test_deadline_passes_while_the_request_waits_for_a_leader() -> None:
     late = pytest.raises(DeadlineError, match="no leader was reachable before the deadline")
     with pool_of(1, grace_s=60, connected=False) as made, late:
         await predict(made.pool, timeout_s=0.05)
+
+
+# -- a leader is silent --------------------------------------------------------------------------------------------------------
+
+
+async def test_requests_of_a_silent_leader_go_to_the_next_one_until_it_is_heard() -> None:
+    with pool_of(2) as made:
+        first, second = made.leaders
+        first.answers = [asyncio.Event()]
+        waiting = asyncio.create_task(predict(made.pool))
+        await until(lambda: first.got)
+        first.is_heard(False)
+        assert (await waiting).attempts == 2
+        assert made.resubmitted("silent") == 1
+        await predict(made.pool)
+        assert (first.sent(), second.sent()) == (1, 2)
+        first.is_heard(True)
+        await predict(made.pool)
+        assert (first.sent(), second.sent()) == (2, 2)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_requests_stay_at_a_silent_leader_when_no_other_is_heard(others: int) -> None:
+    with pool_of(1 + others) as made:
+        for other in made.leaders[1:]:
+            other.is_heard(False)
+        first, answer = made.leaders[0], asyncio.Event()
+        first.answers = [answer]
+        waiting = asyncio.create_task(predict(made.pool))
+        await until(lambda: first.got)
+        first.is_heard(False)
+        answer.set()
+        assert (await waiting).attempts == 1
+
+
+async def test_leader_is_silent_while_its_heartbeats_are_missing() -> None:
+    class Heard:
+        silent_for_s = 0.0
+
+        def silence_s(self) -> float:
+            return self.silent_for_s
+
+    with pool_of(2) as made:
+        leader, world = made.leaders[0], Heard()
+        leader._settings = SimpleNamespace(heartbeats={"heartbeat_interval_s": 0.2})  # type: ignore[assignment]
+        watching = asyncio.create_task(leader._watch(world))  # type: ignore[arg-type]
+        for silent_for_s, is_silent in ((0.5, True), (0.1, False), (0.5, True)):
+            world.silent_for_s = silent_for_s
+            await until(lambda expected=is_silent: leader.is_silent is expected)  # type: ignore[misc]
+            assert made.pool._candidates[0] is made.leaders[is_silent]
+        watching.cancel()
 
 
 # -- a leader rejects ----------------------------------------------------------------------------------------------------------
