@@ -18,6 +18,10 @@ _FLOCK = struct.Struct("hhqqi4x")
 """Linux's struct flock: type, whence, start, length, process."""
 _PROCESS_CLOCK = 2
 """In Linux's id of a process's clock of CPU time, see clock_getcpuclockid(3)."""
+_REMEMBERED = struct.Struct("32s??")
+"""Digest of a stage, and whether one row and the largest batch are computed on one thread."""
+_PLACES = 256
+"""For remembered stages. Two of them may have the same place; then only the last one is remembered."""
 _PERIOD_S = 0.25
 """How often the CPU time of other processes is measured."""
 _ROUNDED_UP = 0.45
@@ -55,7 +59,8 @@ class SharedCores:
 
     Each worker locks one byte of a file while it computes. The kernel releases the lock of a process that dies. A frozen process keeps its
     lock, and so its share of the cores. The threads of one operation wait for each other, so a thread on a core that a frontend uses would
-    delay the others. The file also has the process id of each worker: what the machine computes besides is that of other programs.
+    delay the others. The file also has the process id of each worker: what the machine computes besides is that of other programs. A worker
+    that replaces another one finds there what was measured for its stage.
 
     Args:
         path: a file, empty at first, the same for all workers of the machine.
@@ -97,6 +102,23 @@ class SharedCores:
             yield 1 if threads == "one" else max(1, int(self._free / shares + _ROUNDED_UP))
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._index)
+
+    def recall(self, stage: bytes) -> BatchThreads | None:
+        """What a worker of this machine has measured for the stage with this digest of 32 bytes; None: not known."""
+        found = os.pread(self._file, _REMEMBERED.size, self._place_of(stage))
+        if len(found) < _REMEMBERED.size or not found.startswith(stage):
+            return None
+        _, *on_one = _REMEMBERED.unpack(found)
+        single, largest = ("one" if each else "share" for each in on_one)
+        return BatchThreads(single, largest)  # type: ignore[arg-type]  # mypy widens the literals
+
+    def remember(self, stage: bytes, threads: BatchThreads) -> None:
+        """Record what was measured for a stage."""
+        found = _REMEMBERED.pack(stage, threads.single == "one", threads.largest == "one")
+        os.pwrite(self._file, found, self._place_of(stage))
+
+    def _place_of(self, stage: bytes) -> int:
+        return 8 * self._workers + _REMEMBERED.size * (stage[0] % _PLACES)
 
     def close(self) -> None:
         """Close the file, which releases the lock."""

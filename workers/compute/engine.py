@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -46,6 +46,8 @@ class StageTask:
     weights: Tensor
     max_batch_size: int
     tuning: Tuning = NO_TUNING
+    digest: bytes = b""
+    """See `StageAssignment.digest`; empty: what is measured for this stage is not remembered."""
 
 
 @dataclass(eq=False)
@@ -185,8 +187,9 @@ class Engine:
         """
 
         def build() -> OptimizedStage:
-            stage = load_bundle_stage(task.spec, task.weights)
-            return optimize(stage, task.max_batch_size, task.tuning, self.device, self.threads)
+            with self.acquire_cores("share"):
+                stage = load_bundle_stage(task.spec, task.weights)
+                return optimize(stage, task.max_batch_size, task.tuning, self.device, self.threads)
 
         return await self._warmed_up(owner, task, await self.run(owner, build))
 
@@ -214,7 +217,8 @@ class Engine:
             if not is_needed():
                 return None
             await compiler.run(task, partial(made.compile_for, size))
-        return await self._warmed_up(task, task, OptimizedStage(made, made.mode, "compiled while it served"))
+        compiled = OptimizedStage(made, made.mode, "compiled while it served")
+        return await self._warmed_up(task, replace(task, digest=b""), compiled)
 
     async def compute(
         self,
@@ -246,8 +250,12 @@ class Engine:
         return result
 
     async def _warmed_up(self, owner: object, task: StageTask, optimized: OptimizedStage) -> LoadedStage:
-        """Run the shapes that batches will have, and find out how many threads to compute them on."""
-        module, counts = optimized.module, self.threads
+        """Run the shapes that batches will have, and find out how many threads to compute them on, unless another worker has."""
+        module, counts, cores = optimized.module, self.threads, self._cores if task.digest else None
+        if cores is not None and (known := cores.recall(task.digest)) is not None:
+            threads = counts[0] if known.single == "one" else counts[-1]
+            await self.run(owner, partial(self._timed_s, module, task.spec.example(1), threads))
+            return LoadedStage(task.spec, optimized, known)
         for threads in (*reversed(counts), counts[0]):  # the last one is the time of a row on the fewest threads
             row_s = await self.run(owner, partial(self._timed_s, module, task.spec.example(1), threads))
         found: list[Threads] = ["share", "share"]
@@ -257,6 +265,8 @@ class Engine:
                 found[index] = await self.run(owner, partial(self._threads_of_small, module, batch))
             elif is_small or self.device.type == "cuda":  # the first large batch on a CPU takes no longer than others
                 await self.run(owner, partial(self._timed_s, module, batch, counts[0]))
+        if cores is not None:
+            cores.remember(task.digest, BatchThreads(*found))
         return LoadedStage(task.spec, optimized, BatchThreads(*found))
 
     def _threads_of_small(self, module: nn.Module, batch: Tensor) -> Threads:

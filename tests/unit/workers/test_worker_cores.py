@@ -103,6 +103,16 @@ def test_one_thread_computes_the_batches_for_which_it_is_faster(file: str) -> No
     assert taken == [1, 4]
 
 
+def test_successor_knows_what_was_measured_for_a_stage(file: str) -> None:
+    stage, same_place, threads_of = bytes(32), bytes(31) + b"1", BatchThreads("one", "share")
+    SharedCores(file, 0, 2, 4, idle).remember(stage, threads_of)
+    successor = SharedCores(file, 1, 2, 4, idle)
+    assert successor.recall(stage) == threads_of
+    assert successor.recall(same_place) is successor.recall(b"2" * 32) is None
+    with computing(file, 0):
+        assert threads(successor) == 2
+
+
 def test_busy_time_of_the_machine_grows() -> None:
     before_s = cores.busy_s()
     until_s = time.process_time() + 0.1
