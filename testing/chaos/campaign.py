@@ -270,9 +270,14 @@ def _broken(targets: Sequence[Replica], snapshots: Sequence[Snapshot], at_s: flo
         if now is None:
             continue
         after = now.replicas[target.key]
-        if after.cause is not None and after.failed_s is not None and after.failed_s != target.failed_s:
+        failed_s = after.failed_s
+        # Without a ready replica, the status may come from another leader, which knows earlier failures of its own.
+        is_new = failed_s is not None and (
+            failed_s >= at_s or (after.leader == target.leader and failed_s != target.failed_s)
+        )
+        if after.cause is not None and failed_s is not None and is_new:
             # The timestamp of the leader is exact if both clocks agree.
-            found.append((after.cause, after.failed_s if at_s <= after.failed_s <= now.at_s else now.at_s))
+            found.append((after.cause, failed_s if at_s <= failed_s <= now.at_s else now.at_s))
         else:
             found.append(("left", now.at_s))
     return found
