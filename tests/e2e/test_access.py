@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -127,20 +126,6 @@ def test_plain_http_and_old_tls_are_refused(guarded: Guarded) -> None:
         for version in ("-tls1_1", "-tls1_2", "-tls1_3")
     }
     assert (shaken["-tls1_1"] != 0, shaken["-tls1_2"], shaken["-tls1_3"]) == (True, 0, 0)
-
-
-def test_unfinished_tls_handshake_is_closed(guarded: Guarded) -> None:
-    port = int(guarded.service.url.rpartition(":")[2])
-    with (
-        socket.create_connection(("127.0.0.1", port)) as silent,
-        socket.create_connection(("127.0.0.1", port)) as begun,
-    ):
-        begun.sendall(bytes.fromhex("16030100c8010000c40303"))
-        for sock in (silent, begun):
-            sock.settimeout(60.0)
-            assert sock.recv(1) == b""
-    with guarded.client() as client:
-        assert client.get(f"{guarded.service.url}/healthz").status_code == 200
 
 
 def test_admin_port_requires_a_client_certificate_of_the_authority(guarded: Guarded) -> None:

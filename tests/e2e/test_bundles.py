@@ -1,6 +1,5 @@
 """Models of the user's own, exported and served in three stages; workers are killed under load."""
 
-import itertools
 import os
 import random
 import signal
@@ -13,9 +12,8 @@ import httpx
 import torch
 
 from multiworld_client import Client
-from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.local_service import LocalService
-from tests.bundles import Text, classifier_bundle, text_bundle
+from tests.bundles import Text, text_bundle
 from tests.waiting import wait_until
 
 
@@ -39,33 +37,6 @@ def kill_a_worker_of_each_stage(service: LocalService, call: Callable[[], None])
             stop.set()
     for client in clients:
         client.result()
-
-
-def test_killed_workers_cost_no_request_of_an_exported_model(tmp_path: Path) -> None:
-    classifier_bundle(tmp_path / "one")
-    with (
-        LocalService(model=str(tmp_path / "one"), stages=3, replicas=2, max_batch_size=8) as service,
-        httpx.Client(timeout=60) as client,
-    ):
-        images = [
-            httpx.Request("POST", f"{service.url}/predict", content=body, headers={"content-type": kind})
-            for body, kind in photos(4)
-        ]
-
-        def ask(number: int) -> list[float]:
-            response = client.send(images[number])
-            assert response.status_code == 200, response.text
-            return [each["probability"] for each in response.json()["predictions"]]
-
-        expected = [ask(number) for number in range(len(images))]
-        assert max(map(max, expected)) > 0.3
-        numbers = itertools.cycle(range(len(images)))
-
-        def call() -> None:
-            number = next(numbers)
-            torch.testing.assert_close(torch.tensor(ask(number)), torch.tensor(expected[number]), atol=1e-4, rtol=1e-5)
-
-        kill_a_worker_of_each_stage(service, call)
 
 
 _HANDLER = """

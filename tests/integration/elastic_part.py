@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import signal
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch.distributed import ReduceOp
 
 from multiworld.collectives.channel import CollectiveChannel
 from multiworld.elastic import ElasticManager, ElasticWorld
-from multiworld.elastic.protocol import rounds as agreement
 
 
 class ElasticPart:
@@ -88,18 +86,6 @@ class ElasticPart:
             return post(channel, *arguments)
 
         CollectiveChannel.send = count  # type: ignore[method-assign,assignment]
-
-    async def elastic_fault_at_close(self) -> None:
-        """Kill this process when the operation is finished on all members and only this member knows it."""
-        flags_agree = agreement.Round.flags_agree
-
-        def die(round_: agreement.Round, summaries: list[bytes]) -> Any:
-            verdict = flags_agree(round_, summaries)
-            if round_.complete:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return verdict
-
-        agreement.Round.flags_agree = die  # type: ignore[method-assign,assignment]
 
 
 def _described(world: ElasticWorld) -> dict[str, Any]:

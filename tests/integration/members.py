@@ -32,7 +32,6 @@ import multiworld.elastic
 from multiworld import WorldManager
 from multiworld.membership.forming import Forming
 from tests.integration.elastic_part import ElasticPart
-from tests.integration.parts import Part
 from tests.nursery import NURSERY, ForkedProcess
 from tests.torture.part import TorturePart
 
@@ -134,18 +133,9 @@ class Script(TorturePart, ElasticPart):
                 count += 1
         return count
 
-    async def operate(self, world: str, operation: str, root: int = 0, count: int = 4) -> list[float]:
-        """Run this rank's part of an operation of any kind (parts.py)."""
-        return await Part(self.manager, world, root, count).perform(operation)
-
     async def reclaimed(self, world: str) -> bool:
         """Whether all resources of this ended world are freed. Waits for it for at most `PATIENCE_S`."""
         return await asyncio.to_thread(self.manager.worlds[world].reclaimed.wait, PATIENCE_S)
-
-    async def send_and_close(self, world: str, dst: int, value: float, count: int) -> None:
-        """Close the world in the same event loop step in which the send completes."""
-        await self.manager.communicator.send(torch.full((count,), value), dst, world)
-        self.manager.remove_world(world)
 
     async def freeze_while_connecting(self, connected: bool) -> None:
         """Stop this process once, before or after it has opened its first peer connection."""

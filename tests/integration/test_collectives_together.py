@@ -16,30 +16,6 @@ BOTH = pytest.mark.parametrize("checked", [False, True])
 
 
 @BOTH
-def test_concurrent_operations_of_one_world_complete(crew: Crew, checked: bool) -> None:
-    """Collectives complete in call order, messages in the order of their tag; both run together, small and large mixed."""
-    sizes = [3, 70_000, 0, 1, 5_000, 2, 300]
-
-    async def part(manager: WorldManager, world: World) -> None:
-        here, peer, name = manager.communicator, 1 - world.rank, world.name
-        reduced = [torch.full((size,), float(world.rank + index)) for index, size in enumerate(sizes)]
-        got = [torch.zeros(size) for size in sizes]
-        receives = [here.irecv(each, peer, name) for each in got]
-        operations = [world.start(all_reduce(world.ranks, each, torch.distributed.ReduceOp.SUM)) for each in reduced]
-        sends = [
-            here.isend(torch.full((size,), float(10 * world.rank + i)), peer, name) for i, size in enumerate(sizes)
-        ]
-        for operation in (*sends, *operations, *receives):
-            await operation
-            assert operation.done()
-        for index, size in enumerate(sizes):
-            assert reduced[index].tolist() == [2.0 * index + 1] * size
-            assert got[index].tolist() == [10.0 * peer + index] * size
-
-    crew.run(2, part, checked=checked)
-
-
-@BOTH
 def test_other_worlds_continue_while_one_waits(crew: Crew, checked: bool) -> None:
     """A collective that waits for a member does not delay other worlds of the same processes."""
 

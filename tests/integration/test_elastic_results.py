@@ -23,8 +23,7 @@ from multiworld.elastic import (
     ViewChangeError,
 )
 from multiworld.elastic.buckets import DTYPES
-from multiworld.elastic.protocol.messages import Admitted, Join, MemberInfo, View, decode, encode
-from multiworld.elastic.state_file import StateFile
+from multiworld.elastic.protocol.messages import Admitted, Join, MemberInfo, decode, encode
 from tests.waiting import until
 
 OPS = {
@@ -123,39 +122,6 @@ async def _await(handle: "asyncio.Future[None] | object") -> None:
     await handle  # type: ignore[misc]
 
 
-async def test_newcomers_wait_for_a_boundary_and_members_keep_their_order() -> None:
-    async with (
-        ElasticRendezvous(initial_members=2) as rendezvous,
-        ElasticManager() as one,
-        ElasticManager() as two,
-        ElasticManager() as late,
-    ):
-        first, second = await asyncio.gather(*(each.join("w", port=rendezvous.port) for each in (one, two)))
-        if first.rank:
-            first, second = second, first
-        coming = asyncio.create_task(late.join("w", port=rendezvous.port))
-        await until(lambda: rendezvous.waiting("w"))
-        assert [
-            o.world_size
-            for o in await asyncio.gather(*(w.all_reduce_with_retry(torch.ones(1)) for w in (first, second)))
-        ] == [2, 2]
-        assert not coming.done()
-        while first.view_number == 1:  # until the members know that a new member waits
-            await asyncio.gather(first.update_membership(), second.update_membership())
-        third = await coming
-        assert [world.view_number for world in (first, second, third)] == [2, 2, 2]
-        assert [world.rank for world in (first, second, third)] == [0, 1, 2]
-        assert first.members == second.members == third.members
-        assert await asyncio.gather(*(w.update_membership() for w in (first, second, third))) == [2, 2, 2], (
-            "no newcomer waits"
-        )
-        sums = [torch.ones(3) for _ in range(3)]
-        await asyncio.gather(
-            *(w.all_reduce_with_retry(own) for w, own in zip((first, second, third), sums, strict=True))
-        )
-        assert [own.tolist() for own in sums] == [[3.0] * 3] * 3
-
-
 async def test_leave_succeeds_when_it_is_called_twice_at_once_and_again() -> None:
     async with ElasticRendezvous() as rendezvous, ElasticManager() as manager:
         await manager.join("w", port=rendezvous.port)
@@ -245,17 +211,3 @@ async def test_slow_disk_delays_only_its_own_world_and_its_replies(
         assert not joining.done(), "sent before it was persisted"
         may_end.set()
         assert (await joining).size == 1
-
-
-async def test_world_without_members_is_forgotten_and_view_numbers_continue(tmp_path: Path) -> None:
-    state = tmp_path / "state"
-    async with ElasticRendezvous(state_file=state) as rendezvous, ElasticManager() as manager:
-        numbers = []
-        for name in ("a", "a", "b"):
-            numbers.append((await manager.join(name, port=rendezvous.port)).view_number)
-            await manager.leave(name)
-            await until(lambda name=name: not rendezvous.connected(name))  # type: ignore[misc]
-            assert rendezvous.view(name) == View(0, ())
-        assert numbers == [1, 2, 3]
-        await manager.join("c", port=rendezvous.port)
-        assert set(StateFile(state, 1.0).load()) == {"c"}

@@ -179,8 +179,7 @@ def test_resnet_skips_a_killed_worker_until_it_rejoins_and_ctrl_c_ends_all() -> 
         launcher.close()
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("example", ["all_reduce_with_retry", "all_reduce_by_hand"])
+@pytest.mark.parametrize(("example", "victim"), [("all_reduce_with_retry", 0), ("all_reduce_by_hand", 2)])
 def test_elastic_example_continues_with_correct_sums_and_the_killed_rank_rejoins(example: str, victim: int) -> None:
     launcher = Launcher(
         example,

@@ -17,7 +17,6 @@ from multiworld_serving.common.wire.inputs import LostInput
 from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinOffer, StageAssignment
 from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.models.bundle.stage import BundleStageSpec
-from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.replicas.worker import Ending, LinkEndedError, SelfTestError, SentBatch, SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
@@ -138,22 +137,6 @@ async def test_ready_link_computes_the_reference_output(pair: Pair, plan: tuple[
             assert answer.payload is not None
             torch.testing.assert_close(answer.payload, expected, rtol=1e-3, atol=1e-4)
             assert answer.compute_ns > 0
-
-
-async def test_worker_continues_when_its_stage_raises(
-    pair: Pair, plan: tuple[StagePlan, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link = pair.link(plan[0])
-    await pair.session(link)
-    await pair.heard.until("ready")
-    monkeypatch.setattr(pair.engine, "_forward", raising)
-    send(link, 7, images(), 1)
-    async with asyncio.timeout(WAIT_S):
-        assert await pair.heard.failures.get() == (7, "RuntimeError: the device is gone")
-        monkeypatch.undo()
-        send(link, 8, images(), 1)
-        assert (await pair.heard.results.get()).batch == 8
-    assert link.worker.state == "ready"
 
 
 def raising(*_: object) -> torch.Tensor:
@@ -320,16 +303,6 @@ async def test_load_fails_when_the_worker_answers_about_another_stage_or_version
     assert ending_of(link).cause == "error"
 
 
-async def test_link_breaks_when_the_worker_violates_the_protocol(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
-    link = pair.link(plan[0])
-    channel = await scripted_worker(pair, link)
-    await take_order(channel)
-    await channel.world.send(torch.full((64,), 7, dtype=torch.uint8), 0)
-    await pair.heard.until("broken")
-    assert ending_of(link).cause == "error"
-    assert "not a message" in ending_of(link).detail
-
-
 async def test_link_reports_a_leaving_worker_and_closes_when_told(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
     link = pair.link(plan[0])
     session = await pair.session(link)
@@ -448,20 +421,3 @@ async def test_load_ends_when_the_link_breaks(
             await loading
         with pytest.raises(LinkEndedError, match="broken"):
             await link.load(second[:1])
-
-
-@pytest.mark.parametrize(
-    "tuning",
-    [
-        Tuning(optimize="fused"),
-        Tuning("bfloat16", "fused", edge_dtype="bfloat16"),
-        Tuning("auto", "fused"),
-        Tuning(edge_dtype="bfloat16"),
-        Tuning(edge_dtype="float16"),
-    ],
-)
-async def test_link_serves_when_its_worker_uses_another_execution_mode(pair: Pair, tuning: Tuning) -> None:
-    plan = resnet_plan("random:0", 2, tuning, image_size=IMAGE_SIZE)
-    link = pair.link(*plan, slot=SlotId(None, 0))
-    await pair.session(link)
-    await pair.heard.until("ready")

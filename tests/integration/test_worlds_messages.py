@@ -79,28 +79,6 @@ def test_messages_without_a_receiver_are_not_buffered(crew: Crew) -> None:
     crew.run(2, part)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_all_members_can_send_large_messages_before_receiving(crew: Crew, size: int) -> None:
-    async def part(manager: WorldManager, world: World) -> None:
-        here, name, count = manager.communicator, world.name, 3_000_000
-        peers = [rank for rank in range(size) if rank != world.rank]
-        sends = [
-            here.isend(torch.full((count,), float(10 * world.rank + step)), peer, name)
-            for step in range(3)
-            for peer in peers
-        ]
-        await asyncio.sleep(0.1)
-        for step in range(3):
-            for peer in peers:
-                tensor = torch.zeros(count)
-                await here.recv(tensor, peer, name)
-                assert tensor[0] == tensor[-1] == 10 * peer + step
-        for operation in sends:
-            await operation
-
-    crew.run(size, part)
-
-
 # -- event loops -------------------------------------------------------------------------------------------------------------
 
 

@@ -15,21 +15,6 @@ PATIENT_S = 10.0
 MEMBER_SETTINGS = {"heartbeat_timeout_s": PATIENT_S}
 
 
-async def test_values_arrive_between_two_members(spawn: Spawn, manager: WorldManager) -> None:
-    port = manager.listen()
-    peer = await spawn()
-    assert await form("w", port, manager, peer) == 1
-    for count in (1, 4, BIG):
-        coming = peer.start("recv", world="w", src=0, count=count)
-        await manager.communicator.send(torch.full((count,), 3.0), 1, "w")
-        assert await coming == [3.0]
-        going = peer.start("send", world="w", dst=0, value=7.0, count=count)
-        tensor = torch.zeros(count)
-        await manager.communicator.recv(tensor, 1, "w")
-        await going
-        assert set(tensor.tolist()) == {7.0}
-
-
 @pytest.mark.parametrize("order", ["012", "210", "102"])
 async def test_world_of_three_forms_when_members_start_in_any_order(spawn: Spawn, order: str) -> None:
     host, *others = [await spawn() for _ in range(3)]
@@ -48,17 +33,6 @@ async def test_world_of_three_forms_when_members_start_in_any_order(spawn: Spawn
                 coming = everybody[target].start("recv", world="w", src=source)
                 await everybody[source].do("send", world="w", dst=target, value=float(10 * source + target))
                 assert await coming == [float(10 * source + target)]
-
-
-async def test_many_worlds_share_a_port(spawn: Spawn, manager: WorldManager) -> None:
-    port = manager.listen()
-    peer = await spawn()
-    names = [f"w{index}" for index in range(20)]
-    await asyncio.gather(*(form(name, port, manager, peer) for name in names))
-    coming = {name: peer.start("recv", world=name, src=0) for name in reversed(names)}
-    for index, name in enumerate(names):
-        await manager.communicator.send(torch.full((4,), float(index)), 1, name)
-    assert {name: await task for name, task in coming.items()} == {f"w{index}": [float(index)] for index in range(20)}
 
 
 async def test_member_joins_by_host_name(spawn: Spawn, manager: WorldManager) -> None:
@@ -108,22 +82,6 @@ async def test_name_in_use_is_refused_without_affecting_its_world(spawn: Spawn, 
     coming = peer.start("recv", world="w", src=0)
     await manager.communicator.send(torch.ones(4), 1, "w")
     assert await coming == [1.0]
-
-
-@pytest.mark.parametrize("count", [4, BIG], ids=["small", "12MB"])
-async def test_message_arrives_when_its_sender_closes_right_after_sending(
-    spawn: Spawn, manager: WorldManager, count: int
-) -> None:
-    port = manager.listen()
-    peer = await spawn()
-    for value in (1.0, 2.0, 3.0):
-        await form("w", port, manager, peer)
-        sending = peer.start("send_and_close", world="w", dst=0, value=value, count=count)
-        tensor = torch.zeros(count)
-        await manager.communicator.recv(tensor, 1, "w")
-        assert set(tensor.tolist()) == {value}
-        await sending
-        await manager.close_world("w")
 
 
 async def test_operation_raises_that_the_world_is_closed(manager: WorldManager) -> None:

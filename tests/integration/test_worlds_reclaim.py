@@ -80,29 +80,6 @@ def held(pool: SegmentPool | None = None) -> dict[str, int]:
     }
 
 
-async def test_repeatedly_closed_worlds_leak_nothing() -> None:
-    async with (
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
-    ):
-        port = host.listen()
-
-        async def cycle(number: int) -> None:
-            await form("w", port, host, guest)
-            tensor = torch.full((1000,), float(number))
-            receiving = asyncio.create_task(guest.communicator.recv(torch.zeros(1000), 0, "w"))
-            await host.communicator.send(tensor, 1, "w")
-            await receiving
-            await asyncio.gather(host.close_world("w"), guest.close_world("w"))
-
-        for number in range(10):
-            await cycle(number)
-        before = held()
-        for number in range(CYCLES):
-            await cycle(number)
-        await assert_flat(before)
-
-
 async def test_repeatedly_killed_peers_leak_nothing(spawn: Spawn) -> None:
     """On the host, with pending operations, also of tensors in shared memory; the name is reused at once."""
     async with WorldManager(heartbeat_timeout_s=PATIENT_S) as manager:

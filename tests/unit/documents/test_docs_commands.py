@@ -55,11 +55,6 @@ def mentions() -> Iterator[Command]:
             yield Command(document, found["arguments"].strip())
 
 
-def test_commands_are_found_in_documents() -> None:
-    assert {"operations.md", "machines.md", "kubernetes.md", "README.md"} <= {x.document.name for x in COMMANDS}
-    assert len(COMMANDS) > 15
-
-
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_documented_command_is_valid(command: Command) -> None:
     verb, *arguments = shlex.split(command.arguments.replace("%i", "0").replace("%l", "host"))

@@ -72,29 +72,3 @@ def fault(link: Link) -> str | None:
 def test_links_of_document_have_targets(document: Path) -> None:
     faults = [f"{link} {wrong}" for link in links_of(document) if (wrong := fault(link))]
     assert not faults
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[a](there.md)", None),
-        ("[a](there.md#a-heading-of-it)", None),
-        ("[a](gone.md)", "target does not exist"),
-        ("[a](there.md#gone)", "target has no such heading"),
-        ("[a](there.md#in-a-block)", "target has no such heading"),
-        ("[a](../outside.md)", "target is outside the repository"),
-        ("[a]: gone.md", "target does not exist"),
-        ("`[a](gone.md)`", "no link"),
-        ("```\n[a](gone.md)\n```", "no link"),
-        ("[a](https://example.org/gone.md#gone)", "no link"),
-    ],
-)
-def test_fault_describes_the_error_of_a_link(
-    text: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
-    there = "# There\n\n## A heading, of `it`\n\n## Twice\n\n## Twice\n\n```\n# In a block\n```\n"
-    (tmp_path / "there.md").write_text(there, encoding="utf-8")
-    document = tmp_path / "document.md"
-    document.write_text(text, encoding="utf-8")
-    assert [fault(link) for link in links_of(document)] == ([] if expected == "no link" else [expected])

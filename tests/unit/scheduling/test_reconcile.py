@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 from multiworld import Cause
 from multiworld_serving.common.wire.join import JoinRequest
-from multiworld_serving.server.replicas import reconcile as module
 from multiworld_serving.server.replicas.placement import Placement
 from multiworld_serving.server.replicas.reconcile import (
     GiveUp,
@@ -218,40 +216,3 @@ def go(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_everything_serves_in_the_end_when_workers_are_killed_at_random(seed: int) -> None:
     go(seed)
-
-
-def unsafe_restart(worker: Worker, placement: Placement) -> bool:
-    return worker.state == "ready" and worker.busy_with is None
-
-
-def load_everywhere(loading: Loading, placement: Placement, steps: module.Steps, now_s: float) -> None:
-    steps.now += [
-        WorkerStep("load", worker, loading.version)
-        for worker in placement.ready()
-        if loading.version not in worker.loaded and worker.busy_with is None
-    ]
-
-
-@pytest.mark.parametrize(
-    ("place", "name", "bug"),
-    [
-        (module, "_may_restart", unsafe_restart),
-        (module, "_load", load_everywhere),
-        (module, "_of_worker", lambda worker, goal: iter(())),
-        (module, "REASSIGN_AFTER_S", math.inf),
-        (module, "BALANCE_AFTER_S", math.inf),
-        (module, "_separation", lambda goal, placement: None),
-    ],
-    ids=[
-        "restart while others are missing",
-        "load everywhere at once",
-        "activate nothing",
-        "never reassign",
-        "never balance",
-        "leave replicas on one host",
-    ],
-)
-def test_planted_bug_is_found(place: object, name: str, bug: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, name, bug)
-    with pytest.raises(AssertionError):
-        list(map(go, range(60)))

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,7 +26,7 @@ from multiworld_serving.server.errors import DrainingError, RequestRejected
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.link import LinkLostError
-from multiworld_serving.server.frontends.messages import Done, Follow, Predict
+from multiworld_serving.server.frontends.messages import Follow, Predict
 from multiworld_serving.server.frontends.scrape import scrape_service
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
@@ -174,30 +173,6 @@ async def predict(pool: LeaderPool, timeout_s: float = 30.0) -> Prediction:
 # -- joining -------------------------------------------------------------------------------------------------------------------
 
 
-async def test_frontend_knows_the_model_and_the_state_when_it_has_joined() -> None:
-    async with running() as service:
-        pool = await service.frontend()
-        assert pool.model.result() == MODEL
-        assert pool.ready
-        assert pool.version == ModelVersion(1, "v1")
-        service.leader.ready = False
-        service.sessions.state_changed()
-        await until(lambda: not pool.ready)
-        [seen] = pool.snapshot().leaders
-        assert (seen.name, seen.state) == ("leader-0", "not_ready")
-
-
-async def test_leader_lists_its_frontends() -> None:
-    async with running() as service:
-        first, _ = await service.frontend("b"), await service.frontend("a")
-        service.sessions.state_changed()
-        await until(lambda: [each.name for each in first.snapshot().frontends] == ["a", "b"])
-        assert service.metrics.registry.get_sample_value("multiworld_frontends") == 2
-        await service.stop_frontend(0)
-        await until(lambda: service.metrics.registry.get_sample_value("multiworld_frontends") == 1)
-        await until(lambda: [each.name for each in service.sessions.state().snapshot.frontends] == ["a"])
-
-
 @pytest.mark.parametrize(("protocol", "older"), [(0, "frontend"), (99, "leader")])
 async def test_join_request_of_another_protocol_is_refused_with_what_to_upgrade(
     protocol: int, older: str, caplog: pytest.LogCaptureFixture
@@ -248,19 +223,6 @@ async def test_frontend_with_the_same_name_replaces_the_former() -> None:
             former_task.cancel()
 
 
-async def test_frontend_of_another_model_is_disconnected() -> None:
-    async with running() as service:
-        pool = await service.frontend()
-        service.sessions.model = replace(MODEL, name="other")
-        [session] = service.sessions._sessions
-        session.link.fail("of this test")
-        await until(lambda: not service.sessions._sessions)
-        await asyncio.sleep(0.2)
-        assert not pool.ready
-        service.sessions.model = MODEL
-        await until(lambda: pool.ready)
-
-
 # -- requests ------------------------------------------------------------------------------------------------------------------
 
 REQUEST = Predict("mine", 30.0)
@@ -290,18 +252,6 @@ async def test_leader_withdraws_a_request_when_the_client_has_gone() -> None:
         [session] = service.sessions._sessions
         await until(lambda: not session.link._handling)
         service.leader.proceed = None
-        await predict(pool)
-
-
-async def test_frontend_is_disconnected_when_its_frame_is_not_for_a_leader() -> None:
-    async with running() as service:
-        pool = await service.frontend()
-        [session] = service.sessions._sessions
-        link = service.links["frontend-0"]._link
-        assert link is not None
-        link.send(Done())
-        await until(lambda: session not in service.sessions._sessions)
-        await until(lambda: pool.ready)  # it has joined again
         await predict(pool)
 
 
@@ -361,33 +311,7 @@ async def test_operation_is_cancelled_when_nobody_waits_for_it() -> None:
         await until(lambda: not session.link._handling)
 
 
-async def test_operation_ends_when_the_leader_is_lost() -> None:
-    async with running() as service:
-        pool = await service.frontend()
-        service.leader.proceed = asyncio.Event()
-        steps = pool.restart_workers()
-        await anext(steps)
-        [session] = service.sessions._sessions
-        session.link.fail("of this test")
-        with pytest.raises(RequestRejected, match="was lost during rolling-restart"):
-            await anext(steps)
-
-
 # -- metrics -------------------------------------------------------------------------------------------------------------------
-
-
-async def test_any_frontend_has_the_metrics_of_all_processes(tmp_path: Any) -> None:
-    file = tmp_path / "supervisor"
-    file.write_text("# HELP restarts_total Restarts.\n# TYPE restarts_total counter\nrestarts_total 3\n")
-    async with running() as service:
-        pool, _ = await service.frontend("a"), await service.frontend("b")
-        text = (await scrape_service("a", pool, file)).decode()
-        lines = text.splitlines()
-        assert 'multiworld_frontends{process="leader-0"} 2.0' in lines
-        assert {'multiworld_http_connections{process="a"} 0.0', 'multiworld_http_connections{process="b"} 0.0'} <= set(
-            lines
-        )
-        assert 'restarts_total{process="supervisor"} 3' in text
 
 
 async def test_metrics_are_served_without_those_of_a_process_that_does_not_reply(
