@@ -1,5 +1,8 @@
 """Small models that tests export."""
 
+import shutil
+import tempfile
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -51,7 +54,26 @@ class Text(nn.Module):
 
 
 def classifier_bundle(path: Path, seed: int = 0, version: str = "1", labels: int = CLASSES) -> Bundle:
-    """A bundle of `Classifier` with two stages."""
+    """A bundle of `Classifier` with two stages. Each process exports it once and copies it, because an export takes seconds."""
+    shutil.copytree(_exported_classifier(seed, version, labels), path)
+    return read_bundle(path)
+
+
+def text_bundle(path: Path, num_stages: int = 3) -> Bundle:
+    """A bundle of `Text`, of which both inputs have a variable length. Each process exports it once."""
+    shutil.copytree(_exported_text(num_stages), path)
+    return read_bundle(path)
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Deleted when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="bundles-")
+
+
+@cache
+def _exported_classifier(seed: int, version: str, labels: int) -> Path:
+    path = Path(_folder().name) / f"classifier-{seed}-{version}-{labels}"
     image = Preprocessing(SIZE, SIZE, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
     options = ExportOptions(
         "classifier",
@@ -63,11 +85,12 @@ def classifier_bundle(path: Path, seed: int = 0, version: str = "1", labels: int
         labels=tuple(f"label {number}" for number in range(labels)),
     )
     export_model(Classifier(seed), [torch.zeros(2, 3, SIZE, SIZE)], path, options)
-    return read_bundle(path)
+    return path
 
 
-def text_bundle(path: Path, num_stages: int = 3) -> Bundle:
-    """A bundle of `Text`, of which both inputs have a variable length."""
+@cache
+def _exported_text(num_stages: int) -> Path:
+    path = Path(_folder().name) / f"text-{num_stages}"
     ids = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(0))
     options = ExportOptions(
         "text",
@@ -78,4 +101,4 @@ def text_bundle(path: Path, num_stages: int = 3) -> Bundle:
         dynamic=(Dynamic((("ids", 1), ("mask", 1)), 2, 32),),
     )
     export_model(Text(), [ids, ids > 3], path, options)
-    return read_bundle(path)
+    return path

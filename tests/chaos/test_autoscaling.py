@@ -1,18 +1,43 @@
 """`--autoscale` starts a worker under load and stops it afterwards, and no request fails."""
 
+import os
+from collections.abc import Sequence
+from functools import partial
+
 import pytest
 
+from multiworld_serving.deploy.scaling import autoscaler
+from multiworld_serving.deploy.scaling.policy import Limits
 from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.load.requests import ReferenceRequest
+from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import answers, assert_nothing_lost
+from tests.nursery import ForkedProcess, fork_program, run_program
 from tests.services import small_service
 
 pytestmark = pytest.mark.timeout(300)
 WAIT_S = 120.0
 
 
-def test_a_worker_is_added_under_load_and_leaves_afterwards_without_a_failed_request() -> None:
+def run_with_a_short_memory(arguments: list[str], environment: dict[str, str]) -> None:
+    """In a forked process: `multiworld serve`, which stops workers after ten seconds of low load, not sixty."""
+    setattr(autoscaler, "Limits", partial(Limits, down_after_s=10.0))  # noqa: B010 - mypy rejects the assignment
+    run_program(arguments, environment)
+
+
+def start_program(arguments: Sequence[str]) -> ForkedProcess:
+    reader, writer = os.pipe()
+    try:
+        return fork_program(arguments, writer, reader, call=f"{__name__}:run_with_a_short_memory")
+    finally:
+        os.close(writer)
+
+
+def test_a_worker_is_added_under_load_and_leaves_afterwards_without_a_failed_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LocalService, "start_program", staticmethod(start_program))
     with small_service(image_size=224, leaders=2, threads=1, autoscale="1..2") as service:
         requests = [ReferenceRequest(photo())]
         with run_load(service.url, requests, clients=8) as load:  # the only worker is always busy
