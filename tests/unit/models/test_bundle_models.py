@@ -69,11 +69,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], tuple[str, 
         image(64),
         ("image",),
     ),
-    "segmentation": (
-        lambda: torchvision.models.segmentation.lraspp_mobilenet_v3_large(weights=None, weights_backbone=None),
-        image(64),
-        ("image",),
-    ),
     "text": (Text, tokens(), ("ids", "mask")),
     "other operators": (OtherOperators, image(8), ("image",)),
 }

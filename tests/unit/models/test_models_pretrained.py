@@ -109,12 +109,14 @@ def test_code_in_a_cached_file_is_not_executed(cached: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("no_network")
-def test_auto_falls_back_with_one_warning_when_offline(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_auto_falls_back_with_one_warning_when_offline_and_exports_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with caplog.at_level(logging.INFO):
         path = exported("squeezenet1_1", "auto", image_size=64)
+    assert path.is_relative_to(tmp_path / "bundles")
     assert read_bundle(path).manifest.version == "random:0"
+    assert "exporting squeezenet1_1: capturing the model" in caplog.text
     warning = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warning) == 1
     assert "NO TRAINED WEIGHTS" in warning[0]
