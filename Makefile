@@ -132,9 +132,10 @@ with open(os.path.join(venv, ".lock"), "w") as lock:
     pip = os.path.join(venv, "bin", "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"
     try:
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-        # pip would compile the 19,000 modules on one core.
         subprocess.run([*pip, "--no-compile", *pip_args, "--editable", project], check=True)
-        subprocess.run([pip[0], "-m", "compileall", "-qq", "-j", "0", os.path.join(venv, "lib")])  # some modules are not valid
+        # The 19,000 modules are compiled in the background, which takes a minute. Python itself compiles those that it imports before.
+        compiler = "nice", pip[0], "-m", "compileall", "-qq", "-j", "0", os.path.join(venv, "lib")
+        subprocess.Popen(compiler, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     except subprocess.CalledProcessError as error:
         sys.exit(f"make: the installation failed: {' '.join(error.cmd)}")
     open(stamp, "w").close()

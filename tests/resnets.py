@@ -10,7 +10,8 @@ import torch
 
 from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, load_bundle_stage
-from multiworld_serving.models.export.torchvision_models import LoadedModel, export_loaded, load_model
+from multiworld_serving.models.export.bundle_cache import exported
+from multiworld_serving.models.export.torchvision_models import LoadedModel, export_loaded
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
 from multiworld_serving.models.weights.tensor_file import TensorFile
 from multiworld_serving.server.versions.stage_plan import StagePlan
@@ -38,16 +39,16 @@ def plan_of(model: LoadedModel, num_stages: int, tuning: Tuning = NO_TUNING, num
 
 
 @cache
-def resnet(weights: str, image_size: int) -> LoadedModel:
-    """A ResNet-18."""
-    return load_model("resnet18", weights, image_size=image_size)
+def _resnet(weights: str, image_size: int) -> Bundle:
+    """A ResNet-18 from the cache, where services find it, too."""
+    return read_bundle(exported("resnet18", weights, image_size=image_size))
 
 
 def resnet_plan(
     weights: str, num_stages: int, tuning: Tuning = NO_TUNING, number: int = 1, *, image_size: int
 ) -> tuple[StagePlan, ...]:
     """The stages of a ResNet-18."""
-    return plan_of(resnet(weights, image_size), num_stages, tuning, number)
+    return bundle_plan(_resnet(weights, image_size), num_stages, tuning, number)
 
 
 def sent_weights(plan: StagePlan) -> torch.Tensor:

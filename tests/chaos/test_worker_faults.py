@@ -4,13 +4,12 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, run_load
-from tests.chaos.relay import Direction, Relay
 from tests.nursery import Process
 from tests.services import service_for_workers
 
@@ -122,20 +121,3 @@ def test_second_worker_with_a_name_waits_while_the_first_serves(service: LocalSe
         assert states(service)[EMPTY] != "ready"
     assert_nothing_lost(service, load)
     assert not any("->broken" in line.message for line in service.lines[seen:])
-
-
-@pytest.mark.parametrize("direction", get_args(Direction))
-def test_partitioned_worker_is_dropped_and_rejoins_after_healing(service: LocalService, direction: Direction) -> None:
-    name, seen = f"cut-{direction.replace('_', '-')}", len(service.lines)
-    with Relay(service.join_address) as relay, external_worker(relay.address, name=name) as worker:
-        service.wait_for(lambda x: x["worker"] == name and "->ready" in x.message, WAIT_S, after=seen)
-        with run_load(service) as load:
-            seen = len(service.lines)
-            relay.cut(direction)
-            (cause,) = ended(service, name, seen)
-            # If the other direction still works, the leader's close message reaches the worker.
-            assert cause in {"hang", "exit", "transport"}
-            relay.heal()
-            service.wait_for(lambda x: x["worker"] == name and "->ready" in x.message, WAIT_S, after=seen)
-        assert_nothing_lost(service, load)
-        assert worker.poll() is None

@@ -18,7 +18,7 @@ from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.stage import BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.errors import BundleError, ModelError, StageError
 from multiworld_serving.server.versions.stage_plan import StagePlan
-from tests.bundles import Text, classifier_bundle, text_bundle
+from tests.bundles import PREVIEW, Text, classifier_bundle, text_bundle
 from tests.cut_bundles import bundle_plan
 from tests.resnets import sent_weights
 from tests.unit.models.hostile_graphs import HOSTILE
@@ -32,10 +32,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return classifier_bundle(tmp_path_factory.mktemp("classifier") / "bundle")
-
-
-PREVIEW = Path(__file__).parents[2] / "data" / "preview_bundle.zip"
-"""Made by `tests.bundles.classifier_bundle` at commit 75110a2, where cuts were measured."""
 
 
 def test_bundle_of_the_preview_release_is_served() -> None:

@@ -11,11 +11,13 @@ from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.common.wire.message import Message, MessageKind, WireError
+from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.server.replicas import worker_link
 from multiworld_serving.server.replicas.worker import SentBatch, SlotId, Worker
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
-from tests.resnets import resnet_plan
+from tests.bundles import PREVIEW
+from tests.cut_bundles import bundle_plan
 from tests.waiting import until
 
 
@@ -56,7 +58,7 @@ async def test_outputs_are_released_after_a_while_when_no_batch_takes_them_along
 
 @pytest.mark.parametrize("kind", [MessageKind.KEPT, MessageKind.RESULT])
 def test_result_is_refused_when_its_batch_is_not_in_flight(kind: MessageKind) -> None:
-    plan = resnet_plan("random:0", 2, image_size=32)[0]
+    plan = bundle_plan(read_bundle(PREVIEW), 2)[0]
     link, _ = ready_link(plan)
     rows = torch.zeros(1, *plan.output_shape.dims, dtype=plan.output_dtype)
     place = torch.tensor([7, *plan.output_shape.dims])

@@ -1,18 +1,21 @@
 """Which leader a worker obeys, and what the leaders are told about what it holds."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.workers import leader_order
 from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.stage_loader import AssignedStage
-from tests.resnets import resnet_plan
+from tests.bundles import PREVIEW, classifier_bundle
+from tests.cut_bundles import bundle_plan
 
-FIRST, LAST = (plan.spec for plan in resnet_plan("random:0", 2, image_size=32))
+FIRST, LAST = (plan.spec for plan in bundle_plan(read_bundle(PREVIEW), 2))
 
 
 def stage(version: int, spec: BundleStageSpec, digest: str) -> AssignedStage:
@@ -101,7 +104,8 @@ async def test_leader_that_assigns_nothing_delays_the_later_ones_for_a_limited_t
             await order.until_earlier_leaders_assigned(1)
 
 
-def test_part_is_the_same_for_all_versions_and_differs_between_stages() -> None:
-    other = resnet_plan("random:1", 2, image_size=32)
-    assert [plan.spec.part for plan in other] == [FIRST.part, LAST.part]
-    assert FIRST.part != LAST.part
+def test_part_is_the_same_for_all_versions_and_differs_between_stages(tmp_path: Path) -> None:
+    versions = [bundle_plan(classifier_bundle(tmp_path / str(seed), seed), 2) for seed in (0, 1)]
+    (first, last), other = ([plan.spec.part for plan in plans] for plans in versions)
+    assert other == [first, last]
+    assert first != last
