@@ -61,6 +61,8 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         "server/replicas/breaker.py": (
             # The second failure in a row has no consequence.
             ("record.failures > 1", "record.failures > 2"),
+            # A worker that has served well is quarantined as if it had failed at once.
+            ("record.failures = 1 if healthy else", "record.failures ="),
         ),
         "server/replicas/reconcile.py": (
             # The last ready replica of a stage is moved to another stage.
@@ -114,6 +116,8 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         "multiworld/transport/connection.py": (
             # A frame is written between a partly written head and its message.
             ("if at and self._outbox[0].joined:", "if at and not self._outbox:"),
+            # A peer may grant receive credits without a limit.
+            ("if self._total_credits > MAX_CREDITS:", "if self._total_credits < 0:"),
         ),
         "multiworld/transport/shared.py": (
             # A sent piece overwrites a piece that the receiver has not read.
