@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import torch
 from _pytest.runner import runtestprotocol
 
 from examples.digits.train import IMAGE_SIZE, LABELS, train
@@ -25,6 +26,9 @@ from tests.nursery import start_program
 if "PYTEST_XDIST_WORKER" in os.environ:  # its workers inherit the size of a terminal that they do not have
     for name in ("COLUMNS", "TCP"):
         os.environ.pop(name, None)
+    torch.set_num_threads(
+        1
+    )  # there are as many processes as cores, and threads of several processes wait for each other
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background jobs and their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
