@@ -184,19 +184,6 @@ async def form_over(line: Line, manager: WorldManager, victim: Member, port: int
     await joining
 
 
-async def test_frozen_member_learns_the_cause_when_it_wakes(spawn: Spawn, manager: WorldManager) -> None:
-    victim = await spawn()
-    await form("w", manager.listen(), manager, victim)
-    events = manager.events()
-    waiting = victim.start("recv", world="w", src=0)
-    victim.signal(signal.SIGSTOP)
-    assert await broken(events, "w") == (Cause.HANG, 1)
-    victim.signal(signal.SIGCONT)
-    with pytest.raises(BrokenWorldException) as raised:
-        await waiting
-    assert (raised.value.cause, raised.value.rank) == (Cause.HANG, 1)
-
-
 async def test_only_process_exit_breaks_a_world_without_heartbeats(spawn: Spawn) -> None:
     peer = await spawn(enable_monitor=False)
     async with WorldManager(enable_monitor=False) as manager:

@@ -7,44 +7,12 @@ import weakref
 import pytest
 import torch
 
-from multiworld import BrokenWorldException, Cause, World, WorldClosedError, WorldManager, WorldNotFoundError
+from multiworld import BrokenWorldException, Cause, World, WorldManager
 from multiworld.collectives.reductions import all_reduce
 from multiworld.ops.validation import Ranks
 from tests.integration.crew import Crew
 
 BOTH = pytest.mark.parametrize("checked", [False, True])
-
-
-@BOTH
-def test_other_worlds_continue_while_one_waits(crew: Crew, checked: bool) -> None:
-    """A collective that waits for a member does not delay other worlds of the same processes."""
-
-    async def part(manager: WorldManager, world: World) -> None:
-        waiting = None
-        if world.rank != 2:
-            waiting = asyncio.create_task(manager.communicator.barrier(world.name))
-        pair = await crew.worlds(2, checked)
-        if world.rank < 2:
-            for step in range(20):
-                tensor = torch.full((2000,), float(step))
-                await manager.communicator.all_reduce(tensor, world_name=pair[0].name)
-                assert tensor[0] == 2 * step
-            assert waiting is not None
-            assert not waiting.done()
-        if world.rank < 2:
-            finished.append(world.rank)
-            if len(finished) == 2:
-                both.set()
-        else:
-            await both.wait()
-            await manager.communicator.barrier(world.name)
-        if waiting is not None:
-            await waiting
-
-    finished: list[int] = []
-    both = asyncio.Event()
-    crew.await_(crew.worlds(2, checked))
-    crew.run(3, part, checked=checked)
 
 
 @BOTH
@@ -116,34 +84,6 @@ async def test_bootstrap_timeout_does_not_limit_operations() -> None:
 
         members = enumerate((first, second))
         await asyncio.gather(*(work(manager, rank, checked) for rank, manager in members for checked in (False, True)))
-
-
-@BOTH
-def test_pending_operations_fail_when_the_world_is_removed(crew: Crew, checked: bool) -> None:
-    async def part(manager: WorldManager, world: World) -> None:
-        here, name = manager.communicator, world.name
-        if world.rank == 0:
-            pending = [here.irecv(torch.zeros(2), 1, name), here.irecv(torch.zeros(2), 1, name, tag=1)]
-            collective = asyncio.create_task(here.all_reduce(torch.zeros(2), world_name=name))
-            await asyncio.sleep(0.05)
-            manager.remove_world(name)
-            for operation in pending:
-                with pytest.raises(WorldClosedError):
-                    await operation
-                assert operation.status == "failed"
-            with pytest.raises(WorldClosedError):
-                await collective
-            with pytest.raises(WorldNotFoundError):
-                await here.barrier(name)
-        else:
-            with pytest.raises(BrokenWorldException) as caught:
-                await here.recv(torch.zeros(2), 0, name)
-            assert caught.value.cause == Cause.LEFT
-
-    try:
-        crew.run(2, part, checked=checked)
-    finally:
-        crew.fresh(2, checked=checked)
 
 
 @BOTH

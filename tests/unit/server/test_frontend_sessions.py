@@ -26,7 +26,7 @@ from multiworld_serving.server.errors import DrainingError, RequestRejected
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.link import LinkLostError
-from multiworld_serving.server.frontends.messages import Follow, Predict
+from multiworld_serving.server.frontends.messages import Predict
 from multiworld_serving.server.frontends.scrape import scrape_service
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
@@ -52,7 +52,7 @@ STEPS = [
 
 
 class FakeLeader:
-    """The pipeline: says how bright the channels of an image are. Can be told to fail, or to wait."""
+    """The pipeline: says how bright the channels of an image are. Can be told to wait."""
 
     def __init__(self) -> None:
         self.manager = WorldManager(secret=SECRET, verify_collectives=False)
@@ -62,7 +62,6 @@ class FakeLeader:
         self.desired = self.served = Desired(0, self.version)
         self.obstacle = ""
         self.ready = True
-        self.failure: Exception | None = None
         self.closed: RequestRejected | None = None
         self.proceed: asyncio.Event | None = None
         self.got: list[tuple[float, str]] = []
@@ -86,31 +85,15 @@ class FakeLeader:
             await self.proceed.wait()
         assert isinstance(pending.input, Tensor)
         means = pending.input.float().mean(dim=(2, 3))
-        pending.on_outcome(self.failure or Prediction(means, "m", "v1", 0.1, 0.2, 0.3, 1, ("w",)))
+        pending.on_outcome(Prediction(means, "m", "v1", 0.1, 0.2, 0.3, 1, ("w",)))
         del self.tasks[pending]
 
     def snapshot(self) -> PipelineSnapshot:
         return PipelineSnapshot("m", "v1", self.ready, self.closed is not None, 1.0, 0, len(self.got), ())
 
-    async def load_version(self, weights: str | None, revision: int) -> ModelVersion:
-        if self.failure is not None:
-            raise self.failure
-        self.version = ModelVersion(2, weights or "v1")
-        self.follow(Desired(revision, self.version, weights))
-        await self.inform_frontends()
-        return self.version
-
-    def follow(self, desired: Desired) -> None:
-        self.desired = self.served = desired
-
-    async def unload(self, revision: int) -> None:
-        await self.inform_frontends()
-
     async def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
         for step in STEPS:
             yield step
-            if self.failure is not None:
-                raise self.failure
             if self.proceed is not None:
                 await self.proceed.wait()
 
@@ -229,18 +212,6 @@ REQUEST = Predict("mine", 30.0)
 PIXELS = IMAGE.numpy().tobytes()
 
 
-async def test_prediction_is_that_of_the_leader() -> None:
-    async with running() as service:
-        pool = await service.frontend()
-        found = await asyncio.gather(*(predict(pool) for _ in range(50)))
-        for each in found:
-            assert torch.equal(each.output, IMAGE[None].float().mean(dim=(2, 3)))
-        assert (found[0].model, found[0].version, found[0].path, found[0].attempts) == ("m", "v1", ("w",), 1)
-        assert {request_id for _, request_id in service.leader.got} == {"mine"}
-        assert all(28 < left_s <= 30 for left_s, _ in service.leader.got)
-        assert not service.leader.tasks
-
-
 async def test_leader_withdraws_a_request_when_the_client_has_gone() -> None:
     async with running() as service:
         pool = await service.frontend()
@@ -283,20 +254,6 @@ async def test_leader_that_drains_does_not_wait_for_a_frontend_that_is_lost() ->
 
 
 # -- operations ----------------------------------------------------------------------------------------------------------------
-
-
-async def test_operations_are_performed_by_the_leader() -> None:
-    async with running() as service:
-        pool = await service.frontend()
-        other = await service.frontend("frontend-1")
-        assert await pool.load_version("v2") == ModelVersion(2, "v2")
-        assert pool.version == ModelVersion(2, "v2")
-        assert other.version == ModelVersion(2, "v2"), "every frontend knows it when the operation ends"
-        await until(lambda: service.links["frontend-1"].state.served.revision == 1)  # type: ignore[union-attr]
-        assert [step async for step in pool.restart_workers()] == STEPS
-        await pool.unload()
-        service.links["frontend-1"].connected().send(Follow(latest := service.leader.served._replace(revision=7)))
-        await until(lambda: service.leader.served == latest)
 
 
 async def test_operation_is_cancelled_when_nobody_waits_for_it() -> None:
