@@ -27,13 +27,6 @@ class Systemd:
     def next(self) -> str:
         return self._sock.recv(100).decode()
 
-    def has_heard_nothing(self) -> bool:
-        self._sock.setblocking(False)
-        try:
-            return not self._sock.recv(100)
-        except BlockingIOError:
-            return True
-
     def close(self) -> None:
         self._sock.close()
 
