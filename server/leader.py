@@ -25,6 +25,7 @@ from multiworld_serving.server.operations import Operations
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.predictor import ModelVersion, RestartStep, ServedModel
+from multiworld_serving.server.replicas.paced import Paced
 from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.events import Drain
@@ -89,7 +90,7 @@ class Leader:
         self.obstacle = ""
         self._following: asyncio.Task[None] | None = None
         self.closed: RequestRejected | None = None
-        self._notifying: asyncio.Handle | None = None
+        self._notices = Paced(self._notify, lambda: self._registry.placement.num_workers)
         self._started_s = time.monotonic()
         self._was_ready = False
 
@@ -115,6 +116,7 @@ class Leader:
             self._following.cancel()
         self._operations.close()
         await self._registry.close()
+        self._notices.cancel()
         await self.manager.aclose()
 
     # -- requests ------------------------------------------------------------------------------------------------------------
@@ -272,11 +274,9 @@ class Leader:
 
     def _changed(self) -> None:
         """Tell the frontends soon, once for all changes until then."""
-        if self._notifying is None:
-            self._notifying = asyncio.get_running_loop().call_soon(self._notify)
+        self._notices.ask()
 
     def _notify(self) -> None:
-        self._notifying = None
         if self.ready and not self._was_ready:
             self._was_ready = True
             logger.info("leader ready after_s=%.1f", time.monotonic() - self._started_s)

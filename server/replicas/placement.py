@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, count
 
 from multiworld import Cause
 from multiworld_serving.server.replicas.worker import SlotId, Worker
@@ -45,60 +46,124 @@ class Slot:
 
 
 @dataclass(slots=True)
+class _Slots:
+    """The slots of one stage, or those of spares.
+
+    Attributes:
+        by_index: all of them.
+        free: indexes of those without a connected worker.
+        gaps: indexes that are below the highest one and have no slot.
+        hosts: the number of connected workers on each host.
+    """
+
+    by_index: dict[int, Slot] = field(default_factory=dict)
+    free: set[int] = field(default_factory=set)
+    gaps: set[int] = field(default_factory=set)
+    hosts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.by_index) - len(self.free)
+
+    def add(self, slot: SlotId) -> Slot:
+        added = self.by_index[slot.index] = Slot(slot)
+        self.free.add(slot.index)
+        self.gaps.discard(slot.index)
+        return added
+
+    def remove(self, slot: SlotId) -> None:
+        del self.by_index[slot.index]
+        self.free.discard(slot.index)
+        self.gaps.add(slot.index)
+
+
 class Placement:
     """All slots.
 
     Each stage has `replicas` slots from the start. Then `spares_wanted` workers become spares. Further workers get extra slots, which
-    are removed when they leave.
+    are removed when they leave. What a joining worker needs to know takes time independent of the number of workers.
+
+    Attributes:
+        wanted: replicas of each stage that the load needs; empty: unknown. Only their ratio matters, because a leader knows its own load.
     """
 
-    num_stages: int
-    replicas: int
-    spares_wanted: int = 0
-    slots: dict[SlotId, Slot] = field(default_factory=dict)
-    """The slots of the stages, and those of connected spares."""
-    wanted: tuple[float, ...] = ()
-    """Replicas of each stage that the load needs; empty: unknown. Only their ratio matters, because a leader knows its own load."""
-    _generations: Counter[str] = field(default_factory=Counter)
+    def __init__(self, num_stages: int, replicas: int, spares_wanted: int = 0) -> None:
+        self.num_stages = num_stages
+        self.replicas = replicas
+        self.spares_wanted = spares_wanted
+        self.wanted: tuple[float, ...] = ()
+        self._stages: dict[int | None, _Slots] = {stage: _Slots() for stage in (*range(num_stages), None)}
+        """The slots of the stages, and those of connected spares."""
+        self._live: dict[str, Worker] = {}
+        """The connected workers by name."""
+        self._worlds: set[str] = set()
+        """The names of their worlds."""
+        self._generations: Counter[str] = Counter()
+        for stage in range(num_stages):
+            for index in range(replicas):
+                self._stages[stage].add(SlotId(stage, index))
 
-    def __post_init__(self) -> None:
-        for stage in range(self.num_stages):
-            for index in range(self.replicas):
-                self._add(SlotId(stage, index))
+    @property
+    def slots(self) -> list[Slot]:
+        """All slots, including those of spares."""
+        return [slot for stage in self._stages.values() for slot in stage.by_index.values()]
 
-    def _add(self, slot: SlotId) -> Slot:
-        return self.slots.setdefault(slot, Slot(slot))
+    @property
+    def num_workers(self) -> int:
+        """How many workers are connected."""
+        return len(self._live)
 
     def of_stage(self, stage: int | None) -> list[Slot]:
         """The slots of a stage in their order; None: of spares."""
-        return sorted((slot for id_, slot in self.slots.items() if id_.stage == stage), key=lambda slot: slot.id.index)
+        return [slot for _, slot in sorted(self._stages[stage].by_index.items())]
 
     def workers(self, stage: int | None = None) -> Iterator[Worker]:
         """All connected workers, including spares; of one stage if one is given."""
-        for slot in self.slots.values():
-            if slot.worker is not None and not slot.free and stage in (None, slot.id.stage):
-                yield slot.worker
+        for slots in self._stages.values() if stage is None else (self._stages[stage],):
+            for slot in slots.by_index.values():
+                if slot.worker is not None and not slot.free:
+                    yield slot.worker
 
     def ready(self, stage: int | None = None) -> list[Worker]:
         """Those of `workers` that are ready."""
         return [worker for worker in self.workers(stage) if worker.state == "ready"]
 
+    def num_workers_of(self, stage: int) -> int:
+        """How many workers of this stage are connected."""
+        return self._stages[stage].num_workers
+
     def live_worker(self, name: str) -> Worker | None:
         """The connected worker with this name, if there is one."""
-        return next((worker for worker in self.workers() if worker.name == name), None)
+        return self._live.get(name)
 
     def slot_of(self, worker: Worker) -> Slot | None:
         """The slot that this worker was assigned to last, unless another worker has taken it."""
-        slot = self.slots.get(worker.slot)
+        slot = self._stages[worker.slot.stage].by_index.get(worker.slot.index)
         return slot if slot is not None and slot.worker is worker else None
+
+    def take(self, slot: Slot, worker: Worker) -> None:
+        """A worker that joins, or a spare that is promoted, takes a free slot."""
+        slot.worker, worker.slot = worker, slot.id
+        slots = self._stages[slot.id.stage]
+        slots.free.discard(slot.id.index)
+        slots.hosts[worker.request.host] += 1
+        self._live[worker.name] = worker
+        self._worlds.add(worker.id.world)
+
+    def lose(self, worker: Worker) -> None:
+        """The link of this worker has ended: its slot is free."""
+        slots = self._stages[worker.slot.stage]
+        slots.free.add(worker.slot.index)
+        slots.hosts[worker.request.host] -= 1
+        self._live.pop(worker.name, None)
+        self._worlds.discard(worker.id.world)
 
     def free_slot(self, stage: int) -> Slot:
         """A free slot of this stage for a joining worker.
 
         If there is none, the worker becomes a spare if spares are wanted, or else gets an extra slot of the stage.
         """
-        is_full = not any(slot.free for slot in self.of_stage(stage))
-        if is_full and len(self.of_stage(None)) < self.spares_wanted:
+        if not self._stages[stage].free and len(self._stages[None].by_index) < self.spares_wanted:
             return self._new_slot(None)
         return self._slot_of_stage(stage)
 
@@ -109,22 +174,28 @@ class Placement:
         return self.free_slot(0) if self.num_stages == 1 else self._slot_of_stage(min(held))
 
     def _slot_of_stage(self, stage: int) -> Slot:
-        return next((slot for slot in self.of_stage(stage) if slot.free), None) or self._new_slot(stage)
+        slots = self._stages[stage]
+        return slots.by_index[min(slots.free)] if slots.free else self._new_slot(stage)
 
     def _new_slot(self, stage: int | None) -> Slot:
         """An extra slot. Its name is not that of the world of a connected worker: a promoted spare keeps its world."""
-        taken = {worker.id.world for worker in self.workers()} | {slot.name for slot in self.slots}
-        return self._add(
-            next(slot for index in range(len(taken) + 1) if (slot := SlotId(stage, index)).name not in taken)
-        )
+        slots = self._stages[stage]
+        for index in chain(sorted(slots.gaps), count(len(slots.by_index) + len(slots.gaps))):
+            if (slot := SlotId(stage, index)).name not in self._worlds:
+                break
+            slots.gaps.add(index)
+        return slots.add(slot)
 
     def remove(self, slot: Slot) -> None:
         """Remove a slot of a spare, or an extra one."""
-        self.slots.pop(slot.id, None)
+        slots = self._stages[slot.id.stage]
+        if slot.worker is not None and not slot.free:
+            slots.hosts[slot.worker.request.host] -= 1
+        slots.remove(slot.id)
 
-    def is_extra(self, slot: Slot) -> bool:
-        """Whether its stage has more than `replicas` slots. Spares have no slot without a worker."""
-        return slot.id.stage is None or len(self.of_stage(slot.id.stage)) > self.replicas
+    def num_extra(self, stage: int | None) -> int:
+        """How many slots more than `replicas` a stage has. Spares have no slot without a worker."""
+        return len(self._stages[stage].by_index) - (0 if stage is None else self.replicas)
 
     def choose_stage(
         self,
@@ -143,7 +214,7 @@ class Placement:
         Args:
             too_large: stages that do not fit into its memory. They are chosen only if no stage fits.
         """
-        counts = [len(list(self.workers(stage))) for stage in range(self.num_stages)]
+        counts = [self.num_workers_of(stage) for stage in range(self.num_stages)]
         extra = min(counts) >= self.replicas
 
         def rank(stage: int) -> tuple[bool, bool, bool, float, int]:
@@ -156,7 +227,7 @@ class Placement:
 
     def count(self, stage: int, host: str) -> int:
         """The number of replicas of a stage on a host."""
-        return sum(worker.request.host == host for worker in self.workers(stage))
+        return self._stages[stage].hosts[host]
 
     def _weight(self, stage: int) -> float:
         """The load of a stage relative to that of the most loaded one."""
@@ -166,12 +237,12 @@ class Placement:
     @property
     def fully_replicated(self) -> bool:
         """Whether every stage has at least `replicas` ready replicas, and no worker is joining or draining."""
-        settled = all(slot.ready or slot.free for slot in self.slots.values())
+        settled = all(slot.ready or slot.free for slot in self.slots)
         return settled and all(len(self.ready(stage)) >= self.replicas for stage in range(self.num_stages))
 
     def empty_stages(self) -> list[int]:
         """The stages without a ready or joining worker."""
-        return [stage for stage in range(self.num_stages) if next(self.workers(stage), None) is None]
+        return [stage for stage in range(self.num_stages) if not self.num_workers_of(stage)]
 
     def next_generation(self, world_name: str) -> int:
         """The generation of a world that is about to form. Starts at 1."""

@@ -157,10 +157,12 @@ def reconcile(goal: Goal, placement: Placement, now_s: float) -> Steps:
     steps = Steps()
     for worker in placement.workers():
         steps.now += _of_worker(worker, goal)
-    for slot in placement.slots.values():
-        if _is_unused(slot, placement) and (slot.left or steps.at(_kept_until_s(slot), now_s)):
+    extra = {stage: placement.num_extra(stage) for stage in (*range(placement.num_stages), None)}
+    for slot in placement.slots:
+        is_unused = slot.free and slot.worker is not None and extra[slot.id.stage] > 0
+        if is_unused and (slot.left or steps.at(_kept_until_s(slot), now_s)):
+            extra[slot.id.stage] -= 1
             steps.now.append(RemoveSlot(slot))
-            break  # whether another slot is extra depends on this one
     if goal.loading is not None:
         _load(goal.loading, placement, steps, now_s)
     if steps.at(goal.settle_until_s, now_s):
@@ -168,10 +170,6 @@ def reconcile(goal: Goal, placement: Placement, now_s: float) -> Steps:
     if goal.restart is not None and _may_restart(goal.restart, placement):
         steps.now.append(WorkerStep("restart", goal.restart))
     return steps
-
-
-def _is_unused(slot: Slot, placement: Placement) -> bool:
-    return slot.free and slot.worker is not None and placement.is_extra(slot)
 
 
 def _kept_until_s(slot: Slot) -> float:
@@ -230,13 +228,15 @@ def _load(loading: Loading, placement: Placement, steps: Steps, now_s: float) ->
     if any(version not in worker.loaded for worker in ready) and not steps.at(loading.retry_s, now_s):
         return
     busy = [worker for worker in placement.workers() if worker.busy_with == version]
+    busy_hosts, busy_stages = {each.request.host for each in busy}, {each.slot.stage for each in busy}
+    proven = {each.slot.stage for each in ready if version in each.loaded}
     for worker in ready:
         stage, host = worker.slot.stage, worker.request.host
-        if version in worker.loaded or worker.busy_with is not None or any(host == each.request.host for each in busy):
+        if version in worker.loaded or worker.busy_with is not None or host in busy_hosts:
             continue
-        proven = any(version in other.loaded for other in ready if other.slot.stage == stage)
-        if proven or not any(other.slot.stage == stage for other in busy):
-            busy.append(worker)
+        if stage in proven or stage not in busy_stages:
+            busy_hosts.add(host)
+            busy_stages.add(stage)
             steps.now.append(WorkerStep("load", worker, version))
 
 
@@ -253,10 +253,8 @@ def _fill(goal: Goal, placement: Placement, steps: Steps, now_s: float) -> None:
                 return
     if any(worker.state == "draining" or worker.busy_with == "restart" for worker in placement.workers()):
         return
-    fewest, most = (
-        pick(range(placement.num_stages), key=lambda stage: len(list(placement.workers(stage)))) for pick in (min, max)
-    )
-    count, candidates = len(list(placement.workers(fewest))), placement.ready(most)
+    fewest, most = (pick(range(placement.num_stages), key=placement.num_workers_of) for pick in (min, max))
+    count, candidates = placement.num_workers_of(fewest), placement.ready(most)
     settled_s = max(goal.moved_s, goal.settle_until_s)
     if count >= placement.replicas:
         is_quiet = goal.loading is None and goal.restart is None and placement.fully_replicated

@@ -13,6 +13,7 @@ from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.replicas.breaker import Breaker
+from multiworld_serving.server.replicas.paced import Paced
 from multiworld_serving.server.replicas.placement import Placement, Slot
 from multiworld_serving.server.replicas.reconcile import (
     GiveUp,
@@ -80,8 +81,7 @@ class WorkerRegistry:
         self._breaker = Breaker()
         self._links: dict[LinkId, WorkerLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._reconciling = False
+        self._passes = Paced(self._reconcile, lambda: self.placement.num_workers)
         self._changed = asyncio.Event()
         self._closed = False
         self._listening_since_s = float("-inf")
@@ -97,8 +97,7 @@ class WorkerRegistry:
     def stop(self) -> None:
         """Admit no more workers."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._passes.cancel()
 
     async def close(self) -> None:
         """Stop, close all links and wait until they have ended."""
@@ -151,7 +150,8 @@ class WorkerRegistry:
 
     def _admit(self, request: JoinRequest, host: str) -> Worker:
         slot = self._choose_slot(request, self._held(request))
-        slot.worker = worker = Worker(request, slot.id, self.placement.next_generation(slot.id.name))
+        worker = Worker(request, slot.id, self.placement.next_generation(slot.id.name))
+        self.placement.take(slot, worker)
         plans = self._versions.current.stages_for(slot.id.stage)
         link = self._links[worker.id] = WorkerLink(worker, plans, self._on_state, self._driver.on_batch)
         logger.info(
@@ -226,6 +226,7 @@ class WorkerRegistry:
         self._links.pop(worker.id, None)
         assert ending is not None
         assert slot is not None, "a link that has just ended has a slot"
+        self.placement.lose(worker)
         if ending.cause != Cause.LEFT:
             slot.last_failure = FailureSnapshot(ending.cause, ending.detail, time.time())
             if not ending.leader_unresponsive:
@@ -248,28 +249,23 @@ class WorkerRegistry:
     # -- steps ---------------------------------------------------------------------------------------------------------------
 
     def reconcile(self) -> None:
-        """Perform steps until there are none. Called after every change of a worker or of what is desired."""
-        if self._reconciling or self._closed:
-            return
-        self._reconciling = True
-        try:
-            for _ in range(_MAX_ROUNDS):
-                self.goal.serving, self.goal.loading = self._versions.numbers, self.rollout.loading
-                steps = reconcile(self.goal, self.placement, time.monotonic())
-                if not steps.now:
-                    break
-                for step in steps.now:
-                    self._perform(step)
-            else:
-                logger.error("the workers do not settle; this is a bug, please report it: %s", steps.now)
-        finally:
-            self._reconciling = False
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """Perform steps soon, until there are none. Called after every change of a worker or of what is desired."""
+        if not self._closed:
+            self._passes.ask()
+
+    def _reconcile(self) -> None:
+        for _ in range(_MAX_ROUNDS):
+            self.goal.serving, self.goal.loading = self._versions.numbers, self.rollout.loading
+            steps = reconcile(self.goal, self.placement, time.monotonic())
+            if not steps.now:
+                break
+            for step in steps.now:
+                self._perform(step)
+        else:
+            logger.error("the workers do not settle; this is a bug, please report it: %s", steps.now)
+        self._passes.cancel()  # those that the steps have asked for
         if steps.wake_s is not None:
-            delay_s = max(0.0, steps.wake_s - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self.reconcile)
+            self._passes.ask(steps.wake_s)
         self._metrics.quarantined.set(self._breaker.quarantined(time.monotonic()))
         self._changed.set()
         self._changed = asyncio.Event()
@@ -288,9 +284,9 @@ class WorkerRegistry:
                     self._perform_at(link, step)
             case Promote(spare, slot):
                 self.placement.remove(spare)
-                slot.worker = worker = spare.worker
+                worker = spare.worker
                 assert worker is not None, "the spare is ready"
-                worker.slot = slot.id
+                self.placement.take(slot, worker)
                 logger.info(
                     "world=%s generation=%d stage=%d replica=%d worker=%s spare promoted",
                     *(*worker.id, worker.stage, slot.id.index, worker.name),
@@ -307,7 +303,8 @@ class WorkerRegistry:
         match step.kind:
             case "activate":
                 self._metrics.link(worker.stage, worker.slot.index)
-                slot = self.placement.slots[worker.slot]
+                slot = self.placement.slot_of(worker)
+                assert slot is not None, "it is connected"
                 if slot.lost_at_s is not None and slot.last_failure is not None:
                     waited_s = time.monotonic() - slot.lost_at_s
                     self._metrics.recovery_s.labels(slot.last_failure.cause).observe(waited_s)
@@ -322,7 +319,7 @@ class WorkerRegistry:
                 link.unload(version)
             case "move":
                 if step.stage is None:
-                    counts = [len(list(self.placement.workers(stage))) for stage in range(self.placement.num_stages)]
+                    counts = list(map(self.placement.num_workers_of, range(self.placement.num_stages)))
                     logger.warning("workers by stage=%s: reassigning worker=%s of %s", counts, worker.name, worker.id)
                 else:
                     self.goal.destined[worker.name] = step.stage

@@ -20,23 +20,25 @@ from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 
-def fill(slot: Slot, worker: str, host: str = "h") -> str:
-    slot.worker = Worker(JoinRequest(worker, "cpu", host, 1), slot.id, 1, state="ready", since_s=0.0, loaded={1})
+def fill(slots: Placement, slot: Slot, worker: str, host: str = "h") -> str:
+    request = JoinRequest(worker, "cpu", host, 1)
+    slots.take(slot, Worker(request, slot.id, 1, state="ready", since_s=0.0, loaded={1}))
     return slot.id.name
 
 
 def join(slots: Placement, worker: str, host: str = "h") -> str:
-    return fill(slots.free_slot(slots.choose_stage(host)), worker, host)
+    return fill(slots, slots.free_slot(slots.choose_stage(host)), worker, host)
 
 
 def slot_named(slots: Placement, name: str) -> Slot:
-    return next(slot for slot in slots.slots.values() if slot.id.name == name)
+    return next(slot for slot in slots.slots if slot.id.name == name)
 
 
 def fail(slots: Placement, name: str, cause: str = Cause.EXIT) -> None:
     worker = slot_named(slots, name).worker
     assert worker is not None
     worker.state, worker.ending = "broken", Ending(cause, "")
+    slots.lose(worker)
 
 
 def others(slots: Placement, now_s: float = 0.0) -> list[Promote | RemoveSlot | WorkerStep]:
@@ -58,9 +60,8 @@ def settle(slots: Placement, now_s: float = 0.0) -> list[str]:
                 slots.remove(step.slot)
             elif isinstance(step, Promote) and step.spare.worker is not None:
                 slots.remove(step.spare)
-                step.slot.worker = step.spare.worker
-                step.slot.worker.slot = step.slot.id
-                promoted.append(step.slot.worker.name)
+                slots.take(step.slot, step.spare.worker)
+                promoted.append(step.spare.worker.name)
     return promoted
 
 
@@ -213,7 +214,7 @@ def test_placement_is_fully_replicated_when_every_stage_has_its_replicas_and_no_
 
 
 def returns(slots: Placement, worker: str, *held: int) -> str:
-    return fill(slots.slot_holding(held), worker)
+    return fill(slots, slots.slot_holding(held), worker)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.permutations(range(14)), st.permutations(range(14)))

@@ -60,7 +60,8 @@ class Cluster:
             stage = self.placement.choose_stage(host, {held}, destined=destined)
         slot = self.placement.free_slot(stage)
         generation = self.placement.next_generation(slot.id.name)
-        slot.worker = worker = Worker(JoinRequest(f"w{number}", "cpu", host, 1), slot.id, generation)
+        worker = Worker(JoinRequest(f"w{number}", "cpu", host, 1), slot.id, generation)
+        self.placement.take(slot, worker)
         self.enter(worker, "loading")
         version = self.goal.serving[0]
 
@@ -76,6 +77,7 @@ class Cluster:
         if worker.state == "broken":
             return
         self.enter(worker, "broken")
+        self.placement.lose(worker)
         worker.ending = Ending(cause, "")
         worker.replicas.clear()
         if isinstance(worker.busy_with, int) and self.goal.loading is not None and cause != Cause.LEFT:
@@ -101,9 +103,8 @@ class Cluster:
                 self.perform_at(step.kind, step.worker, step.version)
             case Promote(spare, slot):
                 self.placement.remove(spare)
-                slot.worker = spare.worker
-                assert slot.worker is not None
-                slot.worker.slot = slot.id
+                assert spare.worker is not None
+                self.placement.take(slot, spare.worker)
             case RemoveSlot(slot):
                 self.placement.remove(slot)
             case Switch(version):
