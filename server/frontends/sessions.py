@@ -131,9 +131,9 @@ class FrontendSessions:
             host=socket.gethostname(),
             pid=os.getpid(),
             version=leader.version,
-            desired=leader.desired,
-            served=leader.served,
-            obstacle=leader.obstacle,
+            desired=leader.serving.desired,
+            served=leader.serving.served,
+            obstacle=leader.serving.obstacle,
             snapshot=snapshot,
         )
 
@@ -215,7 +215,7 @@ class FrontendSession:
             case Scrape(others=others):
                 self.link.handle(number, self._sessions.scrape(others_than=self if others else None))
             case Follow(desired=desired):
-                self._sessions.leader.follow(desired)
+                self._sessions.leader.serving.follow(desired)
             case body:
                 raise ValueError(f"unexpected {type(body).__name__} from a frontend")
 
@@ -254,14 +254,14 @@ class FrontendSession:
 
     async def _operate(self, number: int, asked: Operation) -> Done:
         """Run an administrative operation."""
-        leader, version = self._sessions.leader, None
+        serving, version = self._sessions.leader.serving, None
         match asked.operation:
             case "load-version":
-                version = await leader.load_version(asked.weights, asked.revision)
+                version = await serving.load_version(asked.weights, asked.revision)
             case "unload":
-                await leader.unload(asked.revision)
+                await serving.unload(asked.revision)
             case "rolling-restart":
-                async with aclosing(leader.restart_workers()) as steps:
+                async with aclosing(serving.operations.restart_workers()) as steps:
                     async for step in steps:
                         self.link.reply(number, Step(step), kind=Kind.STEP)
         return Done(version)

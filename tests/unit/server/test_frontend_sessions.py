@@ -67,6 +67,7 @@ class FakeLeader:
         self.got: list[tuple[float, str]] = []
         self.cancelled = 0
         self.driver = SimpleNamespace(requests=self, relays=Relays())
+        self.serving = self.operations = self
         self.tasks: dict[PendingRequest, asyncio.Task[None]] = {}
 
     def begin(self, pending: PendingRequest, rows: int) -> None:
