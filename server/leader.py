@@ -21,6 +21,7 @@ from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.predictor import ModelVersion, ServedModel
+from multiworld_serving.server.replicas import status
 from multiworld_serving.server.replicas.paced import Paced
 from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.scheduling.config import SchedulerConfig
@@ -78,17 +79,17 @@ class Leader:
             *(self._frontends.inform, self._changed),
         )
         metrics.derived.register(PipelineCollector(self.snapshot, self.driver.scheduler.counters))
-        self._notices = Paced(self._notify, lambda: self._registry.placement.num_workers)
+        self._notices = Paced(self._notify, self._registry.placement.num_workers)
         self._started_s = time.monotonic()
         self._was_ready = False
 
     @property
     def join_port(self) -> int:
         """The port on which workers join; final after `async with` is entered."""
-        return self._registry.port
+        return self._registry.joining.port
 
     async def __aenter__(self) -> "Leader":
-        self._registry.listen()
+        self._registry.joining.listen()
         self.manager.answer(self._settings.join_host, self.join_port, self._frontends.answer)
         self._frontends.start()
         self._changed()
@@ -119,7 +120,7 @@ class Leader:
 
     def snapshot(self) -> PipelineSnapshot:
         """The state of the pipeline now. Cheap: may be called several times a second."""
-        scheduler, rollout = self.driver.scheduler, self._registry.rollout
+        scheduler, rollout, placement = self.driver.scheduler, self._registry.rollout, self._registry.placement
         return PipelineSnapshot(
             model=self._versions.model,
             version=self.version.name,
@@ -128,8 +129,8 @@ class Leader:
             uptime_s=time.monotonic() - self._started_s,
             queue_depth=scheduler.queue_depth,
             requests_in_flight=scheduler.open_requests,
-            stages=self._registry.stages(),
-            spares=self._registry.spares(),
+            stages=status.stages(self._versions, placement, self.driver),
+            spares=status.spares(placement, self.driver),
             version_number=self.version.number,
             version_loading=rollout.plan.version.name if rollout.plan else None,
             rollout=self.serving.operations.progress,

@@ -97,9 +97,9 @@ class Operations:
             try:
                 await self._registry.rollout.run(plan, partial(self._on_switch, desired))
             except VersionFailedError:
-                await self._registry.until(self._has_ended)
+                await self._registry.passes.until(self._has_ended)
                 raise
-            await self._registry.until(self._has_ended)
+            await self._registry.passes.until(self._has_ended)
             logger.info("rollout of version %s complete after %.1f s", plan.version.name, time.monotonic() - began_s)
             return plan.version
 
@@ -173,6 +173,6 @@ class Operations:
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float, complaint: str) -> None:
         try:
-            await self._registry.until(condition, timeout_s)
+            await self._registry.passes.until(condition, timeout_s)
         except TimeoutError as error:
             raise RestartFailedError(f"{complaint} for {timeout_s:g} s") from error

@@ -26,6 +26,7 @@ class Paced:
         self._earliest_s = float("-inf")
         self._timer: tuple[float, asyncio.TimerHandle] | None = None
         """When it fires, as `time.monotonic()`."""
+        self._done = asyncio.Event()
 
     def ask(self, at_s: float = float("-inf")) -> None:
         """Do the work at this time or earlier; as soon as possible if none is given."""
@@ -35,6 +36,12 @@ class Paced:
         self.cancel()
         delay_s = max(0.0, at_s - time.monotonic())
         self._timer = at_s, asyncio.get_running_loop().call_later(delay_s, self._do)
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> None:
+        """Wait until this holds; it is checked each time the work is done. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await self._done.wait()
 
     def cancel(self) -> None:
         """Forget who has asked."""
@@ -46,3 +53,5 @@ class Paced:
         self._timer = None
         self._earliest_s = time.monotonic() + _PAUSE_S_PER_WORKER * self._num_workers()
         self._work()
+        self._done.set()
+        self._done = asyncio.Event()

@@ -108,11 +108,6 @@ class Placement:
         """All slots, including those of spares."""
         return [slot for stage in self._stages.values() for slot in stage.by_index.values()]
 
-    @property
-    def num_workers(self) -> int:
-        """How many workers are connected."""
-        return len(self._live)
-
     def of_stage(self, stage: int | None) -> list[Slot]:
         """The slots of a stage in their order; None: of spares."""
         return [slot for _, slot in sorted(self._stages[stage].by_index.items())]
@@ -128,9 +123,9 @@ class Placement:
         """Those of `workers` that are ready."""
         return [worker for worker in self.workers(stage) if worker.state == "ready"]
 
-    def num_workers_of(self, stage: int) -> int:
-        """How many workers of this stage are connected."""
-        return self._stages[stage].num_workers
+    def num_workers(self, stage: int | None = None) -> int:
+        """How many workers are connected; of one stage if one is given."""
+        return len(self._live) if stage is None else self._stages[stage].num_workers
 
     def live_worker(self, name: str) -> Worker | None:
         """The connected worker with this name, if there is one."""
@@ -214,12 +209,13 @@ class Placement:
         Args:
             too_large: stages that do not fit into its memory. They are chosen only if no stage fits.
         """
-        counts = [self.num_workers_of(stage) for stage in range(self.num_stages)]
-        extra = min(counts) >= self.replicas
+        counts = [self.num_workers(stage) for stage in range(self.num_stages)]
+        extra, largest = min(counts) >= self.replicas, max(self.wanted, default=0.0)
+        weights = [max(wanted / largest, _LEAST_WEIGHT) for wanted in self.wanted] if largest else [1.0] * len(counts)
 
         def rank(stage: int) -> tuple[bool, bool, bool, float, int]:
             stays = stage in held and (extra or counts[stage] < self.replicas)
-            load = counts[stage] / self._weight(stage) if extra else counts[stage]
+            load = counts[stage] / weights[stage] if extra else counts[stage]
             return counts[stage] > 0, stage != destined, not stays, load, self.count(stage, host)
 
         fitting = [stage for stage in range(self.num_stages) if stage not in too_large]
@@ -229,20 +225,11 @@ class Placement:
         """The number of replicas of a stage on a host."""
         return self._stages[stage].hosts[host]
 
-    def _weight(self, stage: int) -> float:
-        """The load of a stage relative to that of the most loaded one."""
-        most = max(self.wanted, default=0.0)
-        return max(self.wanted[stage] / most, _LEAST_WEIGHT) if most else 1.0
-
     @property
     def fully_replicated(self) -> bool:
         """Whether every stage has at least `replicas` ready replicas, and no worker is joining or draining."""
         settled = all(slot.ready or slot.free for slot in self.slots)
         return settled and all(len(self.ready(stage)) >= self.replicas for stage in range(self.num_stages))
-
-    def empty_stages(self) -> list[int]:
-        """The stages without a ready or joining worker."""
-        return [stage for stage in range(self.num_stages) if not self.num_workers_of(stage)]
 
     def next_generation(self, world_name: str) -> int:
         """The generation of a world that is about to form. Starts at 1."""

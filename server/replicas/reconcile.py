@@ -253,8 +253,8 @@ def _fill(goal: Goal, placement: Placement, steps: Steps, now_s: float) -> None:
                 return
     if any(worker.state == "draining" or worker.busy_with == "restart" for worker in placement.workers()):
         return
-    fewest, most = (pick(range(placement.num_stages), key=placement.num_workers_of) for pick in (min, max))
-    count, candidates = placement.num_workers_of(fewest), placement.ready(most)
+    fewest, most = (pick(range(placement.num_stages), key=placement.num_workers) for pick in (min, max))
+    count, candidates = placement.num_workers(fewest), placement.ready(most)
     settled_s = max(goal.moved_s, goal.settle_until_s)
     if count >= placement.replicas:
         is_quiet = goal.loading is None and goal.restart is None and placement.fully_replicated

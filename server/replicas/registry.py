@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-import os
-import socket
 import time
 from collections.abc import Callable, Coroutine
 
@@ -12,9 +10,9 @@ from multiworld_serving.common.wire.join import JoinOffer, JoinRequest
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
-from multiworld_serving.server.replicas.breaker import Breaker
+from multiworld_serving.server.replicas.joining import Joining
 from multiworld_serving.server.replicas.paced import Paced
-from multiworld_serving.server.replicas.placement import Placement, Slot
+from multiworld_serving.server.replicas.placement import Placement
 from multiworld_serving.server.replicas.reconcile import (
     GiveUp,
     Goal,
@@ -29,22 +27,11 @@ from multiworld_serving.server.replicas.rollout import Rollout
 from multiworld_serving.server.replicas.worker import LinkId, Worker
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.config import WINDOW
-from multiworld_serving.server.snapshots import FailureSnapshot, ReplicaSnapshot, StageSnapshot
+from multiworld_serving.server.snapshots import FailureSnapshot
 from multiworld_serving.server.versions.version_table import VersionTable
 
 logger = logging.getLogger(__name__)
 
-_HEALTHY_BATCHES = 10
-_HEALTHY_S = 10.0
-"""After this many batches or seconds a worker counts as healthy, and the circuit breaker's count of its failures starts anew."""
-_RETRY_WHILE_DRAINING_S = 1.0
-_WORKERS_RETURN_S = 6.0
-"""After a leader has started, workers of other leaders join within this time: the longest pause between their attempts is 5 s. Until then
-they keep what they hold."""
-_RETRY_UNASSIGNED_S = 0.25
-"""When a worker that obeys another leader, which has assigned it no stage yet, asks again."""
-_COPIES_OF_WEIGHTS = 2
-"""Held by a worker at once while it loads a stage: the received bytes, and the stage's parameters."""
 _MAX_ROUNDS = 1000
 """More rounds of steps without an event in between would be a bug."""
 
@@ -56,6 +43,9 @@ class WorkerRegistry:
         on_change: called after every change of a worker, a slot or the version. Must not raise.
 
     Attributes:
+        goal: what the workers are to be.
+        joining: who may join.
+        passes: in which the steps are performed.
         rollout: of the next version.
     """
 
@@ -69,35 +59,22 @@ class WorkerRegistry:
         on_change: Callable[[], None],
     ) -> None:
         self.placement = Placement(len(versions.current.stages), settings.replicas, settings.spares)
-        self.port = settings.join_port
         self.goal = Goal(versions.numbers)
+        self.joining = Joining(versions, settings, self.placement, self.goal, manager)
         self.rollout = Rollout(versions, self.placement, metrics, settings.join_timeout_s, self.reconcile)
         self._versions = versions
         self._settings = settings
         self._metrics = metrics
-        self._manager = manager
         self._driver = driver
         self._on_change = on_change
-        self._breaker = Breaker()
         self._links: dict[LinkId, WorkerLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._passes = Paced(self._reconcile, lambda: self.placement.num_workers)
-        self._changed = asyncio.Event()
-        self._closed = False
-        self._listening_since_s = float("-inf")
-
-    def listen(self) -> None:
-        """Listen for workers. Raises OSError if the port is not available."""
-        settings, sock = self._settings, None
-        if settings.join_fd is not None:
-            sock = socket.socket(fileno=os.dup(settings.join_fd))
-        self.port = self._manager.listen(settings.join_host, settings.join_port, sock)
-        self._listening_since_s = time.monotonic()
+        self.passes = Paced(self._reconcile, self.placement.num_workers)
 
     def stop(self) -> None:
         """Admit no more workers."""
-        self._closed = True
-        self._passes.cancel()
+        self.joining.closed = True
+        self.passes.cancel()
 
     async def close(self) -> None:
         """Stop, close all links and wait until they have ended."""
@@ -114,42 +91,18 @@ class WorkerRegistry:
 
     def offer(self, request: JoinRequest, host: str) -> JoinOffer:
         """Offer a world and wait for the worker in it, or tell the worker when to ask again."""
-        if wait_s := self._wait_s(request):
+        former = self.placement.live_worker(request.worker)
+        if former is not None and former.state == "joining" and not self.joining.closed:
+            # Its world never formed: it did not receive the offer.
+            self._links[former.id].fail(Cause.EXIT, "the worker asked to join again")
+        elif wait_s := self.joining.wait_s(request):
             return JoinOffer("", 0, round(wait_s * 1000) + 1)
         worker = self._admit(request, host)
-        address, name = self._settings.advertised(self.port), self._settings.name
+        address, name = self._settings.advertised(self.joining.port), self._settings.name
         return JoinOffer(worker.id.world, worker.generation, address=address, leader=name)
 
-    def _wait_s(self, request: JoinRequest) -> float:
-        """Seconds until this worker may ask again; 0 if it may join now."""
-        if self._closed:
-            return _RETRY_WHILE_DRAINING_S
-        former = self.placement.live_worker(request.worker)
-        if former is None:
-            if request.obeys:
-                return 0.0 if self._held(request) else _RETRY_UNASSIGNED_S
-            if self.placement.empty_stages():
-                return 0.0  # a stage has no worker: even a failing worker cannot make it worse
-            return self._breaker.wait_s(request.worker, time.monotonic())
-        if former.state == "joining":  # the world never formed: the worker did not receive the offer
-            self._links[former.id].fail(Cause.EXIT, "the worker asked to join again")
-            return 0.0
-        # Either the loss of the former worker is not detected yet (missed heartbeats will show it), or two workers have this name.
-        if time.monotonic() - former.since_s > 3 * self._settings.heartbeat_timeout_s:
-            logger.warning(
-                "worker=%s is connected as %s and another worker with this name asks to join: use another --name",
-                request.worker,
-                former.id,
-            )
-        return self._settings.heartbeat_timeout_s
-
-    def _held(self, request: JoinRequest) -> frozenset[int]:
-        """The stages of `request.parts`; none of a model that is partitioned differently."""
-        parts = request.parts.split(",")
-        return frozenset(plan.spec.index for plan in self._versions.current.stages if plan.spec.part in parts)
-
     def _admit(self, request: JoinRequest, host: str) -> Worker:
-        slot = self._choose_slot(request, self._held(request))
+        slot = self.joining.choose_slot(request)
         worker = Worker(request, slot.id, self.placement.next_generation(slot.id.name))
         self.placement.take(slot, worker)
         plans = self._versions.current.stages_for(slot.id.stage)
@@ -161,7 +114,7 @@ class WorkerRegistry:
         )
         settings = self._settings
         running = link.run(
-            *(self._manager, settings.join_host, self.port),
+            *(self.joining.manager, settings.join_host, self.joining.port),
             join_timeout_s=settings.join_timeout_s,
             max_batch_size=settings.max_batch_size,
             window=WINDOW,
@@ -174,23 +127,6 @@ class WorkerRegistry:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def _choose_slot(self, request: JoinRequest, held: frozenset[int]) -> Slot:
-        """A worker keeps what it holds if it obeys another leader, or if this leader has just started; otherwise it is placed."""
-        returning_until_s = self._listening_since_s + _WORKERS_RETURN_S
-        if held and (request.obeys or time.monotonic() < returning_until_s):
-            if not request.obeys:
-                self.goal.settle_until_s = returning_until_s
-            return self.placement.slot_holding(held)
-        needs_mb = [_COPIES_OF_WEIGHTS * stage.weights.size / 1e6 for stage in self._versions.current.stages]
-        too_large = [stage for stage, needed_mb in enumerate(needs_mb) if 0 < request.memory_mb < needed_mb]
-        if too_large:
-            limits = request.memory_mb, ", ".join(map(str, too_large))
-            logger.warning("worker=%s has %d MB of memory, too little for the stages %s", request.worker, *limits)
-        destined = self.goal.destined.pop(request.worker, None)
-        if destined in too_large:
-            self.goal.immovable.add(request.worker)
-        return self.placement.free_slot(self.placement.choose_stage(request.host, held, too_large, destined))
 
     # -- events --------------------------------------------------------------------------------------------------------------
 
@@ -230,28 +166,18 @@ class WorkerRegistry:
         if ending.cause != Cause.LEFT:
             slot.last_failure = FailureSnapshot(ending.cause, ending.detail, time.time())
             if not ending.leader_unresponsive:
-                self._count_failure(worker)
+                self.joining.failed(worker)
             if slot.id.stage is not None:
                 self._metrics.world_broken(slot.id.stage, slot.id.index, ending.cause, ending.silent_s)
                 slot.lost_at_s = slot.lost_at_s or time.monotonic()
         self._driver.remove(link)
 
-    def _count_failure(self, worker: Worker) -> None:
-        now_s = time.monotonic()
-        served_s = now_s - worker.ready_at_s if worker.ready_at_s is not None else 0.0
-        healthy = worker.batches_done >= _HEALTHY_BATCHES or served_s >= _HEALTHY_S
-        if quarantine_s := self._breaker.failed(worker.name, healthy=healthy, now_s=now_s):
-            failures = self._breaker.failures(worker.name)
-            logger.warning(
-                "worker=%s failed %d times in a row: quarantined for %.1f s", worker.name, failures, quarantine_s
-            )
-
     # -- steps ---------------------------------------------------------------------------------------------------------------
 
     def reconcile(self) -> None:
         """Perform steps soon, until there are none. Called after every change of a worker or of what is desired."""
-        if not self._closed:
-            self._passes.ask()
+        if not self.joining.closed:
+            self.passes.ask()
 
     def _reconcile(self) -> None:
         for _ in range(_MAX_ROUNDS):
@@ -263,19 +189,11 @@ class WorkerRegistry:
                 self._perform(step)
         else:
             logger.error("the workers do not settle; this is a bug, please report it: %s", steps.now)
-        self._passes.cancel()  # those that the steps have asked for
+        self.passes.cancel()  # those that the steps have asked for
         if steps.wake_s is not None:
-            self._passes.ask(steps.wake_s)
-        self._metrics.quarantined.set(self._breaker.quarantined(time.monotonic()))
-        self._changed.set()
-        self._changed = asyncio.Event()
+            self.passes.ask(steps.wake_s)
+        self._metrics.quarantined.set(self.joining.breaker.quarantined(time.monotonic()))
         self._on_change()
-
-    async def until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> None:
-        """Wait until this holds; it is checked after every change. Raises TimeoutError."""
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                await self._changed.wait()
 
     def _perform(self, step: Step) -> None:
         match step:
@@ -319,7 +237,7 @@ class WorkerRegistry:
                 link.unload(version)
             case "move":
                 if step.stage is None:
-                    counts = list(map(self.placement.num_workers_of, range(self.placement.num_stages)))
+                    counts = list(map(self.placement.num_workers, range(self.placement.num_stages)))
                     logger.warning("workers by stage=%s: reassigning worker=%s of %s", counts, worker.name, worker.id)
                 else:
                     self.goal.destined[worker.name] = step.stage
@@ -335,40 +253,3 @@ class WorkerRegistry:
             case "close":
                 worker.busy_with = "close"
                 link.close()
-
-    # -- status --------------------------------------------------------------------------------------------------------------
-
-    def stages(self) -> tuple[StageSnapshot, ...]:
-        """All slots of all stages."""
-        return tuple(
-            StageSnapshot(
-                plan.spec.index,
-                plan.spec.blocks,
-                tuple(self._snapshot(slot) for slot in self.placement.of_stage(plan.spec.index)),
-                self._driver.scheduler.counters.reroutes[plan.spec.index],
-            )
-            for plan in self._versions.current.stages
-        )
-
-    def spares(self) -> tuple[ReplicaSnapshot, ...]:
-        """The workers that have loaded all stages and serve none."""
-        return tuple(map(self._snapshot, self.placement.of_stage(None)))
-
-    def _snapshot(self, slot: Slot) -> ReplicaSnapshot:
-        worker = slot.worker
-        if worker is None:
-            return ReplicaSnapshot(slot.id.index, "absent")
-        request = worker.request
-        return ReplicaSnapshot(
-            slot=slot.id.index,
-            state="left" if slot.left else worker.state,
-            world=worker.id.world,
-            generation=worker.generation,
-            worker=worker.name,
-            host=request.host,
-            pid=request.pid,
-            device=request.device,
-            in_flight=self._driver.in_flight(worker),
-            batches_done=worker.batches_done,
-            last_failure=slot.last_failure,
-        )

@@ -10,11 +10,10 @@ from pydantic import SecretStr
 
 from multiworld import Cause
 from multiworld_serving.common.wire.join import JoinRequest
-from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.replicas.joining import Joining
 from multiworld_serving.server.replicas.placement import Placement, Slot
 from multiworld_serving.server.replicas.reconcile import Goal, Promote, RemoveSlot, WorkerStep, reconcile
-from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.replicas.worker import Ending, SlotId, Worker
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
@@ -263,16 +262,16 @@ def test_further_workers_join_the_stage_with_the_most_load() -> None:
 
 def test_stage_that_does_not_fit_into_memory_is_not_chosen(caplog: pytest.LogCaptureFixture) -> None:
     stages = tuple(
-        SimpleNamespace(spec=SimpleNamespace(index=index), weights=SimpleNamespace(size=size))
+        SimpleNamespace(spec=SimpleNamespace(index=index, part=f"p{index}"), weights=SimpleNamespace(size=size))
         for index, size in enumerate([300_000_000, 100_000_000])
     )
-    settings, none = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, replicas=2), cast(Any, None)
+    settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, replicas=2)
     versions = VersionTable(VersionPlan(ModelVersion(1, "v1"), cast(Any, stages)))
-    registry = WorkerRegistry(versions, settings, LeaderMetrics(), none, none, none)
+    joining = Joining(versions, settings, Placement(2, 2), Goal((1,)), cast(Any, None))
 
     def stage(memory_mb: int) -> int | None:
         request = JoinRequest("w", "cpu", "here", 1, memory_mb=memory_mb)
-        return registry._choose_slot(request, frozenset()).id.stage
+        return joining.choose_slot(request).id.stage
 
     assert stage(500) == 1, "the first needs 600 MB while it is loaded"
     assert "worker=w has 500 MB of memory, too little for the stages 0" in caplog.text
