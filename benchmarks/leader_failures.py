@@ -1,74 +1,145 @@
-"""Requests while random leaders are killed and stopped: how many fail, and how long a client waits at most.
+"""Requests while random processes are killed and stopped: how many fail, and how long a client waits at most.
 
-    python -m benchmarks.leader_failures --kills 50 --freezes 20
+    python -m benchmarks.leader_failures --kills 50 --freezes 20 --worker-kills 150 --versions 20
 
-Starts a service of two leaders, sends requests with HTTP keep-alive in a closed loop, and compares all answers. A killed leader ends by
-SIGKILL; a frozen one by SIGSTOP, until the supervisor kills it. The next fault comes when both leaders are ready again.
+Starts a service, sends requests with HTTP keep-alive in a closed loop, and compares all answers. A killed process ends by SIGKILL. A frozen
+leader stops by SIGSTOP, until the supervisor kills it. The next fault comes when everything is ready again. `--versions` loads versions
+back and forth, and kills a leader in the middle of each. `--loads` kills a worker every 5 s meanwhile. The two versions differ too little
+to change an answer.
 """
 
 import argparse
 import os
 import random
 import signal
+import tempfile
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import httpx
+from safetensors.torch import save_file
+
+from multiworld_serving.models.export.torchvision_models import load_model
 from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.load.requests import served_requests
 from multiworld_serving.testing.local_service import LocalService
 
-_READY_S = 60.0
+_MODEL = "resnet18"
+_READY_S = 120.0
 _PAUSE_S = 0.5
+_KILL_EVERY_S = 5.0
 _IMAGES = 8
+
+
+class Faults:
+    """What happens to a service that has this many leaders."""
+
+    def __init__(self, service: LocalService, leaders: int, seed: int) -> None:
+        self._service, self._leaders, self._random = service, leaders, random.Random(seed)
+        self._loads = 0
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + _READY_S
+        while not condition():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"the service did not become ready: {self._service.status()}")
+            time.sleep(0.05)
+
+    def is_ready(self) -> bool:
+        status = self._service.status()
+        replicas = [replica for stage in status["stages"] for replica in stage["replicas"]]
+        ready = [leader["state"] == "ready" for leader in status["leaders"]]
+        return ready == [True] * self._leaders and all(replica["state"] == "ready" for replica in replicas)
+
+    def end_leader(self, signum: int) -> None:
+        """End a leader, and wait until another one has replaced it."""
+        self.until(self.is_ready)
+        pid = self._random.choice([leader["pid"] for leader in self._service.status()["leaders"]])
+        os.kill(pid, signum)
+        self.until(lambda: all(leader["pid"] != pid for leader in self._service.status()["leaders"]))
+        time.sleep(_PAUSE_S)
+
+    def kill_worker(self) -> None:
+        self.until(self.is_ready)
+        os.kill(self._random.choice([*self._service.worker_pids().values()]), signal.SIGKILL)
+        time.sleep(_PAUSE_S)
+
+    def load_version(self) -> None:
+        """Load the other version, and check that all leaders serve it."""
+        self._loads += 1
+        weights = f"{self._loads % 2}.safetensors"
+        url = self._service.metrics_url.replace("/metrics", f"/v2/repository/models/{_MODEL}/load")
+        while (
+            found := httpx.post(url, json={"parameters": {"weights": weights}}, timeout=_READY_S)
+        ).status_code != 200:
+            print(f"load {self._loads}: {found.status_code} {found.text[:200]}", flush=True)
+            time.sleep(_PAUSE_S)
+        self.until(
+            lambda: {leader["version"] for leader in self._service.status()["leaders"]} == {found.json()["version"]}
+        )
+
+    def load_without_leader(self) -> None:
+        """Load a version, and kill a leader in the middle."""
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(self.load_version)
+            time.sleep(self._random.uniform(0.0, 1.0))
+            self.end_leader(signal.SIGKILL)
+            loading.result()
+
+    def load_under_kills(self) -> None:
+        """Load a version while a worker is killed every 5 s."""
+        done = threading.Event()
+
+        def kill() -> None:
+            while not done.is_set():
+                os.kill(self._random.choice([*self._service.worker_pids().values()]), signal.SIGKILL)
+                done.wait(_KILL_EVERY_S)
+
+        with ThreadPoolExecutor(1) as pool:
+            killing = pool.submit(kill)
+            try:
+                self.load_version()
+            finally:
+                done.set()
+            killing.result()
+        self.until(self.is_ready)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--freezes", type=int, default=20)
+    for name in ("kills", "freezes", "worker-kills", "versions", "loads", "seed"):
+        parser.add_argument(f"--{name}", type=int, default=0)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--leaders", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    generator = random.Random(options.seed)
-    with LocalService(
-        model="resnet18", weights="random:0", image_size=32, stages=1, replicas=2, leaders=options.leaders
-    ) as service:
-        requests = served_requests(service.url, photos(_IMAGES))
-        with run_load(service.url, requests, clients=options.clients) as load:
-            time.sleep(5.0)
-        print(f"no fault: {_summary(load)}")
-        for name, signum, count in (
-            ("SIGKILL", signal.SIGKILL, options.kills),
-            ("SIGSTOP", signal.SIGSTOP, options.freezes),
-        ):
-            if not count:
-                continue
-            with run_load(service.url, requests, clients=options.clients) as load:
-                for _ in range(count):
-                    leader = generator.choice(_ready_leaders(service, options.leaders))
-                    os.kill(leader["pid"], signum)
-                    _wait_until_replaced(service, leader["pid"])
-                    time.sleep(_PAUSE_S)
-            print(f"{count} x {name}: {_summary(load)}")
-
-
-def _ready_leaders(service: LocalService, count: int) -> list[dict]:  # type: ignore[type-arg]
-    deadline_s = time.monotonic() + _READY_S
-    while time.monotonic() < deadline_s:
-        leaders = service.status()["leaders"]
-        if sum(leader["state"] == "ready" for leader in leaders) == count:
-            return list(leaders)
-        time.sleep(0.05)
-    raise TimeoutError(f"the leaders did not become ready: {leaders}")
-
-
-def _wait_until_replaced(service: LocalService, pid: int) -> None:
-    deadline_s = time.monotonic() + _READY_S
-    while any(leader["pid"] == pid for leader in service.status()["leaders"]):
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"the leader pid={pid} was not replaced")
-        time.sleep(0.05)
+    with tempfile.TemporaryDirectory() as folder:
+        state = load_model(_MODEL, "random:0").module.state_dict()
+        for number in range(2):
+            save_file({**state, "fc.bias": state["fc.bias"] + number * 1e-6}, Path(folder) / f"{number}.safetensors")
+        shape = {"image_size": 32, "stages": 1, "replicas": 2, "leaders": options.leaders}
+        with LocalService(model=_MODEL, weights="0.safetensors", weights_dir=folder, **shape) as service:
+            requests, faults = (
+                served_requests(service.url, photos(_IMAGES)),
+                Faults(service, options.leaders, options.seed),
+            )
+            campaigns: dict[str, tuple[int, Callable[[], None]]] = {
+                "no fault": (1, lambda: time.sleep(5.0)),
+                "leader killed": (options.kills, lambda: faults.end_leader(signal.SIGKILL)),
+                "leader frozen": (options.freezes, lambda: faults.end_leader(signal.SIGSTOP)),
+                "worker killed": (options.worker_kills, faults.kill_worker),
+                "version loaded while workers are killed": (options.loads, faults.load_under_kills),
+                "version loaded, leader killed": (options.versions, faults.load_without_leader),
+            }
+            for name, (count, fault) in campaigns.items():
+                if count:
+                    with run_load(service.url, requests, clients=options.clients) as load:
+                        for _ in range(count):
+                            fault()
+                    print(f"{count} x {name}: {_summary(load)}", flush=True)
 
 
 def _summary(load: Load) -> str:
