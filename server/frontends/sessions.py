@@ -166,7 +166,7 @@ class FrontendSessions:
         finally:
             self._sessions.discard(session)
             if request.edge:
-                self.leader.driver.relays.forget(request.edge, request.frontend)
+                self.leader.driver.batches.relays.forget(request.edge, request.frontend)
             with contextlib.suppress(WorldError):
                 await self.leader.manager.close_world(world.name)
             self.state_changed()
@@ -223,7 +223,7 @@ class FrontendSession:
         """Start a prediction. Its outcome is sent by a callback: a task for each request would cost more than the rest of it."""
         leader, who = self._sessions.leader, self.who
         if request.unreachable is not None:
-            leader.driver.relays.add(request.unreachable, who.frontend)
+            leader.driver.batches.relays.add(request.unreachable, who.frontend)
         try:
             pending = PendingRequest(
                 lambda outcome: self.link.finish(number, partial(_reply_of, outcome)),

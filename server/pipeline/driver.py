@@ -8,24 +8,20 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from msgspec.structs import replace
 from torch import Tensor
 
 from multiworld import Cause
-from multiworld_serving.common.wire.inputs import BatchInputs, LostInput
+from multiworld_serving.common.wire.inputs import LostInput
 from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
+from multiworld_serving.server.pipeline.batches import Batches
 from multiworld_serving.server.pipeline.inputs import (
     KeptOutput,
-    batch_input,
     relayed_bytes,
-    relayed_inputs,
 )
-from multiworld_serving.server.pipeline.relays import Relays
 from multiworld_serving.server.pipeline.requests import Requests
 from multiworld_serving.server.replicas.worker import SentBatch, Worker
 from multiworld_serving.server.replicas.worker_link import WorkerLink
@@ -44,9 +40,7 @@ from multiworld_serving.server.scheduling.events import (
     BatchDone,
     BatchFailed,
     Events,
-    InputLost,
     ReplicaDraining,
-    ReplicaId,
     ReplicaLost,
     ReplicaReady,
     RequestArrived,
@@ -57,8 +51,6 @@ from multiworld_serving.server.versions.version_table import VersionPlan, Versio
 
 logger = logging.getLogger(__name__)
 
-_UNCLAIMED_S = 10.0
-"""How long a worker keeps the output of the last stage for frontends that do not fetch it."""
 _CAUSED_BY_INPUT = re.compile(r"\bindex\b.* out of (range|bounds)")
 """In the errors of torch's operators for an index that the model does not have, such as a number of a word."""
 _WHY_BROKEN = {
@@ -66,39 +58,6 @@ _WHY_BROKEN = {
     "error": "batches that fail there succeed elsewhere",
 }
 """Explanation of the cause of a `FailReplica`."""
-
-
-@dataclass(slots=True)
-class _Batch:
-    """What is stored for a batch.
-
-    Attributes:
-        input: of the current stage; None: it could not be stored.
-        compute_s, transfer_s: seconds that the batch has spent so far, summed over its stages.
-        path: names of the worlds that computed the stages so far.
-    """
-
-    input: Tensor | BatchInputs | KeptOutput | None
-    compute_s: float = 0.0
-    transfer_s: float = 0.0
-    path: tuple[str, ...] = ()
-
-    def replace(self, following: Tensor | KeptOutput | None) -> None:
-        """Store the input of the next stage, and release the previous one if a worker keeps it."""
-        previous, self.input = self.input, following
-        if isinstance(previous, KeptOutput):
-            previous.release()
-
-    @property
-    def holders(self) -> frozenset[str]:
-        """The producers of the input."""
-        if isinstance(self.input, KeptOutput):
-            return frozenset((self.input.holder,))
-        return (
-            frozenset(each.holder for each in self.input.sources)
-            if isinstance(self.input, BatchInputs)
-            else frozenset()
-        )
 
 
 class SchedulerDriver:
@@ -111,8 +70,8 @@ class SchedulerDriver:
 
     Attributes:
         released: draining replicas that have no batches in flight any more. `after_event` removes them.
-        relays: who cannot reach whom.
         requests: of clients.
+        batches: of their rows.
     """
 
     def __init__(
@@ -125,14 +84,12 @@ class SchedulerDriver:
         traces: BatchTraces | None = None,
     ) -> None:
         self.scheduler = Scheduler(config)
-        self.relays = Relays()
         self.requests = Requests(model, metrics, versions, self._arrive, self.submit_event)
+        self.batches = Batches(config.num_stages, self.requests, metrics, traces, self.submit_event)
         self.released: list[tuple[Worker, int]] = []
         self._metrics = metrics
         self._after_event = after_event
         self._traces = traces
-        self._replicas: dict[ReplicaId, tuple[WorkerLink, VersionPlan]] = {}
-        self._batches: dict[int, _Batch] = {}
         self._events: deque[tuple[Events, Tensor | KeptOutput | None]] = deque()
         """Each with the output of its batch."""
         self._current: tuple[Events, Tensor | KeptOutput | None] | None = None
@@ -154,7 +111,7 @@ class SchedulerDriver:
         """Send batches of this version to the worker from now on."""
         worker, replica = link.worker, link.worker.replica(plan.number)
         worker.replicas[plan.number] = True
-        self._replicas[replica] = link, plan
+        self.batches.replicas[replica] = link, plan
         self.submit_event(ReplicaReady(replica, worker.stage, plan.key))
 
     def drain(self, link: WorkerLink, version: int) -> None:
@@ -167,10 +124,10 @@ class SchedulerDriver:
         worker = link.worker
         for replica in list(map(worker.replica, worker.replicas)):
             self.submit_event(ReplicaLost(replica, worker.ending.cause if worker.ending else ""))
-            self._replicas.pop(replica, None)
+            self.batches.replicas.pop(replica, None)
         worker.replicas.clear()
         if worker.request.edge:
-            self.relays.forget(worker.request.edge, worker.name)
+            self.batches.relays.forget(worker.request.edge, worker.name)
         if self._traces is not None:
             self._traces.link_ended(worker)
 
@@ -207,27 +164,18 @@ class SchedulerDriver:
             self._metrics.relayed_from_workers.inc(nbytes)
         if self._traces is not None:
             self._traces.answered(sent.batch, worker, compute_s, waited_s, transfer_s)
-        if (batch := self._batches.get(sent.batch)) is not None:
-            batch.compute_s += compute_s
-            batch.transfer_s += transfer_s
+        self.batches.computed(sent.batch, compute_s, transfer_s)
         self.submit_event(BatchDone(sent.batch, sent.replica, compute_s, transfer_s, kept), output)
 
     def _on_input_lost(self, worker: Worker, sent: SentBatch, lost: LostInput) -> None:
         logger.warning("world=%s batch=%d the input is lost: %s", worker.id.world, sent.batch, lost.detail)
         if self._traces is not None:
             self._traces.failed(sent.batch, worker, "the input is lost")
-        batch = self._batches.get(sent.batch)
-        keeps_nothing = batch is not None and isinstance(batch.input, KeptOutput) and batch.input.holder in lost.holders
         # A worker that does not have the output that it must have is relayed too.
+        keeps_nothing = self.batches.is_kept_at(sent.batch, lost.holders)
         for holder in lost.holders if keeps_nothing else lost.unreachable:
-            self.relays.add(holder, worker.name)
-        self._lose_input(sent.batch, sent.replica, sent.requests, lost.holders)
-
-    def _lose_input(self, batch: int, replica: ReplicaId, requests: tuple[int, ...], holders: Collection[str]) -> None:
-        """Hand the requests whose inputs are at `holders` back to their frontends. The others of the batch start again."""
-        self.requests.hand_back(requests, holders)
-        self._metrics.inputs_lost.inc()
-        self.submit_event(InputLost(batch, replica))
+            self.batches.relays.add(holder, worker.name)
+        self.batches.lose_input(sent.batch, sent.replica, sent.requests, lost.holders)
 
     def _on_failed(self, worker: Worker, sent: SentBatch, error: str) -> None:
         logger.warning("world=%s generation=%d batch=%d failed: %s", *worker.id, sent.batch, error)
@@ -292,8 +240,7 @@ class SchedulerDriver:
                 case SendBatch():
                     self._not_sent(action, error)
                 case KeepOutput():
-                    if (batch := self._batches.get(action.batch)) is not None:
-                        batch.replace(None)  # otherwise the next stage would get the input of this stage
+                    self.batches.drop_input(action.batch)  # otherwise the next stage would get the input of this stage
                 case Answer():
                     for request, _ in action.rows:
                         self.requests.leader_failed(request, error)
@@ -301,7 +248,7 @@ class SchedulerDriver:
                     self.requests.leader_failed(action.request, error)
 
     def _not_sent(self, action: SendBatch, error: Exception) -> None:
-        if self._traces is not None and (found := self._replicas.get(action.replica)):
+        if self._traces is not None and (found := self.batches.replicas.get(action.replica)):
             self._traces.failed(action.batch, found[0].worker, "the batch was not sent")
         self.submit_event(BatchFailed(action.batch, action.replica, f"{type(error).__name__}: {error}", sent=False))
 
@@ -321,21 +268,20 @@ class SchedulerDriver:
     def _perform(self, action: Action) -> None:
         match action:
             case SendBatch():
-                self._send(action)
+                self.batches.send(action)
             case KeepOutput():
-                self._keep(action)
+                self.batches.keep(action, self._take_output)
             case Answer():
-                self._answer(action)
+                self.batches.answer(action, self._take_output, self.scheduler.current_version)
             case Reject():
                 self.requests.reject(action)
             case FreeBatch():
-                if (batch := self._batches.pop(action.batch, None)) is not None:
-                    batch.replace(None)
+                self.batches.free(action.batch)
             case FailReplica():
-                if found := self._replicas.get(action.replica):
+                if found := self.batches.replicas.get(action.replica):
                     found[0].fail(Cause(action.cause), _WHY_BROKEN[action.cause])
             case ReleaseReplica():
-                if found := self._replicas.pop(action.replica, None):
+                if found := self.batches.replicas.pop(action.replica, None):
                     self.released.append((found[0].worker, found[1].number))
 
     def _take_output(self) -> Tensor | KeptOutput:
@@ -345,77 +291,3 @@ class SchedulerDriver:
         assert output is not None, "only BatchDone has an output, and one action takes it"
         self._current = event, None
         return output
-
-    def _keep(self, action: KeepOutput) -> None:
-        batch = self._batches[action.batch]
-        batch.replace(self._take_output())
-        batch.path += (self._world_of(action.replica),)
-
-    def _world_of(self, replica: ReplicaId) -> str:
-        link, _ = self._replicas[replica]
-        return link.worker.id.world
-
-    def _answer(self, action: Answer) -> None:
-        batch = self._batches[action.batch]
-        path = (*batch.path, self._world_of(action.replica))
-        output, times = self._take_output(), (batch.compute_s, batch.transfer_s)
-        used = self.requests.answer(action, output, times, path, self.scheduler.current_version)
-        if not used and isinstance(output, KeptOutput):
-            output.release()
-
-    # -- sending -------------------------------------------------------------------------------------------------------------
-
-    def _send(self, action: SendBatch) -> None:
-        batch = self._batches.get(action.batch)
-        if batch is None and action.stage == 0:
-            batch = self._batches[action.batch] = _Batch(batch_input(self.requests.rows(action.requests)))
-        if batch is None or batch.input is None:
-            raise LookupError(f"there is no input for batch {action.batch}")
-        link, plan = self._replicas[action.replica]
-        worker = link.worker
-        if not worker.request.edge:
-            for holder in batch.holders:
-                self.relays.add(holder, worker.name)
-        if holders := [holder for holder in batch.holders if self.relays.between(holder, worker.name)]:
-            self._lose_input(action.batch, action.replica, action.requests, holders)
-            return
-        if worker.state != "broken":  # otherwise the scheduler is about to receive `ReplicaLost`
-            if self._traces is not None:
-                self._traces.sent(action, worker, plan.version.name, self.requests.spans(action.requests))
-            payload = self._payload(action, batch.input, worker)
-            sent = SentBatch(action.batch, action.stage, plan.number, action.requests, action.replica, time.monotonic())
-            link.send(sent, payload)
-            if nbytes := relayed_bytes(batch.input):
-                self._metrics.link(action.stage, worker.slot.index).sent_bytes.inc(nbytes)
-        self._count_sent(action, worker)
-
-    def _payload(
-        self, action: SendBatch, stored: Tensor | BatchInputs | KeptOutput, worker: Worker
-    ) -> Tensor | BatchInputs:
-        """What the worker receives: the input, or where it fetches it, and whether it keeps the output."""
-        is_last = action.stage + 1 == self.scheduler.config.num_stages
-        keep = self._keeps_output(action, worker.request.edge, is_last=is_last)
-        if isinstance(stored, Tensor) and not (keep and action.stage == 0):
-            return stored
-        inputs = relayed_inputs(stored) if isinstance(stored, Tensor) else stored
-        inputs = inputs.inputs() if isinstance(inputs, KeptOutput) else inputs
-        return replace(inputs, keep=keep, expires_s=_UNCLAIMED_S if is_last else 0.0)
-
-    def _keeps_output(self, action: SendBatch, holder: str, *, is_last: bool) -> bool:
-        """Whether the worker should keep the output, because everyone who needs it can fetch it."""
-        if not holder or not is_last:
-            return bool(holder) and not self.relays.needed_from(holder)
-        fetchers = self.requests.fetchers(action.requests)
-        return all(fetcher is not None and not self.relays.between(holder, fetcher) for fetcher in fetchers)
-
-    def _count_sent(self, action: SendBatch, worker: Worker) -> None:
-        metrics = self._metrics
-        if action.kind == "first" and action.stage == 0:
-            metrics.batch_size.observe(len(action.requests))
-            metrics.queue_s.observe(action.waited_s)
-        elif action.kind == "reroute":
-            metrics.reroute_s.observe(action.waited_s)
-            logger.info(
-                "batch=%d stage=%d rerouted to world=%s generation=%d attempt=%d after_s=%.3f",
-                *(action.batch, action.stage, *worker.id, action.attempt, action.waited_s),
-            )

@@ -116,7 +116,7 @@ async def test_only_references_pass_the_leader_and_outputs_are_released() -> Non
     assert found.kept == (Source(second.edge, (RowRef(answer, 0),), (0,)),)
     assert (first.released, second.released) == ([output], [])
     assert bench.relayed == 0
-    assert not bench.driver._batches
+    assert not len(bench.driver.batches)
     bench.driver.close()
 
 
@@ -179,7 +179,7 @@ async def test_answer_is_relayed_when_its_frontend_cannot_fetch_it(fetcher: str 
     bench = Bench()
     first, second = bench.lines
     if fetcher is not None:
-        bench.driver.relays.add(second.edge, fetcher)
+        bench.driver.batches.relays.add(second.edge, fetcher)
     asked = await bench.ask(RemoteInput(FRONTEND, 7), fetcher)
     bench.kept(first, bench.taken(first)[0])
     _, inputs = bench.taken(second)
@@ -204,9 +204,9 @@ async def test_output_is_released_when_it_comes_too_late() -> None:
 async def test_pair_is_tried_again_when_one_of_the_two_joins_again(rejoins: int) -> None:
     bench = Bench()
     first, second = bench.lines
-    bench.driver.relays.add(first.edge, second.worker.name)
-    bench.driver.relays.add(first.edge, "another")
-    bench.driver.relays.forget(bench.lines[rejoins].edge, bench.lines[rejoins].worker.name)
+    bench.driver.batches.relays.add(first.edge, second.worker.name)
+    bench.driver.batches.relays.add(first.edge, "another")
+    bench.driver.batches.relays.forget(bench.lines[rejoins].edge, bench.lines[rejoins].worker.name)
     asked = await bench.ask(RemoteInput(FRONTEND, 7))
     assert bench.taken(first)[1].keep is (rejoins == 0)
     bench.driver.close()

@@ -168,8 +168,8 @@ async def test_stages_never_get_another_stages_input_when_an_output_could_not_be
     first, second = bench.lines
     async with asyncio.timeout(WAIT_S):
         batch, payload = await first.sent.get()
-    keep = bench.driver._keep
-    monkeypatch.setattr(bench.driver, "_keep", failing_times(1, keep))
+    keep = bench.driver.batches.keep
+    monkeypatch.setattr(bench.driver.batches, "keep", failing_times(1, keep))
     output = payload.float().flatten(1)[:, :1]
     bench.report(first, batch, Message(MessageKind.RESULT, batch.batch, output))
     assert second.sent.empty()
@@ -261,7 +261,7 @@ async def test_rows_of_one_request_are_answered_together_in_their_order() -> Non
     assert isinstance(found, Prediction)
     assert found.output.tolist() == [[at] for at in range(20)]
     assert found.batch_size == bench.driver.scheduler.config.max_batch_size
-    assert (len(bench.driver.requests.pending), bench.driver._batches) == (0, {})
+    assert (len(bench.driver.requests.pending), len(bench.driver.batches)) == (0, 0)
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "fails"])

@@ -66,7 +66,7 @@ class FakeLeader:
         self.proceed: asyncio.Event | None = None
         self.got: list[tuple[float, str]] = []
         self.cancelled = 0
-        self.driver = SimpleNamespace(requests=self, relays=Relays())
+        self.driver = SimpleNamespace(requests=self, batches=SimpleNamespace(relays=Relays()))
         self.serving = self.operations = self
         self.tasks: dict[PendingRequest, asyncio.Task[None]] = {}
 
