@@ -1,0 +1,113 @@
+"""Which workers may join, and which slot each of them gets."""
+
+import logging
+import os
+import socket
+import time
+
+from multiworld import WorldManager
+from multiworld_serving.common.wire.join import JoinRequest
+from multiworld_serving.server.leader_settings import LeaderSettings
+from multiworld_serving.server.replicas.breaker import Breaker
+from multiworld_serving.server.replicas.placement import Placement, Slot
+from multiworld_serving.server.replicas.reconcile import Goal
+from multiworld_serving.server.replicas.worker import Worker
+from multiworld_serving.server.versions.version_table import VersionTable
+
+logger = logging.getLogger(__name__)
+
+_HEALTHY_BATCHES = 10
+_HEALTHY_S = 10.0
+"""After this many batches or seconds a worker counts as healthy, and the circuit breaker's count of its failures starts anew."""
+_RETRY_WHILE_DRAINING_S = 1.0
+_WORKERS_RETURN_S = 6.0
+"""After a leader has started, workers of other leaders join within this time: the longest pause between their attempts is 5 s. Until then
+they keep what they hold."""
+_RETRY_UNASSIGNED_S = 0.25
+"""When a worker that obeys another leader, which has assigned it no stage yet, asks again."""
+_COPIES_OF_WEIGHTS = 2
+"""Held by a worker at once while it loads a stage: the received bytes, and the stage's parameters."""
+
+
+class Joining:
+    """
+    Attributes:
+        manager: hosts the worlds of the workers.
+        port: where workers join; final after `listen`.
+        closed: whether no worker may join any more.
+        breaker: counts the failures of each worker.
+    """
+
+    def __init__(
+        self, versions: VersionTable, settings: LeaderSettings, placement: Placement, goal: Goal, manager: WorldManager
+    ) -> None:
+        self.manager = manager
+        self.port = settings.join_port
+        self.closed = False
+        self.breaker = Breaker()
+        self._versions = versions
+        self._settings = settings
+        self._placement = placement
+        self._goal = goal
+        self._listening_since_s = float("-inf")
+
+    def listen(self) -> None:
+        """Listen for workers. Raises OSError if the port is not available."""
+        settings, sock = self._settings, None
+        if settings.join_fd is not None:
+            sock = socket.socket(fileno=os.dup(settings.join_fd))
+        self.port = self.manager.listen(settings.join_host, settings.join_port, sock)
+        self._listening_since_s = time.monotonic()
+
+    def wait_s(self, request: JoinRequest) -> float:
+        """Seconds until this worker may ask again; 0 if it may join now."""
+        if self.closed:
+            return _RETRY_WHILE_DRAINING_S
+        former = self._placement.live_worker(request.worker)
+        if former is None:
+            if request.obeys:
+                return 0.0 if self._held(request) else _RETRY_UNASSIGNED_S
+            if not all(map(self._placement.num_workers, range(self._placement.num_stages))):
+                return 0.0  # a stage has no worker: even a failing worker cannot make it worse
+            return self.breaker.wait_s(request.worker, time.monotonic())
+        # Either the loss of the former worker is not detected yet (missed heartbeats will show it), or two workers have this name.
+        if time.monotonic() - former.since_s > 3 * self._settings.heartbeat_timeout_s:
+            logger.warning(
+                "worker=%s is connected as %s and another worker with this name asks to join: use another --name",
+                request.worker,
+                former.id,
+            )
+        return self._settings.heartbeat_timeout_s
+
+    def _held(self, request: JoinRequest) -> frozenset[int]:
+        """The stages of `request.parts`; none of a model that is partitioned differently."""
+        parts = request.parts.split(",")
+        return frozenset(plan.spec.index for plan in self._versions.current.stages if plan.spec.part in parts)
+
+    def choose_slot(self, request: JoinRequest) -> Slot:
+        """A worker keeps what it holds if it obeys another leader, or if this leader has just started; otherwise it is placed."""
+        held, returning_until_s = self._held(request), self._listening_since_s + _WORKERS_RETURN_S
+        if held and (request.obeys or time.monotonic() < returning_until_s):
+            if not request.obeys:
+                self._goal.settle_until_s = returning_until_s
+            return self._placement.slot_holding(held)
+        needs_mb = [_COPIES_OF_WEIGHTS * stage.weights.size / 1e6 for stage in self._versions.current.stages]
+        too_large = [stage for stage, needed_mb in enumerate(needs_mb) if 0 < request.memory_mb < needed_mb]
+        if too_large:
+            limits = request.memory_mb, ", ".join(map(str, too_large))
+            logger.warning("worker=%s has %d MB of memory, too little for the stages %s", request.worker, *limits)
+        destined = self._goal.destined.pop(request.worker, None)
+        if destined in too_large:
+            self._goal.immovable.add(request.worker)
+        return self._placement.free_slot(self._placement.choose_stage(request.host, held, too_large, destined))
+
+    def failed(self, worker: Worker) -> None:
+        """Count a failure of a worker, which may quarantine it."""
+        now_s = time.monotonic()
+        served_s = now_s - worker.ready_at_s if worker.ready_at_s is not None else 0.0
+        healthy = worker.batches_done >= _HEALTHY_BATCHES or served_s >= _HEALTHY_S
+        if quarantine_s := self.breaker.failed(worker.name, healthy=healthy, now_s=now_s):
+            failures = self.breaker.failures(worker.name)
+            logger.warning(
+                "worker=%s failed %d times in a row: quarantined for %.1f s", worker.name, failures, quarantine_s
+            )
