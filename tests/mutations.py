@@ -68,7 +68,7 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
             # The last ready replica of a stage is moved to another stage.
             ("(placement.replicas + 1 if count else 2)", "(placement.replicas + 1 if count else 1)"),
             # All replicas of a stage load a version before one of them has passed the self-test.
-            ("if proven or not any(other.slot.stage == stage for other in busy):", "if True:"),
+            ("if stage in proven or stage not in busy_stages:", "if True:"),
             # A version serves although a worker has not loaded it.
             ("if not missing and all(version in worker.loaded for worker in ready):", "if not missing:"),
         ),
@@ -84,7 +84,7 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
             # A worker may report the same kept output twice.
             ("self._in_flight.pop(message.batch))", "self._in_flight[message.batch])"),
             # Unused outputs are released only with the next batch.
-            ("        elif self._release_timer is None:\n", "        elif self._unused is None:\n"),
+            ("        elif self._timer is None:\n", "        elif self._numbers is None:\n"),
         ),
     },
     LIBRARY: {

@@ -15,8 +15,8 @@ from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import JoinOffer
 from multiworld_serving.common.wire.message import Message, MessageKind, RowShape, WireError
+from multiworld_serving.server.replicas.stage_loading import StageLoading
 from multiworld_serving.server.replicas.worker import (
-    AssignmentRefusedError,
     Ending,
     LinkEndedError,
     SelfTestError,
@@ -30,14 +30,45 @@ logger = logging.getLogger(__name__)
 
 LEADER_RANK = 0
 _WORKER_RANK = 1
-_MAX_REPLIES = 3
-"""Capacity of the reply queue while a version is loaded: one reply, and two end markers (drained, lost)."""
 _JOINING_STATES: tuple[ReplicaState, ...] = ("joining", "loading", "warming", "checking")
 _JOIN_WORLD_S = 10.0
 """Longest wait for a worker to join the world that it was offered."""
 _MAX_UNUSED = 64
 _RELEASE_S = 0.1
 """Outputs that a worker keeps are released when there are this many, or after this time if no batch is sent before."""
+
+
+class UnusedOutputs:
+    """Outputs that a worker keeps and nobody needs any more. They are released together.
+
+    Args:
+        post: sends a message to the worker.
+    """
+
+    def __init__(self, post: Callable[[Message], None]) -> None:
+        self._post = post
+        self._numbers: list[int] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, number: int) -> None:
+        """Release this output with the next batch, or a little later."""
+        self._numbers.append(number)
+        if len(self._numbers) >= _MAX_UNUSED:
+            self._release()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_RELEASE_S, self._release)
+
+    def take(self) -> tuple[int, ...]:
+        """The outputs to release with this batch."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        unused, self._numbers = tuple(self._numbers), []
+        return unused
+
+    def _release(self) -> None:
+        if unused := self.take():
+            self._post(Message(MessageKind.RELEASE, payload=torch.tensor(unused)))
 
 
 class WorkerLink:
@@ -57,21 +88,14 @@ class WorkerLink:
         on_batch: Callable[["WorkerLink", Message, SentBatch], None],
     ) -> None:
         self.worker = worker
-        self._plans = {(plan.number, plan.spec.index): plan for plan in plans}
-        """By version and stage: what the worker is to load or has loaded."""
         self._on_state = on_state
         self._on_batch = on_batch
         self._world: World | None = None
         self._channel: Channel | None = None
         self._joining: asyncio.Task[World] | None = None
-        self._replies: asyncio.Queue[Message | None] | None = None
-        """Replies about a version that is loaded while the link serves; None marks the end."""
-        self._limits = 0, 0
-        """Rows in a batch, and batches in flight."""
         self._in_flight: dict[int, SentBatch] = {}
-        self._unused: list[int] = []
-        """Outputs that the worker keeps and nobody needs any more."""
-        self._release_timer: asyncio.TimerHandle | None = None
+        self._loading = StageLoading(worker, plans, self._in_flight, self._receive, self._enter)
+        self._unused = UnusedOutputs(self._post)
 
     def __repr__(self) -> str:
         return f"<WorkerLink {self.worker.id} {self.worker.state}>"
@@ -80,11 +104,11 @@ class WorkerLink:
         self, manager: WorldManager, host: str, port: int, *, join_timeout_s: float, max_batch_size: int, window: int
     ) -> None:
         """Form the world, load the stages, serve. Returns when the link has ended; `cause` says why."""
-        worker, self._limits = self.worker, (max_batch_size, window)
+        worker, self._loading.limits = self.worker, (max_batch_size, window)
         try:
             async with asyncio.timeout(join_timeout_s):
                 await self._form_world(manager, host, port)
-                await self._load_stages(tuple(self._plans.values()))
+                await self._loading.load(self._channel, tuple(self._loading.plans.values()))
             worker.ready_at_s = time.monotonic()
             self._enter("ready")
             await self._serve()
@@ -120,7 +144,7 @@ class WorkerLink:
         if isinstance(payload, Tensor):
             message = Message(MessageKind.BATCH, sent.batch, payload, stage=sent.stage, version=sent.version)
         else:
-            sent.inputs = replace(payload, release=self._take_unused())
+            sent.inputs = replace(payload, release=self._unused.take())
             message = sent.inputs.message(sent.batch, sent.stage, sent.version)
         self._post(message)
 
@@ -128,31 +152,15 @@ class WorkerLink:
         """The id of an output that the worker keeps, and the shape of one of its rows. Raises WireError."""
         assert message.payload is not None, "`_check` requires a payload"
         number, *dims = message.payload.tolist()
-        expected = self._plan_of(sent).output_shape
+        expected = self._loading.plan_of(sent).output_shape
         if not expected.accepts(tuple(dims)):
             raise WireError(f"KEPT with rows of {tuple(dims)}; expected {expected}")
         return number, RowShape(tuple(dims), expected.varies)
 
     def release(self, output: int) -> None:
         """The kept output with this id is not needed any more. The worker is told with the next batch, or a little later."""
-        if self.worker.state not in ("ready", "draining"):
-            return
-        self._unused.append(output)
-        if len(self._unused) >= _MAX_UNUSED:
-            self._release_unused()
-        elif self._release_timer is None:
-            self._release_timer = asyncio.get_running_loop().call_later(_RELEASE_S, self._release_unused)
-
-    def _take_unused(self) -> tuple[int, ...]:
-        if self._release_timer is not None:
-            self._release_timer.cancel()
-            self._release_timer = None
-        unused, self._unused = tuple(self._unused), []
-        return unused
-
-    def _release_unused(self) -> None:
-        if unused := self._take_unused():
-            self._post(Message(MessageKind.RELEASE, payload=torch.tensor(unused)))
+        if self.worker.state in ("ready", "draining"):
+            self._unused.add(output)
 
     async def load(self, plans: tuple[StagePlan, ...]) -> None:
         """Load another version on a serving worker and run the self-test. The worker serves its batches meanwhile.
@@ -163,11 +171,10 @@ class WorkerLink:
             TimeoutError: the caller's time limit expired. The link is in an undefined state: the caller must `fail` it.
         """
         worker = self.worker
-        if worker.state != "ready" or self._replies is not None:
+        if worker.state != "ready" or self._loading.is_busy:
             raise LinkEndedError(f"{worker.name} is {worker.state}")
-        self._replies = asyncio.Queue(_MAX_REPLIES)
         try:
-            await self._load_stages(plans)
+            await self._loading.load_beside(self._channel, plans)
         except (BrokenWorldException, WorldClosedError) as error:
             raise LinkEndedError(f"{worker.name} was lost: {error}") from error
         except SelfTestError:
@@ -176,15 +183,13 @@ class WorkerLink:
         except WireError as error:
             self.fail(Cause.ERROR, str(error))
             raise LinkEndedError(f"{worker.name} violated the protocol: {error}") from error
-        finally:
-            self._replies = None
 
     def unload(self, version: int) -> None:
         """Tell the worker to free a version, also one that it has loaded only partly."""
         if self.worker.state in ("ready", "draining"):
             self._post(Message(MessageKind.UNLOAD, version=version))
         self.worker.loaded.discard(version)
-        self._plans = {key: plan for key, plan in self._plans.items() if key[0] != version}
+        self._loading.forget(version)
 
     def request_restart(self) -> None:
         """Ask the worker to leave and to restart its process."""
@@ -201,7 +206,7 @@ class WorkerLink:
     def drain(self) -> None:
         """Enter the state "draining": the leader sends no new batches."""
         if self.worker.state == "ready":
-            self._end_replies()
+            self._loading.end()
             self._enter("draining")
 
     def close(self) -> None:
@@ -218,68 +223,6 @@ class WorkerLink:
         self._world = await self._joining
         self._channel = Channel(self._world, _WORKER_RANK, self._check)
 
-    async def _load_stages(self, plans: tuple[StagePlan, ...]) -> None:
-        for plan in plans:
-            await self._assign_stage(plan)
-        self.worker.loaded |= {plan.number for plan in plans}
-
-    async def _assign_stage(self, plan: StagePlan) -> None:
-        """Send one stage to the worker, unless it has it already, and compare its output for the self-test input with the reference."""
-        channel = self._channel
-        assert channel is not None
-        self._enter_startup("loading")
-        number, stage = plan.number, plan.spec.index
-        self._plans[number, stage] = plan
-        assignment = plan.assignment(*self._limits)
-        await channel.send(Message.from_text(MessageKind.ASSIGN, assignment.to_json(), stage=stage, version=number))
-        if (await self._expect((MessageKind.FETCH_WEIGHTS, MessageKind.READY), plan)).kind is MessageKind.FETCH_WEIGHTS:
-            chunks = plan.weights.chunks()
-            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:  # reads a file
-                await channel.send(Message(MessageKind.WEIGHTS, payload=chunk, stage=stage, version=number))
-            self._enter_startup("warming")
-            await self._expect((MessageKind.READY,), plan)
-        self._enter_startup("checking")
-        rows = (0,) * len(plan.self_test_input)
-        self._in_flight[0] = SentBatch(0, stage, number, rows, self.worker.replica(number), time.monotonic())
-        await channel.send(Message(MessageKind.BATCH, 0, plan.sent_test_input, stage=stage, version=number))
-        answer = await self._expect((MessageKind.RESULT,), plan)
-        self._in_flight.pop(0, None)
-        if wrong := plan.check_self_test(answer.payload):
-            raise SelfTestError(f"stage {stage}: the join self-test failed: {wrong}")
-
-    async def _expect(self, kinds: tuple[MessageKind, ...], plan: StagePlan) -> Message:
-        message = await self._reply()
-        if message.kind is MessageKind.LEAVING:
-            raise LinkEndedError("the worker left before it was ready")
-        if message.kind is MessageKind.REFUSED:
-            self._enter("draining")
-            raise AssignmentRefusedError(f"{self.worker.name} refuses stage {plan.spec.index}: {message.reason()}")
-        if message.kind not in (*kinds, MessageKind.FAILED):
-            raise WireError(f"expected {' or '.join(kind.name for kind in kinds)}, got {message.kind.name}")
-        number, stage = plan.number, plan.spec.index
-        if (message.version, message.stage) != (number, stage):
-            raise WireError(
-                f"{message.kind.name} of stage {message.stage}, version {message.version}; expected stage {stage}, version {number}"
-            )
-        if message.kind is MessageKind.FAILED:
-            raise SelfTestError(f"{self.worker.name} cannot serve stage {stage}: {message.reason()}")
-        return message
-
-    async def _reply(self) -> Message:
-        """The worker's next reply while it loads a stage. Until it serves, only this method reads the channel."""
-        if self._replies is None:
-            return await self._receive()
-        message = await self._replies.get()
-        if message is None:
-            cause = self.worker.ending.cause if self.worker.ending else "it is leaving"
-            raise LinkEndedError(f"{self.worker.name} was lost while it loaded a version ({cause})")
-        return message
-
-    def _enter_startup(self, state: ReplicaState) -> None:
-        """Enter a state of the startup sequence; does nothing if the link has been ready before."""
-        if self.worker.ready_at_s is None:
-            self._enter(state)
-
     # -- serving -------------------------------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
@@ -292,7 +235,7 @@ class WorkerLink:
                     self.worker.batches_done += 1
                 self._on_batch(self, message, self._in_flight.pop(message.batch))
             else:
-                self._take_reply(message)
+                self._loading.take(message)
 
     async def _receive(self) -> Message:
         assert self._channel is not None
@@ -305,10 +248,10 @@ class WorkerLink:
         sent = self._in_flight.get(message.batch)
         match message.kind:
             case MessageKind.RESULT if sent is not None:
-                plan = self._plan_of(sent)
+                plan = self._loading.plan_of(sent)
                 message.require_batch(plan.output_dtype, plan.output_shape, len(sent.requests), len(sent.requests))
             case MessageKind.KEPT if sent is not None and sent.inputs is not None and sent.inputs.keep:
-                count = 1 + len(self._plan_of(sent).output_shape.dims)
+                count = 1 + len(self._loading.plan_of(sent).output_shape.dims)
                 message.require_batch(torch.int64, (), count, count)
             case MessageKind.INPUT_LOST if sent is not None and sent.inputs is not None:
                 message.require_text()
@@ -324,23 +267,6 @@ class WorkerLink:
                 message.require_no_payload()
             case _:
                 raise WireError(f"unexpected {message.kind.name} {message.batch} from a worker")
-
-    def _plan_of(self, sent: SentBatch) -> StagePlan:
-        plan = self._plans.get((sent.version, sent.stage))
-        if plan is None:
-            raise WireError(f"an output of stage {sent.stage} of version {sent.version}, which is not loaded")
-        return plan
-
-    def _take_reply(self, message: Message) -> None:
-        """Pass a reply to `_reply`. Raises WireError if none is expected, or if the previous one is not read yet."""
-        if self._replies is not None and self._replies.empty():
-            self._replies.put_nowait(message)
-        elif self._replies is not None:
-            raise WireError(f"unexpected {message.kind.name}: the leader has not asked for another reply")
-        elif self.worker.state != "draining":
-            raise WireError(f"unexpected {message.kind.name}")
-        else:  # the version's load was cancelled
-            logger.debug("world=%s ignored %s", self.worker.id, message.kind.name)
 
     def _post(self, message: Message) -> None:
         """Start to send a message. Does nothing if the link has ended, which `run` reports."""
@@ -376,13 +302,9 @@ class WorkerLink:
             return
         silent_s = None if self._world is None else self._world.silent_s
         self.worker.ending = Ending(str(cause), detail, silent_s, leader_unresponsive)
-        self._end_replies()
-        self._take_unused()
+        self._loading.end()
+        self._unused.take()
         self._enter("broken")
-
-    def _end_replies(self) -> None:
-        if self._replies is not None:
-            self._replies.put_nowait(None)
 
     async def _free(self, manager: WorldManager) -> None:
         world = self._world
