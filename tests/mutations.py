@@ -27,7 +27,7 @@ _TIMEOUT_S = 600.0
 
 BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
     SCHEDULING: {
-        "server/scheduling/scheduler.py": (
+        "server/scheduling/returns.py": (
             # A replica survives one failure too many.
             ("unmatched_failures >= _MAX_UNMATCHED_FAILURES", "unmatched_failures > _MAX_UNMATCHED_FAILURES"),
         ),

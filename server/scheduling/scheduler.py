@@ -45,12 +45,11 @@ from __future__ import annotations
 from multiworld_serving.server.scheduling.actions import (
     Action,
     FailReplica,
-    KeepOutput,
     Reject,
 )
 from multiworld_serving.server.scheduling.admission import Admission
 from multiworld_serving.server.scheduling.batch_lifecycle import BatchLifecycle
-from multiworld_serving.server.scheduling.batches import Attempt, Replica, Request
+from multiworld_serving.server.scheduling.batches import Request
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.dispatcher import Dispatcher
 from multiworld_serving.server.scheduling.estimates.capacity import replicas_wanted
@@ -68,10 +67,8 @@ from multiworld_serving.server.scheduling.events import (
     RequestCancelled,
     Tick,
 )
+from multiworld_serving.server.scheduling.returns import Returns
 from multiworld_serving.server.scheduling.state import SchedulerState
-
-_MAX_UNMATCHED_FAILURES = 3
-"""A replica is failed after this many consecutive batches that raised there and succeeded on another replica."""
 
 
 class Scheduler:
@@ -84,6 +81,7 @@ class Scheduler:
         self._admission = Admission(self._state)
         self._lifecycle = BatchLifecycle(self._state)
         self._dispatcher = Dispatcher(self._state, self._lifecycle)
+        self._returns = Returns(self._state, self._lifecycle)
 
     # -- called by the driver ------------------------------------------------------------------------------------------------
 
@@ -172,7 +170,7 @@ class Scheduler:
             case RequestArrived():
                 self._arrived(event)
             case BatchDone() | BatchFailed() | InputLost():
-                self._returned(event)
+                self._returns.handle(event)
             case RequestCancelled():
                 self._cancelled(event)
             case ReplicaReady():
@@ -224,73 +222,6 @@ class Scheduler:
         replica = self._state.table.replicas.get(event.replica)
         if replica is not None:
             self._lifecycle.fail_replica(replica, event.cause)
-
-    def _returned(self, event: BatchDone | BatchFailed | InputLost) -> None:
-        """Free the attempt's place in the replica's window. Without effect on the batch if the attempt was abandoned."""
-        replica = self._state.table.replicas.get(event.replica)
-        attempt = replica.in_flight.get(event.batch) if replica else None
-        if replica is None or attempt is None:
-            return
-        worked_s = self._state.table.record_returned(attempt, self._state.now_s)
-        self._state.hedging.forget(attempt)
-        if isinstance(event, BatchDone):
-            self._state.service_times.observe(attempt, worked_s, event.computed_s, event.transfer_s)
-        if not attempt.detach():
-            return
-        match event:
-            case BatchDone():
-                self._done(attempt, kept=event.kept)
-            case BatchFailed():
-                self._failed(attempt, event)
-            case InputLost():
-                self._lifecycle.attempt_failed(attempt)
-                self._lifecycle.lose_input(attempt.batch)
-
-    def _done(self, attempt: Attempt, *, kept: bool) -> None:
-        batch = attempt.batch
-        attempt.replica.unmatched_failures = 0
-        self._settle_hedge(attempt)
-        if batch.failed_on is not None:
-            self._count_failure_of(batch.failed_on)
-        if batch.stage + 1 == self.config.num_stages:
-            self._lifecycle.answer(batch, attempt.replica)
-        else:
-            batch.advance(self._state.now_s)
-            batch.hold_at(attempt.replica if kept else None)
-            self._state.actions.append(KeepOutput(batch.id, attempt.replica.id, batch.stage))
-            self._lifecycle.enqueue(batch, "first", at_head=False)
-
-    def _failed(self, attempt: Attempt, event: BatchFailed) -> None:
-        batch = attempt.batch
-        self._lifecycle.attempt_failed(attempt)
-        if batch.in_flight:  # a hedge, or the attempt that was hedged
-            batch.retried = True
-        elif event.by_input and len(batch.rows) == 1:
-            self._lifecycle.reject_all(batch, "invalid_input", f"the model does not take this input: {event.error}")
-        elif batch.isolated:
-            what = "stage {} raised" if event.sent else "the batch could not be sent to stage {}"
-            self._lifecycle.reject_all(batch, "stage_error", f"{what.format(batch.stage)}: {event.error}")
-        elif not event.sent or event.by_input or batch.retried or not batch.pool.has_other(attempt.replica):
-            self._lifecycle.isolate(batch)
-        else:
-            batch.retried = True
-            batch.failed_on = attempt.replica
-            batch.runnable_since_s = self._state.now_s
-            self._lifecycle.enqueue(batch, "retry", at_head=False)
-
-    def _count_failure_of(self, replica: Replica) -> None:
-        """Count a failure of this replica: the batch on which it raised has succeeded elsewhere."""
-        replica.unmatched_failures += 1
-        known = self._state.table.replicas.get(replica.id) is replica
-        if known and replica.unmatched_failures >= _MAX_UNMATCHED_FAILURES:
-            self._state.actions.append(FailReplica(replica.id, "error"))
-            self._lifecycle.fail_replica(replica, "error")
-
-    def _settle_hedge(self, winner: Attempt) -> None:
-        """Abandon the other attempt of the batch, if there is one, and count the outcome."""
-        if winner.kind == "hedge":
-            self.counters.hedges["won"] += 1
-        self._lifecycle.abandon_attempts(winner.batch, hedges="lost")
 
     # -- timers --------------------------------------------------------------------------------------------------------------
 
