@@ -1,0 +1,100 @@
+"""Two leaders, of which some processes reach only the second one."""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiworld_serving.deploy.processes.programs import PROGRAM
+from multiworld_serving.testing.chaos.system.system_under_test import RunningService
+from multiworld_serving.testing.load.clients import run_load
+from multiworld_serving.testing.load.images import photos
+from multiworld_serving.testing.load.requests import served_requests
+from tests.chaos.clients import TOKEN
+from tests.machines.network import Host, Network, need_namespaces
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(600)
+
+LEADERS, FRONTEND, WORKERS = ("10.90.1.1", "10.90.1.2"), "10.90.1.3", ("10.90.1.11", "10.90.1.12")
+MODEL = "--model resnet18 --weights random:0 --image-size 32 --stages 1 --replicas 2 --join-port 8001"
+
+
+class Site:
+    """Each process on a machine of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.hosts: dict[str, Host] = {}
+        self.service = RunningService(f"http://{FRONTEND}:8000")
+
+    @contextlib.contextmanager
+    def started(self, host: Host, *arguments: str) -> Iterator[None]:
+        with (self.folder / f"{host.name}.log").open("w") as log, host.entered():
+            environment = {**os.environ, "MULTIWORLD_TOKEN": TOKEN}
+            patience = ("--heartbeat-timeout-s", "3", "--edge-min-bytes", "0")
+            process = subprocess.Popen([*PROGRAM, *arguments, *patience], env=environment, stderr=log)
+        try:
+            yield
+        finally:
+            process.kill()
+            process.wait()
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def states(self) -> list[str]:
+        """Of the replicas and of the leaders."""
+        status: dict[str, Any] = self.service.status()
+        replicas = [replica for stage in status["stages"] for replica in stage["replicas"]]
+        return [each["state"] for each in (*replicas, *status["leaders"])]
+
+    def until_ready(self) -> None:
+        wait_until(lambda: self.states() == ["ready"] * 4)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    need_namespaces()
+    made = Site(tmp_path_factory.mktemp("partitions"))
+    joins = [part for leader in LEADERS for part in ("--leader", f"{leader}:8001")]
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(Network())
+        for number, address in enumerate(LEADERS):
+            host = network.host(f"leader-{number}", f"{address}/24")
+            stack.enter_context(
+                made.started(host, "leader", "--name", host.name, *MODEL.split(), "--join-host", address)
+            )
+        for number, address in enumerate(WORKERS):
+            host = made.hosts[f"worker-{number}"] = network.host(f"worker-{number}", f"{address}/24")
+            stack.enter_context(made.started(host, "worker", "--name", host.name, "--threads", "1", *joins))
+        host = made.hosts["frontend"] = network.host("frontend", f"{FRONTEND}/24")
+        stack.enter_context(made.started(host, "frontend", "--host", FRONTEND, "--http-port", "8000", *joins))
+        stack.enter_context(host.entered())
+        wait_until(lambda: "serves http=" in made.log("frontend"))
+        made.until_ready()
+        yield made
+
+
+@pytest.mark.parametrize("cut", [["worker-0"], ["frontend"], ["worker-0", "frontend"]], ids="-and-".join)
+def test_no_request_fails_when_processes_reach_only_the_second_leader(site: Site, cut: Sequence[str]) -> None:
+    requests = served_requests(site.service.url, photos(4))
+    logged = len(site.log("worker-0"))
+    with run_load(site.service.url, requests, clients=2) as load:
+        with contextlib.ExitStack() as stack:
+            for name in cut:
+                rules = f"INPUT -s {LEADERS[0]}", f"OUTPUT -d {LEADERS[0]}"
+                stack.enter_context(site.hosts[name].losing(*rules))
+            if "worker-0" in cut:
+                wait_until(lambda: "leader=10.90.1.1:8001 cannot be joined" in site.log("worker-0")[logged:])
+            if "frontend" in cut:
+                wait_until(lambda: "unreachable" in site.states())
+            sent = len(load.samples)
+            wait_until(lambda: len(load.samples) > sent + 50)
+        site.until_ready()
+    assert not load.failed, load.failed[:3]
+    assert len(load.samples) > 50
