@@ -195,7 +195,7 @@ class LeaderLink:
                     self._pool.check_model(state.model, self)
                 self.state, self.name = state, state.snapshot.leader
                 self.was_ready |= state.snapshot.ready
-                self._pool.on_state(self)
+                self._pool.on_state()
                 if number:
                     link.handle(number, self._pool.wait_idle())
             case Scrape():
@@ -205,4 +205,4 @@ class LeaderLink:
 
     def _on_lost(self) -> None:
         self._link, self.state, self.was_ready, self.is_silent, self.relays = None, None, False, False, False
-        self._pool.on_state(self)
+        self._pool.on_state()

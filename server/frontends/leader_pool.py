@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import NamedTuple
@@ -29,23 +29,18 @@ from typing import NamedTuple
 import msgspec
 from torch import Tensor
 
-from multiworld_serving.common.edges.edge import RowsLostError
 from multiworld_serving.common.edges.edges import Edges
-from multiworld_serving.server.administration import Desired
 from multiworld_serving.server.errors import (
     DeadlineError,
     DrainingError,
-    InputUnreachableError,
     NotReadyError,
     OverloadedError,
-    PoisonError,
-    RequestRejected,
 )
 from multiworld_serving.server.frontends.leader_link import LeaderLink
+from multiworld_serving.server.frontends.leader_order import LeaderOrder
 from multiworld_serving.server.frontends.link import LinkLostError, Received
 from multiworld_serving.server.frontends.messages import (
     Done,
-    Follow,
     Operation,
     OperationName,
     Predict,
@@ -53,6 +48,7 @@ from multiworld_serving.server.frontends.messages import (
     parse_rows,
     rows_payload,
 )
+from multiworld_serving.server.frontends.resending import FAILURES, Resending
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.tracing import current_span_ids
 from multiworld_serving.server.predictor import ModelVersion, Prediction, RestartStep, ServedModel
@@ -60,8 +56,6 @@ from multiworld_serving.server.snapshots import PipelineSnapshot
 
 logger = logging.getLogger(__name__)
 
-_MAX_LEADER_FAILURES = 2
-"""Leaders that may fail with the same request before it is rejected as poison."""
 _POLL_S = 0.02
 _KEEP_S = 5.0
 """How long the input of a request that ended without an answer is kept: its batch may be on the way to a worker, with rows of others."""
@@ -69,7 +63,6 @@ _REFUSE_S = 0.02
 """How long requests are refused without being decoded after a leader had no room for one: a leader's queue empties little in this time."""
 _SIMILAR = 1.25
 """Requests whose time is at most this many times as long are refused too: the time of the first one had passed in part."""
-_TRY_ELSEWHERE = frozenset({"overloaded", "no_replica", "not_ready", "draining"})
 
 
 class _Overload(NamedTuple):
@@ -94,6 +87,7 @@ class LeaderPool:
         edges: of this process; None: all tensors go through the leaders.
 
     Attributes:
+        leaders: which of them acts.
         metrics: of this frontend.
         open_requests: number of requests that were admitted and have not ended.
     """
@@ -105,29 +99,23 @@ class LeaderPool:
         on_change: Callable[[PipelineSnapshot], None],
         edges: Edges | None = None,
     ) -> None:
-        self.links: list[LeaderLink] = []
+        self.leaders = LeaderOrder()
         self.open_requests = 0
         self.model: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         self.stopping = False
         self._grace_s = grace_s
         self.metrics = metrics
         self._on_change = on_change
-        self._changed = asyncio.Event()
-        self._desired: Desired | None = None
-        """The version that all leaders should serve: the one with the highest revision that a leader has reported."""
-        self._current: list[LeaderLink] = []
-        """The connected leaders that serve `_desired`. If no leader serves it, the leaders that failed to load it."""
-        self._acting: LeaderLink | None = None
-        """The first ready leader of `_current`. If none is ready, the first one."""
-        self._candidates: list[LeaderLink] = []
-        """The leaders that get requests, in this order."""
         self._last = PipelineSnapshot("", "", False, False, 0.0, 0, 0, ())
-        self._version = ModelVersion(0, "")
-        self._was_ready = False
         self._overload = _Overload(OverloadedError(""))
         self._edges = edges
 
     # -- requests --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def links(self) -> list[LeaderLink]:
+        """To all leaders, in their order."""
+        return self.leaders.links
 
     def begin(self) -> None:
         """The first byte of a request has arrived. Raises DrainingError if the frontend is stopping."""
@@ -142,7 +130,7 @@ class LeaderPool:
             NotReadyError: there was none for long, or the model is unloaded.
             DeadlineError: there was none before the deadline.
         """
-        if not self._candidates:
+        if not self.leaders.candidates:
             await self._wait_for_leader(deadline_s)
         error, until_s, timeout_s = self._overload
         if (now_s := time.monotonic()) < until_s and deadline_s - now_s <= timeout_s:
@@ -172,8 +160,26 @@ class LeaderPool:
         request = Predict(
             *(request_id, 0.0, current_span_ids(), key, len(rows), number, row_bytes), fetches=store is not None
         )
+        sending = Resending(request, self.leaders, self.metrics)
         try:
-            answer = await self._send(request, rows, deadline_s)
+            while True:
+                link = self.leaders.choose(sending.rejected)
+                if link is None:
+                    if sending.rejected:
+                        raise next(iter(sending.rejected.values()))
+                    await self._wait_for_leader(deadline_s)
+                    continue
+                tensor = None if link.relays else number
+                message = msgspec.structs.replace(
+                    sending.request, timeout_s=deadline_s - time.monotonic(), tensor=tensor
+                )
+                payload = rows_payload(rows) if tensor is None else b""
+                try:
+                    reply = await link.connected().call(message, payload, timeout_s=None)
+                    output = await self._output(reply, len(rows))
+                    break
+                except FAILURES as error:
+                    await sending.after(error, link)
         except BaseException as error:
             if isinstance(error, OverloadedError) and len(rows) == 1:  # a leader may have room for fewer rows
                 now_s = time.monotonic()
@@ -183,56 +189,8 @@ class LeaderPool:
             raise
         if store is not None and number is not None:
             store.release((number,))
-        return answer
-
-    async def _send(self, request: Predict, rows: Tensor, deadline_s: float) -> Prediction:
-        """Send a request to a leader, and to others as the table above says.
-
-        Args:
-            rows: its input, for leaders to which it cannot be named as `Predict.tensor`.
-        """
-        rejected: dict[LeaderLink, RequestRejected] = {}
-        failures = resent = 0
-        while True:
-            link = self._choose(rejected)
-            if link is None:
-                if rejected:
-                    raise next(iter(rejected.values()))
-                await self._wait_for_leader(deadline_s)
-                continue
-            tensor = None if link.relays else request.tensor
-            message = msgspec.structs.replace(request, timeout_s=deadline_s - time.monotonic(), tensor=tensor)
-            payload = rows_payload(rows) if tensor is None else b""
-            try:
-                reply = await link.connected().call(message, payload, timeout_s=None)
-                output = await self._output(reply, len(rows))
-            except RowsLostError as lost:
-                logger.warning("request_id=%s the answer is lost: %s", request.request_id, lost)
-                resent += 1
-                unreachable = next(iter(lost.unreachable), None)
-                request = msgspec.structs.replace(request, fetches=False, unreachable=unreachable)
-                self.metrics.resubmitted("answer_lost")
-            except InputUnreachableError:
-                link.relays = True
-                self.metrics.resubmitted("relay")
-            except LinkLostError as lost:
-                failures += lost.failed
-                if failures >= _MAX_LEADER_FAILURES:
-                    raise PoisonError(
-                        f"{failures} leaders failed while they had this request; it is not sent to another one"
-                    ) from lost
-                resent += 1
-                self.metrics.resubmitted("failed" if lost.failed else "silent" if link.is_silent else "left")
-                await asyncio.sleep(0)  # a link that sends nothing more may still have to notice its end
-            except RequestRejected as rejection:
-                if rejection.reason not in _TRY_ELSEWHERE or rejected:
-                    raise
-                rejected[link] = rejection
-                if self._choose(rejected) is not None:
-                    self.metrics.resubmitted(rejection.reason)
-            else:
-                answer: Prediction = reply.body
-                return msgspec.structs.replace(answer, output=output, kept=(), attempts=answer.attempts + resent)
+        answer: Prediction = reply.body
+        return msgspec.structs.replace(answer, output=output, kept=(), attempts=answer.attempts + sending.resent)
 
     async def _output(self, reply: Received, count: int) -> Tensor:
         """The output, `count` rows: from the reply, and from workers that keep them. Raises RowsLostError."""
@@ -247,61 +205,45 @@ class LeaderPool:
         row_shape = (answer.row_bytes,) if rows.row_shape is None else rows.row_shape
         return await self._edges.fetch_rows(answer.kept, count, rows.dtype, row_shape, (sent, sent_at), take=True)
 
-    def _choose(self, rejected: Mapping[LeaderLink, object]) -> LeaderLink | None:
-        """The first candidate that has not rejected the request. If there is none, an admitted request goes to a leader that drains."""
-        for link in self._candidates:
-            if link not in rejected:
-                return link
-        if rejected:
-            return None
-        return next((link for link in self.links if link.state is not None and link.state.snapshot.draining), None)
-
     async def _wait_for_leader(self, deadline_s: float) -> None:
         """Wait until a leader can be used. Raises NotReadyError after `grace_s` or if the model is unloaded, and DeadlineError."""
         until_s = min(time.monotonic() + self._grace_s, deadline_s)
-        while not self._candidates:
-            if self._desired is not None and self._desired.unloaded:
+        while not self.leaders.candidates:
+            if self.leaders.desired is not None and self.leaders.desired.unloaded:
                 raise NotReadyError("the model is unloaded; an administrator must load it first")
-            if not await self._wait_for_change(until_s):
+            if not await self.leaders.wait_for_change(until_s):
                 if time.monotonic() >= deadline_s:
                     raise DeadlineError("no leader was reachable before the deadline; try again")
                 raise NotReadyError(f"no leader has been reachable for {self._grace_s:g} s; wait until one has started")
-
-    async def _wait_for_change(self, until_s: float) -> bool:
-        """Wait for a change of a leader's state. Returns whether there was one in time."""
-        changed = self._changed
-        try:
-            async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
-                return await changed.wait()
-        except TimeoutError:
-            return False
 
     # -- the state of the service ----------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> ModelVersion:
         """The version that serves new requests."""
-        return self._version
+        return self.leaders.version
 
     @property
     def ready(self) -> bool:
         """Whether every stage of a leader has a ready replica, the model is loaded, and neither the leader nor this process is stopping."""
-        return not self.stopping and any(link.state is not None and link.state.snapshot.ready for link in self._current)
+        return not self.stopping and any(
+            link.state is not None and link.state.snapshot.ready for link in self.leaders.current
+        )
 
     def snapshot(self) -> PipelineSnapshot:
         """The pipeline as the acting leader sees it, with all leaders. While no leader is connected, stages have no replicas."""
         leaders = tuple(link.snapshot() for link in self.links)
-        if self._acting is None or self._acting.state is None:
+        if self.leaders.acting is None or self.leaders.acting.state is None:
             stages, last = tuple(replace(stage, replicas=()) for stage in self._last.stages), self._last
             gone = PipelineSnapshot(last.model, last.version, False, last.draining, last.uptime_s, 0, 0, stages)
             return replace(gone, version_number=last.version_number, leader=last.leader, leaders=leaders)
-        found = self._acting.state.snapshot
+        found = self.leaders.acting.state.snapshot
         self._last = replace(
             found,
             ready=self.ready,
             draining=self.stopping or found.draining,
             leaders=leaders,
-            leader=self._acting.label,
+            leader=self.leaders.acting.label,
         )
         return self._last
 
@@ -327,10 +269,10 @@ class LeaderPool:
                     yield step.step
 
     async def _operate(self, operation: OperationName, weights: str | None = None) -> AsyncGenerator[Step | Done, None]:
-        link = self._acting or next((link for link in self.links if link.state is not None), None)
+        link = self.leaders.acting or next((link for link in self.links if link.state is not None), None)
         if link is None:
             raise NotReadyError("no leader is connected; wait until one is")
-        revision = 1 + (0 if self._desired is None else self._desired.revision)
+        revision = 1 + (0 if self.leaders.desired is None else self.leaders.desired.revision)
         try:
             async with aclosing(link.connected().stream(Operation(operation, weights, revision))) as steps:
                 async for step in steps:
@@ -353,14 +295,10 @@ class LeaderPool:
                 "each model"
             )
 
-    def on_state(self, leader: LeaderLink) -> None:
-        """The leader's state has changed, or the leader was lost."""
-        self._was_ready |= leader.was_ready
-        self._spread_desired()
-        self._find_candidates()
-        self._changed.set()
-        self._changed = asyncio.Event()
-        self.metrics.leaders.set(sum(link.usable for link in self._current))
+    def on_state(self) -> None:
+        """The state of a leader has changed, or it was lost."""
+        self.leaders.update()
+        self.metrics.leaders.set(sum(link.usable for link in self.leaders.current))
         self.metrics.leaders_configured.set(len(self.links))
         snapshot = self.snapshot()
         self.metrics.service_state(snapshot.state)
@@ -369,43 +307,14 @@ class LeaderPool:
 
     def on_silent(self, leader: LeaderLink) -> None:
         """`is_silent` of the leader has changed. Its requests are sent to another leader, if there is one that is not silent."""
-        self._find_candidates()
-        if leader.is_silent and self._candidates and not self._candidates[0].is_silent:
-            logger.warning("leader=%s is silent: its requests go to leader=%s", leader.name, self._candidates[0].name)
+        self.leaders.find_candidates()
+        candidates = self.leaders.candidates
+        if leader.is_silent and candidates and not candidates[0].is_silent:
+            logger.warning("leader=%s is silent: its requests go to leader=%s", leader.name, candidates[0].name)
             leader.connected().withdraw_calls("no heartbeat has arrived from the leader")
-
-    def _spread_desired(self) -> None:
-        """Update `_desired` from the states of the leaders, send it to the other leaders, and update `_current` and `_acting`."""
-        connected = [(link, link.state) for link in self.links if link.state is not None]
-        known = [state.desired for _, state in connected]
-        latest = max(known, key=lambda desired: desired.rank, default=None)
-        own = self._desired
-        # If they have one rank, a leader has started with other content. The first one counts as long as a leader knows it.
-        if latest is not None and (
-            own is None or latest.rank > own.rank or (latest.rank == own.rank and own not in known)
-        ):
-            self._desired = latest
-        for link, state in connected:
-            if state.desired != self._desired and self._desired is not None:
-                link.connected().send(Follow(self._desired))
-        self._current = [link for link, state in connected if state.served == self._desired]
-        self._current = self._current or [link for link, state in connected if state.obstacle]
-        self._acting = min(
-            self._current, key=lambda link: link.state is None or not link.state.snapshot.ready, default=None
-        )
-        if self._acting is not None and self._acting.state is not None:
-            self._version = self._acting.state.version
-
-    def _find_candidates(self) -> None:
-        """Update the leaders that get requests. Ready leaders come first, then usable ones, then those that may be frozen."""
-        usable = [(link, link.state) for link in self._current if link.state is not None and link.usable]
-        if self._was_ready:  # a leader that has just started would reject them, because its workers have not joined yet
-            usable = [(link, state) for link, state in usable if link.was_ready]
-        usable.sort(key=lambda each: (each[0].is_silent, not each[1].snapshot.ready))
-        self._candidates = [link for link, _ in usable]
 
     async def wait_idle(self) -> Done:
         """Return when no admitted request needs a leader that drains: there are none, or another leader is usable."""
-        while self.open_requests and not any(link.usable for link in self._current):  # noqa: ASYNC110 - only while leaders stop
+        while self.open_requests and not any(link.usable for link in self.leaders.current):  # noqa: ASYNC110 - only while leaders stop
             await asyncio.sleep(_POLL_S)
         return Done()

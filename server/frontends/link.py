@@ -287,7 +287,12 @@ class Link:
                 message = await self._channel.receive()
                 assert message.payload is not None
                 for received in decode(message.payload.numpy().data.cast("B")):
-                    self._take(received)
+                    if received.kind is Kind.MESSAGE:
+                        self._receive(received)
+                    elif received.kind is Kind.CANCEL:
+                        self._cancel(received.number)
+                    elif (take := self._replies.get(received.number)) is not None:
+                        take(received)
         except (BrokenWorldException, WorldClosedError) as ending:
             failed = isinstance(ending, BrokenWorldException) and (
                 ending.rank == self._peer and ending.cause not in _HEALTHY
@@ -315,14 +320,6 @@ class Link:
         self._ended = True
         self._queue.clear()
         self._writable.set()
-
-    def _take(self, received: Received) -> None:
-        if received.kind is Kind.MESSAGE:
-            self._receive(received)
-        elif received.kind is Kind.CANCEL:
-            self._cancel(received.number)
-        elif (take := self._replies.get(received.number)) is not None:
-            take(received)
 
     def _cancel(self, number: int) -> None:
         if (cancel := self._handling.pop(number, None)) is not None:
