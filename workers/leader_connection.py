@@ -15,7 +15,6 @@ from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.join import JoinOffer, JoinRequest
 from multiworld_serving.common.wire.message import WireError
-from multiworld_serving.workers.compute.device import free_memory_mb
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.exit_timer import EXIT_DEVICE_FAILED, EXIT_STUCK, GRACEFUL_EXIT_S, arm_exit_timer
 from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
@@ -179,7 +178,6 @@ class LeaderConnection:
                 self._worker.order.parts,
                 self._worker.order.obeyed(self._number),
                 edge,
-                free_memory_mb(self._worker.engine.device),
             ).to_json()
 
         try:

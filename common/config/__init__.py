@@ -4,7 +4,6 @@ from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, 
 from multiworld_serving.common.config.errors import SettingsError, UserError
 from multiworld_serving.common.config.logs import configure_logging
 from multiworld_serving.common.config.process import (
-    available_memory_bytes,
     check_memory,
     exit_with_parent,
     raise_descriptor_limit,
@@ -20,7 +19,6 @@ __all__ = [
     "Settings",
     "SettingsError",
     "UserError",
-    "available_memory_bytes",
     "check_memory",
     "configure_logging",
     "exit_with_parent",

@@ -81,14 +81,9 @@ def check_memory(needed_bytes: int) -> None:
 
     This checks and does not reserve: other processes may allocate afterwards. Does nothing if the available memory is unknown.
     """
-    available_bytes = available_memory_bytes()
+    available_bytes = min((found for found in (_in_container(), _on_machine()) if found is not None), default=None)
     if available_bytes is not None and needed_bytes > available_bytes:
         raise MemoryError(f"needs {needed_bytes / 1e6:.0f} MB, but only {available_bytes / 1e6:.0f} MB are available")
-
-
-def available_memory_bytes() -> int | None:
-    """Memory that this process may still use, on the machine and in its container. None if it is unknown."""
-    return min((found for found in (_in_container(), _on_machine()) if found is not None), default=None)
 
 
 def release_free_memory() -> None:

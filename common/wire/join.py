@@ -19,7 +19,7 @@ WORLD_BACKEND = "tcp"
 
 RELEASE = version("multiworld-serving")
 """Sent in join requests, for messages to people. Different releases work together if their protocols are equal."""
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of all messages between processes: increase it with every change of them."""
 
 MAX_HOLDER_CHARS = MAX_HOST_CHARS + MAX_NAME_CHARS
@@ -67,7 +67,6 @@ class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
         edge: where others fetch its tensors, HOST:PORT/INCARNATION; empty if it uses no edges.
         parts: comma-separated `BundleStageSpec.part`s of the stages that it holds, as assigned by the leader that it obeys.
         obeys: name of the leader that it obeys instead of this one; empty if it obeys this one.
-        memory_mb: memory that is available for stages, in 10^6 bytes; 0: not known.
         protocol: must be the leader's.
         release: of the worker, for messages.
     """
@@ -79,7 +78,6 @@ class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     parts: Annotated[str, Meta(pattern=rf"^([0-9a-f]{{16}}(,[0-9a-f]{{16}}){{0,{MAX_PARTS - 1}}})?\Z")] = ""
     obeys: NoName = ""
     edge: NoHolder = ""
-    memory_mb: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     protocol: int = PROTOCOL
     release: Name = RELEASE
 

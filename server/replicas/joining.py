@@ -25,8 +25,6 @@ _WORKERS_RETURN_S = 6.0
 they keep what they hold."""
 _RETRY_UNASSIGNED_S = 0.25
 """When a worker that obeys another leader, which has assigned it no stage yet, asks again."""
-_COPIES_OF_WEIGHTS = 2
-"""Held by a worker at once while it loads a stage: the received bytes, and the stage's parameters."""
 
 
 class Joining:
@@ -91,15 +89,8 @@ class Joining:
             if not request.obeys:
                 self._goal.settle_until_s = returning_until_s
             return self._placement.slot_holding(held)
-        needs_mb = [_COPIES_OF_WEIGHTS * stage.weights.size / 1e6 for stage in self._versions.current.stages]
-        too_large = [stage for stage, needed_mb in enumerate(needs_mb) if 0 < request.memory_mb < needed_mb]
-        if too_large:
-            limits = request.memory_mb, ", ".join(map(str, too_large))
-            logger.warning("worker=%s has %d MB of memory, too little for the stages %s", request.worker, *limits)
         destined = self._goal.destined.pop(request.worker, None)
-        if destined in too_large:
-            self._goal.immovable.add(request.worker)
-        return self._placement.free_slot(self._placement.choose_stage(request.host, held, too_large, destined))
+        return self._placement.free_slot(self._placement.choose_stage(request.host, held, destined))
 
     def failed(self, worker: Worker) -> None:
         """Count a failure of a worker, which may quarantine it."""

@@ -196,7 +196,6 @@ class Placement:
         self,
         host: str = "",
         held: Collection[int] = (),
-        too_large: Collection[int] = (),
         destined: int | None = None,
     ) -> int:
         """Choose the stage for a joining worker on `host`, which has the stages `held` in memory.
@@ -205,9 +204,6 @@ class Placement:
         `replicas`. Then the stage with the fewest replicas; among equals, the one with the fewest replicas on that host, because a host
         may fail as a whole, then the earliest. If all stages have `replicas`, a stage of `held` is first, and then the one with the fewest
         replicas for its load.
-
-        Args:
-            too_large: stages that do not fit into its memory. They are chosen only if no stage fits.
         """
         counts = [self.num_workers(stage) for stage in range(self.num_stages)]
         extra, largest = min(counts) >= self.replicas, max(self.wanted, default=0.0)
@@ -218,8 +214,7 @@ class Placement:
             load = counts[stage] / weights[stage] if extra else counts[stage]
             return counts[stage] > 0, stage != destined, not stays, load, self.count(stage, host)
 
-        fitting = [stage for stage in range(self.num_stages) if stage not in too_large]
-        return min(fitting or range(self.num_stages), key=rank)
+        return min(range(self.num_stages), key=rank)
 
     def count(self, stage: int, host: str) -> int:
         """The number of replicas of a stage on a host."""

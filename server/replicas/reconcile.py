@@ -69,7 +69,6 @@ class Goal:
         settle_until_s: until then, workers that another leader has placed are expected: nothing is promoted or reassigned.
         moved_s: when a worker was reassigned last.
         destined: the stage that a worker takes when it joins again, by name of the worker.
-        immovable: names of the workers whose memory is too small for the stage that they were to take.
     """
 
     serving: tuple[int, ...]
@@ -78,7 +77,6 @@ class Goal:
     settle_until_s: float = float("-inf")
     moved_s: float = float("-inf")
     destined: dict[str, int] = field(default_factory=dict)
-    immovable: set[str] = field(default_factory=set)
 
 
 StepKind = Literal[
@@ -287,7 +285,7 @@ def _separation(goal: Goal, placement: Placement) -> WorkerStep | None:
     giving = [{each.request.host for each in placement.ready(stage) if not each.obeys} for stage in range(len(hosts))]
     for worker in placement.ready():
         stage, host = worker.slot.stage, worker.request.host
-        if stage is None or worker.obeys or worker.name in goal.immovable or hosts[stage][host] < 2:
+        if stage is None or worker.obeys or hosts[stage][host] < 2:
             continue
         for other in range(placement.num_stages):
             if not hosts[other][host] and giving[other] - hosts[stage].keys():

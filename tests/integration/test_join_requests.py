@@ -23,7 +23,6 @@ GOOD = {
     **{"worker": "w", "device": "cpu", "host": "node-1", "pid": 12, "parts": "", "obeys": ""},
     **{
         "edge": "10.0.0.5:4000/0123abcd",
-        "memory_mb": 16_000,
         "protocol": PROTOCOL,
         "release": RELEASE,
     },
@@ -45,7 +44,6 @@ BAD = {
     "a long edge": ({**GOOD, "edge": "h" * 400 + ":1/a"}, "edge"),
     "parts that are none": ({**GOOD, "parts": "0,1"}, "parts"),
     "too many parts": ({**GOOD, "parts": ",".join(["0123456789abcdef"] * 65)}, "parts"),
-    "a negative memory": ({**GOOD, "memory_mb": -1}, "memory_mb"),
     "a number for a name": ({**GOOD, "worker": 1}, "JoinRequest: Expected `str`, got `int` - at `\\$.worker`"),
     "a field too many": ({**GOOD, "more": 1}, "unknown field `more`; do both sides run the same release"),
     "a field too few": (

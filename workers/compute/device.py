@@ -1,8 +1,8 @@
-"""Checks compute devices, and what memory they have."""
+"""Checks compute devices."""
 
 import torch
 
-from multiworld_serving.common.config import UserError, available_memory_bytes
+from multiworld_serving.common.config import UserError
 
 
 def check_device(name: str) -> torch.device:
@@ -16,10 +16,3 @@ def check_device(name: str) -> torch.device:
                 f"device {name!r} does not exist: this machine has {there}; use --device cpu or another index"
             )
     return device
-
-
-def free_memory_mb(device: torch.device) -> int:
-    """Free memory of the device, in 10^6 bytes; 0 if it is not known."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0]) // 10**6
-    return (available_memory_bytes() or 0) // 10**6

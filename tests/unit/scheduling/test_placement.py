@@ -1,22 +1,13 @@
 """Placement of workers on stages. What happens to them afterwards: test_reconcile.py."""
 
-from types import SimpleNamespace
-from typing import Any, cast
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import SecretStr
 
 from multiworld import Cause
 from multiworld_serving.common.wire.join import JoinRequest
-from multiworld_serving.server.predictor import ModelVersion
-from multiworld_serving.server.replicas.joining import Joining
 from multiworld_serving.server.replicas.placement import Placement, Slot
 from multiworld_serving.server.replicas.reconcile import Goal, Promote, RemoveSlot, WorkerStep, reconcile
 from multiworld_serving.server.replicas.worker import Ending, SlotId, Worker
-from multiworld_serving.server.settings import ServeSettings
-from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 
 def fill(slots: Placement, slot: Slot, worker: str, host: str = "h") -> str:
@@ -258,22 +249,3 @@ def test_further_workers_join_the_stage_with_the_most_load() -> None:
     slots.wanted = (1.0, 3.0)
     assert [join(slots, name)[:2] for name in "efgh"] == ["s1", "s1", "s1", "s1"]
     assert [join(slots, name)[:2] for name in "ijkl"].count("s0") == 1
-
-
-def test_stage_that_does_not_fit_into_memory_is_not_chosen(caplog: pytest.LogCaptureFixture) -> None:
-    stages = tuple(
-        SimpleNamespace(spec=SimpleNamespace(index=index, part=f"p{index}"), weights=SimpleNamespace(size=size))
-        for index, size in enumerate([300_000_000, 100_000_000])
-    )
-    settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, replicas=2)
-    versions = VersionTable(VersionPlan(ModelVersion(1, "v1"), cast(Any, stages)))
-    joining = Joining(versions, settings, Placement(2, 2), Goal((1,)), cast(Any, None))
-
-    def stage(memory_mb: int) -> int | None:
-        request = JoinRequest("w", "cpu", "here", 1, memory_mb=memory_mb)
-        return joining.choose_slot(request).id.stage
-
-    assert stage(500) == 1, "the first needs 600 MB while it is loaded"
-    assert "worker=w has 500 MB of memory, too little for the stages 0" in caplog.text
-    assert stage(0) == 0, "not known"
-    assert stage(100) == 0, "no stage fits: the worker reports why it fails"

@@ -96,7 +96,7 @@ def test_payload_is_refused_when_it_is_unexpected() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        JoinRequest("w", "cpu", "node-1", 12, memory_mb=16_000),
+        JoinRequest("w", "cpu", "node-1", 12),
         JoinOffer("s0.r1", 3),
         StageAssignment("{}", 10, "0" * 64, 8, 2, 1, "bfloat16", "fused", "bfloat16"),
     ],
