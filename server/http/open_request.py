@@ -94,8 +94,7 @@ class OpenRequest:
         self, gate: RequestGate, record: RequestRecord, receive: Receive | None, timeout_s: float | None = None
     ) -> None:
         limit_s = gate.limits.timeout_s
-        self._timeout_s = min(limit_s, timeout_s or limit_s)
-        self.deadline_s = record.started_s + self._timeout_s
+        self.deadline_s = record.started_s + min(limit_s, timeout_s or limit_s)
         self.predicts = False
         self._admitted = False
         self._gate = gate
@@ -217,9 +216,10 @@ class OpenRequest:
             self._arm()
         elif self.record.received_s:
             self._end(DeadlineError("the deadline passed before the response was ready; try again"))
-        elif self._timeout_s < self._gate.limits.timeout_s:  # the client chose it: sending faster is the wrong advice
-            timeout_s = f"{self._timeout_s:g} s"
-            self._end(DeadlineError(f"the client's timeout of {timeout_s} expired before its body was received"))
+        elif self.deadline_s < self.record.started_s + self._gate.limits.timeout_s:
+            # The client chose it: sending faster is the wrong advice.
+            timeout_s = self.deadline_s - self.record.started_s
+            self._end(DeadlineError(f"the client's timeout of {timeout_s:g} s expired before its body was received"))
         else:
             received = f"received only {self._held_bytes} bytes of the body before the request timed out"
             self._end(BodyTimeoutError(f"{received}; send it faster"))
