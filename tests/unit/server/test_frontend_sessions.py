@@ -286,3 +286,11 @@ async def test_metrics_are_served_without_those_of_a_process_that_does_not_reply
     text = (await scrape_service("a", pool)).decode()
     assert 'process="a"' in text
     assert 'process="leader-0"' not in text
+
+
+async def test_operations_do_not_wait_for_a_frontend_that_never_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiworld_serving.server.frontends.sessions._INFORM_S", 0.05)
+    async with running() as service:
+        pool, _ = await service.frontend("a"), await service.frontend("b")
+        service.links["b"]._link._receive = lambda received: None  # type: ignore[union-attr]
+        await pool.unload()
