@@ -71,6 +71,16 @@ class Serving:
             OperationInProgressError, models.ModelError, VersionFailedError: nothing has changed.
         Cancelling is safe, see `Operations.load_version`.
         """
+        if revision and (self.desired.revision, self.desired.weights, self.desired.unloaded) == (
+            revision,
+            weights,
+            False,
+        ):
+            # The leader that performed this operation was lost, and this one has followed it.
+            while self._following is not None and not self._following.done() and not self.obstacle:
+                await asyncio.wait({self._following}, timeout=_FIRST_PAUSE_S)
+            if self.served == self.desired:
+                return self.served.version
         revision = max(revision, self.desired.revision + 1)
         version = await self.operations.load_version(weights, lambda plan: Desired(revision, plan.version, weights))
         await self._inform()

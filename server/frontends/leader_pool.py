@@ -269,16 +269,24 @@ class LeaderPool:
                     yield step.step
 
     async def _operate(self, operation: OperationName, weights: str | None = None) -> AsyncGenerator[Step | Done, None]:
-        link = self.leaders.acting or next((link for link in self.links if link.state is not None), None)
-        if link is None:
-            raise NotReadyError("no leader is connected; wait until one is")
+        """Have the acting leader perform an operation. If it is lost, the next one does, unless steps have been reported."""
         revision = 1 + (0 if self.leaders.desired is None else self.leaders.desired.revision)
-        try:
-            async with aclosing(link.connected().stream(Operation(operation, weights, revision))) as steps:
-                async for step in steps:
-                    yield step
-        except LinkLostError as error:
-            raise NotReadyError(f"leader {link.name} was lost during {operation} ({error}); try again") from error
+        error: NotReadyError = NotReadyError("no leader is connected; wait until one is")
+        for _ in self.links:
+            link = self.leaders.acting or next((link for link in self.links if link.state is not None), None)
+            if link is None:
+                break
+            try:
+                async with aclosing(link.connected().stream(Operation(operation, weights, revision))) as steps:
+                    async for step in steps:
+                        yield step
+                return
+            except LinkLostError as lost:
+                error = NotReadyError(f"leader {link.name} was lost during {operation} ({lost}); try again")
+                logger.warning("%s", error.detail)
+                if operation == "rolling-restart":
+                    break
+        raise error
 
     # -- links -----------------------------------------------------------------------------------------------------------------
 

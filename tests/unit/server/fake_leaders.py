@@ -85,7 +85,7 @@ class FakeLeader(LeaderLink):
         if ready is not None:
             self.state = msgspec.structs.replace(self.state, snapshot=replace(self.state.snapshot, ready=ready))
         self.was_ready |= self.state.snapshot.ready
-        self.pool.on_state(self)
+        self.pool.on_state()
 
     def serves(self, found: Desired) -> None:
         """It decides this, or follows."""
@@ -147,15 +147,19 @@ class FakeLeader(LeaderLink):
         self.operations.append(operation.operation)
         await asyncio.sleep(0)
         if operation.operation == "load-version":
-            if operation.weights in self.refuses:
-                raise self.refuses[operation.weights]
+            self._refuse(operation.weights)
             found = desired(operation.revision, operation.weights or "v1")
             self.serves(found)
             yield Done(found.version)
-        elif operation.operation in self.refuses:
-            raise self.refuses[operation.operation]
         else:
+            self._refuse(operation.operation)
             yield Done()
+
+    def _refuse(self, what: str | None) -> None:
+        if (error := self.refuses.get(what)) is not None:
+            if isinstance(error, LinkLostError):
+                self._on_lost()
+            raise error
 
     def sent(self) -> int:
         """How many requests came."""

@@ -467,13 +467,27 @@ async def test_decisions_on_both_sides_of_a_cut_network_end_with_one() -> None:
 
 
 async def test_operation_says_that_the_leader_was_lost() -> None:
-    with pool_of(2) as made:
-        made.leaders[0].refuses = {"v2": lost(), "unload": lost(), "rolling-restart": lost()}
+    with pool_of(1) as made:
+        [leader] = made.leaders
+        leader.refuses = {"v2": lost(), "unload": lost(), "rolling-restart": lost()}
         for operation in (made.pool.load_version("v2"), made.pool.unload(), anext(made.pool.restart_workers())):
             with pytest.raises(NotReadyError, match="leader-0 was lost during"):
                 await operation
+            leader.tells()
     with pool_of(1, connected=False) as made, pytest.raises(NotReadyError, match="no leader is connected"):
         await made.pool.unload()
+
+
+async def test_next_leader_performs_an_operation_when_the_acting_one_is_lost_unless_steps_were_reported() -> None:
+    with pool_of(2) as made:
+        first, second = made.leaders
+        first.refuses = {"v2": lost(), "rolling-restart": lost()}
+        assert await made.pool.load_version("v2") == desired(1, "v2").version
+        assert second.operations == ["load-version"]
+        first.serves(desired(1, "v2"))
+        with pytest.raises(NotReadyError, match="leader-0 was lost during"):
+            await anext(made.pool.restart_workers())
+        assert second.operations == ["load-version"]
 
 
 async def test_requests_are_refused_when_the_acting_leader_has_unloaded_the_model() -> None:
