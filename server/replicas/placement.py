@@ -71,6 +71,12 @@ class _Slots:
         self.gaps.discard(slot.index)
         return added
 
+    def leave(self, worker: Worker) -> None:
+        host = worker.request.host
+        self.hosts[host] -= 1
+        if not self.hosts[host]:  # names of hosts may be used once only
+            del self.hosts[host]
+
     def remove(self, slot: SlotId) -> None:
         del self.by_index[slot.index]
         self.free.discard(slot.index)
@@ -149,7 +155,7 @@ class Placement:
         """The link of this worker has ended: its slot is free."""
         slots = self._stages[worker.slot.stage]
         slots.free.add(worker.slot.index)
-        slots.hosts[worker.request.host] -= 1
+        slots.leave(worker)
         self._live.pop(worker.name, None)
         self._worlds.discard(worker.id.world)
 
@@ -185,7 +191,7 @@ class Placement:
         """Remove a slot of a spare, or an extra one."""
         slots = self._stages[slot.id.stage]
         if slot.worker is not None and not slot.free:
-            slots.hosts[slot.worker.request.host] -= 1
+            slots.leave(slot.worker)
         slots.remove(slot.id)
 
     def num_extra(self, stage: int | None) -> int:
