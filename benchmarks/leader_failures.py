@@ -121,7 +121,7 @@ def main() -> None:
         for number in range(2):
             save_file({**state, "fc.bias": state["fc.bias"] + number * 1e-6}, Path(folder) / f"{number}.safetensors")
         shape = {"image_size": 32, "stages": 1, "replicas": 2, "leaders": options.leaders}
-        with LocalService(model=_MODEL, weights="0.safetensors", weights_dir=folder, **shape) as service:
+        with LocalService(model=_MODEL, weights=f"{folder}/0.safetensors", weights_dir=folder, **shape) as service:
             requests, faults = (
                 served_requests(service.url, photos(_IMAGES)),
                 Faults(service, options.leaders, options.seed),
