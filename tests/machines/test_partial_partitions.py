@@ -36,7 +36,7 @@ class Site:
     def started(self, host: Host, *arguments: str) -> Iterator[None]:
         with (self.folder / f"{host.name}.log").open("w") as log, host.entered():
             environment = {**os.environ, "MULTIWORLD_TOKEN": TOKEN}
-            patience = ("--heartbeat-timeout-s", "3", "--edge-min-bytes", "0")
+            patience = ("--heartbeat-timeout-s", "3")
             process = subprocess.Popen([*PROGRAM, *arguments, *patience], env=environment, stderr=log)
         try:
             yield
