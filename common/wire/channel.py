@@ -22,7 +22,7 @@ class Channel:
 
     def __init__(self, world: World, peer: int, check: Callable[[Message], None]) -> None:
         self.world = world
-        self._peer = peer
+        self.peer = peer
         self._check = check
 
     async def send(self, message: Message) -> None:
@@ -38,7 +38,7 @@ class Channel:
     def start(self, message: Message) -> Operation:
         """Start to send a message and return at once. Messages are sent in the order of these calls; see `send`."""
         try:
-            return self.world.start_send_message(message.header(), message.payload, self._peer)
+            return self.world.start_send_message(message.header(), message.payload, self.peer)
         except WorldError:
             raise
         except Exception as error:
@@ -64,7 +64,7 @@ class Channel:
             message.payload = torch.empty(message.shape, dtype=message.dtype)
             return message.payload
 
-        await self.world.recv_message(accept, self._peer)
+        await self.world.recv_message(accept, self.peer)
         assert message is not None, "a message is received after `accept` has returned"
         return message
 
@@ -77,7 +77,7 @@ class Channel:
             message = Message.parse(data, size_bytes)
             self._check(message)
 
-        view = await self.world.recv_view(check, self._peer)
+        view = await self.world.recv_view(check, self.peer)
         assert message is not None, "a view is received after `check` has returned"
         if message.shape is not None:
             message.payload = view.data.view(message.dtype).view(message.shape)

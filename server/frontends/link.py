@@ -140,7 +140,6 @@ class Link:
 
     def __init__(self, world: World, peer: int, receive: Callable[[Received], None]) -> None:
         self.world = world
-        self._peer = peer
         self._channel = Channel(world, peer, _check)
         self._receive = receive
         self._numbers = itertools.count(1)
@@ -295,7 +294,7 @@ class Link:
                         take(received)
         except (BrokenWorldException, WorldClosedError) as ending:
             failed = isinstance(ending, BrokenWorldException) and (
-                ending.rank == self._peer and ending.cause not in _HEALTHY
+                ending.rank == self._channel.peer and ending.cause not in _HEALTHY
             )
             lost = LinkLostError(str(ending), failed=failed)
         except ValueError as error:
@@ -312,7 +311,7 @@ class Link:
 
     def fail(self, detail: str) -> None:
         """Break the world."""
-        self.world.fail(Cause.ERROR, self._peer, detail)
+        self.world.fail(Cause.ERROR, self._channel.peer, detail)
         self._end()
 
     def _end(self) -> None:

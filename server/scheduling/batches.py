@@ -136,10 +136,9 @@ class Pool:
     returned. With a single replica, isolated batches and other batches alternate.
     """
 
-    def __init__(self, pipeline: VersionPipeline, stage: int, window: int) -> None:
+    def __init__(self, pipeline: VersionPipeline, stage: int) -> None:
         self.pipeline = pipeline
         self.stage = stage
-        self.window = window
         self.accepting: dict[ReplicaId, Replica] = {}
         """Ready and not draining."""
         self.available: PriorityMap[Replica, tuple[int, int]] = PriorityMap()
@@ -166,7 +165,7 @@ class Pool:
 
     def update_availability(self, replica: Replica) -> None:
         """Update the replica's position in `available`. Call after every change of the replica."""
-        if replica.id in self.accepting and replica is not self.reserved and len(replica.in_flight) < self.window:
+        if replica.id in self.accepting and replica is not self.reserved and len(replica.in_flight) < self.pipeline.window:
             self.available.set(replica, (replica.rows, replica.last_used))
         else:
             self.available.discard(replica)
@@ -237,7 +236,8 @@ class VersionPipeline:
 
     def __init__(self, version: str, num_stages: int, window: int) -> None:
         self.version = version
-        self.pools = [Pool(self, stage, window) for stage in range(num_stages)]
+        self.window = window
+        self.pools = [Pool(self, stage) for stage in range(num_stages)]
         self.num_replicas = 0
         """Includes draining replicas."""
         self.num_batches = 0
