@@ -165,7 +165,11 @@ class Pool:
 
     def update_availability(self, replica: Replica) -> None:
         """Update the replica's position in `available`. Call after every change of the replica."""
-        if replica.id in self.accepting and replica is not self.reserved and len(replica.in_flight) < self.pipeline.window:
+        if (
+            replica.id in self.accepting
+            and replica is not self.reserved
+            and len(replica.in_flight) < self.pipeline.window
+        ):
             self.available.set(replica, (replica.rows, replica.last_used))
         else:
             self.available.discard(replica)
