@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -96,7 +97,8 @@ class Faults:
 
         def kill() -> None:
             while not done.is_set():
-                os.kill(self._random.choice([*self._service.worker_pids().values()]), signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has not been replaced yet
+                    os.kill(self._random.choice([*self._service.worker_pids().values()]), signal.SIGKILL)
                 done.wait(_KILL_EVERY_S)
 
         with ThreadPoolExecutor(1) as pool:
