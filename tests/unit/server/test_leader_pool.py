@@ -217,7 +217,7 @@ async def test_leader_is_silent_while_its_heartbeats_are_missing() -> None:
         for silent_for_s, is_silent in ((0.5, True), (0.1, False), (0.5, True)):
             world.silent_for_s = silent_for_s
             await until(lambda expected=is_silent: leader.is_silent is expected)  # type: ignore[misc]
-            assert made.pool._candidates[0] is made.leaders[is_silent]
+            assert made.pool.leaders.candidates[0] is made.leaders[is_silent]
         watching.cancel()
 
 
