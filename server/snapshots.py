@@ -14,6 +14,8 @@ left: the worker left on purpose; broken: it failed."""
 
 ServiceState = Literal["ready", "degraded", "not_ready", "unloaded", "draining"]
 """degraded: it serves, but the next failure may end that: a stage has lost its spare replica, or a leader is not ready."""
+_SHOWN_CHARACTERS = 300
+"""Of the error of a worker in the reason why a stage cannot serve."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +168,7 @@ def _service_state(snapshot: PipelineSnapshot) -> tuple[ServiceState, list[str]]
         return "draining", ["the server is stopping"]
     if snapshot.unloaded and not snapshot.ready:  # ready: another leader has loaded it already
         return "unloaded", ["an administrator has unloaded the model"]
-    reasons = [
-        f"stage {stage.index} has no ready replica ({', '.join(replica.state for replica in stage.replicas) or 'none'})"
-        for stage in snapshot.stages
-        if not stage.ready_replicas
-    ]
+    reasons = [_missing(stage) for stage in snapshot.stages if not stage.ready_replicas]
     if not snapshot.ready:
         return "not_ready", reasons or ["the pipeline is not complete"]
     reasons += [
@@ -184,3 +182,11 @@ def _service_state(snapshot: PipelineSnapshot) -> tuple[ServiceState, list[str]]
         if leader.state != "ready"
     ]
     return ("degraded" if reasons else "ready"), reasons
+
+
+def _missing(stage: StageSnapshot) -> str:
+    """Why a stage cannot serve: the states of its replicas, and why the first one that reported an error cannot compute it."""
+    states = ", ".join(replica.state for replica in stage.replicas) or "none"
+    failures = [replica.last_failure for replica in stage.replicas if replica.last_failure is not None]
+    why = next((f": {failure.detail[:_SHOWN_CHARACTERS]}" for failure in failures if failure.cause == "error"), "")
+    return f"stage {stage.index} has no ready replica ({states}){why}"

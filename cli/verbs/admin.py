@@ -80,11 +80,13 @@ def load_version(options: LoadVersionOptions) -> int:
     weights; requests in flight finish with the old ones. If any step fails, nothing changes; Ctrl-C cancels the load. After `unload`,
     this puts the model back into service.
     """
-    response = _operate(options, "load", {} if options.weights is None else {"weights": options.weights})
+    before, response = _operate(options, "load", {} if options.weights is None else {"weights": options.weights})
     if options.as_json:
         print(json.dumps(response))
     else:
         print(f"{response['name']} answers with {response['weights']}, version {response['version']}")
+        if (before.get("version"), before.get("state")) == (response["version"], "READY"):
+            print("nothing has changed: the service already had these weights")
     return 0
 
 
@@ -98,10 +100,10 @@ def unload(options: OperationOptions) -> int:
     return 0
 
 
-def _operate(options: OperationOptions, verb: str, parameters: dict[str, str]) -> dict[str, Any]:
-    """Request an operation on the model and return the response. Raises ServiceError."""
+def _operate(options: OperationOptions, verb: str, parameters: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Request an operation on the model. Returns the model before, as in the index, and the response. Raises ServiceError."""
     with open_clients(options) as clients:
         (model, *_) = send_request(clients[0], "POST", "/v2/repository/index", json={}).json()
         path = f"/v2/repository/models/{model['name']}/{verb}"
         found: dict[str, Any] = send_request(clients[0], "POST", path, json={"parameters": parameters}).json()
-        return found
+        return model, found

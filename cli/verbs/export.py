@@ -113,7 +113,7 @@ def export(options: ExportOptions) -> int:
 
 
 def _name_of(output: Path) -> str:
-    """The name of a model whose user gives none; letters that names cannot have become "_"."""
+    """The default name of a model. Letters that names cannot have become "_"."""
     return re.sub(r"[^A-Za-z0-9_.:+-]", "_", output.name.removesuffix(".zip").removesuffix(".bundle"))
 
 

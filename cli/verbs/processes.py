@@ -36,7 +36,7 @@ def serve(settings: ServeSettings) -> int:
     another replica of its stage computes its batches; when a leader does, its requests go to another leader.
     Every option can also be set in the environment, as MULTIWORLD_STAGES for --stages, or in a TOML file. The command line takes
     precedence over the environment, and the environment over the file. Ctrl-C drains and stops the service, with exit status 0; a second
-    Ctrl-C ends all processes at once.
+    Ctrl-C ends all processes immediately.
     """
     if settings.launcher == "ray":
         return int(_ray_launcher().serve(settings))
@@ -80,7 +80,7 @@ def down(options: DownOptions) -> int:
 
 
 def frontend(settings: FrontendSettings) -> int:
-    """Serve HTTP: read requests, decode images, and send them to a leader. A request whose leader is lost goes to another one."""
+    """Serve HTTP: read requests, decode images, and send them to a leader. If a leader is lost, its requests go to another one."""
     from multiworld_serving.server.frontends.main import run
 
     return run(settings)

@@ -9,7 +9,6 @@ The JSON form has one row per node, in the order of computation:
     ["calls",   name, operator, args, kwargs]                an operator that returns several tensors; `item` picks one
     ["item",    name, dtype, shape, value, index]            one of several tensors
     ["integer", name, operator, args]                        arithmetic on sizes
-    ["range",   name, least, most]                           ignored; earlier releases wrote it for int8
     ["output",  [name, …]]                                   last row
 
 A shape has a number for a fixed dimension, a name for a variable one, and null for a dimension computed from variable ones. Arguments are
@@ -58,11 +57,7 @@ class _Output(Struct, tag="output", array_like=True, forbid_unknown_fields=True)
     names: Annotated[list[str], Meta(max_length=MAX_ITEMS)]
 
 
-class _Range(Struct, tag="range", array_like=True):
-    """See the module."""
-
-
-_Row = Input | Weight | Size | Integer | Call | Calls | Item | _Range | _Output
+_Row = Input | Weight | Size | Integer | Call | Calls | Item | _Output
 _ROWS = msgspec.json.Decoder(Annotated[list[_Row], Meta(min_length=2, max_length=MAX_NODES)])
 
 
@@ -142,7 +137,7 @@ class Graph:
         with bundle_errors("invalid graph"):
             *rows, last = _ROWS.decode(text)
         nodes = tuple(row for row in rows if isinstance(row, Node))
-        if not isinstance(last, _Output) or any(isinstance(row, _Output) for row in rows):
+        if not isinstance(last, _Output) or len(nodes) < len(rows):
             raise BundleError('invalid graph: only the last row is ["output", [name, …]]')
         return cls(nodes, tuple(last.names))
 
@@ -185,7 +180,7 @@ class Graph:
         return found
 
     def cut(self, positions: Sequence[int]) -> tuple[Graph, ...]:
-        """The stages between these positions, each a graph whose inputs are the outputs of the one before.
+        """The stages between these positions. The inputs of each are the outputs of the one before.
 
         Raises:
             BundleError: it is impossible to cut there.

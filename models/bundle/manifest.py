@@ -15,8 +15,6 @@ from multiworld_serving.models.errors import BundleError
 from multiworld_serving.models.preprocessing import Preprocessing
 
 FORMAT = 1
-_INT8_FORMAT = 2
-"""Of bundles that earlier releases made for int8, with a field more. It is ignored."""
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_BATCH_SIZE = 1024
 _MAX_LENGTH = 1 << 31
@@ -97,12 +95,11 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         """Read a manifest. Raises BundleError."""
         with bundle_errors("invalid manifest of the bundle"):
             fields = msgspec.json.decode(text, type=dict[str, Any])
-        if (found := fields.pop("format", None)) not in (FORMAT, _INT8_FORMAT):
+        if (found := fields.pop("format", None)) != FORMAT:
             raise _invalid(
-                f"this release reads format {FORMAT} and {_INT8_FORMAT}; export the model again, or install the release that made it"
+                f"its format is {found!r:.20}, but this release reads format {FORMAT}; export the model again, or install the release that "
+                "made it"
             )
-        if found == _INT8_FORMAT:
-            fields.pop("int8", None)
         with bundle_errors("invalid manifest of the bundle"):
             manifest = msgspec.convert(fields, cls)
         lengths_to_check(manifest.dimensions)
@@ -149,7 +146,7 @@ def spec_of(node: TensorNode) -> TensorSpec:
 
 
 def check_tensors(graph: Graph, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
-    """Raise BundleError unless these are the inputs and outputs of the graph, whose names of outputs are internal."""
+    """Raise BundleError unless these are the inputs and outputs of the graph. Names of outputs may differ."""
     found = [spec_of(graph.tensor(name)) for name in graph.outputs]
     if list(inputs) != [spec_of(node) for node in graph.inputs]:
         raise BundleError(f"the inputs differ from the graph's: {', '.join(map(str, inputs))!s:.150}")

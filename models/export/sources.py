@@ -71,7 +71,7 @@ def load_module(source: str, checkpoint: str | None = None) -> nn.Module:
     """The module to export, in eval mode.
 
     Args:
-        source: `package.module:function` or `file.py:function`, whose function returns the module.
+        source: `package.module:function` or `file.py:function`, the function returns the module.
         checkpoint: a state dict (.pth, .pt, .safetensors) that is loaded into the module.
     Raises:
         ExportError: there is no such function, it fails, or the weights do not fit.

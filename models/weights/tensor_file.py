@@ -41,7 +41,7 @@ class TensorFile:
         return self._descriptor
 
     def tensors(self) -> Any:
-        """A context manager whose `get_tensor` maps a tensor by key."""
+        """A context manager. Its `get_tensor` maps a tensor by key."""
         return safe_open(f"/proc/self/fd/{self._descriptor}", framework="pt")
 
     @cached_property

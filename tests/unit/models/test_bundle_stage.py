@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -114,20 +113,6 @@ def test_description_survives_json(text: Bundle) -> None:
         found = BundleStageSpec.from_json(plan.spec.to_json())
         assert found == plan.spec
         assert found.part == plan.spec.part
-
-
-def test_bundle_that_was_calibrated_by_an_earlier_release_is_read(tmp_path: Path) -> None:
-    """The ranges in its graph and the accuracy in its manifest are ignored."""
-    expected, folder = classifier_bundle(tmp_path / "bundle"), tmp_path / "bundle"
-    graph, manifest = (json.loads((folder / name).read_text()) for name in ("graph.json", "manifest.json"))
-    graph[-1:-1] = [["range", "images", -1.5, 2.5], ["range", graph[-1][1][0], 0.0, 1.0]]
-    (folder / "graph.json").write_text(json.dumps(graph))
-    accuracy = {"rows": 24, "cosine": 0.999, "agreement": 1.0, "accuracy": None}
-    manifest["sha256"]["graph.json"] = hashlib.sha256((folder / "graph.json").read_bytes()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 2, "int8": accuracy}))
-    found = read_bundle(folder)
-    assert found.graph == expected.graph
-    assert found.manifest == msgspec.structs.replace(expected.manifest, sha256=found.manifest.sha256)
 
 
 SPECS: dict[str, Callable[[dict[str, Any]], object]] = {

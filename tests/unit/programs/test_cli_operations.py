@@ -22,6 +22,7 @@ class Port(QuietHandler):
     serves: ClassVar[tuple[str, ...]] = ()
     steps: ClassVar[list[dict[str, Any]]] = []
     hangs: ClassVar[bool] = False
+    serves_version: ClassVar[str] = "1"
     credentials: ClassVar[list[str | None]] = []
 
     def do_GET(self) -> None:
@@ -38,7 +39,7 @@ class Port(QuietHandler):
         elif self.path == "/status":
             self._answer(200, STATUS)
         elif self.path == "/v2/repository/index":
-            self._answer(200, [{"name": "resnet18"}])
+            self._answer(200, [{"name": "resnet18", "version": self.serves_version, "state": "READY"}])
         elif self.path.endswith("/load"):
             if self.hangs:
                 self.rfile.read(1)  # until the client closes the connection
@@ -90,6 +91,15 @@ def test_load_prints_the_new_version(capsys: pytest.CaptureFixture[str]) -> None
     with service() as (_, admin_url):
         assert main(["load-version", "random:1", "--url", admin_url]) == 0
     assert capsys.readouterr().out == "resnet18 answers with random:1, version 2\n"
+
+
+def test_load_says_that_nothing_has_changed_when_the_version_serves(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Port, "serves_version", "2")
+    with service() as (_, admin_url):
+        assert main(["load-version", "random:1", "--url", admin_url]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["nothing has changed: the service already had these weights"]
 
 
 def test_load_that_takes_too_long_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,22 @@ def test_serve_prints_one_line_when_a_file_or_folder_of_the_model_is_missing(opt
     assert refusal(option, file).startswith(f"{option} {file}: there is no such ")
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--api-keys-file", "nowhere.keys"), "nowhere.keys"),
+        (("--admin-keys-file", "nowhere.keys"), "nowhere.keys"),
+        (("--tls-cert-file", "nowhere.pem", "--tls-key-file", "nowhere.pem"), "nowhere.pem"),
+        (("--tls-cert-file", __file__, "--tls-key-file", __file__), "no certificate"),
+        (("--handler", "nowhere.py:Handler"), "nowhere.py"),
+    ],
+)
+def test_serve_prints_one_line_when_keys_certificates_or_a_handler_cannot_be_read(
+    options: tuple[str, ...], says: str
+) -> None:
+    assert says in refusal(*options)
+
+
 @pytest.mark.parametrize("options", [("--weights", "random:1"), ("--image-size", "32")])
 def test_serve_refuses_options_that_do_not_apply_to_a_bundle(options: tuple[str, str], tmp_path: Path) -> None:
     assert refusal("--model", str(tmp_path), *options).startswith(options[0])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,16 @@ def test_version_of_the_same_interface_is_loaded(folder: Path) -> None:
         BundleError, match=f"has the digest .*, but .* version 1 with the digest {plan.version.digest}; export"
     ):
         loader.load("same version", versions)
+
+
+def test_bundle_that_was_overwritten_is_refused_with_both_digests_when_it_is_loaded_again(tmp_path: Path) -> None:
+    old = classifier_bundle(tmp_path / "one")
+    loader, plan = opened(tmp_path)
+    shutil.rmtree(tmp_path / "one")
+    new = classifier_bundle(tmp_path / "one", seed=1)
+    for again in (None, "one"):
+        with pytest.raises(BundleError, match=f"has the digest {new.digest}, but .* the digest {old.digest}"):
+            loader.load(again, VersionTable(plan))
 
 
 def test_version_with_another_interface_is_refused_with_the_difference(folder: Path) -> None:

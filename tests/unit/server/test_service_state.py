@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from multiworld_serving.server.snapshots import (
+    FailureSnapshot,
     LeaderSnapshot,
     PipelineSnapshot,
     ReplicaSnapshot,
@@ -25,6 +26,9 @@ def pipeline(*stages: tuple[ReplicaState, ...], ready: bool = True, **more: Any)
 
 
 UP: tuple[ReplicaState, ...] = ("ready", "ready")
+REFUSED = ReplicaSnapshot(
+    0, "broken", last_failure=FailureSnapshot("error", "local-0 cannot serve stage 0: index out of range", 0.0)
+)
 HERE, GONE = LeaderSnapshot("a:1", "ready", "leader-0"), LeaderSnapshot("b:1", "unreachable")
 
 
@@ -42,6 +46,11 @@ HERE, GONE = LeaderSnapshot("a:1", "ready", "leader-0"), LeaderSnapshot("b:1", "
             pipeline(UP, ("broken", "loading"), ready=False),
             "not_ready",
             ("stage 1 has no ready replica (broken, loading)",),
+        ),
+        (
+            PipelineSnapshot("m", "v", False, False, 1.0, 0, 0, (StageSnapshot(0, (), (REFUSED,)),)),
+            "not_ready",
+            ("stage 0 has no ready replica (broken): local-0 cannot serve stage 0: index out of range",),
         ),
         (pipeline(ready=False), "not_ready", ("the pipeline is not complete",)),
         (pipeline(UP, ready=False, unloaded=True), "unloaded", ("an administrator has unloaded the model",)),
