@@ -70,19 +70,15 @@ def test_no_request_is_lost_when_workers_are_added_and_removed(deployment: Deplo
 
 @pytest.mark.parametrize("name", ["leader-kill", "leader-unplug"])
 def test_no_request_is_lost_when_each_leader_fails_in_turn(deployment: Deployment, name: str) -> None:
+    before = deployment.leader_addresses()
     row = deployment.hurt(name)
     assert not row.unled, "the other leader answers"
     usable = "multiworld_leaders"
     seen(deployment, row.injection, f"min_over_time({usable}[W]) == 1 and {usable} == 2")
     deployment.prometheus.wait_for(f"{LEADER_UP} == 2")
-
-
-def test_leader_has_another_address_when_it_was_disconnected(deployment: Deployment) -> None:
-    before = deployment.leader_addresses()
-    deployment.hurt("leader-unplug")
-    after = deployment.leader_addresses()  # a leader may get the earlier address of the other one
-    assert all(old != new for old, new in zip(before, after, strict=True))
-    assert all(request.expected for request in deployment.requests())
+    if name == "leader-unplug":
+        after = deployment.leader_addresses()  # a leader may get the earlier address of the other one
+        assert all(old != new for old, new in zip(before, after, strict=True))
 
 
 def test_requests_wait_and_succeed_when_both_leaders_are_restarted(deployment: Deployment) -> None:
