@@ -104,7 +104,7 @@ class SharedCores:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._index)
 
     def recall(self, stage: bytes) -> BatchThreads | None:
-        """What a worker of this machine has measured for the stage with this digest of 32 bytes; None: not known."""
+        """What a worker of this machine has measured for the stage with this digest of 32 bytes, if its fusion is accurate."""
         found = os.pread(self._file, _REMEMBERED.size, self._place_of(stage))
         if len(found) < _REMEMBERED.size or not found.startswith(stage):
             return None
@@ -113,7 +113,7 @@ class SharedCores:
         return BatchThreads(single, largest)  # type: ignore[arg-type]  # mypy widens the literals
 
     def remember(self, stage: bytes, threads: BatchThreads) -> None:
-        """Record what was measured for a stage."""
+        """Record what was measured for a stage whose fusion is accurate."""
         found = _REMEMBERED.pack(stage, threads.single == "one", threads.largest == "one")
         os.pwrite(self._file, found, self._place_of(stage))
 

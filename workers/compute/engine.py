@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -186,12 +186,23 @@ class Engine:
             ModelError, RuntimeError: the weights do not match the spec, or the device cannot run it.
         """
 
+        cores = self._cores if task.digest else None
+        known = None if cores is None else cores.recall(task.digest)
+
         def build() -> OptimizedStage:
             with self.acquire_cores("share"):
                 stage = load_bundle_stage(task.spec, task.weights)
-                return optimize(stage, task.max_batch_size, task.tuning, self.device, self.threads)
+                return optimize(
+                    stage, task.max_batch_size, task.tuning, self.device, self.threads, is_accurate=known is not None
+                )
 
-        return await self._warmed_up(owner, task, await self.run(owner, build))
+        made = await self.run(owner, build)
+        if known is not None:  # the self-test warms it up
+            return LoadedStage(task.spec, made, known)
+        loaded = await self._warmed_up(owner, task, made)
+        if cores is not None and made.mode.method == "fused":
+            cores.remember(task.digest, loaded.threads)
+        return loaded
 
     async def compile(self, task: StageTask, is_needed: Callable[[], bool]) -> LoadedStage | None:
         """Compile a stage, and warm it up. On a CPU, batches are computed meanwhile; on a GPU, between two batch sizes.
@@ -217,8 +228,7 @@ class Engine:
             if not is_needed():
                 return None
             await compiler.run(task, partial(made.compile_for, size))
-        compiled = OptimizedStage(made, made.mode, "compiled while it served")
-        return await self._warmed_up(task, replace(task, digest=b""), compiled)
+        return await self._warmed_up(task, task, OptimizedStage(made, made.mode, "compiled while it served"))
 
     async def compute(
         self,
@@ -250,12 +260,8 @@ class Engine:
         return result
 
     async def _warmed_up(self, owner: object, task: StageTask, optimized: OptimizedStage) -> LoadedStage:
-        """Run the shapes that batches will have, and find out how many threads to compute them on, unless another worker has."""
-        module, counts, cores = optimized.module, self.threads, self._cores if task.digest else None
-        if cores is not None and (known := cores.recall(task.digest)) is not None:
-            threads = counts[0] if known.single == "one" else counts[-1]
-            await self.run(owner, partial(self._timed_s, module, task.spec.example(1), threads))
-            return LoadedStage(task.spec, optimized, known)
+        """Run the shapes that batches will have, and find out how many threads to compute them on."""
+        module, counts = optimized.module, self.threads
         for threads in (*reversed(counts), counts[0]):  # the last one is the time of a row on the fewest threads
             row_s = await self.run(owner, partial(self._timed_s, module, task.spec.example(1), threads))
         found: list[Threads] = ["share", "share"]
@@ -265,8 +271,6 @@ class Engine:
                 found[index] = await self.run(owner, partial(self._threads_of_small, module, batch))
             elif is_small or self.device.type == "cuda":  # the first large batch on a CPU takes no longer than others
                 await self.run(owner, partial(self._timed_s, module, batch, counts[0]))
-        if cores is not None:
-            cores.remember(task.digest, BatchThreads(*found))
         return LoadedStage(task.spec, optimized, BatchThreads(*found))
 
     def _threads_of_small(self, module: nn.Module, batch: Tensor) -> Threads:

@@ -3,12 +3,16 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from multiworld_serving.models.optimize.deviation import deviation
 from multiworld_serving.models.optimize.tuning import Tuning
+from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.engine import Engine, StageTask
 from tests.resnets import plan_of, sent_stage, sent_weights
 from tests.unit.models.models_loaded import images, loaded
@@ -108,3 +112,26 @@ async def test_stage_is_computed_in_the_assigned_execution_mode(engine: Engine) 
         outputs[ordered] = (await engine.compute("one", made, batch)).output
     assert torch.equal(outputs["eager"], expected)
     assert 0 < deviation(outputs["fused"], expected) < 1e-5
+
+
+async def test_successor_loads_a_stage_without_measuring_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, file = plan_of(loaded("resnet18"), 1)[0], tmp_path / "cores"
+    file.touch()
+    task = StageTask(plan.spec, sent_weights(plan), 2, Tuning(optimize="fused"), b"d" * 32)
+    computed: list[int] = []
+    forward = Engine._forward
+
+    def counting(self: Engine, stage: nn.Module, batch: torch.Tensor, *rest: Any) -> torch.Tensor:
+        computed.append(len(batch))
+        return forward(self, stage, batch, *rest)
+
+    monkeypatch.setattr(Engine, "_forward", counting)
+    outputs = []
+    for index in range(2):
+        engine = Engine(torch.device("cpu"), SharedCores(str(file), index, 2, 1))
+        made = await engine.load("one", task)
+        assert bool(computed) is not bool(index), "the second one need not measure"
+        outputs.append((await engine.compute("one", made, images(2))).output)
+        computed.clear()
+        engine.close()
+    assert torch.equal(*outputs)
