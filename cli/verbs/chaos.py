@@ -90,7 +90,7 @@ class ChaosOptions(Access, LoadOptions, TestedService):
     seed: int = value(0, "Faults")
     """Seed of the order of faults, of their targets and of the requests."""
     json_file: Path | None = value(None, names=("--json",), metavar="FILE")
-    """Write the full result as JSON."""
+    """Write the full result as JSON. A campaign that was interrupted continues when it is started with this file again."""
 
 
 def chaos(options: ChaosOptions) -> int:
@@ -131,7 +131,8 @@ def chaos(options: ChaosOptions) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with options.open(options.credentials()) as system:
-            result = run(system, plan, log=lambda line: print(line, flush=True))
+            journal = None if json_file is None else json_file.with_name(f"{json_file.name}.part")
+            result = run(system, plan, journal=journal, log=lambda line: print(line, flush=True))
     except (ServiceFailedError, NotRecoveredError, ContainerError, httpx.HTTPError) as error:
         raise ServiceError(str(error) or type(error).__name__) from error
     report = summarize(result)
@@ -186,7 +187,9 @@ def _lines(result: "CampaignResult", report: "Report") -> list[str]:
     total = report.total
     return [
         f"{total.times} faults in {result.ended_s - result.started_s:.0f} s, {report.requests} requests: {total.failed} failed, "
-        f"{total.excused} excused, {report.refused} refused with 429, {total.duplicates} answered twice",
+        f"{total.excused} excused, {report.refused} refused with 429, {total.duplicates} answered twice, {report.wrong} wrong",
+        f"longest request {report.longest_s:.2f} s; median / p99 / max ms: {_spread(report.without_faults, 1e3, '.0f')} without "
+        f"faults, {_spread(total.latency, 1e3, '.0f')} during faults",
         *(
             f"{name}: threads {before.threads} -> {after.threads}, descriptors {before.descriptors} -> {after.descriptors}, "
             f"memory {before.resident_mib:.0f} -> {after.resident_mib:.0f} MiB"

@@ -6,12 +6,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
 
 import httpx
 
 from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
 from multiworld_serving.testing.chaos.faults.fault import NEEDS, Fault
+from multiworld_serving.testing.chaos.injection import Injection
+from multiworld_serving.testing.chaos.journal import Journal
 from multiworld_serving.testing.chaos.observer import NotRecoveredError, Observer, Replica, Snapshot
 from multiworld_serving.testing.chaos.schedule import choose_targets, missing_targets_reason, order
 from multiworld_serving.testing.chaos.system.containers import (
@@ -53,31 +57,6 @@ class Plan:
     request_timeout_s: float = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Injection:
-    """One injected fault and its effects. Times are seconds since the injection, except `at_s` and `ended_s` (`time.time()`).
-
-    Attributes:
-        detected_s: until the leader detected the first broken world of a target, or the frontends the lost leader; None if neither.
-        recovered_s: until every slot was ready again.
-        recovered: whether that happened before the timeout.
-        excused: statuses of requests that the fault excuses.
-        unexpected: descriptions of effects that the fault does not expect.
-    """
-
-    fault: str
-    targets: tuple[str, ...]
-    at_s: float
-    ended_s: float
-    causes: tuple[str, ...] = ()
-    detected_s: float | None = None
-    recovered_s: float = 0.0
-    recovered: bool = True
-    duplicates: int = 0
-    excused: tuple[int, ...] = ()
-    unexpected: tuple[str, ...] = ()
-
-
 @dataclass(slots=True)
 class CampaignResult:
     """All data of a campaign."""
@@ -97,16 +76,27 @@ class CampaignResult:
     """Why the campaign ended early; empty if it did not."""
 
 
-def run(system: RunningService, plan: Plan, *, log: Callable[[str], None] = lambda _line: None) -> CampaignResult:
+def run(
+    system: RunningService,
+    plan: Plan,
+    *,
+    journal: Path | None = None,
+    log: Callable[[str], None] = lambda _line: None,
+) -> CampaignResult:
     """Inject the planned faults into a service under load.
 
     Args:
+        journal: a file from which an interrupted campaign continues. It is removed when the campaign is complete.
         log: called with one line of text per event.
     Raises:
         httpx.HTTPError: the service does not answer before the first fault.
         NotRecoveredError: not all replicas are ready before the first fault.
+        UserError: the journal cannot be used.
     """
-    found = CampaignResult(plan)
+    found, written = CampaignResult(plan), Journal(journal, plan.seed)
+    found.injections = [entry.injection for entry in written.entries]
+    if found.injections:
+        log(f"continues after {len(found.injections)} faults")
     with Observer(system.url, system.credentials) as observer:
         start = observer.wait(lambda now: now.complete, WAIT_S, "complete at the start")
         found.skipped = {fault.name: why for fault in plan.faults if (why := unavailable_reason(fault, system, start))}
@@ -131,13 +121,17 @@ def run(system: RunningService, plan: Plan, *, log: Callable[[str], None] = lamb
             time.sleep(plan.settle_s)
             before = _resources(system)
             try:
-                _inject_all(system, observer, requests[0], found, log)
+                _inject_all(system, observer, requests[0], found, written, log)
             except NotRecoveredError as error:
                 found.aborted = str(error)
             except KeyboardInterrupt:
                 found.aborted = "interrupted"
             found.resources = {name: (before[name], now) for name, now in _resources(system).items() if name in before}
         found.ended_s = time.time()
+        found.load.samples[:0] = [sample for entry in written.entries for sample in entry.samples]
+        found.started_s -= written.elapsed_s  # the earlier runs count, and the time between them does not
+        if not found.aborted:
+            written.remove()
         found.duplicates = sum(injection.duplicates for injection in found.injections)
         with suppress(httpx.HTTPError):  # Ctrl-C in a terminal also stops a service that this process started
             late = round(_increase(duplicates, observer.metric(_DUPLICATES)))
@@ -183,20 +177,30 @@ def _inject_all(
     observer: Observer,
     request: ReferenceRequest,
     found: CampaignResult,
+    journal: Journal,
     log: Callable[[str], None],
 ) -> None:
-    plan = found.plan
+    plan, written = found.plan, 0
     faults = [fault for fault in plan.faults if fault.name not in found.skipped]
     generator = random.Random(plan.seed)
-    for number, fault in enumerate(order(faults, generator) if faults else ()):
-        if _is_finished(plan, number, len(faults), time.time() - found.started_s):
+    endless = islice(order(faults, generator), len(found.injections), None) if faults else ()
+    for number, fault in enumerate(endless, len(found.injections)):
+        if _is_finished(plan, number, len(faults), journal.elapsed_s + time.time() - found.started_s):
             return
         before = observer.wait(lambda now: now.complete, WAIT_S, "complete")
         times = sum(injection.fault == fault.name for injection in found.injections)
         targets = choose_targets(fault, before, generator)
         context = FaultContext(system, observer, targets, plan.heartbeat_timeout_s, request, times)
-        injection = inject(fault, context)
+        injection, used = inject(fault, context), _resources(system).values()
+        injection = replace(
+            injection,
+            resident_mib=sum(each.resident_mib for each in used),
+            descriptors=sum(each.descriptors for each in used),
+        )
         found.injections.append(injection)
+        ended = found.load.samples[written:]
+        written += len(ended)
+        journal.append(journal.elapsed_s + time.time() - found.started_s, injection, ended)
         failed = f"  {len(found.load.failed)} FAILED so far" if found.load.failed else ""
         log(f"{injection.at_s - found.started_s:7.1f} s  {_describe(injection)}{failed}")
         if not injection.recovered:

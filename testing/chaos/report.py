@@ -1,12 +1,13 @@
 """Summarizes a campaign: excused failures, statistics per fault, and the verdict. Pure."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from multiworld_serving.testing.chaos.campaign import CampaignResult, Injection
+from multiworld_serving.testing.chaos.campaign import CampaignResult
 from multiworld_serving.testing.chaos.faults import BY_NAME
+from multiworld_serving.testing.chaos.injection import Injection
 from multiworld_serving.testing.load.clients import Sample
 from multiworld_serving.testing.load.statistics import Spread
 
@@ -33,12 +34,22 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The summary of a campaign. `verdict` lists what went wrong; empty if nothing did."""
+    """The summary of a campaign.
+
+    Attributes:
+        wrong: requests with a wrong answer. They count as failed, too.
+        longest_s: of all requests.
+        without_faults: latency of the requests that were in flight during no fault.
+        verdict: what went wrong; empty if nothing did.
+    """
 
     rows: list[Row]
     total: Row
     requests: int
     refused: int
+    wrong: int
+    longest_s: float
+    without_faults: Spread | None
     verdict: list[str]
 
 
@@ -49,13 +60,32 @@ def summarize(result: CampaignResult) -> Report:
     for sample in result.load.failed:
         (forgiven if _is_excused(sample, result) else failed).append(sample)
     kinds = dict.fromkeys(injection.fault for injection in result.injections)
+    affected = _affected(result)
+    in_flight = {id(sample) for samples in affected for sample in samples}
     return Report(
-        rows=[_row(kind, result, failed, forgiven) for kind in kinds],
-        total=_row(None, result, failed, forgiven),
+        rows=[_row(kind, result, failed, forgiven, affected) for kind in kinds],
+        total=_row(None, result, failed, forgiven, affected),
+        wrong=sum(sample.status == 200 and bool(sample.error) for sample in result.load.samples),
+        longest_s=max((sample.took_s for sample in result.load.samples), default=0.0),
+        without_faults=Spread.of([each.took_s for each in result.load.samples if id(each) not in in_flight]),
         requests=len(result.load.samples),
         refused=sum(sample.refused for sample in result.load.samples),
         verdict=_verdict(result, failed),
     )
+
+
+def _affected(result: CampaignResult) -> list[list[Sample]]:
+    """For each injection, the requests that were in flight between fault and recovery."""
+    samples = sorted(result.load.samples, key=lambda sample: sample.sent_s)
+    sent_s, longest_s = [sample.sent_s for sample in samples], max((sample.took_s for sample in samples), default=0.0)
+    return [
+        [
+            sample
+            for sample in samples[bisect_left(sent_s, each.at_s - longest_s) : bisect_right(sent_s, each.ended_s)]
+            if sample.done_s >= each.at_s
+        ]
+        for each in result.injections
+    ]
 
 
 def _is_excused(sample: Sample, result: CampaignResult) -> bool:
@@ -84,7 +114,11 @@ def to_json(result: CampaignResult, report: Report) -> dict[str, Any]:
         "refused": report.refused,
         "failed": report.total.failed,
         "excused": report.total.excused,
+        "wrong": report.wrong,
         "duplicates": report.total.duplicates,
+        "longest_s": report.longest_s,
+        "latency_without_faults": None if report.without_faults is None else asdict(report.without_faults),
+        "latency_during_faults": None if report.total.latency is None else asdict(report.total.latency),
         "faults": [asdict(row) for row in report.rows],
         "injections": [asdict(injection) for injection in result.injections],
         "failures": [asdict(sample) for sample in result.load.failed[:1000]],
@@ -95,10 +129,18 @@ def to_json(result: CampaignResult, report: Report) -> dict[str, Any]:
     }
 
 
-def _row(kind: str | None, result: CampaignResult, failed: Sequence[Sample], forgiven: Sequence[Sample]) -> Row:
+def _row(
+    kind: str | None,
+    result: CampaignResult,
+    failed: Sequence[Sample],
+    forgiven: Sequence[Sample],
+    affected: Sequence[Sequence[Sample]],
+) -> Row:
     """Return the statistics of one fault, or of all if None."""
     injections = [injection for injection in result.injections if kind in (None, injection.fault)]
-    affected = [sample for each in injections for sample in result.load.between(each.at_s, each.ended_s)]
+    of_kind = [
+        each for injection, each in zip(result.injections, affected, strict=True) if kind in (None, injection.fault)
+    ]
     return Row(
         fault=kind or "all",
         times=len(injections),
@@ -107,7 +149,7 @@ def _row(kind: str | None, result: CampaignResult, failed: Sequence[Sample], for
         duplicates=result.duplicates if kind is None else sum(injection.duplicates for injection in injections),
         detect=Spread.of([each.detected_s for each in injections if each.detected_s is not None]),
         recover=Spread.of([injection.recovered_s for injection in injections]),
-        latency=Spread.of([sample.took_s for sample in affected]),
+        latency=Spread.of([sample.took_s for each in of_kind for sample in each]),
     )
 
 

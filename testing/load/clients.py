@@ -63,10 +63,6 @@ class Load:
     def failed(self) -> list[Sample]:
         return [sample for sample in self.samples if sample.failed]
 
-    def between(self, since_s: float, until_s: float) -> list[Sample]:
-        """Return the requests that were in flight at some time of the interval."""
-        return [sample for sample in self.samples if sample.done_s >= since_s and sample.sent_s <= until_s]
-
     def quantile_s(self, share: float) -> float:
         """Return a quantile of the latency of all requests; NaN if there were none."""
         return quantile([sample.took_s for sample in self.samples], share)

@@ -14,9 +14,10 @@ from typing import Self
 
 import pytest
 
-from multiworld_serving.testing.chaos.campaign import Injection, inject, unavailable_reason
+from multiworld_serving.testing.chaos.campaign import inject, unavailable_reason
 from multiworld_serving.testing.chaos.faults import ALL_FAULTS
 from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
+from multiworld_serving.testing.chaos.injection import Injection
 from multiworld_serving.testing.chaos.observer import Observer
 from multiworld_serving.testing.chaos.report import interrupted
 from multiworld_serving.testing.chaos.schedule import choose_targets

@@ -10,7 +10,7 @@ import time
 import httpx
 import pytest
 
-from multiworld_serving.testing.chaos.campaign import Injection
+from multiworld_serving.testing.chaos.injection import Injection
 from tests.containers.deployment import CLIENTS, Deployment, await_samples
 from tests.e2e.prometheus_server import wait_until_answers
 

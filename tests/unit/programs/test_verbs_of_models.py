@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,12 @@ import uvicorn
 
 from multiworld_serving.cli.main import main
 from multiworld_serving.testing.chaos.campaign import Plan, run
+from multiworld_serving.testing.chaos.injection import Injection
+from multiworld_serving.testing.chaos.journal import Journal
 from multiworld_serving.testing.chaos.report import summarize
 from multiworld_serving.testing.chaos.schedule import chosen_faults
 from multiworld_serving.testing.chaos.system.system_under_test import RunningService
+from multiworld_serving.testing.load.clients import Sample
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
 from tests.unit.server.text_model import TEXT, TextPredictor
 
@@ -31,9 +36,19 @@ async def statuses(predictor: Any, model: Any, *commands: list[str]) -> list[int
         port = server.servers[0].sockets[0].getsockname()[1]
         url = ["--url", f"http://127.0.0.1:{port}"]
         found = [await asyncio.to_thread(main, [*command, *url]) for command in commands]
-        plan = Plan(files=[], faults=chosen_faults("disconnect"), settle_s=0.1)
-        result = await asyncio.to_thread(run, RunningService(url[1]), plan)
-        assert summarize(result).verdict == []
+        plan = Plan(files=[], faults=chosen_faults("disconnect"), settle_s=0.1, rounds=2)
+        with tempfile.TemporaryDirectory() as folder:
+            journal = Path(folder) / "journal"
+            earlier = Injection("disconnect", (), 1.0, 2.0)
+            Journal(journal, plan.seed).append(60.0, earlier, [Sample(1.5, 0.2, 200), Sample(2.5, 0.1, 200)])
+            result = await asyncio.to_thread(partial(run, RunningService(url[1]), plan, journal=journal))
+            assert not journal.exists(), "the campaign is complete"
+        report = summarize(result)
+        assert (report.verdict, report.longest_s >= 0.2) == ([], True)
+        assert (len(result.injections), result.injections[0]) == (2, earlier)
+        assert report.rows[0].latency is not None
+        assert report.rows[0].latency.count < report.requests == len(result.load.samples)
+        assert result.ended_s - result.started_s > 60.0
         server.should_exit = True
         await running
     return found
