@@ -80,7 +80,7 @@ class Faults:
             print(f"load {self._loads}: {found.status_code} {found.text[:200]}", flush=True)
             time.sleep(_PAUSE_S)
         self.until(
-            lambda: {leader["version"] for leader in self._service.status()["leaders"]} == {found.json()["version"]}
+            lambda: {leader["version"] for leader in self._service.status()["leaders"]} == {found.json()["weights"]}
         )
 
     def load_without_leader(self) -> None:
