@@ -191,7 +191,7 @@ class Engine:
 
         def build() -> OptimizedStage:
             with self.acquire_cores("share"):
-                stage = load_bundle_stage(task.spec, task.weights)
+                stage = load_bundle_stage(task.spec, task.weights, is_checked=known is not None)
                 return optimize(
                     stage, task.max_batch_size, task.tuning, self.device, self.threads, is_accurate=known is not None
                 )

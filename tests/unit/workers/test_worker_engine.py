@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from multiworld_serving.models.bundle import stage as bundle_stage
+from multiworld_serving.models.bundle.checking import check_graph
 from multiworld_serving.models.optimize.deviation import deviation
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.workers.compute.cores import SharedCores
@@ -125,7 +127,12 @@ async def test_successor_loads_a_stage_without_measuring_it(tmp_path: Path, monk
         computed.append(len(batch))
         return forward(self, stage, batch, *rest)
 
+    def checking(*arguments: Any) -> None:
+        computed.append(0)
+        check_graph(*arguments)
+
     monkeypatch.setattr(Engine, "_forward", counting)
+    monkeypatch.setattr(bundle_stage, "check_graph", checking)
     outputs = []
     for index in range(2):
         engine = Engine(torch.device("cpu"), SharedCores(str(file), index, 2, 1))
