@@ -62,8 +62,11 @@ class LeaderOrder:
         for link, state in connected:
             if state.desired != self.desired and self.desired is not None:
                 link.connected().send(Follow(self.desired))
-        self.current = [link for link, state in connected if state.served == self.desired]
-        self.current = self.current or [link for link, state in connected if state.obstacle]
+        able = [(link, state) for link, state in connected if state.served == self.desired]
+        unable = [(link, state) for link, state in connected if state.obstacle]
+        # Workers may obey a leader that is unable to serve what is desired. Then it serves, because the others get no workers.
+        ready = [any(state.snapshot.ready for _, state in each) for each in (able, unable)]
+        self.current = [link for link, _ in (unable if not able or ready == [False, True] else able)]
         self.acting = min(
             self.current, key=lambda link: link.state is None or not link.state.snapshot.ready, default=None
         )

@@ -204,7 +204,7 @@ class Placement:
         held: Collection[int] = (),
         destined: int | None = None,
     ) -> int:
-        """Choose the stage for a joining worker on `host`, which has the stages `held` in memory.
+        """Choose the stage for a worker that joins from `host` and has the stages `held` in memory.
 
         A stage without replicas (serving or joining) is first. Then the stage `destined` by a move. Then a stage of `held` with fewer than
         `replicas`. Then the stage with the fewest replicas; among equals, the one with the fewest replicas on that host, because a host

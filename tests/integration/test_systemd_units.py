@@ -57,6 +57,13 @@ def test_unit_uses_options_and_variables_of_the_program(name: str) -> None:
     assert {variable.lower() for variable in variables} - {"config"} <= settings.model_fields.keys()
 
 
+def test_leader_writes_its_caches_to_the_folder_that_systemd_creates() -> None:
+    name = "multiworld-leader.service"
+    folder = f"/var/cache/{value(name, 'CacheDirectory')}"
+    caches = re.findall(r"^Environment=(TORCH_HOME|XDG_CACHE_HOME)=(.*)$", (UNITS / name).read_text(), re.MULTILINE)
+    assert dict(caches) == {"TORCH_HOME": folder, "XDG_CACHE_HOME": folder}
+
+
 def test_watchdog_timeouts_exceed_the_stall_detection_of_peers() -> None:
     for name in NAMES:
         assert value(name, "Type") == "notify"

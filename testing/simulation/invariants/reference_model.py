@@ -110,7 +110,7 @@ class ReferenceModel:
         """Longest time that a replica of the first stage took for a batch."""
         self.isolated_in_flight = 0
         self.refunded_rows = 0
-        """Rows of hedges of batches on links that were lost."""
+        """Rows of hedged batches whose link was lost."""
         self.newest_batch = 0
         self.was_complete = False
         self.complete_versions: list[str] = []

@@ -454,6 +454,13 @@ async def test_leader_that_restarts_with_other_content_gets_nothing_while_anothe
         second.tells(desired=other, served=other)
         await predict(made.pool)
         assert first.sent() == 1, "no leader has the first content any more"
+        second.is_lost()
+        second.tells(desired=FIRST, served=FIRST, ready=False)
+        await predict(made.pool)
+        assert first.sent() == 2, "the workers obey it, so the second one gets none"
+        second.tells(ready=True)
+        await predict(made.pool)
+        assert (first.sent(), second.sent()) == (2, 2)
 
 
 async def test_decisions_on_both_sides_of_a_cut_network_end_with_one() -> None:
