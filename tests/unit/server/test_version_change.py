@@ -29,6 +29,7 @@ from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.replicas.worker import Ending, LinkEndedError, SelfTestError, Worker
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.serving import Serving
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.server.snapshots import RolloutProgress
 from multiworld_serving.server.versions.model_source import ModelSource
@@ -248,6 +249,27 @@ async def test_version_fails_when_it_may_be_the_reason_that_workers_are_lost(mon
         with pytest.raises(VersionFailedError, match="3 workers in a row were lost while they loaded it"):
             await service.load()
         assert service.versions.current.number == 1
+
+
+async def test_operation_that_a_lost_leader_has_begun_is_awaited_and_not_performed_again() -> None:
+    async with running() as service:
+
+        async def inform() -> None:
+            pass
+
+        serving = Serving(
+            *(service.registry, service.versions, cast(ModelSource, service.loader), WAIT_S, service.driver.requests),
+            *(inform, lambda: None),
+        )
+        wanted = Desired(3, ModelVersion(2, "v2"), "v2")
+        serving.follow(wanted)
+        asked = asyncio.create_task(serving.load_version("v2", 3))
+        service.loader.proceed.set()
+        for link in service.links:
+            link.proceed.set()
+        assert await asked == wanted.version
+        assert serving.served == wanted
+        serving.close()
 
 
 async def test_workers_are_restarted_one_after_another_each_when_all_others_are_ready() -> None:
