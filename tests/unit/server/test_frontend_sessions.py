@@ -291,6 +291,8 @@ async def test_metrics_are_served_without_those_of_a_process_that_does_not_reply
 async def test_operations_do_not_wait_for_a_frontend_that_never_replies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multiworld_serving.server.frontends.sessions._INFORM_S", 0.05)
     async with running() as service:
-        pool, _ = await service.frontend("a"), await service.frontend("b")
+        await service.frontend("a")
+        await service.frontend("b")
         service.links["b"]._link._receive = lambda received: None  # type: ignore[union-attr]
-        await pool.unload()
+        await service.sessions.inform()
+        assert len(service.sessions._sessions) == 2, "it stays connected"
