@@ -30,6 +30,8 @@ _IN_SHORT_HELP = {
     *("host", "http_port", "join_host", "leader", "external_workers", "token_file", "api_keys_file", "name"),
 }
 """The settings that `--help` lists; `--help-all` lists all."""
+_REPEATED = ("leader", "model")
+"""Settings whose option may be repeated: its values are separated by commas."""
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
@@ -150,7 +152,7 @@ def program_command(program: Callable[[S], int], cls: type[S]) -> Callable[..., 
             exit_with_parent()  # also if this process is blocked: otherwise the next service could not use its ports
             settings = cls.model_validate_json(own.settings_json.read_bytes())
         else:
-            options = {name: ",".join(each) if isinstance(each, list) else each for name, each in given.items()}
+            options = {name: ",".join(each) or None if isinstance(each, list) else each for name, each in given.items()}
             settings = load(cls, options, config_file=own.config, programs=PROGRAMS).with_token()
         if own.print_settings:
             print("\n".join(f"{name} = {getattr(settings, name)}" for name in public_fields(cls)))
@@ -212,7 +214,7 @@ def _parameter(name: str, field: FieldInfo, *, hidden: bool = False) -> inspect.
         names: list[Any] = facts.get("names") or [option(name) + (f"/--no-{option(name)[2:]}" if is_flag else "")]
         shown |= {"envvar": facts.get("variable") or None, "rich_help_panel": panel(field), "hidden": hidden}
         info = typer.Option(*names, **shown)
-    typed: Any = bool if is_flag else list[str] if name == "leader" or get_origin(kind) is tuple else str
+    typed: Any = bool if is_flag else list[str] if name in _REPEATED or get_origin(kind) is tuple else str
     if field.is_required():
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[typed, info])
     annotation = Annotated[typed | None, info]

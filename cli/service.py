@@ -44,6 +44,11 @@ class ServiceOptions(Access):
     """Timeout of one request, in seconds."""
 
 
+def model_option() -> Any:
+    """Declare --model of a verb: the model that it is for."""
+    return value(None, names=("--model",), metavar="MODEL")
+
+
 class ServiceError(Exception):
     """The request failed or was refused. The message says what to do; the program exits with status 1."""
 
@@ -136,9 +141,10 @@ def _use_other_port(client: "httpx.Client", response: "httpx.Response") -> bool:
     return True
 
 
-def read_status(clients: "deque[httpx.Client]") -> "httpx.Response":
-    """Return the response to GET /status as JSON, from any of the clients. Raises ServiceError."""
-    return send_to_any(clients, "GET", "/status", headers={"Accept": "application/json"})
+def read_status(clients: "deque[httpx.Client]", model: str | None = None) -> "httpx.Response":
+    """Return the response to GET /status as JSON, of this model or the first one, from any of the clients. Raises ServiceError."""
+    params = {} if model is None else {"model": model}
+    return send_to_any(clients, "GET", "/status", params=params, headers={"Accept": "application/json"})
 
 
 @contextmanager

@@ -148,11 +148,17 @@ class AsyncClient(_Client):
         return await self._classify(call, await self._encoded(encode_batch, images), top_k, request_id)
 
     async def infer(
-        self, inputs: Mapping[str, object], *, timeout_s: float | None = None, request_id: str | None = None
+        self,
+        inputs: Mapping[str, object],
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
     ) -> dict[str, Any]:
         """Compute a batch of samples of any model; all by one version, or the request fails.
 
         Args:
+            model: name of the model; None = the first one of the service.
             inputs: the inputs of the model by name, as numpy arrays or torch tensors with the batch dimension first. Their types and
                 shapes are those of GET /v2/models/NAME.
             timeout_s, request_id: as for `predict`.
@@ -162,7 +168,7 @@ class AsyncClient(_Client):
             ClientError: a subclass, see `multiworld_client.errors`.
         """
         call = Call(self._servers, timeout_s)
-        request = infer_request(inputs, await self._model_name(call), request_id)
+        request = infer_request(inputs, model or await self._model_name(call), request_id)
         return outputs(await self._send(call, request))
 
     async def predict_body(

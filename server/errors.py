@@ -143,6 +143,10 @@ class UnknownModelError(InvalidRequestError, reason="unknown_model", status=404)
     """The model or this version of it does not exist."""
 
 
+class NoModelNamedError(InvalidRequestError, reason="no_model_named", status=400):
+    """The path names no model, and several could be meant."""
+
+
 class WrongPathError(InvalidRequestError, reason="wrong_path", status=404):
     """This path does not serve this model."""
 

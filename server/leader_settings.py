@@ -1,6 +1,7 @@
 """The settings of `multiworld leader` and those that frontends have too: every field with its unit, bounds, default and help text."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -56,7 +57,7 @@ class LeaderSettings(ServiceSettings):
 
     model: str = setting("resnet50", "Model")
     """Model to serve: the path of a bundle that `multiworld export` wrote, or a model of torchvision for images such as resnet50, which is
-    exported into ~/.cache/multiworld/bundles at the first start."""
+    exported into ~/.cache/multiworld/bundles at the first start. NAME=SOURCE serves it by another name."""
     weights: str = setting("DEFAULT", "Model")
     """Name of torchvision weights (IMAGENET1K_V2, DEFAULT), a .pth, .pt, .ckpt or .safetensors file, random:SEED, or auto (DEFAULT if
     available, else random:0 with a warning)."""
@@ -109,6 +110,17 @@ class LeaderSettings(ServiceSettings):
     """Descriptor of a listening socket for the join port."""
     report_capacity: bool = setting(False, INTERNAL)
     """Report the replicas that the load needs to the supervisor."""
+
+    @property
+    def model_name(self) -> str:
+        """The name in NAME=SOURCE; empty if there is none."""
+        name, equals, _ = self.model.partition("=")
+        return name if equals and re.fullmatch(NAME_PATTERN, name) else ""
+
+    @property
+    def model_source(self) -> str:
+        """`model` without a name."""
+        return self.model.removeprefix(f"{self.model_name}=") if self.model_name else self.model
 
     @property
     def accepted_secrets(self) -> tuple[bytes, ...]:

@@ -58,7 +58,7 @@ def run(settings: LeaderSettings) -> int:
 
 def _prepare(settings: LeaderSettings) -> tuple[ServedModel, ModelSource, VersionPlan]:
     """Load the model and split it into stages. Afterwards the weights are in files and not in memory."""
-    logger.info("loading %s with weights %s", settings.model, settings.weights)
+    logger.info("loading %s with weights %s", settings.model_source, settings.weights)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     source = ModelSource(settings)
     try:

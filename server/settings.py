@@ -3,22 +3,33 @@
 `serve` has the settings of all programs that it starts; those of leaders are in leader_settings.py.
 """
 
+import re
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from multiworld_serving.common.config import DEVICE_PATTERN, SettingsError, setting
-from multiworld_serving.common.config.addresses import NAME_ALLOWED, NAME_PATTERN, default_name
+from multiworld_serving.common.config.addresses import (
+    NAME_ALLOWED,
+    NAME_PATTERN,
+    Address,
+    default_name,
+    parse_addresses,
+)
 from multiworld_serving.common.config.edges import EdgePortSettings, EdgeSettings
 from multiworld_serving.common.config.leaders import LeadersSettings
-from multiworld_serving.common.config.settings import INTERNAL
+from multiworld_serving.common.config.settings import INTERNAL, panel
+from multiworld_serving.common.config.sources import validated
 from multiworld_serving.server.leader_settings import LeaderSettings, ServiceSettings
 
 _MAX_PORT = 65535
 _MAX_WORKERS = 1024
+MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$"
+MODEL_NAME_ALLOWED = "1 to 48 letters, digits, dots, dashes or underscores, beginning with a letter or digit"
+"""Names of models in a service with several: the names of their processes begin with them."""
 JOIN_PORT_STEP = 100
 """Distance between the join ports of the leaders that one `multiworld serve` starts."""
 
@@ -44,7 +55,8 @@ class HttpSettings(ServiceSettings):
     metrics_host: str | None = setting(None, "Network")
     """Address of the admin port; none uses --host."""
     api_keys_file: Path | None = setting(None, "Access")
-    """File with the inference keys, one NAME:HASH per line, as printed by `multiworld key`; none disables authentication."""
+    """File with the inference keys, one NAME:HASH per line, as printed by `multiworld key`, or NAME:HASH:MODEL,MODEL for a key of some
+    models; none disables authentication."""
     admin_keys_file: Path | None = setting(None, "Access")
     """File with the admin keys; none accepts admin requests from this machine only."""
     tls_cert_file: Path | None = setting(None, "Access")
@@ -101,8 +113,46 @@ class FrontendSettings(LeadersSettings, EdgePortSettings, HttpSettings):
 
     section: ClassVar[str] = "frontend"
 
+    leader: str | None = setting(None, "Network", allowed="[MODEL=]HOST:PORT, such as 10.0.0.1:8001, each leader once")
+    """HOST:PORT of a leader's join port; repeat the option, or separate with commas, for several leaders. With several models, write
+    MODEL=HOST:PORT; leaders without MODEL= serve the model before them. Required without --leaders-file."""
+
     name: str = setting(None, "Network", default_factory=default_name, pattern=NAME_PATTERN, allowed=NAME_ALLOWED)
     """Name of this frontend in logs, metrics and the status; by default HOSTNAME-PID."""
+    model_settings: dict[str, dict[str, Any]] = setting({}, INTERNAL)
+    """The settings that each model has of its own, by name."""
+
+    @property
+    def models(self) -> dict[str, Self]:
+        """The settings for each model by its name; "" = the leaders decide the name of the only model."""
+        if self.leaders_file is not None or self.leader is None:
+            return {"": self}
+        return {
+            name: self.model_copy(update={**self.model_settings.get(name, {}), "leader": ",".join(map(str, leaders))})
+            for name, leaders in leaders_by_model(self.leader).items()
+        }
+
+    @field_validator("leader")
+    @classmethod
+    def _leaders_have_host_and_port(cls, leader: str | None) -> str | None:
+        if leader is not None:
+            leaders_by_model(leader)
+        return leader
+
+
+def leaders_by_model(text: str) -> dict[str, tuple[Address, ...]]:
+    """Split "MODEL=host:port,host:port,MODEL=host:port". Raises ValueError."""
+    texts: dict[str, list[str]] = {}
+    name = ""
+    for part in map(str.strip, text.split(",")):
+        given, equals, address = part.rpartition("=")
+        name = given if equals else name
+        if equals and not name:
+            raise ValueError("must name a model before =")
+        texts.setdefault(name, []).append(address)
+    if "" in texts and len(texts) > 1:
+        raise ValueError("must name the model of each leader")
+    return {model: parse_addresses(",".join(addresses)) for model, addresses in texts.items()}
 
 
 class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
@@ -114,6 +164,8 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     """Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."""
     name: str = setting("", INTERNAL)
     """Leaders, frontends and workers have names of their own."""
+    models: tuple[dict[str, Any], ...] = setting((), INTERNAL, allowed="tables [[models]]")
+    """The tables [[models]] of the settings file."""
 
     leaders: int = setting(1, "Pipeline", ge=1, le=16)
     """Number of leader processes. With two, the service survives the loss of one without a failed request. Leader N listens for workers
@@ -143,6 +195,39 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     """Namespace of the actors in the Ray cluster; several services need different ones."""
 
     @property
+    def groups(self) -> tuple[Self, ...]:
+        """The settings of each model. Raises ValueError."""
+        if not self.models:
+            sources = [source.strip() for source in self.model.split(",")]
+            if len(sources) == 1:
+                return (self,)
+            return tuple(self._of_model({}, source, is_first=not index) for index, source in enumerate(sources))
+        found = []
+        for index, table in enumerate(self.models):
+            own = dict(table)
+            name, source = own.pop("name", None), own.pop("source", None)
+            if not isinstance(name, str) or not re.fullmatch(MODEL_NAME, name):
+                raise ValueError(f"name = {name!r} of a table [[models]]: must be {MODEL_NAME_ALLOWED}")
+            if not source:
+                raise ValueError(
+                    f"source of the model {name} is missing: the path of a bundle, or a name such as resnet50"
+                )
+            found.append(self._of_model(own, f"{name}={source}", is_first=not index))
+        return tuple(found)
+
+    def _of_model(self, own: dict[str, Any], model: str, *, is_first: bool) -> Self:
+        """The settings of one model, with those that it has of its own. Raises ValueError."""
+        if unknown := [name for name in own if name not in OF_MODEL]:
+            raise ValueError(f"{unknown[0]} of the model {model}: a model may have {', '.join(sorted(OF_MODEL))}")
+        common = {name: getattr(self, name) for name in type(self).model_fields if name != "models"}
+        if not is_first:
+            common["join_port"] = 0
+        try:
+            return validated(type(self), common | own | {"model": model}, lambda name, value: f"{name} = {value}")
+        except SettingsError as error:
+            raise ValueError(f"model {model}: {error}") from error
+
+    @property
     def num_workers(self) -> int:
         """Number of workers at start: replicas of all stages, and spares; or the least number of `autoscale`."""
         return self.stages * self.replicas + self.spares if self.worker_limits is None else self.worker_limits[0]
@@ -163,6 +248,18 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     def join_port_of(self, leader: int) -> int:
         """Port at which this leader listens; 0 selects a free one."""
         return self.join_port and self.join_port + JOIN_PORT_STEP * leader
+
+    @model_validator(mode="after")
+    def _models_are_valid(self) -> Self:
+        if self.models and self.model != type(self).model_fields["model"].default:
+            raise ValueError(
+                "--model and tables [[models]] are mutually exclusive: give all models in the settings file"
+            )
+        names = [name for each in self.groups if (name := each.model_name)]
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise ValueError(f"two models have the name {name!r}: choose different ones with NAME=SOURCE")
+        return self
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
@@ -206,3 +303,11 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
             "no join token, which external workers require; create one with `openssl rand -hex 32 > token`, "
             "then pass --token-file token (or MULTIWORLD_TOKEN) to the leader and to every worker"
         )
+
+
+OF_MODEL = frozenset(
+    {name for name, field in ServeSettings.model_fields.items() if panel(field) in ("Model", "Pipeline", "Batching")}
+    - {"model"}
+    | {"queue_limit", "timeout_s", "recovery_grace_s", "hang_timeout_s", "hedge_factor", "join_port"}
+)
+"""The settings that a table [[models]] may have, beside name and source."""

@@ -141,6 +141,8 @@ class PipelineSnapshot:
     """The acting leader."""
     leaders: tuple[LeaderSnapshot, ...] = ()
     frontends: tuple[FrontendSnapshot, ...] = ()
+    models: dict[str, str] = field(default_factory=dict)
+    """The state of every model of this frontend, by name; empty if there is only one."""
     state: ServiceState = field(init=False, default="not_ready")
     """Follows from the other fields."""
     reasons: tuple[str, ...] = field(init=False, default=())

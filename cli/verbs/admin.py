@@ -3,9 +3,11 @@
 import contextlib
 import json
 from typing import Any
+from urllib.parse import quote
 
 from multiworld_serving.cli.options import AsJson, epilog, value
-from multiworld_serving.cli.service import ServiceError, ServiceOptions, open_clients, send_request
+from multiworld_serving.cli.service import ServiceError, ServiceOptions, model_option, open_clients, send_request
+from multiworld_serving.common.config import UserError
 
 RESTART_EPILOG = epilog(
     "multiworld rolling-restart",
@@ -25,6 +27,8 @@ class OperationOptions(ServiceOptions):
 
     timeout_s: float = value(3600.0, ge=1)
     """Longest wait for a response or for one step."""
+    model: str | None = model_option()
+    """Model, if the service has several; `rolling-restart` restarts the workers of all models without it."""
 
 
 class RestartOptions(AsJson, OperationOptions):
@@ -48,9 +52,10 @@ def rolling_restart(options: RestartOptions) -> int:
     line per step.
     """
     step: dict[str, Any] = {}
+    path = "/admin/rolling-restart" + ("" if options.model is None else f"?model={quote(options.model)}")
     with (
         open_clients(options) as clients,
-        contextlib.closing(send_request(clients[0], "POST", "/admin/rolling-restart", json={}, stream=True)) as steps,
+        contextlib.closing(send_request(clients[0], "POST", path, json={}, stream=True)) as steps,
     ):
         for line in steps.iter_lines():
             step = json.loads(line)
@@ -103,7 +108,13 @@ def unload(options: OperationOptions) -> int:
 def _operate(options: OperationOptions, verb: str, parameters: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Request an operation on the model. Returns the model before, as in the index, and the response. Raises ServiceError."""
     with open_clients(options) as clients:
-        (model, *_) = send_request(clients[0], "POST", "/v2/repository/index", json={}).json()
-        path = f"/v2/repository/models/{model['name']}/{verb}"
+        index = send_request(clients[0], "POST", "/v2/repository/index", json={}).json()
+        models = {
+            each["name"]: each for each in reversed(index)
+        }  # the version that serves comes before one that is loading
+        if options.model is None and len(models) > 1:
+            raise UserError(f"the service has several models: name one with --model {' or --model '.join(models)}")
+        name = options.model or next(iter(models))
+        path = f"/v2/repository/models/{quote(name)}/{verb}"
         found: dict[str, Any] = send_request(clients[0], "POST", path, json={"parameters": parameters}).json()
-        return model, found
+        return models.get(name, {}), found

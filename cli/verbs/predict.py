@@ -6,12 +6,14 @@ import sys
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from multiworld_serving.cli.options import AsJson, epilog, value
 from multiworld_serving.cli.service import (
     ServiceError,
     ServiceOptions,
     ServiceUnreachableError,
+    model_option,
     open_clients,
     response_errors,
     send_to_any,
@@ -37,6 +39,8 @@ class PredictOptions(AsJson, ServiceOptions):
     """Images, bodies for the handler of the service, or .npz files of numpy with the inputs of the model by name."""
     top_k: int | None = value(None, ge=1)
     """Number of labels per image; by default that of the service."""
+    model: str | None = model_option()
+    """Model, if the service has several."""
 
 
 def predict(options: PredictOptions) -> int:
@@ -48,7 +52,9 @@ def predict(options: PredictOptions) -> int:
     with open_clients(options) as clients:
         for file in options.files:
             try:
-                answer = _infer(clients, file) if file.suffix == ".npz" else _predict(clients, file, options.top_k)
+                answer = (
+                    _infer(clients, file, options.model) if file.suffix == ".npz" else _predict(clients, file, options)
+                )
             except ServiceUnreachableError:
                 raise
             except (OSError, ServiceError, UserError) as error:
@@ -60,11 +66,12 @@ def predict(options: PredictOptions) -> int:
     return int(failed)
 
 
-def _predict(clients: "deque[httpx.Client]", file: Path, top_k: int | None) -> dict[str, Any]:
+def _predict(clients: "deque[httpx.Client]", file: Path, options: PredictOptions) -> dict[str, Any]:
     """The answer of /predict: its JSON object, or {"response": …} if it is something else."""
     headers = {"Content-Type": mimetypes.guess_type(file.name, strict=False)[0] or "application/octet-stream"}
-    params = {} if top_k is None else {"top_k": top_k}
-    response = send_to_any(clients, "POST", "/predict", params=params, content=file.read_bytes(), headers=headers)
+    params = {} if options.top_k is None else {"top_k": options.top_k}
+    path = "/predict" + ("" if options.model is None else f"/{quote(options.model)}")
+    response = send_to_any(clients, "POST", path, params=params, content=file.read_bytes(), headers=headers)
     try:
         answer = response.json()
     except ValueError:
@@ -72,7 +79,7 @@ def _predict(clients: "deque[httpx.Client]", file: Path, top_k: int | None) -> d
     return answer if isinstance(answer, dict) else {"response": answer}
 
 
-def _infer(clients: "deque[httpx.Client]", file: Path) -> dict[str, Any]:
+def _infer(clients: "deque[httpx.Client]", file: Path, model: str | None) -> dict[str, Any]:
     """The outputs of the model for the inputs in an .npz file, as lists by name. Raises UserError if it cannot be read."""
     import numpy as np
 
@@ -81,8 +88,9 @@ def _infer(clients: "deque[httpx.Client]", file: Path) -> dict[str, Any]:
 
     try:
         with np.load(file) as arrays, response_errors(clients[0].base_url):
-            (model, *_) = send_to_any(clients, "POST", "/v2/repository/index").json()
-            request = infer_request(arrays, model["name"], None)
+            if model is None:
+                model = send_to_any(clients, "POST", "/v2/repository/index").json()[0]["name"]
+            request = infer_request(arrays, model, None)
             response = send_to_any(clients, "POST", request.path, content=request.content, headers=request.headers)
             return {name: array.tolist() for name, array in outputs(response).items()}
     except (ValueError, ClientError) as error:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from multiworld_serving.cli.console import console, table
 from multiworld_serving.cli.options import AsJson, epilog, value
-from multiworld_serving.cli.service import ServiceError, ServiceOptions, open_clients, read_status
+from multiworld_serving.cli.service import ServiceError, ServiceOptions, model_option, open_clients, read_status
 from multiworld_serving.common.config import UserError
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ _STYLES = {
 class StatusOptions(AsJson, ServiceOptions):
     """Options of `status`."""
 
+    model: str | None = model_option()
+    """Model, if the service has several; by default the first one."""
+
     timeout_s: float = value(10.0, gt=0)
     """Timeout of one request, in seconds."""
     watch: bool = value(False, names=("--watch",))
@@ -44,17 +47,17 @@ def status(options: StatusOptions) -> int:
     if options.watch and options.as_json:
         raise UserError("--watch and --json are mutually exclusive: programs read GET /events")
     with open_clients(options) as clients:
-        response = read_status(clients)
+        response = read_status(clients, options.model)
         if options.as_json:
             print(response.text)
         elif options.watch:
-            _watch(clients, render_status(response.json()))
+            _watch(clients, render_status(response.json()), options.model)
         else:
             console().print(render_status(response.json()))
     return 0
 
 
-def _watch(clients: "deque[httpx.Client]", shown: "RenderableType") -> None:
+def _watch(clients: "deque[httpx.Client]", shown: "RenderableType", model: str | None) -> None:
     """Show the state until Ctrl-C: in place on a terminal, else one state below the other."""
     from rich.live import Live
     from rich.text import Text
@@ -69,7 +72,7 @@ def _watch(clients: "deque[httpx.Client]", shown: "RenderableType") -> None:
                 out.file.flush()
             time.sleep(_WATCH_S)
             try:
-                shown = render_status(read_status(clients).json())
+                shown = render_status(read_status(clients, model).json())
             except ServiceError as error:
                 shown = Text(f"{error}; retrying …", style="red")
 
@@ -83,6 +86,7 @@ def render_status(snapshot: dict[str, Any]) -> "RenderableType":
         "spares": [f"{each['worker']} ({each['state']})" for each in snapshot["spares"]],
         "leaders": [f"{each['name'] or each['address']} ({each['state']})" for each in snapshot["leaders"]],
         "frontends": [each["name"] for each in snapshot["frontends"]],
+        "models": [f"{name} ({state})" for name, state in snapshot.get("models", {}).items()],
     }
     lines = (Text(f"{kind}: {', '.join(names)}") for kind, names in lists.items() if names)
     return Group(_headline(snapshot), _table(snapshot["stages"]), *lines)

@@ -1,20 +1,29 @@
-"""API keys, stored as SHA-256 digests in lines `NAME:HASH`.
+"""API keys, stored as SHA-256 digests in lines `NAME:HASH`, or `NAME:HASH:MODEL,MODEL` for a key of some models.
 
 A fast hash is sufficient because keys are random and cannot be guessed.
 """
 
 import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from multiworld_serving.common.config.errors import SettingsError
 
-_ENTRY = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-fA-F]{64})")
+_ENTRY = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-fA-F]{64})(?::([^\s:,]+(?:,[^\s:,]+)*))?")
 _EXPECTED = "expected NAME:HASH, as `multiworld key NAME` prints it"
 
 
 class KeySet(dict[bytes, str]):
-    """Keys with the same permission: their names, which are for logs, by SHA-256 digest."""
+    """Keys with the same permission: their names, which are for logs, by SHA-256 digest.
+
+    Attributes:
+        models: the models of each key that is limited to some, by the name of the key.
+    """
+
+    def __init__(self, names: Mapping[bytes, str] | None = None) -> None:
+        super().__init__(names or {})
+        self.models: dict[str, frozenset[str]] = {}
 
     def name_of(self, key: bytes) -> str | None:
         """The name of this key; None if it is unknown.
@@ -56,6 +65,8 @@ def parse_keys(text: str, where: str) -> KeySet:
         if digest in keys or name in keys.values():
             raise SettingsError(f"line {number} of {where}: {name}, or its key, is already listed")
         keys[digest] = name
+        if match[3]:
+            keys.models[name] = frozenset(match[3].split(","))
     if not keys:
         raise SettingsError(f"{where} contains no key: {_EXPECTED}")
     return keys

@@ -6,6 +6,8 @@ In a TOML file, each program has a table:
     stages = 4
     [worker]
     leader = "10.0.0.1:8001"
+
+Tables [[models]] list the models of `serve`.
 """
 
 import os
@@ -32,6 +34,8 @@ the library."""
 _OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?$")
 """Ends of the variables that Kubernetes sets for a Service called `multiworld…`."""
 
+MODELS = "models"
+
 M = TypeVar("M", bound=BaseModel)
 S = TypeVar("S", bound=Settings)
 
@@ -55,7 +59,8 @@ def load(
     programs = (cls, *programs)
     _refuse_unknown_variables(programs)
     path = config_file or os.environ.get(variable("config"))
-    in_file = {} if path is None else _table(cls, Path(path), programs)
+    content = {} if path is None else _content(Path(path))
+    in_file = _table(cls, path, content, programs)
     environment = {name.upper(): text for name, text in os.environ.items() if text}
     in_environment = {name: environment[variable(name)] for name in public_fields(cls) if variable(name) in environment}
     on_command_line = {name: value for name, value in options.items() if value is not None}
@@ -65,6 +70,8 @@ def load(
             return f"{option(name)} {value}"
         return f"{variable(name)}={value}" if name in in_environment else f"{name} = {value} in {path}"
 
+    if MODELS in cls.model_fields and MODELS in content:
+        in_file[MODELS] = content[MODELS]
     return validated(cls, {**in_file, **in_environment, **on_command_line}, as_written)
 
 
@@ -103,16 +110,24 @@ def _refuse_unknown_variables(programs: Iterable[type[Settings]]) -> None:
             raise SettingsError(f"unknown environment variable {name}{_nearest(name.upper(), known)}")
 
 
-def _table(cls: type[Settings], path: Path, programs: Sequence[type[Settings]]) -> dict[str, Any]:
-    """The settings of one program in a TOML file, of which all tables are checked."""
+def _content(path: Path) -> dict[str, Any]:
+    """What a TOML file contains. Raises SettingsError."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"cannot read the settings file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is not valid TOML: {error}") from error
+
+
+def _table(
+    cls: type[Settings], path: object, content: Mapping[str, Any], programs: Sequence[type[Settings]]
+) -> dict[str, Any]:
+    """The settings of one program in a TOML file, of which all tables are checked."""
     tables = {program.section: public_fields(program) for program in programs}
     for section, table in content.items():
+        if section == MODELS:
+            continue  # checked with the settings of `serve`
         if section not in tables or not isinstance(table, dict):
             expected = "; settings belong into a table, such as [serve]"
             raise SettingsError(f"unknown table {section} in {path}{_nearest(section, tables) or expected}")

@@ -127,6 +127,10 @@ def import_programs(threads: int) -> bool:
     return len(os.listdir("/proc/self/task")) == 1
 
 
-def compute_threads(settings: ServeSettings) -> int:
-    """Return the compute threads per local worker: as configured, or an equal share of the cores available to this process."""
-    return settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.num_workers)
+def compute_threads(settings: ServeSettings, workers: int) -> int:
+    """Return the compute threads per local worker: as configured, or an equal share of the cores available to this process.
+
+    Args:
+        workers: number of workers of all models.
+    """
+    return settings.threads or max(1, len(os.sched_getaffinity(0)) // max(1, workers))

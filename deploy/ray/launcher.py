@@ -117,6 +117,10 @@ def _checked(settings: ServeSettings) -> ServeSettings:
     """The settings with a new secret of the processes. Raises UserError for settings that make no sense on a cluster."""
     if settings.device.startswith("cuda:"):
         raise UserError(f"--device {settings.device}: Ray chooses the GPU of each worker; use --device cuda")
+    if len(settings.groups) > 1:
+        raise UserError(
+            "--launcher ray serves one model; start one service for each model, with another --ray-namespace"
+        )
     if settings.external_workers:
         raise UserError(
             "--external-workers: the launcher ray starts the workers; further ones may join with --token-file"

@@ -9,7 +9,7 @@ POST /v2/repository/models/{model}/unload
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -23,14 +23,9 @@ from multiworld_serving.server.administration import (
     OperationInProgressError,
     RestartFailedError,
 )
+from multiworld_serving.server.api.groups import Group, Groups
 from multiworld_serving.server.api.oip.metadata import repository_index
-from multiworld_serving.server.errors import (
-    BodyTooLargeError,
-    InferenceRequestError,
-    MediaTypeError,
-    UnknownModelError,
-)
-from multiworld_serving.server.frontends.leader_pool import LeaderPool
+from multiworld_serving.server.errors import BodyTooLargeError, InferenceRequestError, MediaTypeError
 from multiworld_serving.server.http.open_request import while_connected
 from multiworld_serving.server.http.route import Endpoint, route
 from multiworld_serving.server.predictor import RestartStep
@@ -83,7 +78,7 @@ class _Body(Struct):
 class AdminRoutes:
     """The routes. `Application` authorizes requests before they arrive here."""
 
-    service: LeaderPool
+    groups: Groups
 
     def routes(self) -> list[Route]:
         """The routes, for the application of the admin port."""
@@ -105,29 +100,33 @@ class AdminRoutes:
             raise MediaTypeError(
                 "the content type is not application/json; send Content-Type: application/json and the body {}"
             )
-        return StreamingResponse(_lines(self.service.restart_workers()), media_type="application/x-ndjson")
+        chosen = [self.groups.chosen(request)] if "model" in request.query_params else list(self.groups)
+        return StreamingResponse(_lines(_restarts(chosen)), media_type="application/x-ndjson")
 
     async def _index(self, request: Request, body: _Body) -> object:
-        return repository_index(self.service.snapshot(), only_ready=body.ready)
+        snapshots = (group.pool.snapshot() for group in self.groups)
+        return [each for snapshot in snapshots for each in repository_index(snapshot, only_ready=body.ready)]
 
     async def _load(self, request: Request, body: _Body) -> object:
         """Load a version; responds when only the new version serves. Triton's response is empty; its clients ignore the content.
 
         The load is cancelled if the client disconnects.
         """
-        self._check_model(request)
-        version = await while_connected(request.receive, self.service.load_version(body.weights))
-        return {"name": self.service.snapshot().model, "version": str(version.number), "weights": version.name}
+        group = self.groups.named(request.path_params["model"])
+        version = await while_connected(request.receive, group.pool.load_version(body.weights))
+        return {"name": group.name, "version": str(version.number), "weights": version.name}
 
     async def _unload(self, request: Request, body: _Body) -> object:
-        self._check_model(request)
-        await self.service.unload()
+        await self.groups.named(request.path_params["model"]).pool.unload()
         return {}
 
-    def _check_model(self, request: Request) -> None:
-        name, served = request.path_params["model"], self.service.snapshot().model
-        if name != served:
-            raise UnknownModelError(f"there is no model {name[:64]!r}; the only model is {served!r}")
+
+async def _restarts(groups: Sequence[Group]) -> AsyncGenerator[RestartStep, None]:
+    """Restart the workers of these models, one model after another."""
+    for group in groups:
+        async with aclosing(group.pool.restart_workers()) as steps:
+            async for step in steps:
+                yield step
 
 
 async def _lines(steps: AsyncGenerator[RestartStep, None]) -> AsyncGenerator[bytes, None]:

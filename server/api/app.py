@@ -17,13 +17,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.server.api.admin import AdminRoutes
-from multiworld_serving.server.api.handler.processes import HandlerProcesses
-from multiworld_serving.server.api.handler.route import HandlerRoute
-from multiworld_serving.server.api.inference import Inference
+from multiworld_serving.server.api.groups import Groups
 from multiworld_serving.server.api.oip.routes import V2Routes
 from multiworld_serving.server.api.openapi import openapi_document
 from multiworld_serving.server.api.operations import Scrape, metrics_response, operations_routes, status_page_routes
-from multiworld_serving.server.api.predict import PredictRoute, wrong_path
 from multiworld_serving.server.auth.authorizer import (
     ApiKeys,
     Authorizer,
@@ -34,7 +31,6 @@ from multiworld_serving.server.auth.authorizer import (
     is_inference_path,
 )
 from multiworld_serving.server.errors import RequestRejected
-from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.http.errors import (
     INTERNAL_ERROR,
     OtherPort,
@@ -42,15 +38,14 @@ from multiworld_serving.server.http.errors import (
     rejection_response,
     routing_response,
 )
-from multiworld_serving.server.http.route import Endpoint, route
-from multiworld_serving.server.observability.event_feed import EventFeed
+from multiworld_serving.server.http.route import route
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.requests import InferenceProtocol, RequestRecord, Requests
-from multiworld_serving.server.observability.tracing import RequestTraces
 
 logger = logging.getLogger(__name__)
 
-_V2_INFER = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/infer")
+_V2_INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/[^/]+)?/infer")
+_PREDICT = re.compile(r"/predict(?:/([^/]+))?")
 
 
 class Application(FastAPI):
@@ -60,7 +55,7 @@ class Application(FastAPI):
 
     Args:
         permission_for: returns the permission that a path requires.
-        version: returns the name of the version that serves; None for the admin port, which has no inference requests.
+        groups: the models that serve; None for the admin port, which has no inference requests.
         other_port: the port with the paths that this one does not have.
         document: returns the document of GET /openapi.json; None: there is none.
     """
@@ -72,7 +67,7 @@ class Application(FastAPI):
         requests: Requests,
         authorizer: Authorizer | None,
         permission_for: Callable[[str], Permission],
-        version: Callable[[], str] | None = None,
+        groups: Groups | None = None,
         other_port: OtherPort | None = None,
         document: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
@@ -87,7 +82,7 @@ class Application(FastAPI):
         self._requests = requests
         self._authorizer = authorizer or Authorizer(ApiKeys(KeySet(), KeySet()))
         self._permission_for = permission_for
-        self._version = version
+        self._groups = groups
         self._other_port = other_port
 
     def openapi(self) -> dict[str, Any]:
@@ -96,10 +91,12 @@ class Application(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to a request. Routes of GET also respond to HEAD, and uvicorn sends no body then."""
-        if self._version is None:
-            record = self._requests.begin(scope, "", None)
+        protocol, name = (None, None) if self._groups is None else inference_protocol(scope["path"])
+        group = None if self._groups is None else self._groups.find(name)
+        if group is None:
+            record = self._requests.begin(scope, "", protocol)
         else:
-            record = self._requests.begin(scope, self._version(), inference_protocol(scope["path"]))
+            record = self._requests.begin(scope, group.pool.version.name, protocol, group.requests)
         started, status = False, record.status
 
         async def send_with_id(message: Message) -> None:
@@ -133,6 +130,7 @@ class Application(FastAPI):
         """Raises UnauthenticatedError or ForbiddenError."""
         permission = self._permission_for(scope["path"])
         record.key_name = self._authorizer.check(permission, scope)
+        record.key_models = self._authorizer.models_of(record.key_name)
         if permission is Permission.ADMIN:
             fields = {"method": scope["method"], "target": scope["path"][:256], "by": record.key_name}
             logger.info("admin request", extra={**fields, "request_id": record.request_id})
@@ -151,65 +149,52 @@ class Application(FastAPI):
         return response
 
 
-def inference_protocol(path: str) -> InferenceProtocol | None:
-    """The inference protocol of a path; None if it is not inference. Probes and scrapes are not measured."""
-    if path == "/predict":
-        return "predict"
-    return "v2" if _V2_INFER.fullmatch(path) else None
+def inference_protocol(path: str) -> tuple[InferenceProtocol | None, str | None]:
+    """The inference protocol and the model of a path. None if it is not inference: probes and scrapes are not measured."""
+    if (match := _PREDICT.fullmatch(path)) is not None:
+        return "predict", match[1]
+    match = _V2_INFER.fullmatch(path)
+    return (None, None) if match is None else ("v2", match[1])
 
 
 def create_api(
-    pipeline: LeaderPool,
-    inference: Inference,
+    groups: Groups,
     metrics: FrontendMetrics,
-    feed: EventFeed | None = None,
     authorizer: Authorizer | None = None,
-    traces: RequestTraces | None = None,
     scrape: Scrape | None = None,
-    access_log: bool = False,
     admin_port: int | None = None,
-    handler: HandlerProcesses | None = None,
-    protocols: Sequence[InferenceProtocol] = ("predict", "v2"),
 ) -> Application:
     """Create the HTTP API.
 
     Args:
         authorizer: checks permissions; None = no authentication.
-        traces: creates a span per traced request; None = no tracing.
-        feed: of GET /events; None = one without points and events.
         scrape: returns the metrics to serve; None = `metrics` alone.
-        access_log: log all requests; otherwise failed inference requests only.
         admin_port: number of the admin port, for requests that belong there.
-        handler: decodes and encodes the bodies of /predict; None = /predict classifies images.
-        protocols: those that are served, whose metrics exist from the start.
     """
-    feed, model = feed or EventFeed(metrics.requests), inference.signature.model
-    predict: Endpoint = PredictRoute(inference).answer if model.classifies_images else wrong_path(model)
-    if handler is not None:
-        predict = HandlerRoute(inference, handler).answer
 
     def document() -> dict[str, Any]:
         needs_key = authorizer is not None and bool(authorizer.keys.inference)
-        return openapi_document(inference, pipeline.version, has_handler=handler is not None, needs_key=needs_key)
+        return openapi_document(groups, needs_key=needs_key)
 
-    endpoints = {
-        f"{method.upper()} {path}": operation["summary"]
-        for path, operations in document()["paths"].items()
-        for method, operation in operations.items()
-    }
-    metrics.requests.declare(model.name, model.version, protocols)
-    metrics.requests.traces, metrics.requests.log_all = traces, access_log
+    def endpoints() -> dict[str, str]:
+        return {
+            f"{method.upper()} {path}": operation["summary"]
+            for path, operations in document()["paths"].items()
+            for method, operation in operations.items()
+        }
+
     return Application(
         [
-            route("/predict", predict, "POST"),
-            *V2Routes(pipeline, inference, metrics.requests).routes(),
-            *operations_routes(pipeline, scrape or metrics.scrape),
-            *status_page_routes(pipeline, feed, endpoints),
+            route("/predict", groups.predict, "POST"),
+            route("/predict/{model}", groups.predict, "POST"),
+            *V2Routes(groups).routes(),
+            *operations_routes(groups, scrape or metrics.scrape),
+            *status_page_routes(groups, endpoints),
         ],
         requests=metrics.requests,
         authorizer=authorizer,
         permission_for=http_port_permission,
-        version=lambda: pipeline.version.name,
+        groups=groups,
         other_port=None if admin_port is None else OtherPort("the admin port", admin_port, is_admin_path),
         document=document,
     )
@@ -219,8 +204,8 @@ _ADMIN_ENDPOINTS = {
     "GET /": "this list; for browsers, the status page with operator actions",
     "GET /events": "state and events as server-sent events",
     "GET /metrics": "Prometheus metrics",
-    "POST /admin/rolling-restart": "restart all workers in turn",
-    "POST /v2/repository/index": "the versions of the model",
+    "POST /admin/rolling-restart": "restart all workers in turn; ?model=MODEL restarts those of one model",
+    "POST /v2/repository/index": "the versions of all models",
     "POST /v2/repository/models/MODEL/load": "load a version",
     "POST /v2/repository/models/MODEL/unload": "unload the model",
 }
@@ -228,11 +213,10 @@ _ADMIN_ENDPOINTS = {
 
 def create_admin_app(
     scrape: Scrape,
-    pipeline: LeaderPool,
+    groups: Groups,
     authorizer: Authorizer | None = None,
     own: Scrape | None = None,
     http_port: int | None = None,
-    feed: EventFeed | None = None,
 ) -> Application:
     """Create the application of the admin port: metrics and admin endpoints.
 
@@ -240,15 +224,17 @@ def create_admin_app(
         scrape: returns the metrics of all processes.
         own: returns the metrics of this process alone, for `GET /metrics?own=true`.
         http_port: number of the port of the HTTP API, for requests that belong there.
-        feed: for the status page; None = there is none.
     """
 
     async def metrics(request: Request) -> Response:
         return await metrics_response(own if own is not None and "own" in request.query_params else scrape)
 
-    page = status_page_routes(pipeline, feed, _ADMIN_ENDPOINTS) if feed else ()
     return Application(
-        [route("/metrics", metrics), *AdminRoutes(pipeline).routes(), *page],
+        [
+            route("/metrics", metrics),
+            *AdminRoutes(groups).routes(),
+            *status_page_routes(groups, lambda: _ADMIN_ENDPOINTS),
+        ],
         requests=Requests(CollectorRegistry()),
         authorizer=authorizer,
         permission_for=admin_port_permission,

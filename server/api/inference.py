@@ -17,7 +17,7 @@ from multiworld_serving.models.errors import BundleError
 from multiworld_serving.server.api.images import image_tensor
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.daemon_threads import DaemonThreads
-from multiworld_serving.server.errors import StageError, UnknownModelError
+from multiworld_serving.server.errors import ForbiddenError, StageError, UnknownModelError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.open_request import OpenRequest, RequestGate
@@ -95,7 +95,9 @@ class Inference:
         Raises:
             RequestRejected: the request is invalid, or at least one sample was rejected, and so the whole request is.
         """
-        record = opened.record
+        record, model = opened.record, self.signature.model.name
+        if record.key_models is not None and model not in record.key_models:
+            raise ForbiddenError(f"this key does not permit inference with the model {model!r}; use another key")
         async with opened:
             body = await receive()
             await opened.admit()

@@ -9,36 +9,39 @@ from typing import Any
 
 import msgspec
 
-from multiworld_serving.server.api.inference import Inference
-from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.api.groups import Groups
+from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.snapshots import PipelineSnapshot
 
 
-def openapi_document(
-    inference: Inference, version: ModelVersion, *, has_handler: bool, needs_key: bool
-) -> dict[str, Any]:
+def openapi_document(groups: Groups, *, needs_key: bool) -> dict[str, Any]:
     """The document.
 
     Args:
-        version: that serves now.
-        has_handler: whether a handler decodes the bodies of /predict.
+        groups: the models that serve now.
         needs_key: whether inference needs a key.
     """
     document: dict[str, Any] = json.loads((files("multiworld_serving.server.api") / "openapi.json").read_text("utf-8"))
-    model, limits = inference.signature.model, inference.gate.limits
+    described = [(group, group.inference) for group in groups if group.inference is not None]
+    models = [inference.signature.model for _, inference in described]
     document["info"]["version"] = importlib.metadata.version("multiworld-serving")
     if not needs_key:
         del document["security"]
     paths, components = document["paths"], document["components"]
     images, handler = paths.pop("/predict"), paths.pop("/predict with a handler")
-    if has_handler or model.classifies_images:
-        paths["/predict"] = handler if has_handler else images
+    able = [group for group, _ in described if group.serves_predict]
+    for group in able:
+        path = "/predict" if len(able) == 1 else f"/predict/{group.name}"
+        operation = handler if group.has_handler else images
+        name = "predict" if len(able) == 1 else f"predict_{group.name}"
+        paths[path] = {"post": operation["post"] | {"operationId": name}}
     parameters = components["parameters"]
-    parameters["model"]["schema"]["enum"] = [model.name]
-    parameters["version"]["schema"]["enum"] = [str(version.number)]
-    parameters["top_k"]["schema"] |= {"maximum": len(model.labels), "default": min(limits.top_k, len(model.labels))}
+    parameters["model"]["schema"]["enum"] = groups.names
+    parameters["version"]["schema"]["enum"] = sorted({str(group.pool.version.number) for group, _ in described})
+    labels = max((len(model.labels) for model in models), default=0)
+    parameters["top_k"]["schema"] |= {"maximum": labels, "default": min(RequestLimits.top_k, labels)}
     inputs = components["requestBodies"]["infer"]["content"]["application/json"]["schema"]["properties"]["inputs"]
-    inputs["items"]["properties"]["name"]["enum"] = [each.name for each in model.inputs]
+    inputs["items"]["properties"]["name"]["enum"] = sorted({each.name for model in models for each in model.inputs})
     _, of_status = msgspec.json.schema_components([PipelineSnapshot], ref_template="#/components/schemas/{name}")
     components["schemas"] |= of_status
     return document

@@ -12,11 +12,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from multiworld_serving.common.metrics import CONTENT_TYPE
+from multiworld_serving.server.api.groups import Groups
 from multiworld_serving.server.api.oip.metadata import readiness_error
-from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.http.errors import rejection_response
 from multiworld_serving.server.http.route import route
-from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.requests import RequestRecord
 
 Scrape = Callable[[], Awaitable[bytes]]
@@ -40,27 +39,30 @@ _FILE_HEADERS = {
 }
 
 
-def status_page_routes(pipeline: LeaderPool, feed: EventFeed, endpoints: Mapping[str, str]) -> list[Route]:
+def status_page_routes(groups: Groups, endpoints: Callable[[], Mapping[str, str]]) -> list[Route]:
     """The routes of the status page of a port with these endpoints. On the admin port it offers operator actions."""
 
     async def index(request: Request) -> Response:
         """For browsers, the page; for programs, the list of endpoints."""
         if "text/html" in request.headers.get("accept", ""):
             return _file_response("index.html")
-        now = pipeline.snapshot()
-        found = {"service": "multiworld-serving", "model": now.model, "version": now.version}
-        return JSONResponse(found | {"endpoints": endpoints}, headers={"Vary": "Accept"})
+        now = groups.chosen(request).pool.snapshot()
+        found: dict[str, object] = {"service": "multiworld-serving", "model": now.model, "version": now.version}
+        if groups.only is None:
+            found["models"] = groups.names
+        return JSONResponse(found | {"endpoints": endpoints()}, headers={"Vary": "Accept"})
 
     async def events(request: Request) -> Response:
         """Server-sent events every second: snapshot (`status`), rates (`points`), and what has happened (`event`)."""
         if request.method == "HEAD":  # the stream does not end
             return Response(media_type="text/event-stream")
-        return feed.response(pipeline.snapshot)
+        group = groups.chosen(request)
+        return group.feed.response(lambda: groups.snapshot(group))
 
     return [route("/", index), route("/events", events), route("/status-page/{name}", _file)]
 
 
-def operations_routes(pipeline: LeaderPool, scrape: Scrape) -> list[Route]:
+def operations_routes(groups: Groups, scrape: Scrape) -> list[Route]:
     """The routes of the HTTP port for probes, status and metrics.
 
     Args:
@@ -72,16 +74,19 @@ def operations_routes(pipeline: LeaderPool, scrape: Scrape) -> list[Route]:
         return JSONResponse({"alive": True})
 
     async def readyz(request: Request) -> Response:
-        """Readiness: every stage has a replica that passed its join self-test."""
-        snapshot = pipeline.snapshot()
-        if pipeline.ready:
+        """Readiness: every stage has a replica that passed its join self-test, for all models that are not unloaded."""
+        if groups.ready and groups.only is None:
+            return JSONResponse({"ready": True, "models": groups.names})
+        snapshot = groups.missing.pool.snapshot()
+        if groups.ready:
             return JSONResponse({"ready": True, "model": snapshot.model, "version": snapshot.version})
         missing, record = list(snapshot.missing_stages), RequestRecord.of(request.scope)
         return rejection_response(readiness_error(snapshot), record, ready=False, missing_stages=missing)
 
-    async def status(_: Request) -> Response:
-        """The current state of the pipeline: stages and replicas."""
-        return Response(msgspec.json.encode(pipeline.snapshot()), media_type="application/json")
+    async def status(request: Request) -> Response:
+        """The current state of the pipeline of one model: stages and replicas. Also lists all models."""
+        found = groups.snapshot(groups.chosen(request))
+        return Response(msgspec.json.encode(found), media_type="application/json")
 
     async def metrics(_: Request) -> Response:
         return await metrics_response(scrape)

@@ -53,7 +53,9 @@ def is_admin_path(path: str) -> bool:
 
 def is_inference_path(path: str) -> bool:
     """Whether this is a path of the HTTP API only."""
-    return path in {"/predict", "/status", "/events", "/openapi.json"} or path.startswith(("/v2/models", "/v2/health"))
+    return path in {"/predict", "/status", "/events", "/openapi.json"} or path.startswith(
+        ("/predict/", "/v2/models", "/v2/health")
+    )
 
 
 def admin_port_permission(path: str) -> Permission:
@@ -103,6 +105,10 @@ class Authorizer:
         if (name := admin or user) is None:
             raise UnauthenticatedError(_KEY_REQUIRED)
         return name
+
+    def models_of(self, name: str) -> frozenset[str] | None:
+        """The models for which this holder's key permits inference; None = all."""
+        return self.keys.inference.models.get(name)
 
     def _check_admin(self, scope: Scope, headers: Headers) -> str:
         admin, user = self._holders(_bearer(headers))

@@ -36,6 +36,8 @@ def read_credentials(settings: HttpSettings) -> Credentials:
     if shared := inference.keys() & admin.keys():
         names = ", ".join(sorted(inference[digest] for digest in shared))
         raise SettingsError(f"the same key is used for inference ({names}) and admin; create a separate key for each")
+    if limited := ", ".join(sorted(admin.models)):
+        raise SettingsError(f"the admin key {limited} is limited to models; only inference keys can be")
     return Credentials(
         ApiKeys(inference, admin),
         server_context(settings, settings.tls_client_ca_file),

@@ -128,7 +128,9 @@ class LeaderLink:
                     failures = 0
                 except PermissionError as error:
                     message = f"the leader at {self.address} rejects this frontend's token: {error}"
-                    if len(settings.leaders) == 1 and self.name is None:
+                    if (
+                        len(settings.leaders) == 1 and not self._pool.name
+                    ):  # a leader of one model must not end the others
                         raise UserError(message) from error
                     failures = self._log_failure(failures, message)
                 except (AskError, WorldError, WireError, OSError) as error:

@@ -85,6 +85,7 @@ class LeaderPool:
         grace_s: how long a request waits while no leader is usable.
         on_change: called when the state of a leader has changed.
         edges: of this process; None: all tensors go through the leaders.
+        name: of the model that the leaders serve; "" = they decide.
 
     Attributes:
         leaders: which of them acts.
@@ -98,7 +99,9 @@ class LeaderPool:
         metrics: FrontendMetrics,
         on_change: Callable[[PipelineSnapshot], None],
         edges: Edges | None = None,
+        name: str = "",
     ) -> None:
+        self.name = name
         self.leaders = LeaderOrder()
         self.open_requests = 0
         self.model: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
@@ -106,7 +109,7 @@ class LeaderPool:
         self._grace_s = grace_s
         self.metrics = metrics
         self._on_change = on_change
-        self._last = PipelineSnapshot("", "", False, False, 0.0, 0, 0, ())
+        self._last = PipelineSnapshot(name, "", False, False, 0.0, 0, 0, ())
         self._overload = _Overload(OverloadedError(""))
         self._edges = edges
 
@@ -160,7 +163,7 @@ class LeaderPool:
         request = Predict(
             *(request_id, 0.0, current_span_ids(), key, len(rows), number, row_bytes), fetches=store is not None
         )
-        sending = Resending(request, self.leaders, self.metrics)
+        sending = Resending(request, self.leaders, self.metrics, self.name)
         try:
             while True:
                 link = self.leaders.choose(sending.rejected)
@@ -294,22 +297,28 @@ class LeaderPool:
         """Raises ValueError if this leader cannot be used, because it serves another model."""
         if model is None:
             raise ValueError("the first state of a leader has no model")
+        if self.name not in ("", model.name):
+            raise ValueError(
+                f"the leader at {leader.address} serves {model.name!r}, but this frontend expects {self.name!r} there; start the leader "
+                f"with --model {self.name}=SOURCE"
+            )
         if not self.model.done():
+            self.name = model.name
             self.model.set_result(model)
         served = self.model.result()
         if replace(model, version=served.version) != served:
             raise ValueError(
-                f"the leader at {leader.address} serves {model!s:.1000}, but this frontend serves {served!s:.1000}; use one frontend for "
-                "each model"
+                f"the leader at {leader.address} serves {model!s:.1000}, but this frontend serves {served!s:.1000}; name the leaders of "
+                "each model with --leader NAME=HOST:PORT"
             )
 
     def on_state(self) -> None:
         """The state of a leader has changed, or it was lost."""
         self.leaders.update()
-        self.metrics.leaders.set(sum(link.usable for link in self.leaders.current))
-        self.metrics.leaders_configured.set(len(self.links))
         snapshot = self.snapshot()
-        self.metrics.service_state(snapshot.state)
+        if self.name:
+            usable = sum(link.usable for link in self.leaders.current)
+            self.metrics.group_state(self.name, usable, len(self.links), snapshot.state)
         if any(link.state is not None for link in self.links):
             self._on_change(snapshot)
 

@@ -9,9 +9,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import uvloop
@@ -26,6 +27,7 @@ from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving
 from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.server.api.app import create_admin_app, create_api
+from multiworld_serving.server.api.groups import Group, Groups
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.auth.authorizer import Authorizer
@@ -41,6 +43,7 @@ from multiworld_serving.server.frontends.scrape import scrape_service
 from multiworld_serving.server.http.limits import max_connections, request_limits
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
+from multiworld_serving.server.observability.requests import InferenceProtocol
 from multiworld_serving.server.observability.tracing import RequestTraces, exporting_traces
 from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.server.snapshots import PipelineSnapshot
@@ -108,24 +111,32 @@ class _Frontend:
             )
         process = f"{socket.gethostname()}-{os.getpid()}"
         tracer = stack.enter_context(exporting_traces(settings, "multiworld-frontend", process))
-        self._traces = None if tracer is None else RequestTraces(tracer)
-        self._handler: HandlerProcesses | None = None
-        if settings.handler is not None:
-            self._handler = stack.enter_context(HandlerProcesses(settings.handler, _HANDLER_TIMEOUT_S))
+        self._stack = stack
+        self._stop = asyncio.Event()
+        self.metrics = FrontendMetrics(build_labels(torch.__version__))
+        self._requests = self.metrics.requests
+        self._requests.traces = None if tracer is None else RequestTraces(tracer)
+        self._requests.log_all = settings.access_log
+        self.protocols: tuple[InferenceProtocol, ...] = ("predict", "v2", *(() if self._grpc is None else ("grpc",)))
+        models = settings.models
+        self.num_models = len(models)
+        handlers = {name: self._start_handler(each) for name, each in models.items()}
         gc.collect()
         gc.freeze()  # the garbage collector need not scan torch's modules again
         stack.callback(gc.unfreeze)
-        self._stop = asyncio.Event()
-        self._metrics = FrontendMetrics(build_labels(torch.__version__))
-        self._feed = EventFeed(self._metrics.requests)
-        self._edges: Edges | None = None
+        self.edges: Edges | None = None
         if settings.edges == "auto":
-            self._edges = Edges(settings.name, local_host(settings.leaders), settings, EdgeMetrics(self._metrics))
-        self._pool = LeaderPool(settings.recovery_grace_s, self._metrics, self._on_change, self._edges)
-        for number, address in enumerate(settings.leaders):
-            self._pool.links.append(LeaderLink(address, settings, self._pool, self._edges, number))
-        self._announced = False
-        self._started_s = time.monotonic()
+            leaders = [leader for each in models.values() for leader in each.leaders]
+            self.edges = Edges(settings.name, local_host(leaders), settings, EdgeMetrics(self.metrics))
+        self.groups = Groups()
+        self.known = asyncio.Event()
+        self.started_s = time.monotonic()
+        self._models = [_Model(self, name, each, handlers[name]) for name, each in models.items()]
+
+    def _start_handler(self, settings: FrontendSettings) -> HandlerProcesses | None:
+        if settings.handler is None:
+            return None
+        return self._stack.enter_context(HandlerProcesses(settings.handler, _HANDLER_TIMEOUT_S))
 
     async def serve(self) -> int:
         settings = self._settings
@@ -133,11 +144,11 @@ class _Frontend:
         warn_if_unprotected(settings, self._credentials)
         try:
             async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
-                if self._edges is not None:
-                    await stack.enter_async_context(self._edges)
-                running = [tasks.create_task(link.run()) for link in self._pool.links]
+                if self.edges is not None:
+                    await stack.enter_async_context(self.edges)
+                running = [tasks.create_task(each) for model in self._models for each in model.run()]
                 try:
-                    await _first(self._stop.wait(), asyncio.shield(self._pool.model))
+                    await _first(self._stop.wait(), self.known.wait())
                     if not self._stop.is_set():
                         running.append(tasks.create_task(self._every_second()))
                         await self._serve_http()
@@ -150,31 +161,17 @@ class _Frontend:
         return 0
 
     async def _serve_http(self) -> None:
-        settings, pool, metrics = self._settings, self._pool, self._metrics
-        model = pool.model.result()
+        settings, metrics = self._settings, self.metrics
         authorizer = Authorizer(self._credentials.keys)
-        inference = Inference(pool, model, request_limits(settings))
-        scrape = partial(scrape_service, settings.name, pool, settings.supervisor_metrics_file)
-        app = create_api(
-            pool,
-            inference,
-            metrics,
-            self._feed,
-            authorizer,
-            self._traces,
-            scrape=scrape,
-            access_log=settings.access_log,
-            admin_port=self._admin.getsockname()[1],
-            handler=self._handler,
-            protocols=("predict", "v2") if self._grpc is None else ("predict", "v2", "grpc"),
-        )
+        pools = [model.pool for model in self._models]
+        scrape = partial(scrape_service, settings.name, pools, metrics, settings.supervisor_metrics_file)
+        app = create_api(self.groups, metrics, authorizer, scrape=scrape, admin_port=self._admin.getsockname()[1])
         admin_app = create_admin_app(
             scrape,
-            pool,
+            self.groups,
             authorizer,
             own=metrics.scrape,
             http_port=self._http.getsockname()[1],
-            feed=self._feed,
         )
         connections = max_connections(settings)
         tls = self._credentials
@@ -183,7 +180,7 @@ class _Frontend:
         )
         admin = HttpServer(admin_app, self._admin, max_connections=connections, context=tls.admin)
         metrics.connections.set_function(lambda: http.connections)
-        grpc = self._grpc_port(inference, authorizer, connections)
+        grpc = self._grpc_port(authorizer, connections)
 
         def apply(credentials: Credentials) -> None:
             authorizer.keys = credentials.keys
@@ -193,35 +190,83 @@ class _Frontend:
                 grpc.reload_tls(credentials.grpc)
 
         reload_on_sighup(settings, apply)
-        async with inference.threads, serving(admin), serving(http), grpc or contextlib.nullcontext(), notify_systemd():
+        async with serving(admin), serving(http), grpc or contextlib.nullcontext(), notify_systemd():
             logger.info("%s serves http=%s:%d", settings.name, *self._http.getsockname()[:2])
             await _first(self._stop.wait(), http.stopped.wait(), admin.stopped.wait())
-            logger.info("stopping: waiting for %d open requests", pool.open_requests)
+            logger.info("stopping: waiting for %d open requests", sum(pool.open_requests for pool in pools))
             http.should_exit = True  # both at once
             if grpc is not None:
                 grpc.stop(settings.drain_timeout_s)
-            pool.stopping = not settings.http_shares > 1
+            for pool in pools:
+                pool.stopping = not settings.http_shares > 1
 
-    def _grpc_port(self, inference: Inference, authorizer: Authorizer, connections: int) -> GrpcPort | None:
+    def _grpc_port(self, authorizer: Authorizer, connections: int) -> GrpcPort | None:
         if self._grpc is None:
             return None
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its log has another format; clients cause lines of it
         # An extra, and 30 MB.
         from multiworld_serving.server.api.oip_grpc.server import GrpcPort  # noqa: PLC0415
 
-        return GrpcPort(
-            *(inference, self._metrics.requests, authorizer, self._grpc, connections, self._credentials.grpc)
-        )
-
-    def _on_change(self, snapshot: PipelineSnapshot) -> None:
-        self._feed.observe(snapshot)
-        if snapshot.ready and not self._announced:
-            self._announced = True
-            after_s = time.monotonic() - self._started_s
-            logger.info("ready model=%s version=%s after_s=%.1f", snapshot.model, snapshot.version, after_s)
+        limits, tls = request_limits(self._settings), self._credentials.grpc
+        return GrpcPort(self.groups, limits, self._requests, authorizer, self._grpc, connections, tls)
 
     async def _every_second(self) -> None:
         """Record the last second for the status page."""
         while True:
-            self._feed.tick(self._pool.snapshot())
+            for group in self.groups:
+                group.feed.tick(group.pool.snapshot())
             await asyncio.sleep(1)
+
+
+class _Model:
+    """One model of a frontend: the links to its leaders, and its requests as soon as a leader has described it.
+
+    Args:
+        name: "" = the leaders decide it.
+        settings: of the frontend, with the leaders and limits of this model.
+    """
+
+    def __init__(
+        self, frontend: _Frontend, name: str, settings: FrontendSettings, handler: HandlerProcesses | None
+    ) -> None:
+        self._frontend = frontend
+        self._settings = settings
+        self._handler = handler
+        self._group: Group | None = None
+        self._announced = False
+        edges = frontend.edges
+        self.pool = LeaderPool(settings.recovery_grace_s, frontend.metrics, self._on_change, edges, name)
+        for number, address in enumerate(settings.leaders):
+            self.pool.links.append(LeaderLink(address, settings, self.pool, edges, number))
+        if name:
+            self._add_group()
+
+    def run(self) -> list[Coroutine[Any, Any, None]]:
+        """What must run as tasks until the frontend ends."""
+        return [*(link.run() for link in self.pool.links), self._serve()]
+
+    async def _serve(self) -> None:
+        model = await asyncio.shield(self.pool.model)
+        limits = request_limits(self._settings)
+        limits = replace(limits, max_held_bytes=limits.max_held_bytes // self._frontend.num_models)
+        inference = Inference(self.pool, model, limits)
+        group = self._group or self._add_group()
+        group.requests.declare(model.version, self._frontend.protocols)
+        async with inference.threads:
+            group.open(inference, self._handler)
+            self._frontend.known.set()
+            await asyncio.Event().wait()
+
+    def _add_group(self) -> Group:
+        requests = self._frontend.metrics.requests.of_model(self.pool.name)
+        self._group = Group(self.pool.name, self.pool, requests, EventFeed(requests))
+        self._frontend.groups.add(self._group)
+        return self._group
+
+    def _on_change(self, snapshot: PipelineSnapshot) -> None:
+        if self._group is not None:
+            self._group.feed.observe(snapshot)
+        if snapshot.ready and not self._announced:
+            self._announced = True
+            after_s = time.monotonic() - self._frontend.started_s
+            logger.info("ready model=%s version=%s after_s=%.1f", snapshot.model, snapshot.version, after_s)

@@ -34,13 +34,14 @@ class Resending:
         resent: how often it was sent again because it was lost.
     """
 
-    def __init__(self, request: Predict, leaders: LeaderOrder, metrics: FrontendMetrics) -> None:
+    def __init__(self, request: Predict, leaders: LeaderOrder, metrics: FrontendMetrics, model: str) -> None:
         self.request = request
         self.rejected: dict[LeaderLink, RequestRejected] = {}
         self.resent = 0
         self._failures = 0
         self._leaders = leaders
         self._metrics = metrics
+        self._model = model
 
     async def after(self, error: Exception, link: LeaderLink) -> None:
         """The leader has not answered. Returns when the request can be sent again. Raises RequestRejected if it is not."""
@@ -50,10 +51,10 @@ class Resending:
                 self.resent += 1
                 unreachable = next(iter(error.unreachable), None)
                 self.request = msgspec.structs.replace(self.request, fetches=False, unreachable=unreachable)
-                self._metrics.resubmitted("answer_lost")
+                self._metrics.resubmitted(self._model, "answer_lost")
             case InputUnreachableError():
                 link.relays = True
-                self._metrics.resubmitted("relay")
+                self._metrics.resubmitted(self._model, "relay")
             case LinkLostError():
                 self._failures += error.failed
                 if self._failures >= _MAX_LEADER_FAILURES:
@@ -61,11 +62,13 @@ class Resending:
                         f"{self._failures} leaders failed while they had this request; it is not sent to another one"
                     ) from error
                 self.resent += 1
-                self._metrics.resubmitted("failed" if error.failed else "silent" if link.is_silent else "left")
+                self._metrics.resubmitted(
+                    self._model, "failed" if error.failed else "silent" if link.is_silent else "left"
+                )
                 await asyncio.sleep(0)  # a link that sends nothing more may still have to notice its end
             case RequestRejected():
                 if error.reason not in _TRY_ELSEWHERE or self.rejected:
                     raise error
                 self.rejected[link] = error
                 if self._leaders.choose(self.rejected) is not None:
-                    self._metrics.resubmitted(error.reason)
+                    self._metrics.resubmitted(self._model, error.reason)

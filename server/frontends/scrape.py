@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from multiworld_serving.server.errors import RequestRejected
@@ -13,48 +13,54 @@ from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.link import LinkLostError
 from multiworld_serving.server.frontends.messages import Scrape
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 
 _TIMEOUT_S = 3.0
+_HAS_MODEL = re.compile(r'(^|,)model="')
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.+)")
 
 
-async def scrape_service(name: str, pool: LeaderPool, supervisor_file: Path | None = None) -> bytes:
+async def scrape_service(
+    name: str, pools: Sequence[LeaderPool], metrics: FrontendMetrics, supervisor_file: Path | None = None
+) -> bytes:
     """Metrics of this frontend, of all leaders, and of the other frontends through the first leader that is connected.
 
     A process that does not reply in time is left out.
 
     Args:
         name: of this frontend.
+        pools: the leaders of each model.
+        metrics: of this frontend.
         supervisor_file: file with the metrics of the supervisor, if there is one.
     """
-    links = [link for link in pool.links if link.state is not None]
-    found = await asyncio.gather(*(_scrape(link, others=link is links[0]) for link in links))
-    own = [(name, pool.metrics.text().decode())]
+    links = [(pool.name, link) for pool in pools for link in pool.links if link.state is not None]
+    found = await asyncio.gather(*(_scrape(model, link, others=link is links[0][1]) for model, link in links))
+    own = [(name, "", metrics.text().decode())]
     if supervisor_file is not None:
         with contextlib.suppress(OSError):
-            own.append(("supervisor", supervisor_file.read_text()))  # noqa: ASYNC240 - a small file
+            own.append(("supervisor", "", supervisor_file.read_text()))  # noqa: ASYNC240 - a small file
     return merge_metrics([*own, *(each for texts in found for each in texts)]).encode()
 
 
-async def _scrape(link: LeaderLink, *, others: bool) -> list[tuple[str, str]]:
+async def _scrape(model: str, link: LeaderLink, *, others: bool) -> list[tuple[str, str, str]]:
     try:
         reply = await link.connected().call(Scrape(others), timeout_s=_TIMEOUT_S)
     except (LinkLostError, RequestRejected, TimeoutError):
         return []
     (_, own), *rest = reply.body.texts
-    return [(link.label or str(link.address), own), *rest]
+    return [(link.label or str(link.address), model, own), *((each, "", text) for each, text in rest)]
 
 
-def merge_metrics(texts: Iterable[tuple[str, str]]) -> str:
+def merge_metrics(texts: Iterable[tuple[str, str, str]]) -> str:
     """Merge expositions in Prometheus' text format.
 
     Args:
-        texts: name of a process, and its metrics.
+        texts: name of a process, the model that it serves if it serves one, and its metrics.
     """
     families: dict[str, list[str]] = {}
-    for process, text in texts:
+    for process, model, text in texts:
         family = ""
-        label = 'process="' + process.replace("\\", r"\\").replace('"', r"\"") + '"'
+        own, of_model = _label("process", process), model and "," + _label("model", model)
         for line in text.splitlines():
             if line.startswith("# HELP "):
                 family = line.split(" ", 3)[2]
@@ -64,5 +70,11 @@ def merge_metrics(texts: Iterable[tuple[str, str]]) -> str:
                     families[family].append(line)
             elif line and not line.startswith("#") and (match := _SAMPLE.fullmatch(line)) is not None:
                 name, labels, value = match.groups()
+                label = own if labels and _HAS_MODEL.search(labels) else own + of_model
                 families.setdefault(family, []).append(f"{name}{{{label}{',' + labels if labels else ''}}} {value}")
     return "".join(f"{line}\n" for lines in families.values() for line in lines)
+
+
+def _label(name: str, value: str) -> str:
+    escaped = value.replace("\\", r"\\").replace('"', r"\"")
+    return f'{name}="{escaped}"'

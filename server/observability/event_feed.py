@@ -17,7 +17,7 @@ from starlette.responses import StreamingResponse
 
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.server.errors import OverloadedError
-from multiworld_serving.server.observability.requests import Requests
+from multiworld_serving.server.observability.requests import ModelRequests
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot
 
 _MESSAGE_INTERVAL_S = 1.0
@@ -76,7 +76,7 @@ class Point:
 class EventFeed:
     """Derives events from snapshots, and sends them to the followers."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: ModelRequests) -> None:
         self.tick = suppress_errors(self._tick)
         self._requests = requests
         self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)

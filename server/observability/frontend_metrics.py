@@ -23,35 +23,39 @@ class FrontendMetrics(ProgramMetrics):
         registry = self.registry
         self.requests = Requests(registry)
         self.connections = Gauge("multiworld_http_connections", "Open connections to the HTTP API.", registry=registry)
-        self.leaders = Gauge("multiworld_leaders", "Leaders that this frontend can use.", registry=registry)
-        self.leaders_configured = Gauge(
-            "multiworld_leaders_configured", "Leaders that this frontend was told of.", registry=registry
+        self._leaders = Gauge(
+            "multiworld_leaders", "Leaders that this frontend can use.", ("model",), registry=registry
+        )
+        self._leaders_configured = Gauge(
+            "multiworld_leaders_configured", "Leaders that this frontend was told of.", ("model",), registry=registry
         )
         self._service_state = Gauge(
             "multiworld_service_state",
             "1 for the state of the service as this frontend sees it, 0 for the others.",
-            ("state",),
+            ("model", "state"),
             registry=registry,
         )
         self._resubmitted = Counter(
             "multiworld_requests_resubmitted",
             "Requests that a frontend sent to another leader, by reason: failed = the leader failed, left = it stopped, silent = no "
             "heartbeat arrived; otherwise the reason of its rejection.",
-            ("reason",),
+            ("model", "reason"),
             registry=registry,
         )
+
+    def group_state(self, model: str, leaders: int, configured: int, current: ServiceState) -> None:
+        """Set the number of leaders of a model, and its state as this frontend sees it."""
+        self._leaders.labels(model).set(leaders)
+        self._leaders_configured.labels(model).set(configured)
+        for state in get_args(ServiceState):
+            self._service_state.labels(model, state).set(state == current)
         for reason in (
             "failed",
             "left",
             "silent",
         ):  # Prometheus sees no increase if a series first appears with value 1
-            self._resubmitted.labels(reason)
+            self._resubmitted.labels(model, reason)
 
-    def service_state(self, current: ServiceState) -> None:
-        """Set the state of the service, as this frontend sees it."""
-        for state in get_args(ServiceState):
-            self._service_state.labels(state).set(state == current)
-
-    def resubmitted(self, reason: str) -> None:
+    def resubmitted(self, model: str, reason: str) -> None:
         """A request is sent to another leader."""
-        self._resubmitted.labels(reason).inc()
+        self._resubmitted.labels(model, reason).inc()

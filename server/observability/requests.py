@@ -54,6 +54,8 @@ class RequestRecord:
     """Version of the model that answered; before that, the version that serves."""
     protocol: InferenceProtocol | None = None
     """None = it is not an inference request."""
+    counts: ModelRequests | None = None
+    """Of its model; None = the model is not known."""
     started_s: float = field(default_factory=time.monotonic)
     received_s: float = 0.0
     """When the body was complete, by `time.monotonic()`."""
@@ -70,6 +72,8 @@ class RequestRecord:
     """From the first byte of the request to the last byte of the response; 0 = not ended."""
     key_name: str = ""
     """Name of the key with which the request was authorized; empty if it needed none."""
+    key_models: frozenset[str] | None = None
+    """The models that this key permits; None = all."""
     id_is_generated: bool = True
     """Whether the id was generated, since the headers contain none."""
     span: Any = None
@@ -112,41 +116,19 @@ class Requests:
         self.traces: RequestTraces | None = None
         self.log_all = False
         self._second = self._errors = 0
-        self._model = ""
-        self._protocols: Sequence[InferenceProtocol] = ()
-        self._versions: list[str] = []
-        """Those with series; the latest last."""
-        labels = ("model", "version", "protocol", "code", "reason")
-        self._requests = Counter(
-            "multiworld_requests", "Inference requests completed, by outcome.", labels, registry=registry
-        )
-        self._images = Counter(
-            "multiworld_images", "Images in answered inference requests.", ("model", "version"), registry=registry
-        )
-        self._duration = Histogram(
-            "multiworld_request_duration_seconds",
-            "Time from the first byte of the request to the last byte of the response, by outcome.",
-            ("model", "protocol", "code"),
-            buckets=_REQUEST_S,
-            registry=registry,
-        )
+        self._families = _Families(registry)
+        self._unknown = ModelRequests("", self._families)
         self._in_flight = Gauge("multiworld_requests_in_flight", "Inference requests in flight.", registry=registry)
-        self._statuses: Tally[str] = Tally()
-        self._recent_s: deque[float] = deque(maxlen=_MAX_DURATIONS)
-        self._last_unix_s = 0.0
-        self._inferences = 0
-        self._success, self._fail = _Times(), _Times()
-        self._batches: dict[int, _Times] = {}
-        """By size."""
         self._count = suppress_errors(self._count_outcome)
         self._log = suppress_errors(self._log_request)
 
-    def declare(self, model: str, version: str, protocols: Sequence[InferenceProtocol]) -> None:
-        """Create the series of the possible outcomes with value 0, so that the first one is an increase."""
-        self._model, self._protocols = model, protocols
-        self._use(version)
+    def of_model(self, name: str) -> ModelRequests:
+        """New counts of the requests for a model."""
+        return ModelRequests(name, self._families)
 
-    def begin(self, scope: Scope, version: str, protocol: InferenceProtocol | None) -> RequestRecord:
+    def begin(
+        self, scope: Scope, version: str, protocol: InferenceProtocol | None, counts: ModelRequests | None = None
+    ) -> RequestRecord:
         """Create the record of a request. The caller completes it and calls `end` when the request has ended.
 
         Its id is the client's if that is short and printable, else a new one.
@@ -154,8 +136,9 @@ class Requests:
         Args:
             version: that serves now.
             protocol: None = not an inference request, which is logged only.
+            counts: of its model; None = it does not exist, or is not known yet.
         """
-        record = scope[_SCOPE_KEY] = RequestRecord(f"{random.getrandbits(128):032x}", version, protocol)
+        record = scope[_SCOPE_KEY] = RequestRecord(f"{random.getrandbits(128):032x}", version, protocol, counts)
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         record.adopt_client_id(given.decode("latin-1"))
         if protocol is not None:
@@ -189,6 +172,7 @@ class Requests:
             "status": record.status,
             "reason": record.reason,
             "ms": round(record.duration_s * 1e3, 3),
+            "model": "" if record.counts is None else record.counts.model,
             "version": record.version,
         }
         if record.prediction is not None:
@@ -206,14 +190,63 @@ class Requests:
         self._errors += 1
         return self._errors <= MAX_ERRORS_PER_S
 
-    # The counts
-
     def _count_outcome(self, record: RequestRecord) -> None:
-        code, duration_s = record.status, record.duration_s
         self._in_flight.dec()
+        (record.counts or self._unknown).add(record)
+
+
+class _Families:
+    """The metrics of requests, which all models of a frontend share."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ("model", "version", "protocol", "code", "reason")
+        self.requests = Counter(
+            "multiworld_requests", "Inference requests completed, by outcome.", labels, registry=registry
+        )
+        self.images = Counter(
+            "multiworld_images", "Images in answered inference requests.", ("model", "version"), registry=registry
+        )
+        self.duration = Histogram(
+            "multiworld_request_duration_seconds",
+            "Time from the first byte of the request to the last byte of the response, by outcome.",
+            ("model", "protocol", "code"),
+            buckets=_REQUEST_S,
+            registry=registry,
+        )
+
+
+class ModelRequests:
+    """The requests for one model of a frontend.
+
+    Attributes:
+        model: its name.
+    """
+
+    def __init__(self, model: str, families: _Families) -> None:
+        self.model = model
+        self._families = families
+        self._protocols: Sequence[InferenceProtocol] = ()
+        self._versions: list[str] = []
+        """Those with series; the latest last."""
+        self._statuses: Tally[str] = Tally()
+        self._recent_s: deque[float] = deque(maxlen=_MAX_DURATIONS)
+        self._last_unix_s = 0.0
+        self._inferences = 0
+        self._success, self._fail = _Times(), _Times()
+        self._batches: dict[int, _Times] = {}
+        """By size."""
+
+    def declare(self, version: str, protocols: Sequence[InferenceProtocol]) -> None:
+        """Create the series of the possible outcomes with value 0, so that the first one is an increase."""
+        self._protocols = protocols
+        self._use(version)
+
+    def add(self, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        code, duration_s = record.status, record.duration_s
         self._use(record.version)
-        self._requests.labels(self._model, record.version, record.protocol, code, record.reason).inc()
-        self._duration.labels(self._model, record.protocol, code).observe(duration_s)
+        self._families.requests.labels(self.model, record.version, record.protocol, code, record.reason).inc()
+        self._families.duration.labels(self.model, record.protocol, code).observe(duration_s)
         self._statuses[str(code)[0]] += 1
         if code == 200:
             self._recent_s.append(duration_s)
@@ -228,7 +261,7 @@ class Requests:
     def _add_prediction(self, record: RequestRecord, prediction: Prediction) -> None:
         images = len(prediction.output)
         self._inferences += images
-        self._images.labels(self._model, record.version).inc(images)
+        self._families.images.labels(self.model, record.version).inc(images)
         share, batch = images / prediction.batch_size, self._batches.setdefault(prediction.batch_size, _Times())
         batch.count += share
         batch.input_s += prediction.transfer_s * share
@@ -249,15 +282,15 @@ class Requests:
             versions.append(version)
             return
         versions.append(version)
-        self._images.labels(self._model, version)
+        self._families.images.labels(self.model, version)
         for protocol in self._protocols:
-            self._duration.labels(self._model, protocol, 200)
+            self._families.duration.labels(self.model, protocol, 200)
             for reason, code in _OUTCOMES.items():
-                self._requests.labels(self._model, version, protocol, code, reason)
+                self._families.requests.labels(self.model, version, protocol, code, reason)
         if len(versions) > MAX_VERSIONS:
-            former = {"version": versions.pop(0)}
-            self._images.remove_by_labels(former)
-            self._requests.remove_by_labels(former)
+            former = {"model": self.model, "version": versions.pop(0)}
+            self._families.images.remove_by_labels(former)
+            self._families.requests.remove_by_labels(former)
 
     # For the status page
 
@@ -277,7 +310,7 @@ class Requests:
         """One element of `model_stats`: sums since the start, over all versions."""
         success = self._success
         return {
-            "name": self._model,
+            "name": self.model,
             "version": version,
             "last_inference": round(self._last_unix_s * 1e3),
             "inference_count": self._inferences,

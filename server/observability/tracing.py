@@ -93,7 +93,9 @@ class RequestTraces:
         headers = Headers(scope=scope)
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         # The route as a name, so that the number of names is bounded.
-        route = "/v2/models/{model}/infer" if scope["path"].startswith("/v2/") else scope["path"]
+        route = scope["path"]
+        for prefix, name in (("/v2/", "/v2/models/{model}/infer"), ("/predict/", "/predict/{model}")):
+            route = name if route.startswith(prefix) else route
         parent = self._propagator.extract(carrier)
         span = self._tracer.start_span(f"{scope['method']} {route}", context=parent, kind=self._kind)
         current_span.set(
@@ -113,6 +115,7 @@ class RequestTraces:
             "url.path": scope["path"][:256],
             "http.response.status_code": record.status,
             "multiworld.request_id": record.request_id,
+            "multiworld.model": "" if record.counts is None else record.counts.model,
             "multiworld.version": record.version,
             "multiworld.reason": record.reason,
         }

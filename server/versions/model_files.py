@@ -1,6 +1,9 @@
 """The files that the settings of a model name, and its bundle. Imports no torch, so that the supervisor can use it."""
 
+import json
 import os
+import zipfile
+import zlib
 from pathlib import Path
 
 from multiworld_serving.models.errors import BundleError, WeightsError
@@ -8,6 +11,7 @@ from multiworld_serving.models.export.bundle_cache import exported, trained_weig
 from multiworld_serving.models.weights import SUFFIXES
 from multiworld_serving.server.leader_settings import LeaderSettings
 
+MANIFEST = "manifest.json"
 _DEFAULT_WEIGHTS = ("DEFAULT", "auto")
 """Values of `--weights` that name no weights, so that they also fit a bundle."""
 
@@ -21,7 +25,7 @@ def check_model_files(settings: LeaderSettings) -> None:
     path = bundle_path(settings)
     if path is not None and not path.exists():
         raise BundleError(
-            f"--model {settings.model}: there is no such file or folder; expected the path of a bundle that "
+            f"--model {settings.model_source}: there is no such file or folder; expected the path of a bundle that "
             "`multiworld export` wrote, or a name such as resnet50"
         )
     if path is not None and settings.weights not in _DEFAULT_WEIGHTS:
@@ -39,8 +43,24 @@ def check_model_files(settings: LeaderSettings) -> None:
 
 def bundle_path(settings: LeaderSettings) -> Path | None:
     """The bundle that `--model` names by its path; None if it is the name of a model."""
-    path = Path(settings.model)
-    return path if path.exists() or os.sep in settings.model or path.suffix else None
+    path = Path(settings.model_source)
+    return path if path.exists() or os.sep in settings.model_source or path.suffix else None
+
+
+def served_name(settings: LeaderSettings) -> str:
+    """The name of the model: as given, or as its bundle or torchvision names it. A bundle that cannot be read has its file's name."""
+    path = bundle_path(settings)
+    if settings.model_name or path is None:
+        return settings.model_name or settings.model_source
+    try:
+        if path.is_dir():
+            manifest = (path / MANIFEST).read_bytes()
+        else:
+            with zipfile.ZipFile(path) as archive:
+                manifest = archive.read(MANIFEST)
+        return str(json.loads(manifest)["name"])
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error):
+        return path.stem
 
 
 def available_weights(settings: LeaderSettings) -> str:
@@ -52,6 +72,6 @@ def available_weights(settings: LeaderSettings) -> str:
     weights = settings.weights
     if bundle_path(settings) is None:
         if weights == "auto":
-            weights = trained_weights(settings.model, settings.max_batch_size, image_size=settings.image_size)
-        exported(settings.model, weights, settings.max_batch_size, image_size=settings.image_size)
+            weights = trained_weights(settings.model_source, settings.max_batch_size, image_size=settings.image_size)
+        exported(settings.model_source, weights, settings.max_batch_size, image_size=settings.image_size)
     return weights

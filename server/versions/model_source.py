@@ -52,7 +52,9 @@ class ModelSource:
         self._check_batch_size(manifest)
         logger.debug("partitioning %s@%s into %d stages", manifest.name, manifest.version, settings.stages)
         version = ModelVersion(1, manifest.version, bundle.digest)
-        return _served(bundle), VersionPlan(version, make_bundle_plan(bundle, settings.stages, tuning))
+        return _served(bundle, settings.model_name), VersionPlan(
+            version, make_bundle_plan(bundle, settings.stages, tuning)
+        )
 
     def load(self, weights: str | None, versions: VersionTable) -> VersionPlan:
         """Load, check and partition a version (None: that of the settings). Blocks.
@@ -137,7 +139,7 @@ class ModelSource:
     def _path(self, weights: str) -> Path:
         settings = self._settings
         return bundle_path(settings) or exported(
-            settings.model, weights, settings.max_batch_size, image_size=settings.image_size
+            settings.model_source, weights, settings.max_batch_size, image_size=settings.image_size
         )
 
     def _read(self, weights: str) -> Bundle:
@@ -171,13 +173,13 @@ def _like(first: Bundle, bundle: Bundle) -> Bundle:
     return replace(bundle, manifest=manifest)
 
 
-def _served(bundle: Bundle) -> ServedModel:
-    """Raises BundleError if the rows of its inputs or outputs are too large."""
+def _served(bundle: Bundle, name: str = "") -> ServedModel:
+    """The model, by this name if there is one. Raises BundleError if the rows of its inputs or outputs are too large."""
     manifest = bundle.manifest
     image = None if manifest.image is None else ImageSizes(manifest.image.resize_size, manifest.image.crop_size)
     try:
         return ServedModel(
-            manifest.name,
+            name or manifest.name,
             manifest.version,
             manifest.inputs,
             manifest.outputs,

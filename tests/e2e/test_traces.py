@@ -133,7 +133,7 @@ def test_client_trace_has_a_span_per_stage_with_its_attributes(service: LocalSer
     said = facts(request)
     assert said["http.response.status_code"] == 200
     assert said["multiworld.request_id"] == answer.headers["x-request-id"]
-    assert said["multiworld.version"] == "random:0"
+    assert (said["multiworld.model"], said["multiworld.version"]) == (answer.json()["model"], "random:0")
     assert said["multiworld.path"] == answer.headers["x-path"]
     for span in spans:
         assert before_ns <= span.start_time_unix_nano <= span.end_time_unix_nano

@@ -86,9 +86,9 @@ async def test_shutdown_does_not_wait_for_the_backoff(reports: Reports) -> None:
 async def test_workers_are_started_and_stopped_by_name_when_the_service_scales(reports: Reports) -> None:
     settings = ServeSettings(http_port=0, join_port=0, metrics_port=0, local_token=SecretStr("of-this-test"))
     with contextlib.ExitStack() as stack:
-        service = _Service(settings, stack, print)
+        service = _Service(settings, {"m": settings}, stack, print).groups["m"]
         async with reports.supervisor(SAY_GOODBYE, 1) as workers:
-            service._groups = {"worker": workers}
+            service.supervisors["worker"] = workers
             await service.scale_workers(3)
             assert {(await reports.next())[0] for _ in range(3)} == {"0", "1", "2"}
             assert await service.workers() == {"local-0", "local-1", "local-2"}

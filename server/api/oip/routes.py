@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from multiworld_serving.server.api.inference import Inference, InferRequest, encoded, prediction_headers
+from multiworld_serving.server.api.groups import Group, Groups
+from multiworld_serving.server.api.inference import InferRequest, encoded, prediction_headers
 from multiworld_serving.server.api.oip.compression import accepted_encoding, content_encoding, pack, unpack
 from multiworld_serving.server.api.oip.infer_request import parse_infer_request
 from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH, build_response
@@ -22,7 +23,7 @@ from multiworld_serving.server.errors import InferenceRequestError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.http.open_request import OpenRequest
 from multiworld_serving.server.http.route import Endpoint, client_timeout_s, query_parameters, route
-from multiworld_serving.server.observability.requests import RequestRecord, Requests
+from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import Prediction
 
 _EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "statistics"]
@@ -32,49 +33,53 @@ _EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "s
 class V2Routes:
     """The routes under /v2."""
 
-    predictor: LeaderPool
-    inference: Inference
-    requests: Requests
+    groups: Groups
 
     def routes(self) -> list[Route]:
         """The routes."""
-        of_model: dict[str, Callable[[], object]] = {
-            "": lambda: self.inference.signature.metadata(self.predictor.version),
-            "/config": lambda: self.inference.signature.config(self.predictor.version),
-            "/stats": self._statistics,
-            "/ready": lambda: {"name": self.inference.signature.model.name} | self._ready(),
+        of_model: dict[str, Callable[[Group], object]] = {
+            "": lambda group: group.described().signature.metadata(group.pool.version),
+            "/config": lambda group: group.described().signature.config(group.pool.version),
+            "/stats": lambda group: {"model_stats": [_statistics(group)]},
+            "/ready": lambda group: {"name": group.name} | _ready(group.pool),
         }
         models = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
         return [
             *(route(f"{model}/infer", self._infer, "POST") for model in models),
             route("/v2", _json_endpoint(lambda: server_metadata(_EXTENSIONS))),
             route("/v2/health/live", _json_endpoint(lambda: {"live": True})),
-            route("/v2/health/ready", _json_endpoint(self._ready)),
-            route("/v2/models/stats", _json_endpoint(self._statistics)),
-            route("/v2/repository/index", _json_endpoint(lambda: repository_index(self.predictor.snapshot())), "POST"),
-            *(
-                route(f"{model}{path}", _json_endpoint(find, self._check))
-                for model in models
-                for path, find in of_model.items()
-            ),
+            route("/v2/health/ready", _json_endpoint(self._health)),
+            route("/v2/models", _json_endpoint(lambda: {"models": self.groups.names})),
+            route("/v2/models/stats", _json_endpoint(lambda: {"model_stats": list(map(_statistics, self.groups))})),
+            route("/v2/repository/index", _json_endpoint(self._index), "POST"),
+            *(route(f"{model}{path}", self._of_model(find)) for model in models for path, find in of_model.items()),
         ]
 
-    def _check(self, model: str, version: str | None = None) -> None:
-        self.inference.signature.check_served(model, version, self.predictor.version)
+    def _of_model(self, find: Callable[[Group], object]) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            query_parameters(request)
+            return JSONResponse(find(self._group(**request.path_params)))
 
-    def _ready(self) -> dict[str, Any]:
-        if not self.predictor.ready:
-            raise readiness_error(self.predictor.snapshot())
-        return {"ready": True}
+        return endpoint
 
-    def _statistics(self) -> object:
-        return {"model_stats": [self.requests.statistics(str(self.predictor.version.number))]}
+    def _group(self, model: str, version: str | None = None) -> Group:
+        """Raises UnknownModelError unless this model, and this version of it, serves."""
+        group = self.groups.named(model)
+        if version is not None:
+            group.described().signature.check_served(model, version, group.pool.version)
+        return group
+
+    def _health(self) -> dict[str, Any]:
+        return {"ready": True} if self.groups.ready else _ready(self.groups.missing.pool)
+
+    def _index(self) -> object:
+        return [each for group in self.groups for each in repository_index(group.pool.snapshot())]
 
     async def _infer(self, request: Request) -> Response:
         """Compute one or more samples. If one of them is rejected, the whole request is."""
         query_parameters(request)
-        self._check(**request.path_params)
-        inference, headers, version = self.inference, request.headers, request.path_params.get("version")
+        inference = self._group(**request.path_params).described()
+        headers, version = request.headers, request.path_params.get("version")
         encoding, json_bytes = (
             content_encoding(headers.get("content-encoding")),
             _json_bytes(headers.get(HEADER_LENGTH)),
@@ -111,12 +116,21 @@ def server_metadata(extensions: Sequence[str]) -> dict[str, Any]:
     return {"name": "multiworld-serving", "version": version, "extensions": extensions}
 
 
-def _json_endpoint(find: Callable[[], object], check: Callable[..., None] = lambda: None) -> Endpoint:
-    """Responds with what `find` returns, if `check` accepts the parameters of the path."""
+def _ready(pool: LeaderPool) -> dict[str, Any]:
+    if not pool.ready:
+        raise readiness_error(pool.snapshot())
+    return {"ready": True}
+
+
+def _statistics(group: Group) -> dict[str, Any]:
+    return group.requests.statistics(str(group.pool.version.number))
+
+
+def _json_endpoint(find: Callable[[], object]) -> Endpoint:
+    """Responds with what `find` returns."""
 
     async def endpoint(request: Request) -> Response:
         query_parameters(request)
-        check(**request.path_params)
         return JSONResponse(find())
 
     return endpoint

@@ -83,6 +83,17 @@ def decode(message_class: Any, body: bytes) -> Any:
         raise InferenceRequestError(f"the message is not a {message_class.DESCRIPTOR.name} ({error})") from error
 
 
+def model_name(body: bytes) -> str:
+    """The model that a ModelInferRequest names. Every library writes this field first; "" if another one is first."""
+    if not body.startswith(b"\x0a"):
+        return ""
+    try:
+        size, at = _varint(memoryview(body), 1)
+    except IndexError:
+        return ""
+    return body[at : at + size].decode(errors="replace")
+
+
 def parse_infer_message(body: bytes, signature: Signature, now: ModelVersion) -> InferRequest:
     """The request of a ModelInferRequest.
 

@@ -24,10 +24,18 @@ from starlette.types import Scope
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.http.server import KEEP_ALIVE_S
-from multiworld_serving.server.api.inference import Inference, InferRequest, encoded, prediction_headers
+from multiworld_serving.server.api.groups import Group, Groups
+from multiworld_serving.server.api.inference import InferRequest, encoded, prediction_headers
 from multiworld_serving.server.api.oip.metadata import repository_index
 from multiworld_serving.server.api.oip.routes import server_metadata
-from multiworld_serving.server.api.oip_grpc.codec import METHODS, SERVICE, decode, infer_message, parse_infer_message
+from multiworld_serving.server.api.oip_grpc.codec import (
+    METHODS,
+    SERVICE,
+    decode,
+    infer_message,
+    model_name,
+    parse_infer_message,
+)
 from multiworld_serving.server.auth.authorizer import Authorizer, http_port_permission
 from multiworld_serving.server.errors import BodyTimeoutError, BodyTooLargeError, DeadlineError, RequestRejected
 from multiworld_serving.server.http.errors import INTERNAL_ERROR
@@ -85,18 +93,18 @@ class GrpcPort:
 
     def __init__(
         self,
-        inference: Inference,
+        groups: Groups,
+        limits: RequestLimits,
         requests: Requests,
         authorizer: Authorizer,
         reserved: socket.socket,
         max_connections: int,
         tls: TlsFiles | None,
     ) -> None:
-        self._pipeline = inference.gate.pipeline
-        self._inference, self._signature = inference, inference.signature
+        self._groups = groups
         self._requests = requests
         self._authorizer = authorizer
-        self._limits = limits = inference.gate.limits
+        self._limits = limits
         # Calls that receive a message at the same time: the memory for the largest messages is reserved for them.
         self._receiving = asyncio.Semaphore(max(1, limits.max_held_bytes // limits.max_body_bytes))
         self._max_connections = max_connections
@@ -146,10 +154,10 @@ class GrpcPort:
 
     def _methods(self) -> dict[str, grpc.RpcMethodHandler]:
         """The handlers of all methods, by name."""
-        model = f"/v2/models/{self._signature.model.name}"
+        model = "/v2/models/MODEL"
         plain: dict[str, tuple[str, Callable[[Any], Mapping[str, Any]]]] = {
             "ServerLive": ("/v2/health/live", lambda _: {"live": True}),
-            "ServerReady": ("/v2/health/ready", lambda _: {"ready": self._pipeline.ready}),
+            "ServerReady": ("/v2/health/ready", lambda _: {"ready": self._groups.ready}),
             "ModelReady": (f"{model}/ready", self._model_ready),
             "ServerMetadata": ("/v2", lambda _: server_metadata(_EXTENSIONS)),
             "ModelMetadata": (model, self._model_metadata),
@@ -172,11 +180,14 @@ class GrpcPort:
 
         async def run(_: object, context: Any) -> bytes:
             scope = _scope(path, context)
-            record = self._requests.begin(scope, self._pipeline.version.name, protocol)
+            record = self._requests.begin(scope, "", protocol)
+            if self._groups.only is not None:
+                _set_group(record, self._groups.only)
             left_s, limit_s = context.time_remaining(), self._limits.timeout_s
             timeout_s = limit_s if left_s is None else min(limit_s, left_s)
             try:
                 record.key_name = self._authorizer.check(permission, scope)
+                record.key_models = self._authorizer.models_of(record.key_name)
                 message, trailers = await answer(context, record, timeout_s)
                 record.status = 200
             except RequestRejected as rejection:
@@ -223,17 +234,19 @@ class GrpcPort:
         return received
 
     async def _infer(self, context: Any, record: RequestRecord, timeout_s: float) -> tuple[bytes, Mapping[str, str]]:
-        inference, signature = self._inference, self._signature
-        opened = OpenRequest(inference.gate, record, None, timeout_s)
+        received = await self._receive(context, timeout_s)
+        group = self._groups.only or self._groups.named(model_name(received))
+        _set_group(record, group)
+        inference = group.described()
+        signature, opened = inference.signature, OpenRequest(inference.gate, record, None, timeout_s)
 
         async def receive() -> bytes:
-            body = await self._receive(context, timeout_s)
             opened.received()
-            opened.hold(len(body))
-            return body
+            opened.hold(len(received))
+            return received
 
         def parse(body: bytes) -> InferRequest:
-            return parse_infer_message(body, signature, self._pipeline.version)
+            return parse_infer_message(body, signature, group.pool.version)
 
         async def encode(prediction: Prediction, asked: InferRequest) -> tuple[bytes, Mapping[str, str]]:
             message = await encoded(partial(infer_message, prediction, asked, signature=signature), prediction)
@@ -252,19 +265,26 @@ class GrpcPort:
         return answer
 
     def _model_ready(self, request: Any) -> Mapping[str, Any]:
-        self._check(request)
-        return {"ready": self._pipeline.ready}
+        return {"ready": self._group(request).pool.ready}
 
     def _model_metadata(self, request: Any) -> Mapping[str, Any]:
-        self._check(request)
-        metadata = self._signature.metadata(self._pipeline.version)
+        group = self._group(request)
+        metadata = group.described().signature.metadata(group.pool.version)
         return {name: metadata[name] for name in ("name", "versions", "platform", "inputs", "outputs")}
 
     def _index(self, request: Any) -> Mapping[str, Any]:
-        return {"models": repository_index(self._pipeline.snapshot(), only_ready=request.ready)}
+        snapshots = (group.pool.snapshot() for group in self._groups)
+        return {"models": [each for now in snapshots for each in repository_index(now, only_ready=request.ready)]}
 
-    def _check(self, request: Any) -> None:
-        self._signature.check_served(request.name, request.version or None, self._pipeline.version)
+    def _group(self, request: Any) -> Group:
+        group = self._groups.named(request.name)
+        if request.version:
+            group.described().signature.check_served(request.name, request.version, group.pool.version)
+        return group
+
+
+def _set_group(record: RequestRecord, group: Group) -> None:
+    record.counts, record.version = group.requests, group.pool.version.name
 
 
 def _options(requests: RequestLimits, max_connections: int) -> list[tuple[str, int]]:

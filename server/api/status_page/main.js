@@ -1,7 +1,7 @@
 // The status page: follows GET /events and passes each message to the parts of the page.
 
 import { Chart } from "./chart.js";
-import { $, duration, number, setText } from "./dom.js";
+import { $, duration, element, number, setText, words } from "./dom.js";
 import { showEvent } from "./events.js";
 import { Graph } from "./graph.js";
 import { showRollout, startOperating } from "./operate.js";
@@ -28,6 +28,7 @@ function showStatus(fresh) {
   showState(status);
   showRollout(status);
   setText($("model"), `${status.model} ${status.version}`);
+  showModels(Object.entries(status.models));
   setText($("uptime"), duration(status.uptime_s));
   setText($("queue"), status.queue_depth);
   setText($("flight"), status.requests_in_flight);
@@ -35,6 +36,15 @@ function showStatus(fresh) {
   setText($("observer"), status.frontends.length > 1 ? "(requests of this frontend)" : "");
   rates.update(status);
   draw();
+}
+
+// Links to the pages of the other models, with their states.
+function showModels(models) {
+  $("models").hidden = models.length < 2;
+  const links = models.map(([name, state]) => element("a", `${name}: ${words(state)}`, {
+    href: `/?model=${encodeURIComponent(name)}`, "data-state": state, ...(name === status.model ? { "aria-current": "page" } : {}),
+  }));
+  if ($("models").textContent !== links.map((link) => link.textContent).join("")) $("models").replaceChildren(...links);
 }
 
 // How many workers each stage can lose; unknown while the service cannot serve.
@@ -65,7 +75,7 @@ function drawCharts() {
 }
 
 function follow() {
-  const source = new EventSource("/events");
+  const source = new EventSource(`/events${location.search}`);
   const on = (kind, show) => source.addEventListener(kind, (message) => {
     seen();
     show(JSON.parse(message.data));
@@ -89,7 +99,7 @@ async function start() {
   }
   new ResizeObserver(() => { draw(); drawCharts(); }).observe($("graph"));
   follow();
-  const response = await fetch("/", { headers: { Accept: "application/json" } });
+  const response = await fetch(`/${location.search}`, { headers: { Accept: "application/json" } });
   const listing = await response.json();
   startOperating(listing);
   await startTrying(listing, (worlds) => graph.light(worlds));

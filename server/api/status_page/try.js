@@ -7,17 +7,19 @@ const MOST_SHOWN = 12; // values of an output that are shown
 
 let image = null; // a File
 let model = "";
+let predictPath = "/predict";
 let light = () => {};
 
 // `listing`: of GET /; `lighten`: marks the worlds of a path in the graph.
 export async function startTrying(listing, lighten) {
   [model, light] = [listing.model, lighten];
+  if (!("POST /predict" in listing.endpoints)) predictPath = `/predict/${model}`;
   if (!Object.keys(listing.endpoints).some((path) => path.startsWith("GET /v2"))) return;
   const response = await fetch(`/v2/models/${encodeURIComponent(model)}`);
   if (!response.ok) return;
   const metadata = await response.json();
   const imageFiles = (metadata.parameters?.input_datatypes ?? "").split(",").includes("BYTES");
-  const takesImages = imageFiles && (listing.endpoints["POST /predict"] ?? "").startsWith("Classify");
+  const takesImages = imageFiles && (listing.endpoints[`POST ${predictPath}`] ?? "").startsWith("Classify");
   $("try").hidden = false;
   $(takesImages ? "try-image" : "try-json").hidden = false;
   if (takesImages) startImages();
@@ -33,13 +35,13 @@ function startImages() {
   $("sample").addEventListener("click", async () => {
     const response = await fetch("/status-page/sample.jpg");
     take(new File([await response.blob()], "sample.jpg", { type: "image/jpeg" }));
-    $("curl").textContent = `curl -sS ${location.origin}/status-page/sample.jpg | curl -sS -H 'Content-Type: image/jpeg' --data-binary @- ${location.origin}/predict`;
+    $("curl").textContent = `curl -sS ${location.origin}/status-page/sample.jpg | curl -sS -H 'Content-Type: image/jpeg' --data-binary @- ${location.origin}${predictPath}`;
   });
   $("try-image").addEventListener("submit", (event) => {
     event.preventDefault();
     if (!image) return answer(element("p", "Choose an image first.", { class: "wrong" }));
     const options = { method: "POST", body: image, headers: { "Content-Type": image.type } };
-    return send(event.submitter, "/predict", options, showClasses);
+    return send(event.submitter, predictPath, options, showClasses);
   });
   showCommand("photo.jpg");
 }
@@ -59,7 +61,7 @@ function take(file) {
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
 function showCommand(name) {
-  $("curl").textContent = `curl -sS -F image=@${/^[\w.-]+$/.test(name) ? name : quoted(name)} ${location.origin}/predict`;
+  $("curl").textContent = `curl -sS -F image=@${/^[\w.-]+$/.test(name) ? name : quoted(name)} ${location.origin}${predictPath}`;
 }
 
 function filled(shape, value) {

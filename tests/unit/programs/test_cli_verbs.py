@@ -176,13 +176,15 @@ def test_worker_accepts_the_command_of_the_local_supervisor(program: Recorder, m
     }
     settings = ServeSettings(**given, local_token=SecretStr("of-this-service"), leaders=2)
     with contextlib.ExitStack() as stack:
-        service = _Service(settings, stack, print)
-        worker = received(program, service._command("worker", 1), WorkerSettings)
-        leader = received(program, service._command("leader", 1), LeaderSettings)
-        frontend = received(program, service._command("frontend", 0), FrontendSettings)
-        addresses = tuple(f"127.0.0.1:{sock.getsockname()[1]}" for sock in service._joins)
-        assert tuple(map(str, worker.leaders)) == tuple(map(str, frontend.leaders)) == addresses
-        assert leader.join_fd == service._joins[1].fileno()
+        service = _Service(settings, {"resnet50": settings}, stack, print)
+        group = service.groups["resnet50"]
+        worker = received(program, service.command("worker", *group.process("worker", 1)[:2]), WorkerSettings)
+        leader = received(program, service.command("leader", *group.process("leader", 1)[:2]), LeaderSettings)
+        frontend = received(program, service.command("frontend", *service._frontend(0)[:2]), FrontendSettings)
+        addresses = tuple(f"127.0.0.1:{sock.getsockname()[1]}" for sock in group.joins)
+        of_model = frontend.models["resnet50"]
+        assert tuple(map(str, worker.leaders)) == tuple(map(str, of_model.leaders)) == addresses
+        assert leader.join_fd == group.joins[1].fileno()
     assert (worker.name, worker.threads) == ("local-1", 3)
     assert (leader.name, frontend.name) == ("leader-1", "frontend-0")
     assert {each.secret for each in (worker, leader, frontend)} == {b"of-this-service"}

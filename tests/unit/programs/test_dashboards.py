@@ -24,11 +24,11 @@ def told() -> dict[str, set[str]]:
     frontend, leader, worker = busy_frontend(), busy_leader(), busy_worker()
     for program in (frontend, worker):
         EdgeMetrics(program)
-    restarts = restart_metrics({"leader": {0: 0}, "frontend": {0: 0}, "worker": {0: 0}})
+    restarts = restart_metrics({"": {"frontend": {0: 0}}, "m": {"leader": {0: 0}, "worker": {0: 0}}})
     texts = [
-        ("frontend-0", frontend.text().decode()),
-        ("leader-0", leader.text().decode()),
-        ("supervisor", restarts),
+        ("frontend-0", "", frontend.text().decode()),
+        ("leader-0", "m", leader.text().decode()),
+        ("supervisor", "", restarts),
     ]
     of_service = merge_metrics(texts)
     found: dict[str, set[str]] = {"up": set(FROM_PROMETHEUS)}

@@ -19,6 +19,7 @@ from multiworld_serving.deploy.processes.programs import frontend_values, leader
 from multiworld_serving.deploy.processes.service import _Service
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
+from multiworld_serving.server.versions.model_files import served_name
 
 PORTS: dict[str, Any] = {"http_port": 0, "join_port": 0, "metrics_port": 0}
 
@@ -26,7 +27,8 @@ PORTS: dict[str, Any] = {"http_port": 0, "join_port": 0, "metrics_port": 0}
 @contextlib.contextmanager
 def service(settings: ServeSettings) -> Iterator[_Service]:
     with contextlib.ExitStack() as stack:
-        made = _Service(settings.model_copy(update={"local_token": SecretStr("of-the-service")}), stack, print)
+        settings = settings.model_copy(update={"local_token": SecretStr("of-the-service")})
+        made = _Service(settings, {"m": settings}, stack, print)
         yield made
 
 
@@ -93,10 +95,12 @@ def test_service_keeps_the_grpc_port_for_its_frontends_and_refuses_that_of_anoth
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with service(load(ServeSettings, {**PORTS, "grpc_port": "0", "frontends": "2"})) as made:
-        found = FrontendSettings.model_validate_json(Path(made._command("frontend", 1)[-1]).read_text())
+        found = FrontendSettings.model_validate_json(
+            Path(made.command("frontend", *made._frontend(1)[:2])[-1]).read_text()
+        )
         assert made._grpc is not None
         assert (found.grpc_port, found.grpc_fd) == (0, made._grpc.fileno())
-        assert found.grpc_fd in made._fds("frontend", 1).values()
+        assert found.grpc_fd in made._frontend(1)[2].values()
         host, port = made._grpc.getsockname()
         with socket.socket() as frontend:
             frontend.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -117,3 +121,71 @@ async def test_worlds_accept_the_heartbeats_of_every_timeout(timeout_s: float) -
     settings = ServeSettings(heartbeat_timeout_s=timeout_s)
     async with WorldManager(**settings.heartbeats):
         assert settings.heartbeats["heartbeat_timeout_s"] == timeout_s
+
+
+def models_of(toml: str, folder: Path, **options: object) -> dict[str, ServeSettings]:
+    file = folder / "service.toml"
+    file.write_text(toml)
+    settings = load(ServeSettings, {**PORTS, **options}, config_file=file)
+    return {served_name(each): each for each in settings.groups}
+
+
+TWO = """
+[serve]
+replicas = 3
+[[models]]
+name = "images"
+source = "resnet18"
+stages = 1
+[[models]]
+name = "text"
+source = "some.bundle"
+leaders = 2
+timeout_s = 5
+"""
+
+
+def test_each_model_has_its_own_settings_and_those_of_the_service(tmp_path: Path) -> None:
+    found = models_of(TWO, tmp_path)
+    assert list(found) == ["images", "text"]
+    images, text = found.values()
+    assert (images.model_source, images.stages, images.replicas, images.leaders) == ("resnet18", 1, 3, 1)
+    assert (text.model_source, text.stages, text.replicas, text.leaders, text.timeout_s) == ("some.bundle", 2, 3, 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("toml", "says"),
+    [
+        ('[[models]]\nsource = "resnet18"', "name = None"),
+        ('[[models]]\nname = "a/b"\nsource = "resnet18"', "name = 'a/b'"),
+        ('[[models]]\nname = "a"', "source of the model a is missing"),
+        ('[[models]]\nname = "a"\nsource = "x"\nstages = 0', "model a=x: stages = 0: must be a whole number from 1"),
+        ('[[models]]\nname = "a"\nsource = "x"\nhttp_port = 1', "http_port of the model a=x: a model may have"),
+        ('[[models]]\nname = "a"\nsource = "x"\n[[models]]\nname = "a"\nsource = "y"', "two models have the name 'a'"),
+        ("models = 3", "must be tables"),
+        ('[[models]]\nname = "a"\nsource = "x"\n[serve]\nmodel = "resnet18"', "mutually exclusive"),
+    ],
+)
+def test_invalid_table_of_a_model_is_refused_with_its_name(toml: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as raised:
+        models_of(toml, tmp_path)
+    assert says in str(raised.value)
+
+
+def test_models_of_the_command_line_may_have_names(tmp_path: Path) -> None:
+    (tmp_path / "broken.bundle").write_text("")
+    found = load(ServeSettings, {**PORTS, "model": f"resnet18,large=resnet50,{tmp_path}/broken.bundle"}).groups
+    assert [served_name(each) for each in found] == ["resnet18", "large", "broken"]
+    assert [each.join_port for each in load(ServeSettings, {"model": "a,b"}).groups] == [8001, 0]
+    with pytest.raises(SettingsError, match="two models have the name 'a'"):
+        load(ServeSettings, {**PORTS, "model": "a=resnet18,a=resnet50"})
+
+
+def test_frontend_has_the_leaders_and_limits_of_each_model() -> None:
+    given = "a=127.0.0.1:1,127.0.0.1:2,b=127.0.0.1:3"
+    settings = FrontendSettings(leader=given, model_settings={"b": {"timeout_s": 7.0}})
+    found = {name: (",".join(map(str, each.leaders)), each.timeout_s) for name, each in settings.models.items()}
+    assert found == {"a": ("127.0.0.1:1,127.0.0.1:2", 30.0), "b": ("127.0.0.1:3", 7.0)}
+    for wrong in ("127.0.0.1:1,b=127.0.0.1:2", "=127.0.0.1:1", "a=nowhere"):
+        with pytest.raises(SettingsError, match="--leader"):
+            load(FrontendSettings, {"leader": wrong})

@@ -172,14 +172,14 @@ class Pool:
     def __init__(self, leaders: int, grace_s: float) -> None:
         self.metrics = FrontendMetrics()
         self.seen: list[PipelineSnapshot] = []
-        self.pool = LeaderPool(grace_s, self.metrics, self.seen.append)
+        self.pool = LeaderPool(grace_s, self.metrics, self.seen.append, name=MODEL.name)
         self.leaders = [FakeLeader(self.pool, number) for number in range(leaders)]
         self.pool.links.extend(self.leaders)
         self.pool.model.set_result(MODEL)
 
     def resubmitted(self, reason: str) -> float:
         name = "multiworld_requests_resubmitted_total"
-        return self.metrics.registry.get_sample_value(name, {"reason": reason}) or 0.0
+        return self.metrics.registry.get_sample_value(name, {"model": MODEL.name, "reason": reason}) or 0.0
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +16,15 @@ from starlette.types import ASGIApp
 from torch import Tensor
 
 from multiworld_serving.server.api.app import Application, create_api
+from multiworld_serving.server.api.groups import Group, Groups
+from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.http.limits import RequestLimits
+from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
+from multiworld_serving.server.observability.requests import InferenceProtocol
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, RestartStep, ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, ReplicaState, StageSnapshot
 from tests.unit.server.image_model import image_classifier
@@ -131,6 +135,25 @@ class Repository(ColourPredictor):
         )
 
 
+def group_of(
+    predictor: LeaderPool,
+    metrics: FrontendMetrics,
+    inference: Inference | None = None,
+    handler: HandlerProcesses | None = None,
+    protocols: Sequence[InferenceProtocol] = ("predict", "v2"),
+    name: str = MODEL.name,
+) -> Group:
+    """The group of a model; without inference, its leaders have not described it yet."""
+    if inference is not None:
+        name = inference.signature.model.name
+    requests = metrics.requests.of_model(name)
+    group = Group(name, predictor, requests, EventFeed(requests))
+    if inference is not None:
+        requests.declare(inference.signature.model.version, protocols)
+        group.open(inference, handler)
+    return group
+
+
 @dataclass(frozen=True)
 class RunningFrontend:
     """The started application, a client of it, and its dependencies."""
@@ -163,9 +186,10 @@ async def running_frontend(
 ) -> AsyncIterator[RunningFrontend]:
     """The application with these limits, served in this process."""
     predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
-    options: Any = {"authorizer": authorizer, "access_log": access_log, "admin_port": admin_port}
+    metrics.requests.log_all = access_log
     inference = Inference(predictor, model, RequestLimits(**limits))
-    app = create_api(predictor, inference, metrics, **options)
+    groups = Groups(group_of(predictor, metrics, inference))
+    app = create_api(groups, metrics, authorizer, admin_port=admin_port)
     transport = httpx.ASGITransport(app)
     async with (
         inference.threads,

@@ -14,6 +14,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.common.http.listener import bind
+from multiworld_serving.server.api.groups import Groups
 from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.api.oip_grpc.server import GrpcPort
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
@@ -21,7 +22,7 @@ from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.tls import TlsFiles
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ServedModel
-from tests.unit.server.frontend_app import MODEL, ColourPredictor
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, group_of
 
 PATIENCE_S = 30.0
 
@@ -55,11 +56,11 @@ async def running_grpc(
     """The port with these limits, served in this process. With `root`, the client uses TLS."""
     predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
     inference = Inference(predictor, model, RequestLimits(**limits))
-    metrics.requests.declare(model.name, model.version, ("grpc",))
+    groups = Groups(group_of(predictor, metrics, inference, protocols=("grpc",)))
     metrics.requests.log_all = True
     authorizer = authorizer or Authorizer(ApiKeys(KeySet(), KeySet()))
     with bind("127.0.0.1", 0, "--grpc-port", reserve=True) as reserved:
-        port = GrpcPort(inference, metrics.requests, authorizer, reserved, 1000, tls)
+        port = GrpcPort(groups, inference.gate.limits, metrics.requests, authorizer, reserved, 1000, tls)
         number: int = reserved.getsockname()[1]
         async with inference.threads, port, channel(number, root) as opened:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(opened)

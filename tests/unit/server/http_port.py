@@ -15,10 +15,11 @@ from starlette.types import ASGIApp
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving
 from multiworld_serving.server.api.app import create_api
+from multiworld_serving.server.api.groups import Groups
 from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from tests.unit.server.frontend_app import MODEL, ColourPredictor
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, group_of
 from tests.waiting import until
 
 PATIENCE_S = 30.0
@@ -97,7 +98,7 @@ async def http_port(
     """Serve with these limits. `app` replaces the application; with `context` the port uses TLS."""
     predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
     inference = Inference(predictor, MODEL, RequestLimits(timeout_s=timeout_s))
-    app = app or create_api(predictor, inference, metrics)
+    app = app or create_api(Groups(group_of(predictor, metrics, inference)), metrics)
     sock = bind("127.0.0.1", 0, "--http-port")
     number: int = sock.getsockname()[1]
     server = HttpServer(app, sock, max_connections=max_connections, keep_alive_s=keep_alive_s, context=context)

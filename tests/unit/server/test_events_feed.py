@@ -42,7 +42,7 @@ async def told(feed: EventFeed, last_id: int = 0) -> list[tuple[str, Any]]:
 
 async def happened(*snapshots: PipelineSnapshot) -> list[tuple[str, int, str]]:
     """The events of a feed of these successive snapshots: type, generation and detail."""
-    feed = EventFeed(FrontendMetrics().requests)
+    feed = EventFeed(FrontendMetrics().requests.of_model("m"))
     for each in snapshots:
         feed.observe(each)
     return [(e["what"], e["generation"], e["detail"]) for kind, e in await told(feed) if kind == "event"]
@@ -70,12 +70,12 @@ async def test_feed_emits_broken_and_rejoined_when_a_worker_is_killed() -> None:
 
 async def test_tick_reports_rates_latencies_and_reroutes() -> None:
     requests = FrontendMetrics().requests
-    requests.declare("m", "v", ("predict",))
-    feed = EventFeed(requests)
+    counts = requests.of_model("m")
+    feed = EventFeed(counts)
     now = snapshot(replica("ready"))
     scope: dict[str, Any] = {"method": "POST", "path": "/predict", "headers": []}
     for duration_s in (0.010, 0.020, 0.900):
-        record = requests.begin(scope, "v", "predict")
+        record = requests.begin(scope, "v", "predict", counts)
         record.status, record.started_s = 200, record.started_s - duration_s
         requests.end(scope, record)
     feed.tick(now)
@@ -96,7 +96,7 @@ async def test_tick_reports_rates_latencies_and_reroutes() -> None:
 
 
 async def test_feed_reports_leaders_and_does_not_compare_the_views_of_two_leaders() -> None:
-    feed = EventFeed(FrontendMetrics().requests)
+    feed = EventFeed(FrontendMetrics().requests.of_model("m"))
     first, second = LeaderSnapshot("a:1", "ready", "leader-0"), LeaderSnapshot("b:1", "ready", "leader-1")
     before = replace(snapshot(replica("ready", 1)), leader="leader-0", leaders=(first, second))
     lost = replace(first, state="unreachable")
@@ -113,7 +113,7 @@ async def test_follower_gets_each_point_and_event_once_until_the_service_drains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(event_feed, "_MESSAGE_INTERVAL_S", 0.0)
-    feed, shown = EventFeed(FrontendMetrics().requests), [snapshot(), snapshot(), snapshot(draining=True)]
+    feed, shown = EventFeed(FrontendMetrics().requests.of_model("m")), [snapshot(), snapshot(), snapshot(draining=True)]
     feed.tick(snapshot(replica("ready")))
     messages = []
     async for message in feed.follow(lambda: shown.pop(0)):
@@ -129,7 +129,7 @@ async def test_follower_gets_each_point_and_event_once_until_the_service_drains(
 
 async def test_slow_follower_misses_old_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_feed, "_MESSAGE_INTERVAL_S", 0.0)
-    feed = EventFeed(FrontendMetrics().requests)
+    feed = EventFeed(FrontendMetrics().requests.of_model("m"))
     slow = feed.follow(snapshot)
     await anext(slow)
     for number in range(150):
@@ -138,7 +138,7 @@ async def test_slow_follower_misses_old_events(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_events_are_a_stream_for_a_limited_number_of_clients_that_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    feed = EventFeed(FrontendMetrics().requests)
+    feed = EventFeed(FrontendMetrics().requests.of_model("m"))
     response = feed.response(snapshot)
     assert response.headers["content-type"].startswith("text/event-stream")
     assert "content-length" not in response.headers

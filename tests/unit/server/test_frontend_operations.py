@@ -8,11 +8,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
 from multiworld_serving.server.api.app import create_admin_app
+from multiworld_serving.server.api.groups import Groups
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.snapshots import ReplicaState
-from tests.unit.server.frontend_app import MODEL, ColourPredictor, Repository, running_frontend
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, Repository, group_of, running_frontend
 
-ADMIN = Repository()
+ADMIN = Groups(group_of(Repository(), FrontendMetrics()))
 
 
 async def test_healthz_is_alive_when_no_stage_has_a_replica() -> None:
@@ -83,7 +84,7 @@ async def test_openapi_describes_every_route_but_the_files_of_the_status_page() 
     served = {(route.path, method) for route in routes for method in (route.methods or set()) - {"HEAD"}}
     documented = {(path, method.upper()) for path, of_path in document["paths"].items() for method in of_path}
     assert documented == {
-        (path, method) for path, method in served if not path.startswith(("/status-page/", "/openapi"))
+        (path, method) for path, method in served if not path.startswith(("/status-page/", "/openapi", "/predict/"))
     }
     parameters, schemas = (document["components"][kind] for kind in ("parameters", "schemas"))
     assert parameters["top_k"]["schema"] == {"type": "integer", "minimum": 1, "maximum": 3, "default": 3}

@@ -280,10 +280,10 @@ async def test_metrics_are_served_without_those_of_a_process_that_does_not_reply
         pool, other = await service.frontend("a"), await service.frontend("b")
         service.links["b"]._link._receive = lambda received: None  # type: ignore[union-attr]
         assert other.ready
-        text = (await scrape_service("a", pool, tmp_path / "missing")).decode()
+        text = (await scrape_service("a", [pool], pool.metrics, tmp_path / "missing")).decode()
         assert 'process="leader-0"' in text
         assert 'process="b"' not in text
-    text = (await scrape_service("a", pool)).decode()
+    text = (await scrape_service("a", [pool], pool.metrics)).decode()
     assert 'process="a"' in text
     assert 'process="leader-0"' not in text
 

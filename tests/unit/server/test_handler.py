@@ -16,6 +16,7 @@ import pytest
 
 from multiworld_serving.common.config import UserError
 from multiworld_serving.server.api.app import create_api
+from multiworld_serving.server.api.groups import Groups
 from multiworld_serving.server.api.handler import program
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.api.inference import Inference
@@ -23,6 +24,7 @@ from multiworld_serving.server.errors import HandlerError, OverloadedError
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from tests.documents import ROOT
+from tests.unit.server.frontend_app import group_of
 from tests.unit.server.text_model import INFER, TEXT, TextPredictor, tensors
 from tests.waiting import until
 
@@ -74,7 +76,8 @@ async def serving(file: Path, timeout_s: float = 60.0) -> AsyncIterator[httpx.As
     with HandlerProcesses(f"{file}:Handler", timeout_s) as handler:
         predictor = TextPredictor()
         inference = Inference(predictor, TEXT, RequestLimits())
-        app = create_api(predictor, inference, FrontendMetrics(), handler=handler)
+        metrics = FrontendMetrics()
+        app = create_api(Groups(group_of(predictor, metrics, inference, handler)), metrics)
         transport = httpx.ASGITransport(app)
         async with (
             inference.threads,

@@ -52,10 +52,10 @@ OF_FRONTENDS = {
     "multiworld_images_total": ("counter", {"model", "version"}),
     "multiworld_requests_in_flight": ("gauge", set()),
     "multiworld_http_connections": ("gauge", set()),
-    "multiworld_service_state": ("gauge", {"state"}),
-    "multiworld_leaders": ("gauge", set()),
-    "multiworld_leaders_configured": ("gauge", set()),
-    "multiworld_requests_resubmitted_total": ("counter", {"reason"}),
+    "multiworld_service_state": ("gauge", {"model", "state"}),
+    "multiworld_leaders": ("gauge", {"model"}),
+    "multiworld_leaders_configured": ("gauge", {"model"}),
+    "multiworld_requests_resubmitted_total": ("counter", {"model", "reason"}),
     "multiworld_build_info": ("gauge", {"version"}),
 }
 
@@ -88,9 +88,10 @@ def busy_leader() -> LeaderMetrics:
 def busy_frontend() -> FrontendMetrics:
     """The metrics of a frontend to which everything has happened that adds series."""
     metrics = FrontendMetrics(BUILD)
-    metrics.requests.declare("m", "v", ("predict",))
-    metrics.requests.end({}, RequestRecord("id", "v", "predict", status=200))
-    metrics.service_state("ready")
+    counts = metrics.requests.of_model("m")
+    counts.declare("v", ("predict",))
+    metrics.requests.end({}, RequestRecord("id", "v", "predict", counts, status=200))
+    metrics.group_state("m", 1, 1, "ready")
     return metrics
 
 

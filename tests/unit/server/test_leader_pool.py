@@ -362,11 +362,13 @@ async def test_metrics_count_the_leaders_that_can_be_used() -> None:
     with pool_of(2) as made:
         made.leaders[0].tells_draining()
         values = [
-            made.metrics.registry.get_sample_value(name)
+            made.metrics.registry.get_sample_value(name, {"model": MODEL.name})
             for name in ("multiworld_leaders", "multiworld_leaders_configured")
         ]
         states = {
-            state: made.metrics.registry.get_sample_value("multiworld_service_state", {"state": state})
+            state: made.metrics.registry.get_sample_value(
+                "multiworld_service_state", {"model": MODEL.name, "state": state}
+            )
             for state in get_args(ServiceState)
         }
     assert values == [1, 2]
@@ -384,7 +386,7 @@ async def test_leader_of_another_model_is_not_accepted() -> None:
             replace(model, labels=("a", "c")),
             image_classifier("m", "v1", ("a", "b"), ImageSizes(8, 8)),
         ):
-            with pytest.raises(ValueError, match="use one frontend for each model"):
+            with pytest.raises(ValueError, match=r"serves .*(start the leader with|name the leaders of each model)"):
                 made.pool.check_model(other, second)
         assert made.pool.model.result() == model
 

@@ -36,7 +36,7 @@ def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 
 def test_samples_say_which_process_they_are_from() -> None:
-    merged = merge_metrics([("leader-0", LEADER), ("frontend-0", FRONTEND)])
+    merged = merge_metrics([("leader-0", "", LEADER), ("frontend-0", "", FRONTEND)])
     found = samples(merged)
     assert found["requests_total", frozenset({("outcome", "ok"), ("process", "leader-0")})] == 3
     assert found["requests_total", frozenset({("outcome", "ok"), ("process", "frontend-0")})] == 5
@@ -46,8 +46,16 @@ def test_samples_say_which_process_they_are_from() -> None:
     assert len(found) == 8
 
 
+def test_samples_of_leaders_say_which_model_they_serve() -> None:
+    with_model = 'model_version{model="m",number="1"} 1\nsubmodel{submodel="x"} 2\n'
+    found = samples(merge_metrics([("leader-0", 'say "m"', LEADER), ("leader-1", "other", with_model)]))
+    assert found["up_seconds", frozenset({("process", "leader-0"), ("model", 'say "m"')})] == 1500
+    assert found["model_version", frozenset({("process", "leader-1"), ("model", "m"), ("number", "1")})] == 1
+    assert found["submodel", frozenset({("process", "leader-1"), ("model", "other"), ("submodel", "x")})] == 2
+
+
 def test_families_are_described_once_and_their_samples_are_together() -> None:
-    lines = merge_metrics([("a", LEADER), ("b", FRONTEND), ("c", LEADER)]).splitlines()
+    lines = merge_metrics([("a", "m", LEADER), ("b", "", FRONTEND), ("c", "m", LEADER)]).splitlines()
     assert [line for line in lines if line.startswith("#")] == [
         "# HELP requests_total Requests.",
         "# TYPE requests_total counter",
@@ -61,6 +69,6 @@ def test_families_are_described_once_and_their_samples_are_together() -> None:
 
 
 def test_process_that_says_nothing_or_nonsense_spoils_nothing() -> None:
-    expected = merge_metrics([("a", LEADER)])
-    assert merge_metrics([("b", ""), ("a", LEADER), ("c", "nonsense\n\n# EOF\n{} 3\n")]) == expected
+    expected = merge_metrics([("a", "", LEADER)])
+    assert merge_metrics([("b", "", ""), ("a", "", LEADER), ("c", "", "nonsense\n\n# EOF\n{} 3\n")]) == expected
     assert merge_metrics([]) == ""

@@ -18,7 +18,7 @@ def predicted(images: int = 1, batch_size: int = 4, compute_s: float = 2.0) -> P
 
 
 def end(
-    metrics: FrontendMetrics,
+    metrics: OfModel,
     prediction: Prediction | None = None,
     *,
     version: str = "v",
@@ -28,21 +28,28 @@ def end(
 ) -> None:
     """A request has begun and ended like this."""
     scope: dict[str, Any] = {"method": "POST", "path": "/v2", "headers": []}
-    record = metrics.requests.begin(scope, version, "v2")
+    record = metrics.requests.begin(scope, version, "v2", metrics.counts)
     record.status, record.reason = code, "ok" if code == 200 else "deadline"
     record.prediction, record.input_s, record.output_s = prediction, input_s, 0.5
     record.started_s = time.monotonic() - duration_s
     metrics.requests.end(scope, record)
 
 
+class OfModel(FrontendMetrics):
+    """Those of a frontend with one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = self.requests.of_model("m")
+        self.counts.declare("v", ("v2",))
+
+
 @pytest.fixture
-def metrics() -> FrontendMetrics:
-    made = FrontendMetrics()
-    made.requests.declare("m", "v", ("v2",))
-    return made
+def metrics() -> OfModel:
+    return OfModel()
 
 
-def test_outcomes_are_zero_before_the_first_request_of_a_version(metrics: FrontendMetrics) -> None:
+def test_outcomes_are_zero_before_the_first_request_of_a_version(metrics: OfModel) -> None:
     value = metrics.registry.get_sample_value
     labels = {"model": "m", "protocol": "v2", "code": "504", "reason": "deadline"}
     assert value("multiworld_requests_total", {**labels, "version": "v"}) == 0
@@ -50,9 +57,9 @@ def test_outcomes_are_zero_before_the_first_request_of_a_version(metrics: Fronte
     assert value("multiworld_requests_total", {**labels, "version": "v1"}) == 0
 
 
-def test_requests_in_flight_images_and_durations_are_counted(metrics: FrontendMetrics) -> None:
+def test_requests_in_flight_images_and_durations_are_counted(metrics: OfModel) -> None:
     value = metrics.registry.get_sample_value
-    metrics.requests.begin({"method": "POST", "path": "/v2", "headers": []}, "v", "v2")
+    metrics.requests.begin({"method": "POST", "path": "/v2", "headers": []}, "v", "v2", metrics.counts)
     end(metrics, predicted(3), duration_s=0.22)
     end(metrics, predicted(2), duration_s=0.22)
     end(metrics, code=504)
@@ -61,11 +68,11 @@ def test_requests_in_flight_images_and_durations_are_counted(metrics: FrontendMe
     bucket = {"model": "m", "protocol": "v2", "code": "200", "le": "0.25"}
     assert value("multiworld_request_duration_seconds_bucket", bucket) == 2
     assert value("multiworld_request_duration_seconds_bucket", {**bucket, "le": "0.2"}) == 0
-    assert metrics.requests.take_durations() == pytest.approx([0.22, 0.22], abs=0.02)
-    assert metrics.requests.take_durations() == []
+    assert metrics.counts.take_durations() == pytest.approx([0.22, 0.22], abs=0.02)
+    assert metrics.counts.take_durations() == []
 
 
-def test_series_of_dropped_versions_are_removed_and_their_counts_remain(metrics: FrontendMetrics) -> None:
+def test_series_of_dropped_versions_are_removed_and_their_counts_remain(metrics: OfModel) -> None:
     for number in range(MAX_VERSIONS + 2):
         end(metrics, predicted(), version=f"v{number}")
         end(metrics, version="v1", code=504)  # stays, because it is used
@@ -74,17 +81,17 @@ def test_series_of_dropped_versions_are_removed_and_their_counts_remain(metrics:
     for family in ("multiworld_requests_total", "multiworld_images_total"):
         found = {line.split('version="')[1].split('"')[0] for line in lines if line.startswith(family + "{")}
         assert found == exported, family
-    assert metrics.requests.statuses() == {"2": MAX_VERSIONS + 2, "5": MAX_VERSIONS + 2}
-    assert metrics.requests.statistics("1")["inference_count"] == MAX_VERSIONS + 2
+    assert metrics.counts.statuses() == {"2": MAX_VERSIONS + 2, "5": MAX_VERSIONS + 2}
+    assert metrics.counts.statistics("1")["inference_count"] == MAX_VERSIONS + 2
 
 
-def test_statistics_count_a_batch_once_for_all_its_requests(metrics: FrontendMetrics) -> None:
+def test_statistics_count_a_batch_once_for_all_its_requests(metrics: OfModel) -> None:
     end(metrics, predicted())
     end(metrics, predicted(3))
     end(metrics, predicted(batch_size=1, compute_s=7.0), input_s=0.25)
     end(metrics, code=504)
     end(metrics, code=404)  # not for the model
-    found = metrics.requests.statistics("1")
+    found = metrics.counts.statistics("1")
     assert (found["inference_count"], found["execution_count"]) == (5, 2)
     assert [(batch["batch_size"], batch["compute_infer"]) for batch in found["batch_stats"]] == [
         (1, {"count": 1, "ns": 7_000_000_000}),

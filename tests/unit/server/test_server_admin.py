@@ -14,17 +14,23 @@ from multiworld_serving.server.administration import (
     RestartFailedError,
     VersionFailedError,
 )
-from multiworld_serving.server.api.app import create_admin_app
+from multiworld_serving.server.api.app import Application, create_admin_app
+from multiworld_serving.server.api.groups import Groups
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ModelVersion, RestartStep
-from tests.unit.server.frontend_app import Connection, Repository
+from tests.unit.server.frontend_app import Connection, Repository, group_of
 
 RESTART = "/admin/rolling-restart"
 LOAD, UNLOAD = "/v2/repository/models/m/load", "/v2/repository/models/m/unload"
 
 
+def admin_app(repository: Repository) -> Application:
+    metrics = FrontendMetrics()
+    return create_admin_app(metrics.scrape, Groups(group_of(repository, metrics, name="m")))
+
+
 def client(repository: Repository) -> httpx.AsyncClient:
-    app = create_admin_app(FrontendMetrics().scrape, repository)
+    app = admin_app(repository)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://operations")
 
 
@@ -137,7 +143,7 @@ async def test_load_is_cancelled_when_the_client_disconnects() -> None:
     repository = Repository()
     repository.load_version = load  # type: ignore[method-assign]
     connection = Connection(b"{}", LOAD)
-    loading = asyncio.create_task(connection.run(create_admin_app(FrontendMetrics().scrape, repository)))
+    loading = asyncio.create_task(connection.run(admin_app(repository)))
     async with asyncio.timeout(10):
         await begun.wait()
         connection.hang_up()

@@ -9,9 +9,9 @@ from importlib.resources import files
 import httpx
 
 from multiworld_serving.server.api.app import create_admin_app
-from multiworld_serving.server.observability.event_feed import EventFeed
+from multiworld_serving.server.api.groups import Groups
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from tests.unit.server.frontend_app import Repository, running_frontend
+from tests.unit.server.frontend_app import Repository, group_of, running_frontend
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 PAGE = files("multiworld_serving.server.api") / "status_page"
@@ -82,7 +82,7 @@ def test_page_has_nothing_inline_and_every_reference_has_its_target() -> None:
 
 async def test_admin_port_serves_the_page_and_says_that_it_offers_actions() -> None:
     metrics = FrontendMetrics()
-    app = create_admin_app(metrics.scrape, Repository(), feed=EventFeed(metrics.requests))
+    app = create_admin_app(metrics.scrape, Groups(group_of(Repository(), metrics)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as client:
         page = await client.get("/", headers={"Accept": BROWSER})
         listing = await client.get("/", headers={"Accept": "application/json"})

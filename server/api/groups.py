@@ -1,0 +1,146 @@
+"""The models of a frontend by name, and the group of leaders that serves each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from multiworld_serving.server.api.handler.processes import HandlerProcesses
+from multiworld_serving.server.api.handler.route import HandlerRoute
+from multiworld_serving.server.api.inference import Inference
+from multiworld_serving.server.api.predict import PredictRoute, wrong_path
+from multiworld_serving.server.errors import NoModelNamedError, NotReadyError, UnknownModelError
+from multiworld_serving.server.frontends.leader_pool import LeaderPool
+from multiworld_serving.server.http.route import Endpoint
+from multiworld_serving.server.observability.event_feed import EventFeed
+from multiworld_serving.server.observability.requests import ModelRequests
+from multiworld_serving.server.snapshots import PipelineSnapshot
+
+
+@dataclass(eq=False)
+class Group:
+    """One model of a frontend.
+
+    Attributes:
+        name: of the model.
+        pool: the leaders that serve it.
+        requests: the counts of its requests.
+        feed: of GET /events.
+        inference: computes its requests; None until a leader has described the model.
+        serves_predict: whether a request to /predict without a name can be meant for it.
+        has_handler: whether a handler decodes the bodies of /predict.
+    """
+
+    name: str
+    pool: LeaderPool
+    requests: ModelRequests
+    feed: EventFeed
+    inference: Inference | None = None
+    serves_predict: bool = False
+    has_handler: bool = False
+
+    def open(self, inference: Inference, handler: HandlerProcesses | None = None) -> None:
+        """Serve the model, which is known now.
+
+        Args:
+            handler: decodes and encodes the bodies of /predict; None = /predict classifies images.
+        """
+        self.inference, model = inference, inference.signature.model
+        self.has_handler = handler is not None
+        self.serves_predict = self.has_handler or model.classifies_images
+        if handler is not None:
+            self._answer: Endpoint = HandlerRoute(inference, handler).answer
+        else:
+            self._answer = PredictRoute(inference).answer if model.classifies_images else wrong_path(model)
+
+    def described(self) -> Inference:
+        """What computes its requests. Raises NotReadyError."""
+        if self.inference is None:
+            raise NotReadyError(f"the model {self.name!r} has not been ready yet; wait until its leader has started")
+        return self.inference
+
+    async def predict(self, request: Request) -> Response:
+        """Respond to POST /predict. Raises RequestRejected."""
+        self.described()
+        return await self._answer(request)
+
+
+class Groups:
+    """All models of a frontend. The first one is that of the status page and of paths that name none."""
+
+    def __init__(self, *groups: Group) -> None:
+        self._by_name = {group.name: group for group in groups}
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._by_name.values())
+
+    def add(self, group: Group) -> None:
+        """Serve a further model."""
+        self._by_name[group.name] = group
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all models."""
+        return list(self._by_name)
+
+    @property
+    def only(self) -> Group | None:
+        """The only model; None if there are several."""
+        return next(iter(self._by_name.values())) if len(self._by_name) == 1 else None
+
+    def find(self, name: str | None) -> Group | None:
+        """The model with this name, or the only one. None if there is none."""
+        return self.only or (None if name is None else self._by_name.get(name))
+
+    def named(self, name: str) -> Group:
+        """The model with this name. Raises UnknownModelError."""
+        if (found := self._by_name.get(name)) is None:
+            known = f"the only model is {self.only.name!r}" if self.only else f"the models are {_listed(self.names)}"
+            raise UnknownModelError(f"there is no model {name[:64]!r}; {known}")
+        return found
+
+    def chosen(self, request: Request) -> Group:
+        """The model that the query parameter `model` names; without it the first one. Raises UnknownModelError."""
+        name = request.query_params.get("model")
+        return next(iter(self)) if name is None else self.named(name)
+
+    def snapshot(self, group: Group) -> PipelineSnapshot:
+        """The state of one model, with the states of all."""
+        found = group.pool.snapshot()
+        if self.only is not None:
+            return found
+        return replace(found, models={each.name: each.pool.snapshot().state for each in self})
+
+    @property
+    def ready(self) -> bool:
+        """Whether all models are ready that are not unloaded, and at least one is."""
+        expected = [group for group in self if group.pool.snapshot().state != "unloaded"]
+        return bool(expected) and all(group.pool.ready for group in expected)
+
+    @property
+    def missing(self) -> Group:
+        """The first model that is not ready. There must be one."""
+        return min(self, key=lambda group: (group.pool.ready, group.pool.snapshot().state == "unloaded"))
+
+    async def predict(self, request: Request) -> Response:
+        """POST /predict and /predict/NAME."""
+        group = self._for_predict(request.path_params.get("model"))
+        return await group.predict(request)
+
+    def _for_predict(self, name: str | None) -> Group:
+        if name is not None:
+            return self.named(name)
+        if self.only is not None:
+            return self.only
+        able = [group for group in self if group.serves_predict]
+        if len(able) == 1:
+            return able[0]
+        paths = " or ".join(f"/predict/{group.name}" for group in able) or "/v2/models/NAME/infer"
+        raise NoModelNamedError(f"the models here are {_listed(self.names)}; send the request to {paths}")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"

@@ -1,0 +1,96 @@
+"""A service with two models: each is reached by its name, and the loss of processes of one does not touch the other."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from multiworld_serving.testing.local_service import LocalService
+from tests.services import small_service
+from tests.waiting import wait_until
+
+MODELS = ("small", "resnet18")
+INFER = {"inputs": [{"name": "input", "datatype": "UINT8", "shape": [1, 3, 32, 32], "data": [7] * 3072}]}
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[LocalService]:
+    model = "small=resnet18,resnet18"
+    with small_service(model=model, replicas=2, leaders=2, threads=1, wait_until_ready=False) as running:
+        wait_until(lambda: is_ready(running))
+        yield running
+
+
+def is_ready(service: LocalService) -> bool:
+    try:
+        response = httpx.get(f"{service.url}/readyz", timeout=30)
+    except httpx.TransportError:
+        return False
+    return response.status_code == 200 and all(complete(service, model) for model in MODELS)
+
+
+def complete(service: LocalService, model: str) -> bool:
+    """Whether all leaders and replicas of a model are ready."""
+    status = httpx.get(f"{service.url}/status", params={"model": model}, timeout=30).json()
+    return bool(status["state"] == "ready") and len(status["leaders"]) == 2
+
+
+def pids(service: LocalService, name: str) -> list[int]:
+    """The processes that were started with this name."""
+    started = re.compile(rf"{name} slot=\d+ pid=(\d+) started")
+    return [int(match[1]) for line in service.lines if (match := started.fullmatch(line.message))]
+
+
+def kill_one(service: LocalService, name: str) -> None:
+    """Kill a process with this name, and wait until it was started again."""
+    before = pids(service, name)
+    os.kill(before[0], signal.SIGKILL)
+    wait_until(lambda: len(pids(service, name)) > len(before))
+
+
+def test_each_model_is_reached_by_its_name(service: LocalService) -> None:
+    with httpx.Client(base_url=service.url, timeout=30) as client:
+        for model in MODELS:
+            response = client.post(f"/v2/models/{model}/infer", json=INFER)
+            assert (response.status_code, response.json()["model_name"]) == (200, model), response.text
+        unknown = client.post("/v2/models/large/infer", json=INFER)
+        assert (unknown.status_code, unknown.json()["reason"]) == (404, "unknown_model")
+        metrics = client.get("/metrics").text
+    assert 'multiworld_redundancy{process="small-leader-0",model="small"}' in metrics
+    assert service.metric("multiworld_images_total", model="resnet18") >= 1
+
+
+def test_no_request_of_any_model_fails_when_a_leader_and_a_worker_of_one_are_killed(service: LocalService) -> None:
+    outcomes: Counter[tuple[str, int]] = Counter()
+    stop = threading.Event()
+
+    def load(model: str) -> None:
+        with httpx.Client(base_url=service.url, timeout=60) as client:
+            while not stop.is_set():
+                outcomes[model, client.post(f"/v2/models/{model}/infer", json=INFER).status_code] += 1
+
+    threads = [threading.Thread(target=load, args=(model,)) for model in MODELS for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until(lambda: all(outcomes[model, 200] for model in MODELS))
+        for victim in ("small-leader", "small-worker"):
+            kill_one(service, victim)
+            wait_until(lambda: complete(service, "small"))
+        after = outcomes.copy()
+        wait_until(lambda: all(outcomes[model, 200] > after[model, 200] for model in MODELS))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert {status for _, status in outcomes} == {200}, outcomes
+    assert len(pids(service, "resnet18-worker")) == 2, "the other model lost no process"
+    assert service.metric("multiworld_leader_restarts_total", model="resnet18") == 0
+    assert service.metric("multiworld_leader_restarts_total", model="small") == 1

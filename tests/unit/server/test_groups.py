@@ -1,0 +1,116 @@
+"""A frontend with several models: which one gets a request, and what it says about all of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import httpx
+
+from multiworld_serving.common.config.keys import KeySet, hash_key, parse_keys
+from multiworld_serving.server.api.app import create_admin_app, create_api
+from multiworld_serving.server.api.groups import Groups
+from multiworld_serving.server.api.inference import Inference
+from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
+from multiworld_serving.server.http.limits import RequestLimits
+from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, Repository, group_of, image_bytes
+
+INFER = {"inputs": [{"name": "input", "datatype": "UINT8", "shape": [1, 3, 16, 16], "data": [0] * 768}]}
+
+
+@asynccontextmanager
+async def frontend(
+    *names: str, absent: tuple[str, ...] = (), keys: KeySet | None = None
+) -> AsyncIterator[tuple[httpx.AsyncClient, FrontendMetrics]]:
+    """A frontend with these models. The leaders of those that are absent have not described them yet."""
+    metrics, groups = FrontendMetrics(), Groups()
+    async with AsyncExitStack() as stack:
+        for name in names:
+            inference = Inference(ColourPredictor(), replace(MODEL, name=name), RequestLimits())
+            await stack.enter_async_context(inference.threads)
+            groups.add(group_of(inference.gate.pipeline, metrics, inference))
+        for name in absent:
+            groups.add(group_of(ColourPredictor(states=("broken",)), metrics, name=name))
+        authorizer = None if keys is None else Authorizer(ApiKeys(keys, KeySet()))
+        transport = httpx.ASGITransport(create_api(groups, metrics, authorizer))
+        yield await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://test")), metrics
+
+
+async def test_request_goes_to_the_model_that_its_path_names_and_is_counted_for_it() -> None:
+    async with frontend("a", "b") as (client, metrics):
+        for path in ("/v2/models/b/infer", "/v2/models/b/versions/1/infer"):
+            response = await client.post(path, json=INFER)
+            assert response.status_code == 200, response.text
+        assert (await client.post("/predict/b", files={"image": image_bytes("blue")})).status_code == 200
+        assert (await client.get("/v2/models")).json() == {"models": ["a", "b"]}
+        assert (await client.get("/v2/models/b")).json()["name"] == "b"
+        index = (await client.post("/v2/repository/index")).json()
+    assert len(index) == 2
+    counted = metrics.registry.get_sample_value
+    assert counted("multiworld_images_total", {"model": "b", "version": MODEL.version}) == 3
+    assert counted("multiworld_images_total", {"model": "a", "version": MODEL.version}) == 0
+
+
+async def test_unknown_model_is_refused_with_the_names_of_the_others() -> None:
+    async with frontend("a", "b") as (client, metrics):
+        for path in ("/v2/models/c/infer", "/predict/c"):
+            response = await client.post(path, json=INFER)
+            assert (response.status_code, response.json()["reason"]) == (404, "unknown_model")
+            assert "there is no model 'c'; the models are 'a', 'b'" in response.json()["error"]
+    assert 'model="c"' not in metrics.text().decode(), "clients cannot create series"
+
+
+async def test_predict_without_a_name_is_refused_if_several_models_classify_images() -> None:
+    async with frontend("a", "b") as (client, _):
+        response = await client.post("/predict", files={"image": image_bytes("blue")})
+    assert (response.status_code, response.json()["reason"]) == (400, "no_model_named")
+    assert "send the request to /predict/a or /predict/b" in response.json()["error"]
+
+
+async def test_other_models_serve_while_one_is_not_ready() -> None:
+    async with frontend("a", absent=("b",)) as (client, _):
+        assert (await client.post("/v2/models/a/infer", json=INFER)).status_code == 200
+        assert (await client.post("/predict", files={"image": image_bytes("blue")})).status_code == 200
+        late = await client.post("/v2/models/b/infer", json=INFER)
+        assert (late.status_code, late.json()["reason"]) == (503, "not_ready")
+        assert (await client.get("/v2/models/a/ready")).status_code == 200
+        assert (await client.get("/v2/models/b/ready")).status_code == 503
+        for path in ("/readyz", "/v2/health/ready"):
+            assert (await client.get(path)).status_code == 503, path
+        assert (await client.get("/openapi.json")).status_code == 200
+
+
+async def test_status_is_that_of_the_named_model_and_lists_all() -> None:
+    async with frontend("a", "b") as (client, _):
+        first, named = (await client.get("/status")).json(), (await client.get("/status?model=b")).json()
+        assert first["models"] == named["models"] == {"a": "ready", "b": "ready"}
+        assert (await client.get("/status?model=c")).status_code == 404
+        assert (await client.get("/readyz")).json() == {"ready": True, "models": ["a", "b"]}
+
+
+async def test_key_of_some_models_permits_inference_with_these_only() -> None:
+    keys = parse_keys(f"alice:{hash_key('one')}:b\nbob:{hash_key('all')}", "keys")
+    async with frontend("a", "b", keys=keys) as (client, _):
+        for key, path, status in (
+            ("one", "/v2/models/b/infer", 200),
+            ("one", "/v2/models/a/infer", 403),
+            ("all", "/v2/models/a/infer", 200),
+            ("none", "/v2/models/b/infer", 401),
+        ):
+            response = await client.post(path, json=INFER, headers={"Authorization": f"Bearer {key}"})
+            assert response.status_code == status, (key, path, response.text)
+
+
+async def test_operations_go_to_the_named_model() -> None:
+    metrics, first, second = FrontendMetrics(), Repository(), Repository()
+    groups = Groups(group_of(first, metrics, name="a"), group_of(second, metrics, name="b"))
+    transport = httpx.ASGITransport(create_admin_app(metrics.scrape, groups))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        loaded = await client.post("/v2/repository/models/b/load", json={"parameters": {"weights": "random:2"}})
+        assert (loaded.status_code, loaded.json()["name"]) == (200, "b")
+        assert (await client.post("/v2/repository/models/b/unload")).status_code == 200
+        assert (await client.post("/v2/repository/models/c/unload")).status_code == 404
+        assert (await client.post("/admin/rolling-restart?model=c", json={})).status_code == 404
+    assert (first.loaded, first.unloaded, second.loaded, second.unloaded) == ([], False, ["random:2"], True)
