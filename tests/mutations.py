@@ -139,9 +139,11 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         ),
     },
     FRONTENDS: {
-        "server/frontends/leader_pool.py": (
+        "server/frontends/resending.py": (
             # A request that has ended two leaders is sent to a third one.
-            ("if failures >= _MAX_LEADER_FAILURES:", "if failures > _MAX_LEADER_FAILURES:"),
+            ("if self._failures >= _MAX_LEADER_FAILURES:", "if self._failures > _MAX_LEADER_FAILURES:"),
+        ),
+        "server/frontends/leader_pool.py": (
             # A draining leader waits although its last request has ended.
             ("        self.open_requests -= 1\n", "        pass\n"),
         ),
