@@ -62,7 +62,9 @@ def test_documented_command_is_valid(command: Command) -> None:
     assert isinstance(group, typer.core.TyperGroup)
     given = group.commands[verb].make_context(verb, arguments).params
     if verb in PROGRAMS:
-        options = {name: ",".join(value) or None if isinstance(value, list) else value for name, value in given.items()}
+        options = {
+            name: ",".join(value) or None if isinstance(value, list | tuple) else value for name, value in given.items()
+        }
         for name in ("config", "print_settings"):
             options.pop(name, None)
         if verb in ("frontend", "worker") and not options.get("leader"):
