@@ -25,9 +25,14 @@ class Dispatcher:
                 self._dispatch_pool(pool)
 
     def find_late(self) -> None:
-        """Move the attempts that have become late to `Pool.late`."""
-        while (late := self._state.hedging.late.pop_until(self._state.now_s)) is not None:
-            late.replica.pool.late[late] = None
+        """Move attempts that have become late to `Pool.late`. If a hedge is late and a replica keeps its input, start the batch again."""
+        hedging = self._state.hedging
+        while (late := hedging.late.pop_until(self._state.now_s)) is not None:
+            batch = late.batch
+            if len(batch.in_flight) == 1:
+                late.replica.pool.late[late] = None
+            elif batch.holder is not None and hedging.try_acquire(len(batch.rows)):
+                self._lifecycle.restart(batch)
 
     def next_batch_s(self) -> float | None:
         """When the oldest waiting request is due; None if it waits for something other than time."""
@@ -42,7 +47,7 @@ class Dispatcher:
         return self._due_s(oldest, replica)
 
     def _dispatch_pool(self, pool: Pool) -> None:
-        if pool.late:
+        if pool.late and len(pool.available):
             self._hedge_late(pool)
         if pool.isolated_first:
             self._dispatch_isolated(pool)
@@ -134,18 +139,18 @@ class Dispatcher:
 
     def _hedge_late(self, pool: Pool) -> None:
         """Send a second attempt of the late batches for which another replica has room, as far as the budget allows it."""
-        for late in tuple(pool.late):
-            batch = late.batch
-            if len(batch.in_flight) > 1:  # the hedge is late, too
-                del pool.late[late]
-                if batch.holder is not None and self._state.hedging.try_acquire(len(batch.rows)):
-                    self._lifecycle.restart(batch)
-                continue
+        hedged: list[Attempt] = []
+        for late in pool.late:
             other = pool.available.first(excluding=late.replica)
-            if other is not None and self._state.hedging.try_acquire(len(batch.rows)):
-                del pool.late[late]
-                late.hedged = True
-                self._put_in_flight(batch, other, "hedge", waited_s=self._state.now_s - late.sent_s)
+            if other is None:
+                continue
+            if not self._state.hedging.try_acquire(len(late.batch.rows)):
+                break
+            late.hedged = True
+            hedged.append(late)
+            self._put_in_flight(late.batch, other, "hedge", waited_s=self._state.now_s - late.sent_s)
+        for late in hedged:
+            del pool.late[late]
 
     def _send(self, batch: Batch, replica: Replica) -> None:
         if batch.kind == "reroute":
