@@ -40,6 +40,7 @@ _MAX_ENDED = 1000
 _SHARED_MEMORY_BYTES = 1 << 28
 _CLEANUP_S = 10.0
 _CONTROL_LOOP_S = 5.0
+_RETRY_S = 0.05
 
 
 class WorldManager:
@@ -102,7 +103,7 @@ class WorldManager:
         self._control_loop: ControlLoop | None = None
         self._worlds: dict[str, World] = {}
         self._announced: set[str] = set()
-        self._ended: weakref.WeakSet[World] = weakref.WeakSet()
+        self._created: weakref.WeakSet[World] = weakref.WeakSet()
         self._generations = Generations()
         self._secrets = [self._secret]  # shared with all acceptors
         # By IP address and port. That of the Unix socket by its folder and 0.
@@ -225,7 +226,7 @@ class WorldManager:
             await world.open()
         except BaseException:
             world.close()
-            self._release(world)
+            self._release()
             raise
         return world
 
@@ -243,6 +244,7 @@ class WorldManager:
         self._announced.discard(config.name)
         control_loop = self._running_loop()
         world = self._worlds[config.name] = World(config, control_loop, acceptor, self._on_world_changed)
+        self._created.add(world)
         # Programs may use a new name for every job.
         for name in [name for name, each in self._worlds.items() if each.state.ended][:-_MAX_ENDED]:
             del self._worlds[name]
@@ -339,28 +341,32 @@ class WorldManager:
         else:
             self._events.publish(WorldEvent("closed", world.name, world.generation))
         if world.state.ended:
-            self._release(world)
+            self._release()
 
-    def _release(self, world: World) -> None:
-        """An ended world is not freed yet; its port is closed if no other world uses it."""
-        with self._lock:
-            self._ended.add(world)
-            control_loop = self._control_loop
+    def _release(self) -> None:
+        """A world has ended: its port is closed if no other world uses it. Takes no lock, because the caller may be the control loop."""
+        control_loop = self._control_loop
         if control_loop is not None:
             control_loop.call_soon(self._close_idle_acceptors, control_loop)
 
     def _close_idle_acceptors(self, control_loop: ControlLoop) -> None:
         """Close the ports that no world uses. Runs on the control loop's thread.
 
-        Under the lock, so that another caller finds the port open or free.
+        Under the lock, so that another caller finds the port open or free. Retries later while another thread holds the lock: it may be
+        waiting for a folder or a thread, and the control loop serves all worlds.
         """
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            control_loop.loop.call_later(_RETRY_S, self._close_idle_acceptors, control_loop)
+            return
+        try:
             if self._control_loop is not control_loop:
                 return
             used = {world.acceptor for world in self._worlds.values() if not world.state.ended}
             for key, acceptor in list(self._acceptors.items()):
                 if acceptor not in used and not acceptor.keep_open:
                     self._acceptors.pop(key).close()
+        finally:
+            self._lock.release()
 
     def remove_world(self, world_name: str) -> None:
         """Close a world and remove its name. Its resources are freed in the background; `close_world` waits for that.
@@ -404,13 +410,11 @@ class WorldManager:
     def _close_all(self) -> Iterator[float]:
         """Close everything. Yields the pauses to make meanwhile."""
         with self._lock:
-            worlds, self._worlds = {*self._worlds.values()}, {}
+            worlds, self._worlds = {*self._created}, {}
             control_loop, self._control_loop = self._control_loop, None
             acceptors, self._acceptors = [*self._acceptors.values()], {}
         for world in worlds:
             world.close()
-        with self._lock:
-            worlds |= {*self._ended}
         yield from _pauses(lambda: all(world.reclaimed.is_set() for world in worlds), _CLEANUP_S)
         for world in worlds:
             if not world.reclaimed.is_set():

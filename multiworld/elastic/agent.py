@@ -30,6 +30,7 @@ from multiworld.elastic.protocol.messages import (
 from multiworld.elastic.rendezvous_link import RendezvousLink
 from multiworld.errors import AskError, BrokenWorldException, Cause, WorldClosedError, WorldError
 from multiworld.manager import WorldManager
+from multiworld.ops.buffers import byte_view
 from multiworld.texts import shown
 from multiworld.world import World
 
@@ -134,7 +135,7 @@ class MemberAgent:
             own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             gathered = torch.empty(world.size * len(data), dtype=torch.uint8)
             await world.start(all_gather_into_tensor(world.ranks, gathered, own)).finish()
-        return [part.numpy().tobytes() for part in torch.split(gathered, len(data))]
+        return [bytes(byte_view(part)) for part in torch.split(gathered, len(data))]
 
     @contextlib.contextmanager
     def world_of(self, view_number: int) -> Iterator[World | None]:

@@ -7,6 +7,7 @@ import torch
 from multiworld.elastic.protocol.messages import Message, decode, encode
 from multiworld.errors import WorldError
 from multiworld.manager import WorldManager
+from multiworld.ops.buffers import byte_view
 from multiworld.world import World
 
 _MAX_MESSAGE_BYTES = 1 << 20
@@ -47,7 +48,7 @@ class RendezvousLink:
                 raise ValueError(f"a message of {size} bytes, at most {_MAX_MESSAGE_BYTES} are allowed")
 
         view = await self._world.recv_view(check, 1 - self._world.rank)
-        return decode(view.data.numpy().tobytes())
+        return decode(bytes(byte_view(view.data)))
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

@@ -6,10 +6,12 @@ import os
 import resource
 import socket
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from multiworld import (
     Cause,
@@ -19,6 +21,7 @@ from multiworld import (
     WorldNotFoundError,
     WorldState,
 )
+from multiworld.control.dial import RefusedError, dial, next_frame
 from multiworld.control.frames import (
     PROTOCOL_VERSION,
     Challenge,
@@ -32,7 +35,7 @@ from multiworld.control.frames import (
     StoreSet,
     Welcome,
 )
-from multiworld.control.handshake import NONCE_BYTES
+from multiworld.control.handshake import NONCE_BYTES, Hello
 from multiworld.execution.process_group import UnsupportedBackendError
 from multiworld.membership.acceptor import bind
 from tests.integration.members import PATIENCE_S, Spawn, form
@@ -101,6 +104,28 @@ async def test_frames_of_an_unauthenticated_host_are_ignored(manager: WorldManag
         assert manager.worlds["w"].state is WorldState.JOINING
         joining.cancel()
         await asyncio.gather(joining, return_exceptions=True)
+
+
+async def test_data_connection_of_another_formation_is_refused(manager: WorldManager) -> None:
+    """A member that was frozen resumes. Meanwhile the process of rank 0 was replaced, whose generations begin at 1 again."""
+    port = manager.listen()
+    hosting = asyncio.create_task(manager.initialize_world("w", 0, 2, port=port, timeout=PATIENCE_S))
+    ours = Hello("w", 1, 2, settings="backend=cpu:multiworld, verify_collectives=True")
+    with await dial(("127.0.0.1", port), b"", lambda _: ours, PATIENT_S) as control:
+        start = await next_frame(control, PATIENT_S)
+        assert isinstance(start, Start)
+        data = replace(ours, peer=0, generation=start.generation)
+        for stale in ("", "0123456789abcdef"):
+            with pytest.raises(RefusedError, match="does not form that world any more"):
+                await dial(("127.0.0.1", port), b"", partial(_same, replace(data, formation=stale)), PATIENT_S)
+        assert not hosting.done()
+        fresh = replace(data, formation=start.formation)
+        with await dial(("127.0.0.1", port), b"", partial(_same, fresh), PATIENT_S):
+            assert (await hosting).state is WorldState.READY
+
+
+def _same(hello: Hello, _local_host: str) -> Hello:
+    return hello
 
 
 async def test_join_error_names_the_versions_when_the_host_has_another_protocol(manager: WorldManager) -> None:
@@ -236,6 +261,33 @@ async def test_event_loop_is_not_blocked_by_slow_name_resolution(
 
 
 # -- names used by several threads ------------------------------------------------------------------------------------------------
+
+
+async def test_end_of_a_world_is_announced_while_another_world_waits_for_a_slow_folder(
+    manager: WorldManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of Unix sockets may be on a network file system. The control loop of all worlds does not wait for it."""
+    answered, announced, waiting = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(_folder: str) -> socket.socket:
+        waiting.set()
+        assert answered.wait(PATIENCE_S)
+        raise OSError("no folder")
+
+    monkeypatch.setattr("multiworld.manager.bind_local", slow)
+    port = manager.listen()
+    world = await manager.initialize_world("w", 0, 1, port=port)
+    opening = manager.initialize_world("slow", 0, 2, port=port, timeout=0.1)
+    thread = asyncio.create_task(asyncio.to_thread(asyncio.run, opening))
+    assert await asyncio.to_thread(waiting.wait, PATIENCE_S)
+    control_loop = manager._control_loop
+    assert control_loop is not None
+    control_loop.call_soon(world.fail, Cause.ABORTED, 0, "for the test")
+    control_loop.call_soon(control_loop.loop.call_later, 0.1, announced.set)
+    assert await asyncio.to_thread(announced.wait, PATIENT_S)
+    answered.set()
+    with pytest.raises(JoinError):
+        await thread
 
 
 async def test_concurrent_removals_raise_only_not_found(

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
+from multiworld.ops.validation import Ranks
 from multiworld.transport import connection as line
 from tests.integration.crew import Crew
 from tests.integration.members import PATIENCE_S, Member, Spawn, form
@@ -188,7 +189,7 @@ async def test_world_breaks_when_a_member_fails_while_peers_connect(
         await joining[1]
     with pytest.raises(BrokenWorldException):
         await other.do("recv", world="w", src=victim_rank)
-    for world in manager._ended:
+    for world in manager._created:
         assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
     await until(lambda: _descriptors() <= before + spawned)
 
@@ -251,6 +252,25 @@ async def test_other_worlds_stay_when_a_callback_blocks_while_its_peer_dies(
     assert await coming == [1.0]
 
 
+async def test_sends_of_tensors_on_devices_share_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for GPU tensors; here those of the CPU are treated like this."""
+    monkeypatch.setattr(Ranks, "check_devices", lambda *_arguments: True)
+    async with (
+        WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
+        WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
+    ):
+        await form("w", host.listen(), host, guest)
+        before = threading.active_count()
+        sends = [host.communicator.isend(torch.full((2,), float(number)), 1, "w") for number in range(500)]
+        assert threading.active_count() <= before + 1
+        for number in range(500):
+            got = torch.zeros(2)
+            await guest.communicator.recv(got, 0, "w")
+            assert got.tolist() == [number] * 2
+        for each in sends:
+            await each
+
+
 @pytest.mark.parametrize("shared_memory_bytes", [None, 0], ids=["shared memory", "tcp"])
 async def test_completed_sends_arrive_when_the_sender_leaves_with_a_receive_pending(
     shared_memory_bytes: int | None,
@@ -273,13 +293,16 @@ async def test_completed_sends_arrive_when_the_sender_leaves_with_a_receive_pend
             await guest.close_world("w")
 
 
-async def test_lost_peer_connection_breaks_the_world_without_heartbeats(spawn: Spawn) -> None:
+@pytest.mark.parametrize("operation", ["recv", "all_reduce"])
+async def test_lost_peer_connection_breaks_the_world_without_heartbeats(spawn: Spawn, operation: str) -> None:
     peer = await spawn(enable_monitor=False)
     async with WorldManager(enable_monitor=False, shared_memory_bytes=0) as manager:
         await form("w", manager.listen(), manager, peer)
         peer.signal(signal.SIGSTOP)
         await peer.stopped()
-        coming = asyncio.create_task(manager.communicator.recv(torch.zeros(4), 1, "w"))
+        here, tensor = manager.communicator, torch.zeros(4)
+        waiting = here.recv(tensor, 1, "w") if operation == "recv" else here.all_reduce(tensor, world_name="w")
+        coming = asyncio.create_task(waiting)
         await asyncio.sleep(0)
         with data_sockets() as socks:
             for sock in socks:
