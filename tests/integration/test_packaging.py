@@ -4,10 +4,13 @@ import os
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import multiworld
 
@@ -78,29 +81,54 @@ def test_client_wheel_has_one_package_and_needs_only_httpx(tmp_path: Path) -> No
     assert project_of(ROOT / "packaging" / "client")["dependencies"] == ["httpx>=0.27,<1"]
 
 
-def test_library_wheel_runs_an_example_of_pymultiworld_without_the_service(tmp_path: Path) -> None:
-    wheel = wheel_of_part("library", "multiworld", tmp_path)
-    assert multiworld.__version__ == project_of(ROOT)["version"]
-    installed, folder = tmp_path / "installed", tmp_path / "folder"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(installed)]
+EXAMPLES_OF_PYMULTIWORLD = ("send_recv", "broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter")
+
+
+def environment_with(wheel: Path, folder: Path) -> Path:
+    """Make a virtual environment with this wheel and what it declares, and nothing else. Returns its interpreter.
+
+    The dependencies are links to the installed ones, because torch is large.
+    """
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(packages)]
     subprocess.run([*pip, str(wheel)], check=True, capture_output=True, timeout=100)
+    needed = [Requirement(each) for each in next(iter(metadata.distributions(path=[str(packages)]))).requires or ()]
+    linked: set[str] = set()
+    while needed:
+        requirement = needed.pop()
+        name = requirement.name.lower()
+        if name in linked or (requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        linked.add(name)
+        installed = metadata.distribution(name)
+        needed += map(Requirement, installed.requires or ())
+        for top in {file.parts[0] for file in installed.files or ()} - {"..", "__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(str(installed.locate_file(top)))
+    return folder / "bin" / "python"
+
+
+def test_library_wheel_runs_the_examples_of_pymultiworld_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    assert multiworld.__version__ == project_of(ROOT)["version"]
+    python = environment_with(wheel_of_part("library", "multiworld", tmp_path), tmp_path / "environment")
+    folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "examples").symlink_to(ROOT / "examples")
-    (folder / "sitecustomize.py").write_text(
-        "import sys\nsys.modules['multiworld_serving'] = None  # importing it is an error\n"
-    )
+    examples = (*EXAMPLES_OF_PYMULTIWORLD, "all_reduce_with_retry")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     done = subprocess.run(
-        [sys.executable, "-m", "examples.launch", "send_recv", "--steps", "2"],
+        [python, "-m", "examples.launch", *examples, "--steps", "2"],
         check=False,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{folder}:{installed}", "PYTHONVERBOSE": "1"},
+        env={**environment, "PYTHONVERBOSE": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "send_recv: done" in done.stdout
-    assert f"{installed}/multiworld/manager.py" in done.stderr
+    assert [f"{example}: done" in done.stdout for example in examples] == [True] * len(examples)
+    assert f"{tmp_path}/environment/" in done.stderr
     assert f"{ROOT}/multiworld/" not in done.stderr
 
 
