@@ -113,10 +113,11 @@ def main() -> None:
     parser.add_argument("--a-checkout", type=Path, default=_HERE)
     parser.add_argument("--b-checkout", type=Path, default=_HERE)
     parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--width", type=int, default=500, help="of the image in pixels; 48 for a small request")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=4.0, help="of a turn")
     options = parser.parse_args()
-    request = request_bytes("/predict", "image/jpeg", photo())
+    request = request_bytes("/predict", "image/jpeg", photo(width=options.width, height=3 * options.width // 4))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         services = []
         for name, checkout, more in (("A", options.a_checkout, options.a), ("B", options.b_checkout, options.b)):

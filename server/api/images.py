@@ -29,6 +29,9 @@ from multiworld_serving.server.predictor import ImageSizes
 MIN_SIDE = 8
 """Pixels. No class can be recognized in a smaller image; digits have 8x8."""
 
+_JPEG = b"\xff\xd8\xff"
+_QUICK_BYTES = 1 << 13
+_QUICK_PIXELS = 1 << 16
 _MAX_JPEG_SCANS = 200
 """A progressive JPEG has about ten scans. Decoding processes the whole image once per scan, so thousands take minutes."""
 _MAX_JPEG_SEGMENTS = 1000
@@ -89,7 +92,7 @@ def image_tensor(data: bytes, sizes: ImageSizes, max_pixels: int) -> Tensor:
 
 def _file_type(data: bytes) -> type[ImageFile]:
     """The Pillow class for these bytes. Also rejects files constructed to decode for minutes."""
-    if data.startswith(b"\xff\xd8\xff"):
+    if data.startswith(_JPEG):
         _check_jpeg_structure(data)
         return JpegImageFile
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -100,17 +103,31 @@ def _file_type(data: bytes) -> type[ImageFile]:
     raise ImageError("this is not an image: the bytes are neither JPEG nor PNG nor WebP; send one of these")
 
 
-def _check_jpeg_structure(data: bytes) -> None:
+def decodes_quickly(data: bytes) -> bool:
+    """Whether decoding takes little more than handing the image to a thread and back: a small baseline JPEG. Raises ImageError."""
+    if len(data) > _QUICK_BYTES or not data.startswith(_JPEG):
+        return False
+    frame = _check_jpeg_structure(data)
+    if frame is None or frame + 9 > len(data):
+        return False
+    height, width = (int.from_bytes(data[at : at + 2]) for at in (frame + 5, frame + 7))
+    return height * width <= _QUICK_PIXELS
+
+
+def _check_jpeg_structure(data: bytes) -> int | None:
+    """Returns the position of the header with the size if the JPEG is baseline; None if it is not. Raises ImageError."""
     # In compressed data 0xFF is always followed by 0x00 or a restart marker, so this counts scans, thumbnails' included.
     if data.count(b"\xff\xda") > _MAX_JPEG_SCANS:
         raise ImageError(f"the JPEG has more than {_MAX_JPEG_SCANS} scans; save it again as a baseline JPEG")
-    position = 2
+    position, baseline = 2, None
     for _ in range(_MAX_JPEG_SEGMENTS):
         start = data.find(b"\xff", position, position + _MAX_JPEG_JUNK_BYTES)
         marker = data[start + 1] if 0 <= start < len(data) - 1 else None
         if marker == 0xDA:
-            return
+            return baseline
         if marker in _JPEG_SEGMENTS:
+            if marker == 0xC0:
+                baseline = start
             position = start + 2 + int.from_bytes(data[start + 2 : start + 4])
         elif marker in (0x00, 0xFF):  # junk and fill bytes
             position = start + 1

@@ -85,6 +85,7 @@ class Inference:
         receive: Callable[[], Awaitable[B]],
         parse: Callable[[B], InferRequest],
         encode: Callable[[Prediction, InferRequest], Awaitable[T]],
+        is_quick: Callable[[B], bool] = lambda _: False,
     ) -> T:
         """Receive and answer a request.
 
@@ -92,6 +93,7 @@ class Inference:
             receive: returns the body.
             parse: parses the body on a thread. The body is freed before the prediction.
             encode: serializes the prediction for the request, which is given without its rows.
+            is_quick: whether parsing a body takes less than a thread costs.
         Raises:
             RequestRejected: the request is invalid, or at least one sample was rejected, and so the whole request is.
         """
@@ -101,7 +103,7 @@ class Inference:
         async with opened:
             body = await receive()
             await opened.admit()
-            asked = await self.threads.run(partial(parse, body))
+            asked = parse(body) if is_quick(body) else await self.threads.run(partial(parse, body))
             del body
             record.adopt_client_id(asked.id or "")
             if asked.timeout_s is not None:

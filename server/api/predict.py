@@ -14,6 +14,7 @@ from starlette.responses import Response
 from torch import Tensor
 
 from multiworld_serving.server.api.form import FIELD, extract_image
+from multiworld_serving.server.api.images import decodes_quickly
 from multiworld_serving.server.api.inference import Inference, InferRequest, prediction_headers
 from multiworld_serving.server.errors import InvalidParameterError, MediaTypeError, StageError, WrongPathError
 from multiworld_serving.server.http.open_request import OpenRequest
@@ -57,7 +58,7 @@ class PredictRoute:
         async def encode(prediction: Prediction, _: InferRequest) -> Response:
             return self._response(prediction, opened.record, top_k)
 
-        return await inference.answer(opened, partial(opened.body, request.headers), parse, encode)
+        return await inference.answer(opened, partial(opened.body, request.headers), parse, encode, decodes_quickly)
 
     def _top_k(self, request: Request) -> int:
         """The number of classes in the response. Raises InvalidParameterError."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld_serving.server.api.form import extract_image
-from multiworld_serving.server.api.images import image_tensor
+from multiworld_serving.server.api.images import decodes_quickly, image_tensor
 from multiworld_serving.server.errors import ImageError, InvalidBodyError
 from multiworld_serving.server.predictor import ImageSizes
 from tests.unit.server.frontend_app import image_bytes
@@ -28,8 +28,20 @@ FILES = [
 ]
 
 
+def test_only_small_baseline_jpegs_are_decoded_on_the_event_loop() -> None:
+    assert [decodes_quickly(file) for file in FILES] == [False] * 3 + [True] + [False] * 3
+    small = image_bytes(size=(24, 20), file_format="JPEG")
+    frame = small.index(b"\xff\xc0")
+    assert not decodes_quickly(small[: frame + 5] + struct.pack(">HH", 5000, 5000) + small[frame + 9 :]), "many pixels"
+    hidden = b"\xff\xe1" + struct.pack(">H", len(small) - frame + 2) + small[frame:]
+    large = image_bytes(size=(600, 600), file_format="JPEG")
+    assert not decodes_quickly(large[:2] + hidden + large[2:]), "the header of a thumbnail does not count"
+    assert not decodes_quickly(small + bytes(10_000))
+
+
 def decode_or_refuse(data: bytes) -> None:
     with suppress(ImageError):
+        decodes_quickly(data)
         assert image_tensor(data, ImageSizes(16, 16), 10_000).shape == (3, 16, 16)
 
 
