@@ -13,6 +13,7 @@ from types import TracebackType
 from multiworld import WorldManager
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.wire.join import JoinOffer, JoinRequest
+from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.errors import DrainingError, NotReadyError
 from multiworld_serving.server.frontends.sessions import FrontendSessions
@@ -24,7 +25,7 @@ from multiworld_serving.server.predictor import ModelVersion, ServedModel
 from multiworld_serving.server.replicas import status
 from multiworld_serving.server.replicas.paced import Paced
 from multiworld_serving.server.replicas.registry import WorkerRegistry
-from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.scheduling.config import FAST_BATCH_SIZE, SLOW_BATCH_SIZE, SchedulerConfig
 from multiworld_serving.server.scheduling.events import Drain
 from multiworld_serving.server.serving import Serving
 from multiworld_serving.server.snapshots import PipelineSnapshot
@@ -67,7 +68,7 @@ class Leader:
             verify_collectives=False,  # the message headers of the links carry the sizes
             **settings.heartbeats,
         )
-        config = scheduler_config(settings, len(plan.stages))
+        config = scheduler_config(settings, plan)
         after_event = suppress_errors(lambda: self._registry.after_event())  # noqa: PLW0108 - it is made below
         self.driver = SchedulerDriver(model.name, config, metrics, self._versions, after_event, traces)
         self._registry: WorkerRegistry = WorkerRegistry(
@@ -185,11 +186,15 @@ class Leader:
         self._frontends.state_changed()
 
 
-def scheduler_config(settings: LeaderSettings, num_stages: int) -> SchedulerConfig:
+def scheduler_config(settings: LeaderSettings, plan: VersionPlan) -> SchedulerConfig:
     """The configuration of the scheduler."""
+    largest = plan.stages[0].spec.dimensions[BATCH][1]  # of all versions
+    # Each size is compiled, which takes up to a minute.
+    fast = SLOW_BATCH_SIZE if settings.optimize == "compile" else FAST_BATCH_SIZE
     return SchedulerConfig(
-        num_stages=num_stages,
-        max_batch_size=settings.max_batch_size,
+        num_stages=len(plan.stages),
+        max_batch_size=settings.max_batch_size or min(fast, largest),
+        slow_batch_size=settings.max_batch_size or min(SLOW_BATCH_SIZE, largest),
         batch_timeout_s=settings.batch_timeout_s,
         queue_limit=settings.queue_limit,
         recovery_grace_s=settings.recovery_grace_s,

@@ -88,8 +88,8 @@ class LeaderSettings(ServiceSettings):
     differs too."""
     join_port: int = setting(8001, "Network", ge=0, le=65535)
     """Port at which workers join; 0 selects a free one."""
-    max_batch_size: int = setting(8, "Batching", ge=1, le=1024)
-    """Maximum number of images in a batch."""
+    max_batch_size: int | None = setting(None, "Batching", ge=1, le=1024)
+    """Maximum number of images in a batch; by default 8, and up to 32 while such a batch takes at most 50 ms."""
     batch_timeout_s: float = setting(0.002, "Batching", ge=0, le=60)
     """How long before a replica becomes free a batch is sent to it; while compute times are unknown, the longest wait of a row."""
     target_latency_ms: float | None = setting(None, "Batching", gt=0, le=3_600_000)

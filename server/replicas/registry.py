@@ -116,7 +116,7 @@ class WorkerRegistry:
         running = link.run(
             *(self.joining.manager, settings.join_host, self.joining.port),
             join_timeout_s=settings.join_timeout_s,
-            max_batch_size=settings.max_batch_size,
+            max_batch_size=self._driver.scheduler.config.max_batch_size,
             window=WINDOW,
         )
         self._start(running)

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 WINDOW = 2
 """Batches in flight per replica: one computes while the next one is sent."""
+SLOW_BATCH_SIZE, FAST_BATCH_SIZE = 8, 32
+"""Maximum rows per batch if the operator sets no limit: of any model, and of one whose batches are fast."""
+FAST_BATCH_S = 0.05
+"""A batch that takes longer is slow: growing it further would save little per row, and lose more when its worker is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +19,8 @@ class SchedulerConfig:
     num_stages: int
     max_batch_size: int = 8
     """Maximum rows per batch."""
+    slow_batch_size: int | None = None
+    """Maximum rows per batch as far as larger ones would take longer than `FAST_BATCH_S` at a stage; None: `max_batch_size`."""
     batch_timeout_s: float = 0.002
     """Maximum time that the oldest request waits for a batch to fill."""
     adaptive_batching: bool = True

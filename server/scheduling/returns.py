@@ -29,6 +29,7 @@ class Returns:
         self._state.hedging.forget(attempt)
         if isinstance(event, BatchDone):
             self._state.service_times.observe(attempt, worked_s, event.computed_s, event.transfer_s)
+            self._state.fit_batch_size()
         if not attempt.detach():
             return
         match event:

@@ -14,6 +14,7 @@ The rules:
   `batch_timeout_s`. If the request at the head of the queue has waited that long, its key goes next, before other keys that fill a batch:
   a rare key does not starve. With `adaptive_batching` a partial batch is sent at once to a replica of stage 0 that has nothing in
   flight; while all replicas are busy, it waits until one is about to become idle, estimated from recent service times.
+- A batch has at most `slow_batch_size` rows, and up to `max_batch_size` while each stage computes that many in `FAST_BATCH_S`.
 - A batch is formed only when a replica of stage 0 has room and no later stage is saturated. Until then requests stay in the queue, and
   batches become larger. A batch keeps the model version that it began with.
 - A batch goes to the replica with the fewest rows in flight. A replica has at most `window` batches in flight.
@@ -41,6 +42,8 @@ An event costs O(log n) in the number of replicas and open requests.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from multiworld_serving.server.scheduling.actions import (
     Action,
@@ -118,9 +121,10 @@ class Scheduler:
     def replicas_wanted(self, now_s: float) -> tuple[float, ...]:
         """Replicas that each stage needs for the load of this leader, as fractions: see `estimates/capacity.py`."""
         state, entry_pool = self._state, self._state.table.entry_pool
-        usual = self.config.max_batch_size * (len(entry_pool.accepting) if entry_pool else 0)
+        usual = state.backlog.max_rows * (len(entry_pool.accepting) if entry_pool else 0)
         backlog = max(0, len(state.backlog.waiting) - usual)
-        return replicas_wanted(state.arrivals.per_s(now_s), backlog, state.service_times, self.config)
+        config = replace(self.config, max_batch_size=state.backlog.max_rows)
+        return replicas_wanted(state.arrivals.per_s(now_s), backlog, state.service_times, config)
 
     # -- statistics, O(number of versions) at most ---------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from itertools import islice
 
 from multiworld_serving.server.scheduling.actions import Action
 from multiworld_serving.server.scheduling.batches import Attempt, Pool, Replica, Request, VersionPipeline
-from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.scheduling.config import FAST_BATCH_S, SchedulerConfig
 from multiworld_serving.server.scheduling.estimates.capacity import ArrivalRate
 from multiworld_serving.server.scheduling.estimates.hedging import Hedging
 from multiworld_serving.server.scheduling.estimates.service_times import ServiceTimes
@@ -31,7 +31,7 @@ class SchedulerState:
         self.now_s = float("-inf")
         self.actions: list[Action] = []
         self.counters = Counters()
-        self.backlog = Backlog(config.max_batch_size)
+        self.backlog = Backlog(config.slow_batch_size or config.max_batch_size)
         self.table = ReplicaTable(config)
         self.service_times = ServiceTimes()
         self.throughput = ThroughputEstimator()
@@ -42,12 +42,22 @@ class SchedulerState:
     @property
     def saturated(self) -> bool:
         """Replicas are missing for the requests that wait: they fill a batch, or as many of several keys have waited long enough."""
-        backlog, config = self.backlog, self.config
+        backlog = self.backlog
         oldest = backlog.oldest()
         if oldest is None or self.table.current is None:  # with a stage missing, the rate does not reflect the capacity
             return False
-        overdue = self.now_s >= oldest.arrived_s + config.batch_timeout_s
-        return backlog.first_full is not None or (overdue and len(backlog.waiting) >= config.max_batch_size)
+        overdue = self.now_s >= oldest.arrived_s + self.config.batch_timeout_s
+        return backlog.first_full is not None or (overdue and len(backlog.waiting) >= backlog.max_rows)
+
+    def fit_batch_size(self) -> None:
+        """Let batches grow as far as the slowest stage computes them in `FAST_BATCH_S`, by its latest times."""
+        least, most, rows = self.config.slow_batch_size, self.config.max_batch_size, self.backlog.max_rows
+        if least is None or least == most:
+            return
+        times = [self.service_times.compute_s(stage, rows) for stage in range(self.config.num_stages)]
+        known = [time_s for time_s in times if time_s is not None]
+        if len(known) == len(times) and (slowest_s := max(known)) > 0:
+            self.backlog.limit_rows(max(least, min(most, int(FAST_BATCH_S / slowest_s * rows))))
 
 
 @dataclass(slots=True)
@@ -69,7 +79,7 @@ class Backlog:
     `waiting` is the FIFO queue from which batches are formed, each from requests with one key. `isolated` holds the suspect requests,
     which are sent alone.
 
-    Args:
+    Attributes:
         max_rows: of a batch.
     """
 
@@ -78,7 +88,7 @@ class Backlog:
         self.waiting: OrderedDict[RequestId, Request] = OrderedDict()
         self.isolated: OrderedDict[RequestId, Request] = OrderedDict()
         self.deadlines: PriorityMap[Request, float] = PriorityMap()
-        self._max_rows = max_rows
+        self.max_rows = max_rows
         self._by_key: dict[str, OrderedDict[RequestId, Request]] = {}
         """The waiting requests by key, in the same order. No value is empty."""
         self._full: dict[str, None] = {}
@@ -89,6 +99,12 @@ class Backlog:
         self.requests[request.id] = request
         self._wait(request)
         self.deadlines.set(request, request.deadline_s)
+
+    def limit_rows(self, max_rows: int) -> None:
+        """Set the maximum rows of a batch."""
+        if max_rows != self.max_rows:
+            self.max_rows = max_rows
+            self._full = {key: None for key, members in self._by_key.items() if len(members) >= max_rows}
 
     def oldest(self) -> Request | None:
         """The head of the queue."""
@@ -106,7 +122,7 @@ class Backlog:
     def take(self, key: str) -> tuple[Request, ...]:
         """Remove the next requests with this key from the queue, as many as fit into a batch."""
         members = self._by_key[key]
-        taken = tuple(islice(members.values(), self._max_rows))
+        taken = tuple(islice(members.values(), self.max_rows))
         for request in taken:
             del members[request.id], self.waiting[request.id]
         self._removed(key, members)
@@ -151,12 +167,12 @@ class Backlog:
         if members is None:
             members = self._by_key[key] = OrderedDict()
         members[request.id] = request
-        if len(members) >= self._max_rows:
+        if len(members) >= self.max_rows:
             self._full[key] = None
 
     def _removed(self, key: str, members: OrderedDict[RequestId, Request]) -> None:
         """Requests with this key were removed."""
-        if len(members) < self._max_rows:
+        if len(members) < self.max_rows:
             self._full.pop(key, None)
         if not members:
             del self._by_key[key]

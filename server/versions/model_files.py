@@ -72,6 +72,8 @@ def available_weights(settings: LeaderSettings) -> str:
     weights = settings.weights
     if bundle_path(settings) is None:
         if weights == "auto":
-            weights = trained_weights(settings.model_source, settings.max_batch_size, image_size=settings.image_size)
-        exported(settings.model_source, weights, settings.max_batch_size, image_size=settings.image_size)
+            weights = trained_weights(
+                settings.model_source, settings.max_batch_size or 1, image_size=settings.image_size
+            )
+        exported(settings.model_source, weights, settings.max_batch_size or 1, image_size=settings.image_size)
     return weights

@@ -106,7 +106,7 @@ class ModelSource:
                 stage_ends(read_bundle(path), self._settings.stages)
 
     def _check_batch_size(self, manifest: Manifest) -> None:
-        if self._settings.max_batch_size > manifest.max_batch_size:
+        if (self._settings.max_batch_size or 1) > manifest.max_batch_size:
             raise BundleError(
                 f"{manifest.name} computes batches of at most {manifest.max_batch_size}; choose a smaller --max-batch-size, or export it "
                 "with a larger one"
@@ -139,7 +139,7 @@ class ModelSource:
     def _path(self, weights: str) -> Path:
         settings = self._settings
         return bundle_path(settings) or exported(
-            settings.model_source, weights, settings.max_batch_size, image_size=settings.image_size
+            settings.model_source, weights, settings.max_batch_size or 1, image_size=settings.image_size
         )
 
     def _read(self, weights: str) -> Bundle:

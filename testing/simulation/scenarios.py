@@ -86,6 +86,7 @@ _TWO_STAGES = SchedulerConfig(
 _THREE_STAGES = SchedulerConfig(
     num_stages=3, max_batch_size=4, queue_limit=48, hang_timeout_s=1.5, recovery_grace_s=2.0, hedge_floor_s=0.02
 )
+_GROWING = SchedulerConfig(num_stages=2, max_batch_size=12, slow_batch_size=2, queue_limit=64, hang_timeout_s=2.0)
 _ONE_STAGE = SchedulerConfig(
     num_stages=1, max_batch_size=4, window=1, queue_limit=32, hang_timeout_s=1.0, recovery_grace_s=1.0, max_attempts=2
 )
@@ -135,6 +136,7 @@ SCENARIOS = (
     Scenario(
         name="losses-in-turn", config=_THREE_STAGES, **_PATIENT, recovery_s=0.2, faults={"kill": 2.0, "leave": 3.0}
     ),
+    Scenario(name="batches-that-grow", config=_GROWING, **_PATIENT, recovery_s=0.2, faults={"kill": 1.0, "slow": 1.0}),
     Scenario(name="poison-without-other-faults", config=_TWO_STAGES, **_VERY_PATIENT, poison=0.003),
     Scenario(
         name="failing-requests",

@@ -33,6 +33,8 @@ _COPIES_OF_WEIGHTS = 3
 """While a stage is compiled: received, as parameters, and folded."""
 _SMALL_BATCH_S = 0.12
 """Operations of a batch are large enough to gain from more threads if its rows, one by one on one thread, take longer."""
+_SEVERAL_ROWS = 8
+"""Rows of the batch that stands for all batches of several rows."""
 _ROUNDS = 3
 _CLEARLY = 0.9
 """One thread is used if it takes less than this part of the time of several."""
@@ -265,7 +267,8 @@ class Engine:
         for threads in (*reversed(counts), counts[0]):  # the last one is the time of a row on the fewest threads
             row_s = await self.run(owner, partial(self._timed_s, module, task.spec.example(1), threads))
         found: list[Threads] = ["share", "share"]
-        for index, batch_size in enumerate((1, task.max_batch_size)):
+        several = task.max_batch_size if self.device.type == "cuda" else min(task.max_batch_size, _SEVERAL_ROWS)
+        for index, batch_size in enumerate((1, several)):
             is_small, batch = batch_size * row_s <= _SMALL_BATCH_S, task.spec.example(batch_size)
             if is_small and len(counts) > 1:
                 found[index] = await self.run(owner, partial(self._threads_of_small, module, batch))

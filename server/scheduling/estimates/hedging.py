@@ -11,7 +11,7 @@ from multiworld_serving.server.scheduling.estimates.service_times import Service
 from multiworld_serving.server.scheduling.priority_map import PriorityMap
 
 _BURST_BATCHES = 4
-"""The budget holds tokens for at most this many full batches. It begins with them."""
+"""The budget holds tokens for at most this many full batches. It begins with as many slow ones."""
 
 
 class Hedging:
@@ -26,7 +26,7 @@ class Hedging:
         self._config = config
         self._times = times
         self._max_tokens = float(_BURST_BATCHES * config.max_batch_size)
-        self._tokens = self._max_tokens
+        self._tokens = float(_BURST_BATCHES * (config.slow_batch_size or config.max_batch_size))
         self.late: PriorityMap[Attempt, float] = PriorityMap()
         """Watched attempts, by the time at which they are late. Then they are in `Pool.late`."""
 

@@ -48,6 +48,25 @@ def test_requests_wait_while_all_replicas_are_busy_with_adaptive_batching() -> N
     assert only(driver.done(idle), SendBatch).requests == (6, 7)  # that replica has no other work
 
 
+def test_batches_grow_while_they_are_fast_and_shrink_when_they_are_slow() -> None:
+    driver = SchedulerHarness(replicas=1, window=1, max_batch_size=32, slow_batch_size=8)
+
+    def sizes(row_s: float) -> list[int]:
+        """Of batches while requests wait, if each row takes this time."""
+        found = []
+        for _ in range(100):
+            driver.arrive(40 - driver.scheduler.queue_depth)
+            (sent,) = driver.in_flight.values()
+            found.append(len(sent.requests))
+            driver.handle(BatchDone(sent.batch, sent.replica, computed_s=row_s * len(sent.requests), transfer_s=0.0))
+        return found
+
+    assert sizes(0.001)[1:9] == [8] * 8, "the time is not known yet"
+    assert sizes(0.001)[-1] == 32
+    assert sizes(0.004)[-1] == 12, "12 rows take 48 ms"
+    assert sizes(0.010)[-1] == 8
+
+
 def test_batch_waits_until_the_replica_is_nearly_free_with_adaptive_batching() -> None:
     driver = SchedulerHarness(replicas=1, batch_timeout_s=0.002, max_batch_size=8, adaptive_batching=True)
     for took_s in (0.12, *[0.1] * 7):  # the usual duration is known from here on
