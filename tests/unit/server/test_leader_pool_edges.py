@@ -78,7 +78,7 @@ async def predict(pool: LeaderPool) -> Prediction:
 
 def resubmitted(metrics: FrontendMetrics, reason: str) -> float:
     name = "multiworld_requests_resubmitted_total"
-    return metrics.registry.get_sample_value(name, {"reason": reason}) or 0.0
+    return metrics.registry.get_sample_value(name, {"model": "", "reason": reason}) or 0.0
 
 
 async def test_image_stays_at_the_frontend_and_the_answer_at_the_worker() -> None:
