@@ -1,6 +1,6 @@
 """Pictures of the status page around a `kill -9`: docs/img/kill-worker.gif and docs/img/status-page.png.
 
-    .venv/bin/python -m benchmarks.status_page docs/img
+    .venv/bin/python docs/pictures.py docs/img
 
 Starts a service with two stages of two replicas, sends requests, kills the worker of s0.r0, and takes screenshots until it is replaced.
 Needs playwright and Debian's Chromium. The caption of the animation counts the requests of this run.
