@@ -11,6 +11,7 @@ import pytest
 from pydantic import SecretStr
 
 from multiworld_serving.common.wire.join import JoinRequest
+from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.predictor import ModelVersion, ServedModel
@@ -41,7 +42,10 @@ class Link:
 
 def plan() -> VersionPlan:
     stages = [
-        SimpleNamespace(spec=SimpleNamespace(index=index, blocks=(), part=f"p{index}"), weights=SimpleNamespace(size=0))
+        SimpleNamespace(
+            spec=SimpleNamespace(index=index, blocks=(), part=f"p{index}", dimensions={BATCH: (1, 32)}),
+            weights=SimpleNamespace(size=0),
+        )
         for index in range(STAGES)
     ]
     return VersionPlan(ModelVersion(1, "v1"), cast(Any, tuple(stages)))
