@@ -41,8 +41,8 @@ def test_containers_of_one_host_exchange_tensors_through_shared_memory(deploymen
 
 @pytest.mark.parametrize("name", OF_ONE_WORKER)
 def test_no_request_is_lost_and_prometheus_counts_it_when_a_worker_fails(deployment: Deployment, name: str) -> None:
-    # The counters of both leaders for the four slots, with the values from before the fault.
-    deployment.prometheus.wait_for('count(multiworld_world_failures_total{job="multiworld-leader",cause="exit"}) == 8')
+    # The counters of both leaders for at least four slots, with the values from before the fault.
+    deployment.prometheus.wait_for('count(multiworld_world_failures_total{job="multiworld-leader",cause="exit"}) >= 8')
     made = deployment.hurt(name).injection
     (cause,) = made.causes
     counter = f'multiworld_world_failures_total{{job="multiworld-leader",{slot(made)},cause="{cause}"}}'
