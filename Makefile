@@ -133,7 +133,7 @@ with open(os.path.join(venv, ".lock"), "w") as lock:
     try:
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
         subprocess.run([*pip, "--no-compile", *pip_args, "--editable", project], check=True)
-        # The 19,000 modules are compiled in the background, which takes a minute. Python itself compiles those that it imports before.
+        # Compiling the 19,000 modules takes a minute, so it runs in the background. Python compiles a module itself if it imports it earlier.
         compiler = "nice", pip[0], "-m", "compileall", "-qq", "-j", "0", os.path.join(venv, "lib")
         subprocess.Popen(compiler, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     except subprocess.CalledProcessError as error:

@@ -216,7 +216,7 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
         return tuple(found)
 
     def _of_model(self, own: dict[str, Any], model: str, *, is_first: bool) -> Self:
-        """The settings of one model, with those that it has of its own. Raises ValueError."""
+        """Validate the settings of one model: the common ones, replaced by its own ones. Raises ValueError."""
         if unknown := [name for name in own if name not in OF_MODEL]:
             raise ValueError(f"{unknown[0]} of the model {model}: a model may have {', '.join(sorted(OF_MODEL))}")
         common = {name: getattr(self, name) for name in type(self).model_fields if name != "models"}

@@ -187,7 +187,7 @@ def _service_state(snapshot: PipelineSnapshot) -> tuple[ServiceState, list[str]]
 
 
 def _missing(stage: StageSnapshot) -> str:
-    """Why a stage cannot serve: the states of its replicas, and why the first one that reported an error cannot compute it."""
+    """Why a stage cannot serve: the states of its replicas, and the first error that a replica has reported."""
     states = ", ".join(replica.state for replica in stage.replicas) or "none"
     failures = [replica.last_failure for replica in stage.replicas if replica.last_failure is not None]
     why = next((f": {failure.detail[:_SHOWN_CHARACTERS]}" for failure in failures if failure.cause == "error"), "")

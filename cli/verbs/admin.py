@@ -109,9 +109,8 @@ def _operate(options: OperationOptions, verb: str, parameters: dict[str, str]) -
     """Request an operation on the model. Returns the model before, as in the index, and the response. Raises ServiceError."""
     with open_clients(options) as clients:
         index = send_request(clients[0], "POST", "/v2/repository/index", json={}).json()
-        models = {
-            each["name"]: each for each in reversed(index)
-        }  # the version that serves comes before one that is loading
+        # The index lists the serving version of a model first, so it replaces a version that is loading.
+        models = {each["name"]: each for each in reversed(index)}
         if options.model is None and len(models) > 1:
             raise UserError(f"the service has several models: name one with --model {' or --model '.join(models)}")
         name = options.model or next(iter(models))

@@ -41,7 +41,7 @@ class LeaderOrder:
         self._changed = asyncio.Event()
 
     def find_candidates(self) -> None:
-        """Update `candidates`. Ready leaders come first, then usable ones, then those that may be frozen."""
+        """Update `candidates`: first the ready leaders, then the usable ones, then the silent ones."""
         usable = [(link, link.state) for link in self.current if link.state is not None and link.usable]
         self._was_ready |= any(link.was_ready for link in self.links)
         if self._was_ready:  # a leader that has just started would reject them, because its workers have not joined yet
@@ -64,7 +64,7 @@ class LeaderOrder:
                 link.connected().send(Follow(self.desired))
         able = [(link, state) for link, state in connected if state.served == self.desired]
         unable = [(link, state) for link, state in connected if state.obstacle]
-        # Workers may obey a leader that is unable to serve what is desired. Then it serves, because the others get no workers.
+        # If workers obey a leader that cannot serve what is desired, the other leaders get no workers. So that leader serves.
         ready = [any(state.snapshot.ready for _, state in each) for each in (able, unable)]
         self.current = [link for link, _ in (unable if not able or ready == [False, True] else able)]
         self.acting = min(

@@ -323,7 +323,7 @@ class LeaderPool:
             self._on_change(snapshot)
 
     def on_silent(self, leader: LeaderLink) -> None:
-        """`is_silent` of the leader has changed. Its requests are sent to another leader, if there is one that is not silent."""
+        """Handle a change of `is_silent`. Requests of a silent leader are sent to a leader that is not silent, if there is one."""
         self.leaders.find_candidates()
         candidates = self.leaders.candidates
         if leader.is_silent and candidates and not candidates[0].is_silent:

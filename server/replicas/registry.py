@@ -189,7 +189,7 @@ class WorkerRegistry:
                 self._perform(step)
         else:
             logger.error("the workers do not settle; this is a bug, please report it: %s", steps.now)
-        self.passes.cancel()  # those that the steps have asked for
+        self.passes.cancel()  # the steps have asked for another pass, but this one has handled their effects
         if steps.wake_s is not None:
             self.passes.ask(steps.wake_s)
         self._metrics.quarantined.set(self.joining.breaker.quarantined(time.monotonic()))

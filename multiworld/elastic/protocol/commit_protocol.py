@@ -33,7 +33,7 @@ class Member(Protocol):
 
 
 RunOperations = Callable[[int], Awaitable[None]]
-"""Runs the unfinished operations of a round in the view with this number, and marks each one that succeeds.
+"""Runs the unfinished operations of a round in one view, which the number names. Marks each operation that succeeds.
 
 Returns when no operation is in flight.
 

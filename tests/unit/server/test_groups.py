@@ -24,7 +24,7 @@ INFER = {"inputs": [{"name": "input", "datatype": "UINT8", "shape": [1, 3, 16, 1
 async def frontend(
     *names: str, absent: tuple[str, ...] = (), keys: KeySet | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, FrontendMetrics]]:
-    """A frontend with these models. The leaders of those that are absent have not described them yet."""
+    """A frontend with these models. No leader has described the absent ones yet."""
     metrics, groups = FrontendMetrics(), Groups()
     async with AsyncExitStack() as stack:
         for name in names:
