@@ -53,6 +53,8 @@ _MAX_STREAMS = 1000
 """Calls of one connection at the same time; a client queues further ones."""
 _STALL_MS = 10_000
 """Longest TLS handshake, interval of pings, and longest time without a reply to one."""
+_TRANSIT_S = 0.05
+"""A call that is cancelled this close to its deadline has reached it: the client's time began before the message arrived."""
 _MAX_METADATA_BYTES = 32 * 2**10
 _ONLY_UNCOMPRESSED = 1
 """gRPC does not limit the size of a message after decompression."""
@@ -194,7 +196,8 @@ class GrpcPort:
                 record.status, record.reason = rejection.status, rejection.reason
                 detail, retry_s = rejection.detail, rejection.retry_after_s
             except asyncio.CancelledError:
-                if time.monotonic() >= record.started_s + timeout_s:  # gRPC has cancelled the call, and not the client
+                # The deadline has ended the call, here or at the client, whose clock started earlier.
+                if time.monotonic() >= record.started_s + timeout_s - _TRANSIT_S:
                     record.status, record.reason = DeadlineError.status, DeadlineError.reason
                 raise
             except Exception:
