@@ -1,14 +1,18 @@
-"""The metrics of one process. Subclasses declare theirs with prometheus_client."""
+"""The metrics of one process. Subclasses define theirs."""
 
 from __future__ import annotations
 
 import asyncio
 import platform
+from collections.abc import Iterable
 from importlib.metadata import version
 
 from prometheus_client import (
     CollectorRegistry,
+    Counter,
+    Gauge,
     GCCollector,
+    Histogram,
     Info,
     PlatformCollector,
     ProcessCollector,
@@ -38,6 +42,18 @@ class ProgramMetrics:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
         Info("multiworld_build", "Versions that this process runs with.", registry=self.registry).info(build or {})
+
+    def counter(self, name: str, says: str, labels: Iterable[str] = ()) -> Counter:
+        """Define a counter, `multiworld_NAME_total`."""
+        return Counter(f"multiworld_{name}", says, labels, registry=self.registry)
+
+    def gauge(self, name: str, says: str, labels: Iterable[str] = ()) -> Gauge:
+        """Define a gauge, `multiworld_NAME`."""
+        return Gauge(f"multiworld_{name}", says, labels, registry=self.registry)
+
+    def histogram(self, name: str, says: str, bounds: tuple[float, ...], labels: Iterable[str] = ()) -> Histogram:
+        """Define a histogram, `multiworld_NAME`, with these bounds of its buckets."""
+        return Histogram(f"multiworld_{name}", says, labels, buckets=bounds, registry=self.registry)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format. Call it on the event loop's thread."""

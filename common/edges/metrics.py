@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal, get_args
-
-from prometheus_client import Counter, Gauge, Histogram
 
 from multiworld import Transport
 from multiworld_serving.common.metrics import ProgramMetrics
@@ -30,28 +27,25 @@ class EdgeMetrics:
     """
 
     def __init__(self, program: ProgramMetrics) -> None:
-        counter = partial(Counter, registry=program.registry)
-        gauge = partial(Gauge, registry=program.registry)
-        sizes = counter(
-            "multiworld_edge_bytes", "Bytes of tensors that went over edges, by direction.", ("direction", "transport")
+        sizes = program.counter(
+            "edge_bytes", "Bytes of tensors that went over edges, by direction.", ("direction", "transport")
         )
-        fetches = counter("multiworld_edge_fetches", "Fetches of this process, by outcome.", ("outcome",))
-        fetch_s = Histogram(
-            "multiworld_edge_fetch_seconds",
+        fetches = program.counter("edge_fetches", "Fetches of this process, by outcome.", ("outcome",))
+        fetch_s = program.histogram(
+            "edge_fetch_seconds",
             "Time of a successful fetch, with opening the edge if needed.",
+            _FETCH_S,
             ("transport",),
-            buckets=_FETCH_S,
-            registry=program.registry,
         )
-        self.shared_memory_missing = counter(
-            "multiworld_edge_shared_memory_missing",
+        self.shared_memory_missing = program.counter(
+            "edge_shared_memory_missing",
             "Tensors that were copied through a socket because the system had no shared memory.",
         )
-        edges_open = gauge("multiworld_edges_open", "Edges that are open now, by direction.", ("direction",))
-        self.retained_bytes = gauge("multiworld_edge_retained_bytes", "Bytes of tensors kept for others to fetch.")
-        self.budget_bytes = gauge("multiworld_edge_budget_bytes", "Maximum bytes of tensors kept for others.")
-        self.budget_exceeded = counter(
-            "multiworld_edge_budget_exceeded", "Tensors that were relayed because the memory for edges was used up."
+        edges_open = program.gauge("edges_open", "Edges that are open now, by direction.", ("direction",))
+        self.retained_bytes = program.gauge("edge_retained_bytes", "Bytes of tensors kept for others to fetch.")
+        self.budget_bytes = program.gauge("edge_budget_bytes", "Maximum bytes of tensors kept for others.")
+        self.budget_exceeded = program.counter(
+            "edge_budget_exceeded", "Tensors that were relayed because the memory for edges was used up."
         )
         labels = {transport: transport.replace(" ", "_") for transport in Transport}
         directions: tuple[Direction, ...] = get_args(Direction)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from multiworld_serving.common.config.keys import KeySet
+from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.groups import Groups
 from multiworld_serving.server.api.oip.routes import V2Routes
@@ -235,7 +235,7 @@ def create_admin_app(
             *AdminRoutes(groups).routes(),
             *status_page_routes(groups, lambda: _ADMIN_ENDPOINTS),
         ],
-        requests=Requests(CollectorRegistry()),
+        requests=Requests(ProgramMetrics()),
         authorizer=authorizer,
         permission_for=admin_port_permission,
         other_port=None if http_port is None else OtherPort("the HTTP API", http_port, is_inference_path),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import get_args
 
-from prometheus_client import Counter, Gauge
-
 from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.server.observability.requests import Requests
 from multiworld_serving.server.snapshots import ServiceState
@@ -20,27 +18,22 @@ class FrontendMetrics(ProgramMetrics):
 
     def __init__(self, build: dict[str, str] | None = None) -> None:
         super().__init__(build)
-        registry = self.registry
-        self.requests = Requests(registry)
-        self.connections = Gauge("multiworld_http_connections", "Open connections to the HTTP API.", registry=registry)
-        self._leaders = Gauge(
-            "multiworld_leaders", "Leaders that this frontend can use.", ("model",), registry=registry
+        self.requests = Requests(self)
+        self.connections = self.gauge("http_connections", "Open connections to the HTTP API.")
+        self._leaders = self.gauge("leaders", "Leaders that this frontend can use.", ("model",))
+        self._leaders_configured = self.gauge(
+            "leaders_configured", "Leaders that this frontend was told of.", ("model",)
         )
-        self._leaders_configured = Gauge(
-            "multiworld_leaders_configured", "Leaders that this frontend was told of.", ("model",), registry=registry
-        )
-        self._service_state = Gauge(
-            "multiworld_service_state",
+        self._service_state = self.gauge(
+            "service_state",
             "1 for the state of the service as this frontend sees it, 0 for the others.",
             ("model", "state"),
-            registry=registry,
         )
-        self._resubmitted = Counter(
-            "multiworld_requests_resubmitted",
+        self._resubmitted = self.counter(
+            "requests_resubmitted",
             "Requests that a frontend sent to another leader, by reason: failed = the leader failed, left = it stopped, silent = no "
             "heartbeat arrived; otherwise the reason of its rejection.",
             ("model", "reason"),
-            registry=registry,
         )
 
     def group_state(self, model: str, leaders: int, configured: int, current: ServiceState) -> None:

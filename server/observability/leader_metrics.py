@@ -6,11 +6,11 @@ Counters and histograms are incremented where things happen. What follows from t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -53,67 +53,58 @@ class LeaderMetrics(ProgramMetrics):
         self._define_stages()
         self._define_failures()
 
-    def _counter(self, name: str, says: str, labels: Iterable[str] = ()) -> Counter:
-        return Counter(f"multiworld_{name}", says, labels, registry=self.registry)
-
-    def _gauge(self, name: str, says: str, labels: Iterable[str] = ()) -> Gauge:
-        return Gauge(f"multiworld_{name}", says, labels, registry=self.registry)
-
-    def _histogram(self, name: str, says: str, bounds: tuple[float, ...], labels: Iterable[str] = ()) -> Histogram:
-        return Histogram(f"multiworld_{name}", says, labels, buckets=bounds, registry=self.registry)
-
     def _define_requests(self) -> None:
-        self.queue_limit = self._gauge("queue_limit", "Queue depth at which requests are rejected.")
-        self.queue_s = self._histogram(
+        self.queue_limit = self.gauge("queue_limit", "Queue depth at which requests are rejected.")
+        self.queue_s = self.histogram(
             "queue_duration_seconds", "Time that an image waited in the leader before its batch was sent.", _QUEUE_S
         )
-        self.batch_size = self._histogram("batch_size", "Images per batch.", _BATCH_REQUESTS)
-        self.lost = self._counter("requests_lost", "Requests that got neither a response nor an error in time: a bug.")
-        self.duplicates = self._counter(
+        self.batch_size = self.histogram("batch_size", "Images per batch.", _BATCH_REQUESTS)
+        self.lost = self.counter("requests_lost", "Requests that got neither a response nor an error in time: a bug.")
+        self.duplicates = self.counter(
             "duplicate_answers", "Results dropped because the request had one already: late or hedged batches."
         )
-        self.version_changes = self._counter("version_changes", "Switches of new requests to another version.")
-        self.frontends = self._gauge("frontends", "Frontends that are connected to this leader.")
+        self.version_changes = self.counter("version_changes", "Switches of new requests to another version.")
+        self.frontends = self.gauge("frontends", "Frontends that are connected to this leader.")
 
     def _define_stages(self) -> None:
-        self._stage_s = self._histogram(
+        self._stage_s = self.histogram(
             "stage_duration_seconds",
             "Time of one batch on one link, by phase.",
             _STAGE_S,
             ("stage", "replica", "phase"),
         )
-        self._link_bytes = self._counter(
+        self._link_bytes = self.counter(
             "link_bytes", "Bytes of batches on a link; sent is from the leader.", ("stage", "replica", "direction")
         )
-        self.inputs_lost = self._counter(
+        self.inputs_lost = self.counter(
             "inputs_lost", "Batches whose input a worker could not fetch, and whose images started again."
         )
-        relayed = self._counter(
+        relayed = self.counter(
             "relayed_bytes",
             "Bytes of images, outputs of stages and predictions that passed this leader, by the process that sent them.",
             ("sender",),
         )
         self.relayed_from_frontends, self.relayed_from_workers = map(relayed.labels, ("frontend", "worker"))
-        self.replicas_wanted = self._gauge(
+        self.replicas_wanted = self.gauge(
             "replicas_wanted",
             "Replicas of a stage that the load of this leader needs; add those of all leaders and round up.",
             ("stage",),
         )
-        self.quarantined = self._gauge(
+        self.quarantined = self.gauge(
             "workers_quarantined", "Workers quarantined by the circuit breaker after repeated failures."
         )
 
     def _define_failures(self) -> None:
-        self._world_failures = self._counter(
+        self._world_failures = self.counter(
             "world_failures", "World failures, by cause.", ("stage", "replica", "cause")
         )
-        self._detection_s = self._histogram(
+        self._detection_s = self.histogram(
             "failure_detection_seconds", "Time from the last sign of life to the failure.", _DETECTION_S, ("cause",)
         )
-        self.reroute_s = self._histogram(
+        self.reroute_s = self.histogram(
             "reroute_seconds", "Time from a failure until its batch was sent to another replica.", _REROUTE_S
         )
-        self.recovery_s = self._histogram(
+        self.recovery_s = self.histogram(
             "recovery_seconds", "Time from a failure until the slot served again.", _RECOVERY_S, ("cause",)
         )
         for cause in CAUSES:  # Prometheus sees no increase if a series first appears with value 1

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.types import Scope
 
+from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.server.errors import STATUS_OF_REASON
 from multiworld_serving.server.observability.tracing import RequestTraces
@@ -112,13 +112,13 @@ class Requests:
         log_all: log all requests; False logs failed inference requests only, at most `MAX_ERRORS_PER_S`.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, metrics: ProgramMetrics) -> None:
         self.traces: RequestTraces | None = None
         self.log_all = False
         self._second = self._errors = 0
-        self._families = _Families(registry)
+        self._families = _Families(metrics)
         self._unknown = ModelRequests("", self._families)
-        self._in_flight = Gauge("multiworld_requests_in_flight", "Inference requests in flight.", registry=registry)
+        self._in_flight = metrics.gauge("requests_in_flight", "Inference requests in flight.")
         self._count = suppress_errors(self._count_outcome)
         self._log = suppress_errors(self._log_request)
 
@@ -198,20 +198,15 @@ class Requests:
 class _Families:
     """The metrics of requests, which all models of a frontend share."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, metrics: ProgramMetrics) -> None:
         labels = ("model", "version", "protocol", "code", "reason")
-        self.requests = Counter(
-            "multiworld_requests", "Inference requests completed, by outcome.", labels, registry=registry
-        )
-        self.images = Counter(
-            "multiworld_images", "Images in answered inference requests.", ("model", "version"), registry=registry
-        )
-        self.duration = Histogram(
-            "multiworld_request_duration_seconds",
+        self.requests = metrics.counter("requests", "Inference requests completed, by outcome.", labels)
+        self.images = metrics.counter("images", "Images in answered inference requests.", ("model", "version"))
+        self.duration = metrics.histogram(
+            "request_duration_seconds",
             "Time from the first byte of the request to the last byte of the response, by outcome.",
+            _REQUEST_S,
             ("model", "protocol", "code"),
-            buckets=_REQUEST_S,
-            registry=registry,
         )
 
 

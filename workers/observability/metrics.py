@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Histogram
 
 from multiworld import Cause
 from multiworld_serving.common.metrics import ProgramMetrics
@@ -26,38 +26,19 @@ class WorkerMetrics(ProgramMetrics):
 
     def __init__(self, build: dict[str, str] | None = None) -> None:
         super().__init__(build)
-        registry = self.registry
         self._of_stage: dict[int, tuple[Histogram, dict[Outcome, Counter]]] = {}
         """Looking up labels would cost more than the increment."""
-        self._batches = Counter(
-            "multiworld_worker_batches",
-            "Batches finished at this worker, by outcome.",
-            ("stage", "outcome"),
-            registry=registry,
+        self._batches = self.counter(
+            "worker_batches", "Batches finished at this worker, by outcome.", ("stage", "outcome")
         )
-        self._compute_s = Histogram(
-            "multiworld_worker_compute_seconds",
-            "Compute time of one batch.",
-            ("stage",),
-            buckets=_COMPUTE_S,
-            registry=registry,
+        self._compute_s = self.histogram("worker_compute_seconds", "Compute time of one batch.", _COMPUTE_S, ("stage",))
+        self._busy = self.gauge("worker_busy", "1 while the worker computes, for any leader.")
+        self._loaded = self.gauge(
+            "worker_stages_loaded", "Stages in the memory of this worker, each counted once for all leaders."
         )
-        self._busy = Gauge("multiworld_worker_busy", "1 while the worker computes, for any leader.", registry=registry)
-        self._loaded = Gauge(
-            "multiworld_worker_stages_loaded",
-            "Stages in the memory of this worker, each counted once for all leaders.",
-            registry=registry,
-        )
-        self._leaders = Gauge(
-            "multiworld_worker_leaders_connected", "Leaders that this worker is connected to now.", registry=registry
-        )
-        self._joined = Counter("multiworld_worker_worlds_joined", "Worlds that this worker joined.", registry=registry)
-        self._ended = Counter(
-            "multiworld_worker_worlds_ended",
-            "Worlds of this worker that ended, by cause.",
-            ("cause",),
-            registry=registry,
-        )
+        self._leaders = self.gauge("worker_leaders_connected", "Leaders that this worker is connected to now.")
+        self._joined = self.counter("worker_worlds_joined", "Worlds that this worker joined.")
+        self._ended = self.counter("worker_worlds_ended", "Worlds of this worker that ended, by cause.", ("cause",))
         for cause in Cause:  # a series that is created by its first event has no increase()
             self._ended.labels(cause.value)
 
