@@ -19,7 +19,6 @@ from multiworld_serving.server.errors import DrainingError, NotReadyError
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics, PipelineCollector
-from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.predictor import ModelVersion, ServedModel
 from multiworld_serving.server.replicas import status
@@ -41,7 +40,6 @@ class Leader:
     Args:
         plan: the first version.
         loader: loads further versions; None: the version cannot be changed.
-        traces: records spans of traced requests; None: tracing is off.
 
     Attributes:
         driver: computes requests.
@@ -57,7 +55,6 @@ class Leader:
         metrics: LeaderMetrics,
         *,
         loader: ModelSource | None = None,
-        traces: BatchTraces | None = None,
     ) -> None:
         metrics.queue_limit.set(settings.queue_limit)
         self._settings = settings
@@ -70,7 +67,7 @@ class Leader:
         )
         config = scheduler_config(settings, plan)
         after_event = suppress_errors(lambda: self._registry.after_event())  # noqa: PLW0108 - it is made below
-        self.driver = SchedulerDriver(model.name, config, metrics, self._versions, after_event, traces)
+        self.driver = SchedulerDriver(model.name, config, metrics, self._versions, after_event)
         self._registry: WorkerRegistry = WorkerRegistry(
             self._versions, settings, metrics, self.manager, self.driver, self._changed
         )

@@ -26,15 +26,6 @@ class ServiceSettings(Settings):
     """Maximum time for requests in flight to complete when the service stops."""
     queue_limit: int = setting(256, "Limits", ge=1, le=1_000_000)
     """Maximum number of images that wait for a batch; above it, requests are rejected with 429."""
-    otlp_endpoint: str | None = setting(
-        None,
-        "Logging",
-        pattern=r"^https?://[^\s]+$",
-        allowed="a URL with its path, such as http://127.0.0.1:4318/v1/traces",
-    )
-    """OTLP/HTTP URL that OpenTelemetry traces are sent to; by default there is no tracing."""
-    trace_ratio: float = setting(0.01, "Logging", ge=0, le=1)
-    """Share of the requests without their own `traceparent` that are traced, if an OTLP endpoint is set."""
 
     local_token: SecretStr | None = setting(None, INTERNAL)
     """Secret of the processes that `multiworld serve` starts."""

@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import signal
-import socket
 
 import torch
 import uvloop
@@ -26,8 +25,6 @@ from multiworld_serving.server.capacity_report import CAPACITY_FIELD
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.observability.tracing import exporting_traces
-from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.predictor import ServedModel
 from multiworld_serving.server.versions.model_source import ModelSource
 from multiworld_serving.server.versions.version_table import VersionPlan
@@ -45,15 +42,12 @@ def run(settings: LeaderSettings) -> int:
     """
     raise_descriptor_limit()
     with contextlib.ExitStack() as stack:
-        process = f"{socket.gethostname()}-{os.getpid()}"
-        tracer = stack.enter_context(exporting_traces(settings, "multiworld-leader", process))
-        traces = None if tracer is None else BatchTraces(tracer)
         model, loader, plan = _prepare(settings)
         stack.callback(gc.unfreeze)
         release_free_memory()
         gc.freeze()  # the garbage collector need not scan torch's modules again
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, model, loader, plan, traces))
+            return runner.run(_serve(settings, model, loader, plan))
 
 
 def _prepare(settings: LeaderSettings) -> tuple[ServedModel, ModelSource, VersionPlan]:
@@ -68,13 +62,11 @@ def _prepare(settings: LeaderSettings) -> tuple[ServedModel, ModelSource, Versio
         torch.set_num_threads(1)  # from now on only the workers compute
 
 
-async def _serve(
-    settings: LeaderSettings, model: ServedModel, loader: ModelSource, plan: VersionPlan, traces: BatchTraces | None
-) -> int:
+async def _serve(settings: LeaderSettings, model: ServedModel, loader: ModelSource, plan: VersionPlan) -> int:
     stop = asyncio.Event()
     on_stop_signal(stop.set)
     metrics = LeaderMetrics(build_labels(torch.__version__))
-    leader = Leader(model, plan, settings, metrics, loader=loader, traces=traces)
+    leader = Leader(model, plan, settings, metrics, loader=loader)
     leader.manager.set_accepted_secrets(*settings.accepted_secrets)
     async with contextlib.AsyncExitStack() as stack:
         try:

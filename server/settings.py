@@ -77,6 +77,15 @@ class HttpSettings(ServiceSettings):
     """Reject inputs that contain NaN or infinity; otherwise, the model computes with them."""
     access_log: bool = setting(False, "Logging")
     """Log one line per HTTP request; otherwise, only failed inference requests are logged."""
+    otlp_endpoint: str | None = setting(
+        None,
+        "Logging",
+        pattern=r"^https?://[^\s]+$",
+        allowed="a URL with its path, such as http://127.0.0.1:4318/v1/traces",
+    )
+    """OTLP/HTTP URL that OpenTelemetry traces are sent to; by default there is no tracing."""
+    trace_ratio: float = setting(0.01, "Logging", ge=0, le=1)
+    """Share of the requests without their own `traceparent` that are traced, if an OTLP endpoint is set."""
 
     http_fd: int | None = setting(None, INTERNAL)
     """Descriptor of a listening socket for the HTTP API."""

@@ -50,7 +50,6 @@ from multiworld_serving.server.frontends.messages import (
 )
 from multiworld_serving.server.frontends.resending import FAILURES, Resending
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.observability.tracing import current_span_ids
 from multiworld_serving.server.predictor import ModelVersion, Prediction, RestartStep, ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot
 
@@ -160,9 +159,7 @@ class LeaderPool:
         row_bytes = rows.shape[1] if self.model.result().input_rows.row_shape is None else 0
         store = None if self._edges is None else self._edges.store
         number = None if store is None else store.put(self, rows)
-        request = Predict(
-            *(request_id, 0.0, current_span_ids(), key, len(rows), number, row_bytes), fetches=store is not None
-        )
+        request = Predict(request_id, 0.0, key, len(rows), number, row_bytes, fetches=store is not None)
         sending = Resending(request, self.leaders, self.metrics, self.name)
         try:
             while True:

@@ -109,8 +109,7 @@ class _Frontend:
             self._grpc = stack.enter_context(
                 _listener(settings.grpc_fd, settings.host, settings.grpc_port, "grpc_port", reserve=True)
             )
-        process = f"{socket.gethostname()}-{os.getpid()}"
-        tracer = stack.enter_context(exporting_traces(settings, "multiworld-frontend", process))
+        tracer = stack.enter_context(exporting_traces(settings))
         self._stack = stack
         self._stop = asyncio.Event()
         self.metrics = FrontendMetrics(build_labels(torch.__version__))

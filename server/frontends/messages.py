@@ -33,7 +33,6 @@ class Predict(Body, frozen=True):
 
     Attributes:
         timeout_s: seconds until its deadline.
-        span: trace id and span id of the request in hexadecimal digits; None: it is not traced.
         key: requests with equal keys can be computed together.
         rows: number of samples.
         tensor: id of the input that the frontend keeps, [rows, …]; None: the input is the payload.
@@ -44,7 +43,6 @@ class Predict(Body, frozen=True):
 
     request_id: str
     timeout_s: float
-    span: tuple[str, str] | None = None
     key: Annotated[str, Meta(max_length=MAX_KEY_CHARS)] = ""
     rows: Annotated[int, Meta(ge=1, le=_MAX_ROWS)] = 1
     tensor: int | None = None

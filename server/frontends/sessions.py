@@ -37,7 +37,6 @@ from multiworld_serving.server.frontends.messages import (
 )
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.observability.tracing import remote_span
 from multiworld_serving.server.pipeline.inputs import RemoteInput, RequestInput
 from multiworld_serving.server.pipeline.requests import PendingRequest
 from multiworld_serving.server.predictor import Prediction, ServedModel
@@ -232,7 +231,6 @@ class FrontendSession:
                 time.monotonic() + request.timeout_s,
                 request.key,
                 who.frontend if who.edge and request.fetches else None,
-                None if request.span is None else remote_span(*(int(each, 16) for each in request.span)),
             )
         except Exception as error:  # noqa: BLE001 - reported to the frontend
             self.link.reply_error(number, error)

@@ -1,8 +1,7 @@
 """Traces with OpenTelemetry, which is optional (extra `otel`).
 
-Frontends create the spans of requests: the client's `traceparent` is their parent. The acting leader creates spans of stages below
-them; see `server.pipeline.batch_traces`. A background thread exports them over OTLP/HTTP. The exporter reads other options (headers,
-certificates, compression) from the OTEL_EXPORTER_OTLP_… environment variables.
+Frontends create the spans of requests: the client's `traceparent` is their parent. A background thread exports them over OTLP/HTTP. The
+exporter reads other options (headers, certificates, compression) from the OTEL_EXPORTER_OTLP_… environment variables.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import logging
+import os
+import socket
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
@@ -19,7 +19,7 @@ from starlette.types import Scope
 
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.observers import suppress_errors
-from multiworld_serving.server.leader_settings import ServiceSettings
+from multiworld_serving.server.settings import HttpSettings
 
 if TYPE_CHECKING:
     from multiworld_serving.server.observability.requests import RequestRecord
@@ -28,17 +28,11 @@ _EXPORT_TIMEOUT_S = 5
 _LAST_SPANS_MS = 2000
 """Deadline for exporting the last spans at exit, in case the collector does not respond."""
 
-current_span: ContextVar[Any | None] = ContextVar("current_span", default=None)
-"""The recorded span of the request that the current task handles."""
-
 
 @contextlib.contextmanager
-def exporting_traces(settings: ServiceSettings, program: str, process: str) -> Iterator[Any]:
+def exporting_traces(settings: HttpSettings) -> Iterator[Any]:
     """Export spans while the block runs. Yields OpenTelemetry's tracer; None if there is no endpoint.
 
-    Args:
-        program: `service.name` of the spans.
-        process: `service.instance.id` of the spans.
     Raises:
         UserError: OpenTelemetry is not installed.
     """
@@ -55,8 +49,11 @@ def exporting_traces(settings: ServiceSettings, program: str, process: str) -> I
         raise UserError(
             f"traces (--otlp-endpoint) need OpenTelemetry: pip install 'multiworld-serving[otel]' ({error})"
         ) from error
-    version = importlib.metadata.version("multiworld-serving")
-    facts = {"service.name": program, "service.instance.id": process, "service.version": version}
+    facts = {
+        "service.name": "multiworld-frontend",
+        "service.instance.id": f"{socket.gethostname()}-{os.getpid()}",
+        "service.version": importlib.metadata.version("multiworld-serving"),
+    }
     sampler = ParentBased(TraceIdRatioBased(settings.trace_ratio))
     provider = TracerProvider(sampler=sampler, resource=Resource.create(facts), shutdown_on_exit=False)
     exporter = OTLPSpanExporter(endpoint=settings.otlp_endpoint, timeout=_EXPORT_TIMEOUT_S)
@@ -67,13 +64,6 @@ def exporting_traces(settings: ServiceSettings, program: str, process: str) -> I
         provider.force_flush(_LAST_SPANS_MS)
         # Not provider.shutdown(), which waits for an export in progress with all its retries.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
-
-
-def remote_span(trace_id: int, span_id: int) -> Any:
-    """The span of another process, for `current_span`."""
-    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
-
-    return NonRecordingSpan(SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED)))
 
 
 class RequestTraces:
@@ -98,10 +88,7 @@ class RequestTraces:
             route = name if route.startswith(prefix) else route
         parent = self._propagator.extract(carrier)
         span = self._tracer.start_span(f"{scope['method']} {route}", context=parent, kind=self._kind)
-        current_span.set(
-            span if span.is_recording() else None
-        )  # a pipelined request inherits the value of the one before
-        return current_span.get()
+        return span if span.is_recording() else None
 
     @suppress_errors
     def end(self, scope: Scope, record: RequestRecord) -> None:
@@ -124,16 +111,12 @@ class RequestTraces:
                 "multiworld.images": len(found.output),
                 "multiworld.attempts": found.attempts,
                 "multiworld.path": ",".join(found.path),
+                "multiworld.decode_s": record.input_s,
+                "multiworld.queue_s": found.queue_s,
+                "multiworld.compute_s": found.compute_s,
+                "multiworld.transfer_s": found.transfer_s,
             }
         record.span.set_attributes(attributes)
         if record.status >= 500:
             record.span.set_status(Status(StatusCode.ERROR, record.reason))
         record.span.end()
-
-
-def current_span_ids() -> tuple[str, str] | None:
-    """Trace id and span id of the current request in hexadecimal digits, the parent of the leader's spans."""
-    if (span := current_span.get()) is None:
-        return None
-    context = span.get_span_context()
-    return f"{context.trace_id:x}", f"{context.span_id:x}"

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.inputs import KeptOutput, batch_input, relayed_bytes, relayed_inputs
 from multiworld_serving.server.pipeline.relays import Relays
 from multiworld_serving.server.pipeline.requests import Requests
@@ -75,7 +74,6 @@ class Batches:
         num_stages: int,
         requests: Requests,
         metrics: LeaderMetrics,
-        traces: BatchTraces | None,
         submit: Callable[[InputLost], None],
     ) -> None:
         self.relays = Relays()
@@ -83,7 +81,6 @@ class Batches:
         self._num_stages = num_stages
         self._requests = requests
         self._metrics = metrics
-        self._traces = traces
         self._submit = submit
         self._batches: dict[int, _Batch] = {}
 
@@ -156,8 +153,6 @@ class Batches:
             self.lose_input(action.batch, action.replica, action.requests, holders)
             return
         if worker.state != "broken":  # otherwise the scheduler is about to receive `ReplicaLost`
-            if self._traces is not None:
-                self._traces.sent(action, worker, plan.version.name, self._requests.spans(action.requests))
             payload = self._payload(action, batch.input, worker)
             sent = SentBatch(action.batch, action.stage, plan.number, action.requests, action.replica, time.monotonic())
             link.send(sent, payload)

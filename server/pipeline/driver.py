@@ -16,7 +16,6 @@ from multiworld import Cause
 from multiworld_serving.common.wire.inputs import LostInput
 from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.batches import Batches
 from multiworld_serving.server.pipeline.inputs import (
     KeptOutput,
@@ -66,7 +65,6 @@ class SchedulerDriver:
     Args:
         model: the name of the model.
         after_event: called after every event. Must not raise: see `common.observers`.
-        traces: records the spans of traced requests; None if tracing is off.
 
     Attributes:
         released: draining replicas that have no batches in flight any more. `after_event` removes them.
@@ -81,15 +79,13 @@ class SchedulerDriver:
         metrics: LeaderMetrics,
         versions: VersionTable,
         after_event: Callable[[], None],
-        traces: BatchTraces | None = None,
     ) -> None:
         self.scheduler = Scheduler(config)
         self.requests = Requests(model, metrics, versions, self._arrive, self.submit_event)
-        self.batches = Batches(config.num_stages, self.requests, metrics, traces, self.submit_event)
+        self.batches = Batches(config.num_stages, self.requests, metrics, self.submit_event)
         self.released: list[tuple[Worker, int]] = []
         self._metrics = metrics
         self._after_event = after_event
-        self._traces = traces
         self._events: deque[tuple[Events, Tensor | KeptOutput | None]] = deque()
         """Each with the output of its batch."""
         self._current: tuple[Events, Tensor | KeptOutput | None] | None = None
@@ -128,8 +124,6 @@ class SchedulerDriver:
         worker.replicas.clear()
         if worker.request.edge:
             self.batches.relays.forget(worker.request.edge, worker.name)
-        if self._traces is not None:
-            self._traces.link_ended(worker)
 
     def in_flight(self, worker: Worker) -> int:
         """Batches in flight at this worker."""
@@ -162,15 +156,11 @@ class SchedulerDriver:
         if nbytes:
             of_slot.received_bytes.inc(nbytes)
             self._metrics.relayed_from_workers.inc(nbytes)
-        if self._traces is not None:
-            self._traces.answered(sent.batch, worker, compute_s, waited_s, transfer_s)
         self.batches.computed(sent.batch, compute_s, transfer_s)
         self.submit_event(BatchDone(sent.batch, sent.replica, compute_s, transfer_s, kept), output)
 
     def _on_input_lost(self, worker: Worker, sent: SentBatch, lost: LostInput) -> None:
         logger.warning("world=%s batch=%d the input is lost: %s", worker.id.world, sent.batch, lost.detail)
-        if self._traces is not None:
-            self._traces.failed(sent.batch, worker, "the input is lost")
         # A worker that does not have the output that it must have is relayed too.
         keeps_nothing = self.batches.is_kept_at(sent.batch, lost.holders)
         for holder in lost.holders if keeps_nothing else lost.unreachable:
@@ -179,8 +169,6 @@ class SchedulerDriver:
 
     def _on_failed(self, worker: Worker, sent: SentBatch, error: str) -> None:
         logger.warning("world=%s generation=%d batch=%d failed: %s", *worker.id, sent.batch, error)
-        if self._traces is not None:
-            self._traces.failed(sent.batch, worker, error)
         self.submit_event(BatchFailed(sent.batch, sent.replica, error, by_input=bool(_CAUSED_BY_INPUT.search(error))))
 
     # -- events and actions of the scheduler ---------------------------------------------------------------------------------
@@ -248,8 +236,6 @@ class SchedulerDriver:
                     self.requests.leader_failed(action.request, error)
 
     def _not_sent(self, action: SendBatch, error: Exception) -> None:
-        if self._traces is not None and (found := self.batches.replicas.get(action.replica)):
-            self._traces.failed(action.batch, found[0].worker, "the batch was not sent")
         self.submit_event(BatchFailed(action.batch, action.replica, f"{type(error).__name__}: {error}", sent=False))
 
     def _wake_at(self, wakeup_s: float | None) -> None:

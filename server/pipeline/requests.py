@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -63,7 +63,6 @@ class PendingRequest:
         key: requests with equal keys can be computed together.
         fetcher: the frontend that fetches the output from the workers (`Prediction.kept`) if they keep it; None: the prediction has the
             output.
-        span: of the trace of the request; None: it is not traced.
         open: the samples without an outcome, by their ids at the scheduler.
     """
 
@@ -73,7 +72,6 @@ class PendingRequest:
     deadline_s: float
     key: str = ""
     fetcher: str | None = None
-    span: Any = None
     arrived_s: float = field(default_factory=time.monotonic)
     ended: bool = False
     open: dict[int, int] = field(default_factory=dict)
@@ -184,11 +182,6 @@ class Requests:
     def fetchers(self, requests: Sequence[int]) -> set[str | None]:
         """The frontends that fetch the outputs of these samples themselves; None if the leader needs one."""
         return {pending.fetcher for request in requests if (pending := self.pending.get(request)) is not None}
-
-    def spans(self, requests: Sequence[int]) -> set[Any]:
-        """The spans of the traced requests to which these samples belong."""
-        found = map(self.pending.get, requests)
-        return {pending.span for pending in found if pending is not None and pending.span is not None}
 
     def hand_back(self, requests: Sequence[int], holders: Collection[str]) -> None:
         """End those of the requests whose input is at one of `holders`: a worker cannot fetch it."""

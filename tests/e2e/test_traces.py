@@ -1,4 +1,4 @@
-"""Traces of a whole service as a collector receives them by OTLP over HTTP: spans of leader and workers in the client's trace."""
+"""Traces of a whole service as a collector receives them by OTLP over HTTP: a span of each request in the client's trace."""
 
 from __future__ import annotations
 
@@ -108,49 +108,31 @@ def facts(span: Any) -> dict[str, Any]:
     return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in span.attributes}
 
 
-def finished(spans: list[Any], request: str = "POST /predict", computed: int = 2) -> bool:
-    """Wait for all spans. Each process exports its spans at its own time, parents after children: the trace is complete when no parent is
-    missing.
-    """
-    names = [span.name for span in spans]
-    known = {span.span_id for span in spans}
-    whole = all(span.parent_span_id in known for span in spans if span.name != request)
-    return request in names and names.count("compute") >= computed and whole
+def finished(spans: list[Any]) -> bool:
+    """Wait for the span of the request."""
+    return "POST /predict" in [span.name for span in spans]
 
 
-def test_client_trace_has_a_span_per_stage_with_its_attributes(service: LocalService, collector: Collector) -> None:
+def test_client_trace_has_a_span_of_the_request_with_its_attributes(
+    service: LocalService, collector: Collector
+) -> None:
     trace_id, client_span, traceparent = new_trace()
     before_ns = time.time_ns()
     answer = ask(service, traceparent)
-    after_ns = time.time_ns()
     assert answer.status_code == 200
-    spans = collector.trace(trace_id, finished)
-    names = sorted(span.name for span in spans)
-    assert names == sorted(["POST /predict", "stage 0", "stage 1", *["compute", "queue", "transfer"] * 2])
-    by_id = {span.span_id: span for span in spans}
-    (request,) = (span for span in spans if span.name == "POST /predict")
+    (request,) = collector.trace(trace_id, finished)
+    assert collector.services[request.span_id] == "multiworld-frontend"
     assert request.parent_span_id.hex() == client_span
-    said = facts(request)
+    said, took_s = facts(request), (request.end_time_unix_nano - request.start_time_unix_nano) / 1e9
     assert said["http.response.status_code"] == 200
     assert said["multiworld.request_id"] == answer.headers["x-request-id"]
     assert (said["multiworld.model"], said["multiworld.version"]) == (answer.json()["model"], "random:0")
     assert said["multiworld.path"] == answer.headers["x-path"]
-    for span in spans:
-        assert before_ns <= span.start_time_unix_nano <= span.end_time_unix_nano
-        assert (
-            span is request or span.end_time_unix_nano <= after_ns
-        )  # the request's own span ends once the answer is being sent
-        parent = by_id.get(span.parent_span_id)
-        expected = {"compute": "transfer", "transfer": "stage", "queue": "stage", "stage": "POST /predict"}
-        if parent is not None:
-            assert parent.name.startswith(expected[span.name.split()[0]])
-            assert parent.start_time_unix_nano <= span.start_time_unix_nano
-            assert span.end_time_unix_nano <= parent.end_time_unix_nano
-        where = "multiworld-frontend" if span is request else "multiworld-leader"
-        assert collector.services[span.span_id] == where
-    for transfer in (span for span in spans if span.name == "transfer"):
-        (compute,) = (span for span in spans if span.parent_span_id == transfer.span_id)
-        assert facts(compute)["multiworld.worker"] == facts(transfer)["multiworld.worker"]
+    assert said["multiworld.attempts"] == 1
+    phases = [said[f"multiworld.{phase}_s"] for phase in ("decode", "queue", "compute", "transfer")]
+    assert all(seconds >= 0 for seconds in phases)
+    assert 0 < sum(phases) <= took_s
+    assert before_ns <= request.start_time_unix_nano <= time.time_ns()
 
 
 def test_unsampled_requests_are_not_traced(service: LocalService, collector: Collector) -> None:
