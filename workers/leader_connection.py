@@ -57,7 +57,7 @@ class WorkerProcess:
 
     Attributes:
         stop: set when the process must end. A restart request from a leader sets it too.
-        edges: of this process; None: all tensors go through the leaders.
+        edges: of this process.
     """
 
     settings: WorkerSettings
@@ -65,7 +65,7 @@ class WorkerProcess:
     stop: asyncio.Event
     order: LeaderOrder
     metrics: WorkerMetrics
-    edges: Edges | None = None
+    edges: Edges
 
 
 class LeaderConnection:
@@ -145,7 +145,7 @@ class LeaderConnection:
     async def _serve_in(self, world: World, place: LeaderPlace) -> bool:
         """Serve in this world until it ends. Returns whether a stage was served."""
         worker = self._worker
-        self._session = session = Session(world, worker.engine, worker.stop.set, worker.metrics, place, worker.edges)
+        self._session = session = Session(world, worker.engine, worker.edges, worker.stop.set, worker.metrics, place)
         worker.metrics.world_joined()
         try:
             ending = await session.run()
@@ -166,7 +166,7 @@ class LeaderConnection:
             await self._manager.close_world(world.name)
 
     async def _ask(self) -> JoinOffer:
-        settings, edge = self._settings, "" if self._worker.edges is None else self._worker.edges.holder
+        settings = self._settings
 
         async def question() -> str:
             await self._worker.order.until_earlier_leaders_assigned(self._number)
@@ -177,7 +177,7 @@ class LeaderConnection:
                 os.getpid(),
                 self._worker.order.parts,
                 self._worker.order.obeyed(self._number),
-                edge,
+                self._worker.edges.holder,
             ).to_json()
 
         try:

@@ -93,9 +93,7 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
 
 async def _open_edges(
     stack: contextlib.AsyncExitStack, settings: WorkerSettings, device: torch.device, metrics: WorkerMetrics
-) -> Edges | None:
-    if settings.edges == "relay":
-        return None
+) -> Edges:
     host = settings.bind_host or local_host(settings.leaders)
     register = PinnedMemory(device).register if device.type == "cuda" else None
     edges = Edges(settings.name, host, settings, EdgeMetrics(metrics), settings.bind_host or "", register)

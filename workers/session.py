@@ -42,19 +42,19 @@ class Session:
 
     Args:
         world: ready, of size 2; the leader is rank 0.
+        edges: of this process.
         on_restart: called when the leader asks this process to exit, so that its supervisor starts it again.
         place: of the leader among all leaders; None: it is the only one.
-        edges: of this process; None: all tensors go through the leader.
     """
 
     def __init__(
         self,
         world: World,
         engine: Engine,
+        edges: Edges,
         on_restart: Callable[[], object] = lambda: None,
         metrics: WorkerMetrics | None = None,
         place: LeaderPlace | None = None,
-        edges: Edges | None = None,
     ) -> None:
         self.serving = False
         """True once a stage is loaded and warmed up."""
@@ -93,9 +93,8 @@ class Session:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._place.stages.clear()
-            if self._edges is not None:
-                # Frontends may still fetch the last answers if the leader closed the world on purpose.
-                self._edges.store.drop_owner(self, expiring=not left)
+            # Frontends may still fetch the last answers if the leader closed the world on purpose.
+            self._edges.store.drop_owner(self, expiring=not left)
             release_free_memory()
 
     async def leave(self) -> None:
@@ -132,9 +131,9 @@ class Session:
             case MessageKind.BATCH:
                 stage = self._stage(message)
                 message.require_batch(stage.dtype, stage.row_shape, 1, stage.assignment.max_batch_size)
-            case MessageKind.INPUTS if self._edges is not None:
+            case MessageKind.INPUTS:
                 message.require_batch(torch.uint8, (), 1, self._stage(message).max_inputs_bytes)
-            case MessageKind.RELEASE if self._edges is not None:
+            case MessageKind.RELEASE:
                 message.require_batch(torch.int64, (), 1, MAX_RELEASED)
             case MessageKind.ASSIGN:
                 message.require_text()
@@ -160,7 +159,7 @@ class Session:
                 self._assign(AssignedStage(message))
             case MessageKind.WEIGHTS, torch.Tensor() as chunk:
                 self._stage(message).add(chunk)
-            case MessageKind.RELEASE, torch.Tensor() as outputs if self._edges is not None:
+            case MessageKind.RELEASE, torch.Tensor() as outputs:
                 self._edges.store.release(outputs.tolist(), self)
             case MessageKind.UNLOAD, _:
                 logger.info("world=%s unloaded version number %d", self._world.name, message.version)
@@ -254,15 +253,13 @@ class Session:
         if stage.loaded is None:
             raise WireError(f"stage {message.stage} of version {message.version} is not loaded yet")
         inputs, batch = await self._input_of(message, stage)
-        edges = self._edges if inputs is not None and inputs.keep else None
-        done = await self._engine.compute(
-            self, stage.loaded, batch, stage.float32_as, edges.allocate if edges is not None else None
-        )
+        allocate = self._edges.allocate if inputs is not None and inputs.keep else None
+        done = await self._engine.compute(self, stage.loaded, batch, stage.float32_as, allocate)
         output, compute_ns, waited_us = done.output, done.compute_ns, done.waited_us
         self._metrics.computed(message.stage, compute_ns / 1e9)
         kind = MessageKind.RESULT
-        if edges is not None and inputs is not None:
-            number = edges.store.put(self, output, expires_s=inputs.expires_s or None)
+        if inputs is not None and inputs.keep:
+            number = self._edges.store.put(self, output, expires_s=inputs.expires_s or None)
             if number is not None:  # else it is sent to the leader
                 kind, output = MessageKind.KEPT, torch.tensor([number, *output.shape[1:]])
         return Message(kind, message.batch, output, compute_ns, waited_us, message.stage, message.version)
@@ -272,7 +269,6 @@ class Session:
         assert message.payload is not None, "`_check` requires a payload"
         if message.kind is MessageKind.BATCH:
             return None, message.payload
-        assert self._edges is not None, "`_check` requires edges"
         inputs = BatchInputs.parse(message.payload, stage.dtype, stage.row_shape.dims, stage.assignment.max_batch_size)
         row_shape = inputs.row_shape(stage.row_shape.dims)
         if not stage.row_shape.accepts(row_shape):

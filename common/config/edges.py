@@ -1,7 +1,5 @@
 """The settings of data edges, which workers and frontends share."""
 
-from typing import Literal
-
 from pydantic import SecretStr, field_validator
 
 from multiworld_serving.common.config.addresses import parse_address
@@ -11,9 +9,6 @@ from multiworld_serving.common.config.settings import INTERNAL, Settings, settin
 class EdgeSettings(Settings):
     """How tensors reach a process and leave it."""
 
-    edges: Literal["auto", "relay"] = setting("auto", "Network")
-    """auto sends tensors directly from the process that has them to the one that needs them, and through a leader only if that fails;
-    relay sends all tensors through the leaders."""
     edge_min_bytes: int = setting(8192, "Network", ge=0, le=1 << 30)
     """Smallest tensor in bytes that a process keeps for others to fetch. Smaller ones travel in the messages to and from the leader, which
     takes one round trip less."""

@@ -107,7 +107,7 @@ class Edges:
         except OSError as error:
             await self._manager.aclose()
             raise UserError(
-                f"--edge-port {settings.edge_port} on {self._host} cannot be used: {error}; choose another one, or --edges relay"
+                f"--edge-port {settings.edge_port} on {self._host} cannot be used: {error}; choose another one"
             ) from error
         self._manager.answer(self._host, self._port, self._offer)
         self._manager.set_accepted_secrets(*self._secrets)

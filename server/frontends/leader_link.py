@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from multiworld import AskError, World, WorldError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
-from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer
 from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.server.frontends.link import Link, LinkLostError, Received
@@ -40,7 +39,6 @@ class LeaderLink:
     Args:
         address: where the leader listens; `settings` may know another one before each attempt to join.
         pool: is told what happens on the link.
-        edges: of this process; None: all tensors go through the leaders.
         number: position of the leader in `settings.leaders`.
 
     Attributes:
@@ -56,7 +54,6 @@ class LeaderLink:
         address: Address,
         settings: FrontendSettings,
         pool: LeaderPool,
-        edges: Edges | None = None,
         number: int = 0,
     ) -> None:
         self.address = address
@@ -66,7 +63,6 @@ class LeaderLink:
         self.was_ready = False
         self.is_silent = False
         self.relays = False
-        self._edges = edges
         self._settings = settings
         self._pool = pool
         self._link: Link | None = None
@@ -177,8 +173,7 @@ class LeaderLink:
 
     async def _ask(self) -> JoinOffer:
         settings = self._settings
-        edge = "" if self._edges is None else self._edges.holder
-        request = FrontendJoinRequest(settings.name, socket.gethostname(), os.getpid(), edge)
+        request = FrontendJoinRequest(settings.name, socket.gethostname(), os.getpid(), self._pool.edges.holder)
         answer = await ask(
             self.address.host,
             self.address.port,

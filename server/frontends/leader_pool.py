@@ -83,12 +83,12 @@ class LeaderPool:
     Args:
         grace_s: how long a request waits while no leader is usable.
         on_change: called when the state of a leader has changed.
-        edges: of this process; None: all tensors go through the leaders.
         name: of the model that the leaders serve; "" = they decide.
 
     Attributes:
         leaders: which of them acts.
         metrics: of this frontend.
+        edges: of this process.
         open_requests: number of requests that were admitted and have not ended.
     """
 
@@ -97,7 +97,7 @@ class LeaderPool:
         grace_s: float,
         metrics: FrontendMetrics,
         on_change: Callable[[PipelineSnapshot], None],
-        edges: Edges | None = None,
+        edges: Edges,
         name: str = "",
     ) -> None:
         self.name = name
@@ -110,7 +110,7 @@ class LeaderPool:
         self._on_change = on_change
         self._last = PipelineSnapshot(name, "", False, False, 0.0, 0, 0, ())
         self._overload = _Overload(OverloadedError(""))
-        self._edges = edges
+        self.edges = edges
 
     # -- requests --------------------------------------------------------------------------------------------------------------
 
@@ -157,9 +157,9 @@ class LeaderPool:
         Cancelling withdraws the request: it is not sent again, and a late output is dropped.
         """
         row_bytes = rows.shape[1] if self.model.result().input_rows.row_shape is None else 0
-        store = None if self._edges is None else self._edges.store
-        number = None if store is None else store.put(self, rows)
-        request = Predict(request_id, 0.0, key, len(rows), number, row_bytes, fetches=store is not None)
+        store = self.edges.store
+        number = store.put(self, rows)
+        request = Predict(request_id, 0.0, key, len(rows), number, row_bytes, fetches=True)
         sending = Resending(request, self.leaders, self.metrics, self.name)
         try:
             while True:
@@ -184,10 +184,10 @@ class LeaderPool:
             if isinstance(error, OverloadedError) and len(rows) == 1:  # a leader may have room for fewer rows
                 now_s = time.monotonic()
                 self._overload = _Overload(error, now_s + _REFUSE_S, _SIMILAR * (deadline_s - now_s))
-            if store is not None and number is not None:
+            if number is not None:
                 store.expire(number, _KEEP_S)
             raise
-        if store is not None and number is not None:
+        if number is not None:
             store.release((number,))
         answer: Prediction = reply.body
         return msgspec.structs.replace(answer, output=output, kept=(), attempts=answer.attempts + sending.resent)
@@ -199,11 +199,11 @@ class LeaderPool:
             return parse_rows(reply.payload, count, rows)
         kept = [at for source in answer.kept for at in source.at]
         sent_at = [at for at in range(count) if at not in kept]
-        if self._edges is None or len(kept) + len(sent_at) != count:
+        if len(kept) + len(sent_at) != count:
             raise ValueError(f"outputs of the samples {kept!s:.100}; expected each of {count} at most once")
         sent = parse_rows(reply.payload, len(sent_at), rows) if sent_at else None
         row_shape = (answer.row_bytes,) if rows.row_shape is None else rows.row_shape
-        return await self._edges.fetch_rows(answer.kept, count, rows.dtype, row_shape, (sent, sent_at), take=True)
+        return await self.edges.fetch_rows(answer.kept, count, rows.dtype, row_shape, (sent, sent_at), take=True)
 
     async def _wait_for_leader(self, deadline_s: float) -> None:
         """Wait until a leader can be used. Raises NotReadyError after `grace_s` or if the model is unloaded, and DeadlineError."""

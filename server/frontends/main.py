@@ -123,10 +123,8 @@ class _Frontend:
         gc.collect()
         gc.freeze()  # the garbage collector need not scan torch's modules again
         stack.callback(gc.unfreeze)
-        self.edges: Edges | None = None
-        if settings.edges == "auto":
-            leaders = [leader for each in models.values() for leader in each.leaders]
-            self.edges = Edges(settings.name, local_host(leaders), settings, EdgeMetrics(self.metrics))
+        leaders = [leader for each in models.values() for leader in each.leaders]
+        self.edges = Edges(settings.name, local_host(leaders), settings, EdgeMetrics(self.metrics))
         self.groups = Groups()
         self.known = asyncio.Event()
         self.started_s = time.monotonic()
@@ -142,9 +140,7 @@ class _Frontend:
         on_stop_signal(self._stop.set)
         warn_if_unprotected(settings, self._credentials)
         try:
-            async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
-                if self.edges is not None:
-                    await stack.enter_async_context(self.edges)
+            async with self.edges, asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(each) for model in self._models for each in model.run()]
                 try:
                     await _first(self._stop.wait(), self.known.wait())
@@ -233,10 +229,9 @@ class _Model:
         self._handler = handler
         self._group: Group | None = None
         self._announced = False
-        edges = frontend.edges
-        self.pool = LeaderPool(settings.recovery_grace_s, frontend.metrics, self._on_change, edges, name)
+        self.pool = LeaderPool(settings.recovery_grace_s, frontend.metrics, self._on_change, frontend.edges, name)
         for number, address in enumerate(settings.leaders):
-            self.pool.links.append(LeaderLink(address, settings, self.pool, edges, number))
+            self.pool.links.append(LeaderLink(address, settings, self.pool, number))
         if name:
             self._add_group()
 

@@ -164,8 +164,7 @@ class FrontendSessions:
             logger.info("frontend %s left: %s", request.frontend, ending)
         finally:
             self._sessions.discard(session)
-            if request.edge:
-                self.leader.driver.batches.relays.forget(request.edge, request.frontend)
+            self.leader.driver.batches.relays.forget(request.edge, request.frontend)
             with contextlib.suppress(WorldError):
                 await self.leader.manager.close_world(world.name)
             self.state_changed()
@@ -230,7 +229,7 @@ class FrontendSession:
                 request.request_id,
                 time.monotonic() + request.timeout_s,
                 request.key,
-                who.frontend if who.edge and request.fetches else None,
+                who.frontend if request.fetches else None,
             )
         except Exception as error:  # noqa: BLE001 - reported to the frontend
             self.link.reply_error(number, error)
@@ -244,8 +243,6 @@ class FrontendSession:
         if request.tensor is None:
             self._sessions.metrics.relayed_from_frontends.inc(len(payload))
             return parse_rows(payload, request.rows, rows)
-        if not self.who.edge:
-            raise ValueError("a reference to an input of a frontend that announced no edge")
         if (row_bytes > 0) != (rows.row_shape is None) or row_bytes > rows.max_row_bytes:
             raise ValueError(f"a reference to rows of {row_bytes} bytes; expected at most {rows.max_row_bytes}")
         return RemoteInput(self.who.edge, request.tensor, row_bytes)

@@ -146,9 +146,6 @@ class Batches:
             raise LookupError(f"there is no input for batch {action.batch}")
         link, plan = self.replicas[action.replica]
         worker = link.worker
-        if not worker.request.edge:
-            for holder in batch.holders:
-                self.relays.add(holder, worker.name)
         if holders := [holder for holder in batch.holders if self.relays.between(holder, worker.name)]:
             self.lose_input(action.batch, action.replica, action.requests, holders)
             return
@@ -174,8 +171,8 @@ class Batches:
 
     def _keeps_output(self, action: SendBatch, holder: str, *, is_last: bool) -> bool:
         """Whether the worker should keep the output, because everyone who needs it can fetch it."""
-        if not holder or not is_last:
-            return bool(holder) and not self.relays.needed_from(holder)
+        if not is_last:
+            return not self.relays.needed_from(holder)
         fetchers = self._requests.fetchers(action.requests)
         return all(fetcher is not None and not self.relays.between(holder, fetcher) for fetcher in fetchers)
 

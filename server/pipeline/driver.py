@@ -122,8 +122,7 @@ class SchedulerDriver:
             self.submit_event(ReplicaLost(replica, worker.ending.cause if worker.ending else ""))
             self.batches.replicas.pop(replica, None)
         worker.replicas.clear()
-        if worker.request.edge:
-            self.batches.relays.forget(worker.request.edge, worker.name)
+        self.batches.relays.forget(worker.request.edge, worker.name)
 
     def in_flight(self, worker: Worker) -> int:
         """Batches in flight at this worker."""

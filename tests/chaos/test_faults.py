@@ -66,7 +66,7 @@ def test_no_request_fails_when_leaders_relay_the_tensors(name: str, relayed: Loc
 
 @pytest.fixture(scope="module")
 def relayed() -> Iterator[LocalService]:
-    with small_service(stages=2, replicas=2, leaders=2, heartbeat_timeout_s=3, edges="relay") as running:
+    with small_service(stages=2, replicas=2, leaders=2, heartbeat_timeout_s=3, advertise_edge="127.0.0.1:1") as running:
         yield running
 
 

@@ -16,6 +16,7 @@ from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.settings import WorkerSettings
 from tests.chaos.relay import Relay
+from tests.unit.edges.edge_parts import unused_edges
 
 WAIT_S = 60.0
 
@@ -26,7 +27,7 @@ async def member_of(port: int) -> AsyncIterator[None]:
     settings = load(WorkerSettings, {"leader": f"127.0.0.1:{port}", "advertise_host": "gpu7", "join_timeout_s": "0.5"})
     engine, stop = Engine(torch.device("cpu")), asyncio.Event()
     async with WorldManager(verify_collectives=False) as manager:
-        worker = WorkerProcess(settings, engine, stop, LeaderOrder(), WorkerMetrics())
+        worker = WorkerProcess(settings, engine, stop, LeaderOrder(), WorkerMetrics(), unused_edges())
         tie = LeaderConnection(worker, manager, Address("127.0.0.1", port))
         task = asyncio.create_task(tie.run())
         try:

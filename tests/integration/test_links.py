@@ -25,6 +25,7 @@ from multiworld_serving.workers.session import Session
 from tests.chaos.lies import LIES, RawMessage, claim, lying, whole
 from tests.resnets import resnet_plan, sent_stage, with_other_weights
 from tests.sent_batches import send, worker_at
+from tests.unit.edges.edge_parts import unused_edges
 
 IMAGE_SIZE = 32
 WAIT_S = 60.0
@@ -99,7 +100,7 @@ class Pair:
         world = await self.worker.initialize_world(
             offer.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=self.port, generation=offer.generation
         )
-        session = Session(world, self.engine)
+        session = Session(world, self.engine, unused_edges())
         self.tasks.append(asyncio.create_task(session.run()))
         return session
 

@@ -24,6 +24,7 @@ from multiworld_serving.workers.stage_loader import AssignedStage
 from tests.integration.test_links import ending_of
 from tests.resnets import resnet_plan
 from tests.sent_batches import send, worker_at
+from tests.unit.edges.edge_parts import unused_edges
 
 IMAGE_SIZE = 32
 WAIT_S = 60.0
@@ -69,7 +70,7 @@ class LeaderSide:
         world = await self.workers_manager.initialize_world(
             *(slot.name, 1, 2, WORLD_BACKEND), addr="127.0.0.1", port=port, generation=1
         )
-        self.session = Session(world, self.engine, place=self.place)
+        self.session = Session(world, self.engine, unused_edges(), place=self.place)
         self.tasks.append(asyncio.create_task(self.session.run()))
 
     async def until(self, state: str) -> None:

@@ -70,7 +70,7 @@ async def stages(plan: tuple[StagePlan, ...]) -> AsyncIterator[list[Stage]]:
             world = await worker.initialize_world(
                 link.worker.id.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=port, generation=1
             )
-            session = Session(world, engine, edges=own)
+            session = Session(world, engine, own)
             tasks.append(asyncio.create_task(session.run()))
             await heard.until("ready")
             made.append(Stage(link, heard, own, session))

@@ -16,6 +16,12 @@ from multiworld_serving.workers.settings import WorkerSettings
 SECRET = "a-secret-of-this-test"
 
 
+def unused_edges() -> Edges:
+    """For a process that keeps no tensor."""
+    settings = WorkerSettings(leader="127.0.0.1:1", token=SecretStr(SECRET), edge_min_bytes=1 << 30)
+    return Edges("unused", "127.0.0.1", settings, EdgeMetrics(ProgramMetrics()))
+
+
 @asynccontextmanager
 async def edges(name: str = "p", *, secret: str = SECRET, **settings: Any) -> AsyncIterator[Edges]:
     given = {"edge_min_bytes": 0} | settings

@@ -39,7 +39,7 @@ class Line:
         self.sent: list[tuple[SentBatch, Tensor | BatchInputs]] = []
         self.released: list[int] = []
 
-    def send(self, sent: SentBatch, payload: Tensor | BatchInputs, traced: object = ()) -> None:
+    def send(self, sent: SentBatch, payload: Tensor | BatchInputs) -> None:
         self.sent.append((sent, payload))
 
     def release(self, output: int) -> None:
@@ -53,11 +53,9 @@ class Line:
 class Bench:
     """A driver with two stages of one or more replicas. Batches have one request, or two if `pairs`."""
 
-    def __init__(self, replicas: int = 1, edges: bool = True, pairs: bool = False) -> None:
+    def __init__(self, replicas: int = 1, pairs: bool = False) -> None:
         self.lines = [
-            Line(stage, index, f"10.0.0.{stage}{index}:1/w" if edges else "")
-            for stage in range(2)
-            for index in range(replicas)
+            Line(stage, index, f"10.0.0.{stage}{index}:1/w") for stage in range(2) for index in range(replicas)
         ]
         self.metrics = LeaderMetrics()
         config = SchedulerConfig(

@@ -30,6 +30,7 @@ from multiworld_serving.server.frontends.messages import (
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, StageSnapshot
+from tests.unit.edges.edge_parts import unused_edges
 from tests.unit.server.image_model import image_classifier
 
 FIRST = Desired(0, ModelVersion(1, "v1", "digest of v1"))
@@ -172,7 +173,7 @@ class Pool:
     def __init__(self, leaders: int, grace_s: float) -> None:
         self.metrics = FrontendMetrics()
         self.seen: list[PipelineSnapshot] = []
-        self.pool = LeaderPool(grace_s, self.metrics, self.seen.append, name=MODEL.name)
+        self.pool = LeaderPool(grace_s, self.metrics, self.seen.append, unused_edges(), MODEL.name)
         self.leaders = [FakeLeader(self.pool, number) for number in range(leaders)]
         self.pool.links.extend(self.leaders)
         self.pool.model.set_result(MODEL)

@@ -38,6 +38,7 @@ from multiworld_serving.server.pipeline.requests import PendingRequest
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, RestartStep
 from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.server.snapshots import PipelineSnapshot
+from tests.unit.edges.edge_parts import unused_edges
 from tests.unit.server.fake_leaders import open_request
 from tests.unit.server.image_model import image_classifier
 from tests.waiting import until
@@ -121,7 +122,7 @@ class Service:
     async def frontend(self, name: str = "frontend-0") -> LeaderPool:
         """Start a frontend and wait until it is connected."""
         settings = self.settings(name)
-        pool = LeaderPool(5.0, FrontendMetrics(), lambda _: None)
+        pool = LeaderPool(5.0, FrontendMetrics(), lambda _: None, unused_edges())
         link = self.links[name] = LeaderLink(Address("127.0.0.1", self.port), settings, pool)
         pool.links.append(link)
         self._running.append(asyncio.create_task(link.run()))
@@ -179,7 +180,8 @@ async def test_join_request_of_another_protocol_is_refused_with_what_to_upgrade(
 async def test_frontend_ends_when_its_only_leader_does_not_take_its_token() -> None:
     async with running() as service:
         settings = service.settings(secret="another")
-        link = LeaderLink(settings.leaders[0], settings, LeaderPool(1.0, FrontendMetrics(), lambda _: None))
+        pool = LeaderPool(1.0, FrontendMetrics(), lambda _: None, unused_edges())
+        link = LeaderLink(settings.leaders[0], settings, pool)
         with pytest.raises(UserError, match="rejects this frontend's token"):
             await link.run()
 

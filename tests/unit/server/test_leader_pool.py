@@ -56,7 +56,7 @@ async def test_leader_gets_the_image_and_what_it_needs_to_know() -> None:
     assert torch.equal(found.output, torch.tensor([[0.25, 0.75]]))
     [(request, payload)] = made.leaders[0].got
     assert isinstance(request, Predict)
-    assert (request.request_id, request.span, payload) == ("mine", None, IMAGE.numpy().tobytes())
+    assert (request.request_id, payload) == ("mine", IMAGE.numpy().tobytes())
     assert 29 < request.timeout_s <= 30, "leader and frontend have different clocks"
 
 

@@ -65,9 +65,9 @@ class EdgeLeader(FakeLeader):
         return body
 
 
-def pool_with(frontend: Edges | None) -> tuple[LeaderPool, FrontendMetrics]:
+def pool_with(frontend: Edges) -> tuple[LeaderPool, FrontendMetrics]:
     metrics = FrontendMetrics()
-    pool = LeaderPool(5.0, metrics, lambda _: None, edges=frontend)
+    pool = LeaderPool(5.0, metrics, lambda _: None, frontend)
     pool.model.set_result(image_classifier("m", "v1", ("?",) * 2, ImageSizes(4, 4)))
     return pool, metrics
 

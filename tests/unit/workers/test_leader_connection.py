@@ -21,6 +21,7 @@ from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.session import Session
 from multiworld_serving.workers.settings import WorkerSettings
+from tests.unit.edges.edge_parts import unused_edges
 
 SECRET = "a-secret-of-this-test"
 
@@ -40,7 +41,7 @@ async def leader() -> AsyncIterator[int]:
 
 def connection(port: int, engine: Engine, *others: str) -> LeaderConnection:
     settings = WorkerSettings(leader=",".join((f"127.0.0.1:{port}", *others)), token=SecretStr(SECRET))
-    worker = WorkerProcess(settings, engine, asyncio.Event(), LeaderOrder(), WorkerMetrics())
+    worker = WorkerProcess(settings, engine, asyncio.Event(), LeaderOrder(), WorkerMetrics(), unused_edges())
     return LeaderConnection(worker, WorldManager(secret=SECRET), Address("127.0.0.1", port))
 
 
