@@ -27,21 +27,23 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class ProgramMetrics:
     """The metrics of one process.
 
-    Args:
-        build: labels of `multiworld_build_info`, such as {"version": "0.1.0", "torch": "2.15.0"}.
-
     Attributes:
         registry: of counters, gauges and histograms, which are thread-safe.
         derived: of collectors that read the state of the event loop in each scrape.
     """
 
-    def __init__(self, build: dict[str, str] | None = None) -> None:
+    def __init__(self) -> None:
         # The `_created` series are unused and enlarge every scrape. prometheus_client has only a process-wide switch.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry, self.derived = CollectorRegistry(), CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
-        Info("multiworld_build", "Versions that this process runs with.", registry=self.registry).info(build or {})
+        build = {
+            "version": version("multiworld-serving"),
+            "torch": version("torch"),
+            "python": platform.python_version(),
+        }
+        Info("multiworld_build", "Versions that this process runs with.", registry=self.registry).info(build)
 
     def counter(self, name: str, says: str, labels: Iterable[str] = ()) -> Counter:
         """Define a counter, `multiworld_NAME_total`."""
@@ -63,8 +65,3 @@ class ProgramMetrics:
         """As `text`. Formats `registry` on a thread, because the series of 100 workers take about 40 ms."""
         derived = generate_latest(self.derived)
         return await asyncio.to_thread(generate_latest, self.registry) + derived
-
-
-def build_labels(torch: str) -> dict[str, str]:
-    """Labels of `multiworld_build_info`. `torch` is its version, passed in so that this module need not import it."""
-    return {"version": version("multiworld-serving"), "torch": torch, "python": platform.python_version()}

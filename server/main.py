@@ -18,7 +18,6 @@ from multiworld_serving.common.config import (
 )
 from multiworld_serving.common.config.process import notify, notify_systemd, on_stop_signal
 from multiworld_serving.common.http.metrics_port import metrics_port
-from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.capacity_report import CAPACITY_FIELD
@@ -65,7 +64,7 @@ def _prepare(settings: LeaderSettings) -> tuple[ServedModel, ModelSource, Versio
 async def _serve(settings: LeaderSettings, model: ServedModel, loader: ModelSource, plan: VersionPlan) -> int:
     stop = asyncio.Event()
     on_stop_signal(stop.set)
-    metrics = LeaderMetrics(build_labels(torch.__version__))
+    metrics = LeaderMetrics()
     leader = Leader(model, plan, settings, metrics, loader=loader)
     leader.manager.set_accepted_secrets(*settings.accepted_secrets)
     async with contextlib.AsyncExitStack() as stack:

@@ -18,7 +18,6 @@ from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.http.metrics_port import metrics_port
-from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.workers import exit_timer
 from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.device import check_device
@@ -56,7 +55,7 @@ def run(settings: WorkerSettings) -> int:
 
 async def _serve(settings: WorkerSettings, device: torch.device) -> int:
     stop, engine = asyncio.Event(), Engine(device, _shared_cores(settings))
-    metrics = WorkerMetrics(build_labels(torch.__version__))
+    metrics = WorkerMetrics()
     loop = asyncio.get_running_loop()
     exit_timer.handle_loop_errors(loop)
     for signum in (signal.SIGTERM, signal.SIGINT):

@@ -26,8 +26,6 @@ from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.processes.programs import PROGRAM, Role, Values, environment_of, settings_file
 from multiworld_serving.deploy.processes.supervisor import Supervisor
 from multiworld_serving.deploy.ray.placement import Resources
-from multiworld_serving.deploy.scaling.autoscaler import REPORT_AGE_S
-from multiworld_serving.server.capacity_report import CapacityReport
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +65,12 @@ class ProcessState(NamedTuple):
         host: name of the node.
         started: the process has sent READY=1: a leader or frontend listens.
         invalid_input: it has ended with status 2, because its settings are invalid on this node.
-        stopping: `stop` was called.
         addresses: where it listens, by the setting of the socket.
     """
 
     host: str
     started: bool
     invalid_input: bool
-    stopping: bool
     addresses: Mapping[str, str]
 
 
@@ -125,18 +121,12 @@ class ProcessActor:
             self._host,
             pid is not None and self._notify.heard(pid),
             self._supervisor.invalid_input.is_set(),
-            self._stop.is_set(),
             {name: self._address(name) for name in self._sockets},
         )
 
     def join_address(self) -> str:
         """Where this leader listens."""
         return self._address("join_fd")
-
-    def capacity(self) -> CapacityReport | None:
-        """What this leader reported last for scaling; None if it has not lately."""
-        pid = self._supervisor.pids.get(0)
-        return None if pid is None else self._notify.capacity(pid, REPORT_AGE_S)
 
     def stop(self) -> None:
         """Stop the process: SIGTERM, and SIGKILL after the stop timeout. Returns when it has ended."""

@@ -82,8 +82,8 @@ def answers(asked: Mapping[str, "ray.ObjectRef[Any]"], timeout_s: float) -> dict
     return found
 
 
-def create(spec: ProcessSpec, group: PlacementGroup | None = None, bundle: int = 0) -> None:
-    """Create the actor of a process, in a bundle of the placement group, or else on a node that Ray chooses to spread actors."""
+def create(spec: ProcessSpec, group: PlacementGroup, bundle: int) -> None:
+    """Create the actor of a process in a bundle of the placement group."""
     ray.remote(ProcessActor).options(
         name=spec.name,
         lifetime="detached",
@@ -91,7 +91,7 @@ def create(spec: ProcessSpec, group: PlacementGroup | None = None, bundle: int =
         max_task_retries=0,
         num_cpus=spec.need.cores,
         num_gpus=spec.need.gpus,
-        scheduling_strategy="SPREAD" if group is None else PlacementGroupSchedulingStrategy(group, bundle),
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
     ).remote(spec)
 
 

@@ -38,8 +38,6 @@ from multiworld_serving.deploy.ray.cluster import (
     running_actors,
 )
 from multiworld_serving.deploy.ray.placement import Placement, Resources, place, total
-from multiworld_serving.deploy.ray.scaling import AUTOSCALER, ScalingPlan, start_autoscaler
-from multiworld_serving.deploy.scaling.autoscaler import limits_of
 from multiworld_serving.server.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
@@ -78,12 +76,9 @@ def serve(settings: ServeSettings) -> int:
         try:
             _start(specs, placement)
             states = _until_ready(settings, specs)
-            if (limits := limits_of(settings)) is not None:
-                bundle_of = {name: index for index, names in enumerate(placement.bundles) for name in names}
-                start_autoscaler(ScalingPlan(limits, specs["worker-0"], bundle_of))
         except BaseException:
             logger.info("taking everything down")
-            kill(running_actors(AUTOSCALER, *ROLES))
+            kill(running_actors(*ROLES))
             remove_group()
             raise
         _log_addresses(settings, states)
@@ -99,7 +94,6 @@ def down(namespace: str, timeout_s: float) -> None:
         UserError: no cluster answers, or no service runs there.
     """
     with connected(namespace):
-        kill(running_actors(AUTOSCALER))  # first, because it would start workers again
         actors = running_actors(*ROLES)
         if not actors and not remove_group():
             raise UserError(f"no service runs in the namespace {namespace} of this Ray cluster; see --ray-namespace")
@@ -124,6 +118,10 @@ def _checked(settings: ServeSettings) -> ServeSettings:
     if settings.external_workers:
         raise UserError(
             "--external-workers: the launcher ray starts the workers; further ones may join with --token-file"
+        )
+    if settings.autoscale is not None:
+        raise UserError(
+            "--autoscale: the launcher ray starts a fixed number of workers; further ones may join with --token-file"
         )
     secrets = settings.secrets  # raises if the token file is invalid
     settings = settings.model_copy(update={"local_token": new_token()})

@@ -66,24 +66,16 @@ def _fit(needs: Sequence[Resources], nodes: Sequence[Resources], *, alone: bool)
     left = list(nodes)
     for need in needs:
         node = max(
-            (node for node in left if covers(node, need)), key=lambda each: (each.gpus, each.cores), default=None
+            (node for node in left if node.cores >= need.cores and node.gpus >= need.gpus),
+            key=lambda each: (each.gpus, each.cores),
+            default=None,
         )
         if node is None:
             return False
         left.remove(node)
         if not alone:
-            left.append(without(node, need))
+            left.append(Resources(node.cores - need.cores, node.gpus - need.gpus))
     return True
-
-
-def covers(node: Resources, need: Resources) -> bool:
-    """Whether a node has room for this need."""
-    return node.cores >= need.cores and node.gpus >= need.gpus
-
-
-def without(node: Resources, need: Resources) -> Resources:
-    """What is left of a node."""
-    return Resources(node.cores - need.cores, node.gpus - need.gpus)
 
 
 def _shortage(needs: Sequence[Resources], nodes: Sequence[Resources]) -> str:

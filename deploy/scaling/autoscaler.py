@@ -21,7 +21,7 @@ REPORT_AGE_S = 5.0
 
 
 class Launcher(Protocol):
-    """What runs the processes of a service: this machine (`processes/service.py`) or Ray (`ray/scaling.py`)."""
+    """What starts and stops the workers: see `processes/group.py`."""
 
     async def capacity_reports(self) -> Sequence[CapacityReport | None]:
         """The last report of each leader, None if it is older than `REPORT_AGE_S`."""

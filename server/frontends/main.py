@@ -25,7 +25,6 @@ from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving
-from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.server.api.app import create_admin_app, create_api
 from multiworld_serving.server.api.groups import Group, Groups
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
@@ -112,7 +111,7 @@ class _Frontend:
         tracer = stack.enter_context(exporting_traces(settings))
         self._stack = stack
         self._stop = asyncio.Event()
-        self.metrics = FrontendMetrics(build_labels(torch.__version__))
+        self.metrics = FrontendMetrics()
         self._requests = self.metrics.requests
         self._requests.traces = None if tracer is None else RequestTraces(tracer)
         self._requests.log_all = settings.access_log

@@ -16,8 +16,8 @@ class FrontendMetrics(ProgramMetrics):
         requests: records all requests.
     """
 
-    def __init__(self, build: dict[str, str] | None = None) -> None:
-        super().__init__(build)
+    def __init__(self) -> None:
+        super().__init__()
         self.requests = Requests(self)
         self.connections = self.gauge("http_connections", "Open connections to the HTTP API.")
         self._leaders = self.gauge("leaders", "Leaders that this frontend can use.", ("model",))

@@ -46,8 +46,8 @@ class LinkMetrics(NamedTuple):
 class LeaderMetrics(ProgramMetrics):
     """The counters, gauges and histograms of a leader. `Counter` and the others are thread-safe."""
 
-    def __init__(self, build: dict[str, str] | None = None) -> None:
-        super().__init__(build)
+    def __init__(self) -> None:
+        super().__init__()
         self._links: dict[tuple[int, int], LinkMetrics] = {}
         self._define_requests()
         self._define_stages()

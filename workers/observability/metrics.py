@@ -24,8 +24,8 @@ _COMPUTE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1
 class WorkerMetrics(ProgramMetrics):
     """All series of one worker. Thread-safe."""
 
-    def __init__(self, build: dict[str, str] | None = None) -> None:
-        super().__init__(build)
+    def __init__(self) -> None:
+        super().__init__()
         self._of_stage: dict[int, tuple[Histogram, dict[Outcome, Counter]]] = {}
         """Looking up labels would cost more than the increment."""
         self._batches = self.counter(

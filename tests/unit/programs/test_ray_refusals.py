@@ -51,6 +51,7 @@ class TestWithRay:
         [
             (["--device", "cuda:1"], "Ray chooses the GPU of each worker"),
             (["--external-workers"], "the launcher ray starts the workers"),
+            (["--autoscale", "4..8"], "the launcher ray starts a fixed number of workers"),
         ],
     )
     def test_settings_of_one_machine_are_refused(
