@@ -46,7 +46,7 @@ def test_rules_pass_their_unit_tests(file: Path) -> None:
 
 
 def test_metric_names_follow_the_prometheus_conventions() -> None:
-    metrics = LeaderMetrics({"version": "1"})
+    metrics = LeaderMetrics()
     metrics.link(0, 0).compute_s.observe(0.1)
     check(program("promtool"), "check", "metrics", stdin=metrics.text())
 

@@ -14,7 +14,6 @@ from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.scheduling.state import Counters
 from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, ReplicaState, StageSnapshot
 
-BUILD = {"version": "0.1.0"}
 OF_LEADERS = {
     "multiworld_queue_depth": ("gauge", set()),
     "multiworld_queue_limit": ("gauge", set()),
@@ -44,7 +43,7 @@ OF_LEADERS = {
     "multiworld_frontends": ("gauge", set()),
     "multiworld_model_version": ("gauge", {"model", "version", "number"}),
     "multiworld_version_changes_total": ("counter", set()),
-    "multiworld_build_info": ("gauge", {"version"}),
+    "multiworld_build_info": ("gauge", {"version", "torch", "python"}),
 }
 OF_FRONTENDS = {
     "multiworld_requests_total": ("counter", {"model", "version", "protocol", "code", "reason"}),
@@ -56,7 +55,7 @@ OF_FRONTENDS = {
     "multiworld_leaders": ("gauge", {"model"}),
     "multiworld_leaders_configured": ("gauge", {"model"}),
     "multiworld_requests_resubmitted_total": ("counter", {"model", "reason"}),
-    "multiworld_build_info": ("gauge", {"version"}),
+    "multiworld_build_info": ("gauge", {"version", "torch", "python"}),
 }
 
 
@@ -70,7 +69,7 @@ def stage(index: int, *states: ReplicaState) -> StageSnapshot:
 
 def leader_metrics(*stages: StageSnapshot, counters: Counters | None = None) -> LeaderMetrics:
     """The metrics of a leader with these stages."""
-    metrics = LeaderMetrics(BUILD)
+    metrics = LeaderMetrics()
     now = PipelineSnapshot("m", "v", True, False, 1.0, 3, 4, stages)
     metrics.derived.register(PipelineCollector(lambda: now, counters or Counters()))
     return metrics
@@ -87,7 +86,7 @@ def busy_leader() -> LeaderMetrics:
 
 def busy_frontend() -> FrontendMetrics:
     """The metrics of a frontend to which everything has happened that adds series."""
-    metrics = FrontendMetrics(BUILD)
+    metrics = FrontendMetrics()
     counts = metrics.requests.of_model("m")
     counts.declare("v", ("predict",))
     metrics.requests.end({}, RequestRecord("id", "v", "predict", counts, status=200))

@@ -19,7 +19,7 @@ from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from tests.waiting import wait_until
 
 NAMES = {
-    "multiworld_build_info": ("gauge", {"version"}),
+    "multiworld_build_info": ("gauge", {"version", "torch", "python"}),
     "multiworld_worker_batches_total": ("counter", {"stage", "outcome"}),
     "multiworld_worker_compute_seconds": ("histogram", {"stage"}),
     "multiworld_worker_busy": ("gauge", set()),
@@ -32,7 +32,7 @@ NAMES = {
 
 def busy_worker() -> WorkerMetrics:
     """The metrics of a worker with a GPU, to which everything has happened that adds series."""
-    metrics = WorkerMetrics({"version": "0.1.0"})
+    metrics = WorkerMetrics()
     metrics.stage_loaded(0)
     collector = GpuCollector(CUDA, {name: (says, lambda device: 1.0) for name, (says, _) in gpu._READINGS.items()})
     collector._last = (time.monotonic(), list(collector._read()))
@@ -42,7 +42,7 @@ def busy_worker() -> WorkerMetrics:
 
 @pytest.fixture
 def metrics() -> WorkerMetrics:
-    return WorkerMetrics({"version": "0.1.0"})
+    return WorkerMetrics()
 
 
 def test_every_documented_name_is_exposed_with_its_labels(metrics: WorkerMetrics) -> None:
