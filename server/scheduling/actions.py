@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from multiworld_serving.server.scheduling.events import BatchId, ReplicaId, RequestId
 
@@ -13,14 +13,6 @@ SendKind: TypeAlias = Literal["first", "reroute", "retry", "hedge"]
 Reason: TypeAlias = Literal[
     "overloaded", "deadline", "no_replica", "not_ready", "poison", "stage_error", "invalid_input"
 ]
-
-
-class Rejection(NamedTuple):
-    """Why a request is rejected: `reason` is machine-readable, `detail` is for people."""
-
-    reason: Reason
-    detail: str
-    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +75,8 @@ class Reject:
 
     request: RequestId
     reason: Reason
-    retry_after_s: float | None
     detail: str
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ what exceeds the bound:
 
 from __future__ import annotations
 
-from multiworld_serving.server.scheduling.actions import Rejection
+from multiworld_serving.server.scheduling.actions import Reject
+from multiworld_serving.server.scheduling.events import RequestArrived
 from multiworld_serving.server.scheduling.state import SchedulerState
 
 _MARGIN = 1.5
@@ -26,32 +27,23 @@ _UNKNOWN_S = 1.0
 _LONGEST_S = 60.0
 
 
-class Admission:
-    """Decides, and changes nothing."""
-
-    def __init__(self, state: SchedulerState) -> None:
-        self._state = state
-
-    def check(self, deadline_s: float, ahead: int) -> Rejection | None:
-        """Why a request that arrives now, after `ahead` others, is rejected; None if it is accepted."""
-        state, table = self._state, self._state.table
-        if not table.was_complete:
-            return Rejection("not_ready", "not every stage has had a replica yet")
-        if table.unavailable:
-            return Rejection("no_replica", table.no_replica_detail())
-        remaining_s = deadline_s - state.now_s
-        if remaining_s <= 0:
-            return Rejection("deadline", "the deadline had passed on arrival")
-        return self._check_load(ahead, remaining_s)
-
-    def _check_load(self, ahead: int, remaining_s: float) -> Rejection | None:
-        backlog, throughput = self._state.backlog, self._state.throughput
-        waiting, open_requests = len(backlog.waiting) + ahead, len(backlog.requests) + ahead
-        if waiting >= self._state.config.queue_limit:
-            retry_after_s = min(throughput.min_time_s(waiting) or _UNKNOWN_S, _LONGEST_S)
-            return Rejection("overloaded", f"the queue is full: {waiting} requests are waiting", retry_after_s)
-        needed_s = _MARGIN * throughput.min_time_s(open_requests)
-        if needed_s > remaining_s:
-            detail = f"{open_requests} requests are ahead, which takes about {needed_s:.1f} s; the deadline is in {remaining_s:.1f} s"
-            return Rejection("overloaded", detail, needed_s - remaining_s)
-        return None
+def rejection(event: RequestArrived, state: SchedulerState) -> Reject | None:
+    """Why the samples of a request that arrives now are rejected; None if they are accepted."""
+    table = state.table
+    if not table.was_complete:
+        return Reject(event.request, "not_ready", "not every stage has had a replica yet")
+    if table.unavailable:
+        return Reject(event.request, "no_replica", table.no_replica_detail())
+    remaining_s = event.deadline_s - state.now_s
+    if remaining_s <= 0:
+        return Reject(event.request, "deadline", "the deadline had passed on arrival")
+    ahead, throughput = event.rows - 1, state.throughput
+    waiting, open_requests = len(state.backlog.waiting) + ahead, len(state.backlog.requests) + ahead
+    if waiting >= state.config.queue_limit:
+        retry_after_s = min(throughput.min_time_s(waiting) or _UNKNOWN_S, _LONGEST_S)
+        return Reject(event.request, "overloaded", f"the queue is full: {waiting} requests are waiting", retry_after_s)
+    needed_s = _MARGIN * throughput.min_time_s(open_requests)
+    if needed_s > remaining_s:
+        detail = f"{open_requests} requests are ahead, which takes about {needed_s:.1f} s; the deadline is in {remaining_s:.1f} s"
+        return Reject(event.request, "overloaded", detail, needed_s - remaining_s)
+    return None

@@ -74,7 +74,7 @@ class BatchLifecycle:
 
     def reject(self, request: Request, reason: Reason, detail: str) -> None:
         """Reject an open request."""
-        self._state.actions.append(Reject(request.id, reason, None, detail))
+        self._state.actions.append(Reject(request.id, reason, detail))
         self.close(request)
 
     def close(self, request: Request) -> None:

@@ -45,12 +45,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from multiworld_serving.server.scheduling.actions import (
-    Action,
-    FailReplica,
-    Reject,
-)
-from multiworld_serving.server.scheduling.admission import Admission
+from multiworld_serving.server.scheduling.actions import Action, FailReplica
+from multiworld_serving.server.scheduling.admission import rejection
 from multiworld_serving.server.scheduling.batch_lifecycle import BatchLifecycle
 from multiworld_serving.server.scheduling.batches import Request
 from multiworld_serving.server.scheduling.config import SchedulerConfig
@@ -81,7 +77,6 @@ class Scheduler:
         self.config = config
         self._state = SchedulerState(config)
         self.counters = self._state.counters
-        self._admission = Admission(self._state)
         self._lifecycle = BatchLifecycle(self._state)
         self._dispatcher = Dispatcher(self._state, self._lifecycle)
         self._returns = Returns(self._state, self._lifecycle)
@@ -194,13 +189,11 @@ class Scheduler:
             raise ValueError(f"request {open_ids[0]} is still open")
         for _ in ids:
             self._state.arrivals.arrived(now_s)
-        rejection = self._admission.check(event.deadline_s, ahead=event.rows - 1)
-        if rejection is None:
+        if (rejected := rejection(event, self._state)) is None:
             for each in ids:
                 backlog.admit(Request(each, event.deadline_s, now_s, now_s, event.key))
         else:
-            reason, detail, retry_after_s = rejection
-            self._state.actions.append(Reject(event.request, reason, retry_after_s, detail))
+            self._state.actions.append(rejected)
 
     def _cancelled(self, event: RequestCancelled) -> None:
         request = self._state.backlog.requests.get(event.request)

@@ -273,7 +273,7 @@ async def test_other_rows_of_a_request_are_withdrawn_when_it_ends(ends: str) -> 
     if ends == "cancelled":
         asked.cancel()
     else:
-        bench.driver._perform(Reject(3, "poison", None, "of this test"))
+        bench.driver._perform(Reject(3, "poison", "of this test"))
     await asyncio.gather(asked, return_exceptions=True)
     await asyncio.sleep(0)
     assert bench.driver.scheduler.open_requests == (
