@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Coroutine
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 import uvloop
@@ -83,6 +83,12 @@ def _listener(fd: int | None, host: str, port: int, name: str, *, reserve: bool 
     return sock
 
 
+def _start_handler(settings: FrontendSettings, stack: contextlib.ExitStack) -> HandlerProcesses | None:
+    if settings.handler is None:
+        return None
+    return stack.enter_context(HandlerProcesses(settings.handler, _HANDLER_TIMEOUT_S))
+
+
 async def _first(*waits: Awaitable[object]) -> None:
     """Return when one of them has ended. The others are cancelled."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
@@ -93,32 +99,40 @@ async def _first(*waits: Awaitable[object]) -> None:
             task.cancel()
 
 
+class _Ports(NamedTuple):
+    """The sockets of a frontend: listening, and that of gRPC reserved."""
+
+    http: socket.socket
+    admin: socket.socket
+    grpc: socket.socket | None
+
+    @classmethod
+    def open(cls, settings: FrontendSettings, stack: contextlib.ExitStack) -> Self:
+        """`stack` closes them."""
+        http = stack.enter_context(_listener(settings.http_fd, settings.host, settings.http_port, "http_port"))
+        admin = stack.enter_context(
+            _listener(settings.metrics_fd, settings.admin_host, settings.metrics_port, "metrics_port")
+        )
+        if settings.grpc_port is None:
+            return cls(http, admin, None)
+        grpc = _listener(settings.grpc_fd, settings.host, settings.grpc_port, "grpc_port", reserve=True)
+        return cls(http, admin, stack.enter_context(grpc))
+
+
 class _Frontend:
     """One frontend process."""
 
     def __init__(self, settings: FrontendSettings, stack: contextlib.ExitStack) -> None:
         self._settings = settings
         self._credentials = read_credentials(settings)
-        self._http = stack.enter_context(_listener(settings.http_fd, settings.host, settings.http_port, "http_port"))
-        self._admin = stack.enter_context(
-            _listener(settings.metrics_fd, settings.admin_host, settings.metrics_port, "metrics_port")
-        )
-        self._grpc: socket.socket | None = None
-        if settings.grpc_port is not None:
-            self._grpc = stack.enter_context(
-                _listener(settings.grpc_fd, settings.host, settings.grpc_port, "grpc_port", reserve=True)
-            )
+        self._ports = _Ports.open(settings, stack)
         tracer = stack.enter_context(exporting_traces(settings))
-        self._stack = stack
         self._stop = asyncio.Event()
         self.metrics = FrontendMetrics()
-        self._requests = self.metrics.requests
-        self._requests.traces = None if tracer is None else RequestTraces(tracer)
-        self._requests.log_all = settings.access_log
-        self.protocols: tuple[InferenceProtocol, ...] = ("predict", "v2", *(() if self._grpc is None else ("grpc",)))
+        self.metrics.requests.traces = None if tracer is None else RequestTraces(tracer)
+        self.metrics.requests.log_all = settings.access_log
         models = settings.models
-        self.num_models = len(models)
-        handlers = {name: self._start_handler(each) for name, each in models.items()}
+        handlers = {name: _start_handler(each, stack) for name, each in models.items()}
         gc.collect()
         gc.freeze()  # the garbage collector need not scan torch's modules again
         stack.callback(gc.unfreeze)
@@ -127,12 +141,12 @@ class _Frontend:
         self.groups = Groups()
         self.known = asyncio.Event()
         self.started_s = time.monotonic()
-        self._models = [_Model(self, name, each, handlers[name]) for name, each in models.items()]
+        self.models = [_Model(self, name, each, handlers[name]) for name, each in models.items()]
 
-    def _start_handler(self, settings: FrontendSettings) -> HandlerProcesses | None:
-        if settings.handler is None:
-            return None
-        return self._stack.enter_context(HandlerProcesses(settings.handler, _HANDLER_TIMEOUT_S))
+    @property
+    def protocols(self) -> tuple[InferenceProtocol, ...]:
+        """Those of the inference requests that it serves."""
+        return ("predict", "v2") if self._ports.grpc is None else ("predict", "v2", "grpc")
 
     async def serve(self) -> int:
         settings = self._settings
@@ -140,7 +154,7 @@ class _Frontend:
         warn_if_unprotected(settings, self._credentials)
         try:
             async with self.edges, asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(each) for model in self._models for each in model.run()]
+                running = [tasks.create_task(each) for model in self.models for each in model.run()]
                 try:
                     await _first(self._stop.wait(), self.known.wait())
                     if not self._stop.is_set():
@@ -155,24 +169,24 @@ class _Frontend:
         return 0
 
     async def _serve_http(self) -> None:
-        settings, metrics = self._settings, self.metrics
+        settings, metrics, ports = self._settings, self.metrics, self._ports
         authorizer = Authorizer(self._credentials.keys)
-        pools = [model.pool for model in self._models]
+        pools = [model.pool for model in self.models]
         scrape = partial(scrape_service, settings.name, pools, metrics, settings.supervisor_metrics_file)
-        app = create_api(self.groups, metrics, authorizer, scrape=scrape, admin_port=self._admin.getsockname()[1])
+        app = create_api(self.groups, metrics, authorizer, scrape=scrape, admin_port=ports.admin.getsockname()[1])
         admin_app = create_admin_app(
             scrape,
             self.groups,
             authorizer,
             own=metrics.scrape,
-            http_port=self._http.getsockname()[1],
+            http_port=ports.http.getsockname()[1],
         )
         connections = max_connections(settings)
         tls = self._credentials
         http = HttpServer(
-            *(app, self._http), max_connections=connections, context=tls.http, close_s=settings.drain_timeout_s
+            *(app, ports.http), max_connections=connections, context=tls.http, close_s=settings.drain_timeout_s
         )
-        admin = HttpServer(admin_app, self._admin, max_connections=connections, context=tls.admin)
+        admin = HttpServer(admin_app, ports.admin, max_connections=connections, context=tls.admin)
         metrics.connections.set_function(lambda: http.connections)
         grpc = self._grpc_port(authorizer, connections)
 
@@ -185,7 +199,7 @@ class _Frontend:
 
         reload_on_sighup(settings, apply)
         async with serving(admin), serving(http), grpc or contextlib.nullcontext(), notify_systemd():
-            logger.info("%s serves http=%s:%d", settings.name, *self._http.getsockname()[:2])
+            logger.info("%s serves http=%s:%d", settings.name, *ports.http.getsockname()[:2])
             await _first(self._stop.wait(), http.stopped.wait(), admin.stopped.wait())
             logger.info("stopping: waiting for %d open requests", sum(pool.open_requests for pool in pools))
             http.should_exit = True  # both at once
@@ -195,14 +209,14 @@ class _Frontend:
                 pool.stopping = not settings.http_shares > 1
 
     def _grpc_port(self, authorizer: Authorizer, connections: int) -> GrpcPort | None:
-        if self._grpc is None:
+        if self._ports.grpc is None:
             return None
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its log has another format; clients cause lines of it
         # An extra, and 30 MB.
         from multiworld_serving.server.api.oip_grpc.server import GrpcPort  # noqa: PLC0415
 
         limits, tls = request_limits(self._settings), self._credentials.grpc
-        return GrpcPort(self.groups, limits, self._requests, authorizer, self._grpc, connections, tls)
+        return GrpcPort(self.groups, limits, self.metrics.requests, authorizer, self._ports.grpc, connections, tls)
 
     async def _every_second(self) -> None:
         """Record the last second for the status page."""
@@ -241,7 +255,7 @@ class _Model:
     async def _serve(self) -> None:
         model = await asyncio.shield(self.pool.model)
         limits = request_limits(self._settings)
-        limits = replace(limits, max_held_bytes=limits.max_held_bytes // self._frontend.num_models)
+        limits = replace(limits, max_held_bytes=limits.max_held_bytes // len(self._frontend.models))
         inference = Inference(self.pool, model, limits)
         group = self._group or self._add_group()
         group.requests.declare(model.version, self._frontend.protocols)
