@@ -20,7 +20,7 @@ from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics, PipelineCollector
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
-from multiworld_serving.server.predictor import ModelVersion, ServedModel
+from multiworld_serving.server.predictor import ServedModel
 from multiworld_serving.server.replicas import status
 from multiworld_serving.server.replicas.paced import Paced
 from multiworld_serving.server.replicas.registry import WorkerRegistry
@@ -107,11 +107,6 @@ class Leader:
     # -- requests ------------------------------------------------------------------------------------------------------------
 
     @property
-    def version(self) -> ModelVersion:
-        """The version that serves new requests."""
-        return self._versions.current.version
-
-    @property
     def ready(self) -> bool:
         """Whether every stage has a ready replica, and requests are not refused."""
         return self.driver.scheduler.ready and self.serving.closed is None
@@ -119,9 +114,10 @@ class Leader:
     def snapshot(self) -> PipelineSnapshot:
         """The state of the pipeline now. Cheap: may be called several times a second."""
         scheduler, rollout, placement = self.driver.scheduler, self._registry.rollout, self._registry.placement
+        version = self._versions.current.version
         return PipelineSnapshot(
             model=self._versions.model,
-            version=self.version.name,
+            version=version.name,
             ready=self.ready,
             draining=isinstance(self.serving.closed, DrainingError),
             uptime_s=time.monotonic() - self._started_s,
@@ -129,7 +125,7 @@ class Leader:
             requests_in_flight=scheduler.open_requests,
             stages=status.stages(self._versions, placement, self.driver),
             spares=status.spares(placement, self.driver),
-            version_number=self.version.number,
+            version_number=version.number,
             version_loading=rollout.plan.version.name if rollout.plan else None,
             rollout=self.serving.operations.progress,
             unloaded=isinstance(self.serving.closed, NotReadyError),

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import NoReturn
 
-from multiworld import AskError, Cause, World, WorldError, WorldManager, ask
+from multiworld import AskError, Cause, World, WorldError, WorldManager
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges.edges import Edges
@@ -181,10 +181,8 @@ class LeaderConnection:
             ).to_json()
 
         try:
-            answer = await ask(
-                self._leader.host,
-                self._leader.port,
-                question,
+            return await JoinOffer.ask(
+                *(self._leader, question),
                 secret=settings.secret,
                 timeout_s=settings.join_timeout_s,
                 bind_host=settings.bind_host or "",
@@ -194,7 +192,6 @@ class LeaderConnection:
             if len(settings.leaders) > 1:  # keep serving the other leaders
                 raise AskError(message) from error
             raise UserError(message) from error
-        return JoinOffer.from_json(answer)
 
     async def _raise_if_stuck(self, session: Session) -> None:
         """Raise StuckError if the GPU has failed, or the engine is still busy with a job of the ended world.

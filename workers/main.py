@@ -12,7 +12,7 @@ import torch
 import uvloop
 
 from multiworld import WorldManager
-from multiworld_serving.common.config import raise_descriptor_limit
+from multiworld_serving.common.config import UserError, raise_descriptor_limit
 from multiworld_serving.common.config.addresses import local_host
 from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.common.edges.edges import Edges
@@ -20,7 +20,6 @@ from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.workers import exit_timer
 from multiworld_serving.workers.compute.cores import SharedCores
-from multiworld_serving.workers.compute.device import check_device
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError, WorkerProcess
@@ -44,13 +43,26 @@ def run(settings: WorkerSettings) -> int:
         UserError: the device or the address to bind does not exist, or the leader rejects the token.
     """
     raise_descriptor_limit()
-    device = check_device(settings.device)
+    device = _device_of(settings.device)
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     with contextlib.suppress(RuntimeError):  # torch allows it once per process
         torch.set_num_interop_threads(1)
     gc.freeze()  # the garbage collector need not scan torch's modules again
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, device))
+
+
+def _device_of(name: str) -> torch.device:
+    """The torch device of this name. Raises UserError if this machine does not have it."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
+            raise UserError(
+                f"device {name!r} does not exist: this machine has {there}; use --device cpu or another index"
+            )
+    return device
 
 
 async def _serve(settings: WorkerSettings, device: torch.device) -> int:

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from multiworld import AskError, Transport, World, WorldError, WorldManager, ask
+from multiworld import AskError, Transport, World, WorldError, WorldManager
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address, parse_address
 from multiworld_serving.common.config.edges import EdgePortSettings
@@ -239,13 +239,11 @@ class Edges:
         location, _, incarnation = holder.rpartition("/")
         address = parse_address(location)
         async with asyncio.timeout(_OPEN_S):
-            answer = await ask(
-                *(address.host, address.port, EdgeJoinRequest(self._name, incarnation).to_json()),
-                secret=self._secrets[0],
-                timeout_s=_OPEN_S,
-                bind_host=self._bind_host,
+            request = EdgeJoinRequest(self._name, incarnation).to_json()
+            offer = await JoinOffer.ask(
+                address, request, secret=self._secrets[0], timeout_s=_OPEN_S, bind_host=self._bind_host
             )
-            world = await JoinOffer.from_json(answer).form(self._manager, 1, address, _OPEN_S)
+            world = await offer.form(self._manager, 1, address, _OPEN_S)
         self._metrics.open["received"].inc()
         return world
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Annotated, Self
 
@@ -9,7 +10,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from multiworld import JoinError, World, WorldManager
+from multiworld import JoinError, World, WorldManager, ask
 from multiworld.texts import MAX_HOST_CHARS, MAX_NAME_CHARS, shown
 from multiworld_serving.common.config.addresses import Address, parse_address
 from multiworld_serving.common.wire.message import WireError
@@ -40,6 +41,8 @@ Holder = Annotated[str, Meta(pattern=r"^[!-~]+\Z", max_length=MAX_HOLDER_CHARS)]
 """A producer of tensors: HOST:PORT/INCARNATION."""
 NoHolder = Annotated[str, Meta(pattern=r"^([!-~]+/[!-~]+)?\Z", max_length=MAX_HOLDER_CHARS)]
 """A producer, or nothing."""
+Question = str | Callable[[], Awaitable[str]]
+"""A join request as JSON, or what makes it when the connection is open."""
 Pid = Annotated[int, Meta(ge=1, lt=1 << 32)]
 
 
@@ -153,6 +156,14 @@ class JoinOffer(JsonMessage, frozen=True, forbid_unknown_fields=True):
     wait_ms: Annotated[int, Meta(ge=0, le=100_000_000)] = 0
     address: str = ""
     leader: NoName = ""
+
+    @classmethod
+    async def ask(
+        cls, address: Address, question: Question, *, secret: bytes, timeout_s: float, bind_host: str = ""
+    ) -> Self:
+        """Ask the process that listens at `address` for a world. Raises AskError, PermissionError, WireError, OSError."""
+        answer = await ask(*address, question, secret=secret, timeout_s=timeout_s, bind_host=bind_host)
+        return cls.from_json(answer)
 
     async def form(self, manager: WorldManager, rank: int, address: Address, timeout_s: float) -> World:
         """Form the world: the process that offers it has rank 0 and listens at `address`. Raises JoinError, WorldError, OSError."""

@@ -10,7 +10,7 @@ import random
 import socket
 from typing import TYPE_CHECKING
 
-from multiworld import AskError, World, WorldError, WorldManager, ask
+from multiworld import AskError, World, WorldError, WorldManager
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer
@@ -92,7 +92,7 @@ class LeaderLink:
             self.label,
             state.host,
             state.pid,
-            state.version.name,
+            state.served.version.name,
             pipeline.queue_depth,
             pipeline.requests_in_flight,
             pipeline.uptime_s,
@@ -174,14 +174,9 @@ class LeaderLink:
     async def _ask(self) -> JoinOffer:
         settings = self._settings
         request = FrontendJoinRequest(settings.name, socket.gethostname(), os.getpid(), self._pool.edges.holder)
-        answer = await ask(
-            self.address.host,
-            self.address.port,
-            request.to_json(),
-            secret=settings.secret,
-            timeout_s=settings.join_timeout_s,
+        return await JoinOffer.ask(
+            self.address, request.to_json(), secret=settings.secret, timeout_s=settings.join_timeout_s
         )
-        return JoinOffer.from_json(answer)
 
     def _receive(self, received: Received) -> None:
         link, number = self._link, received.number

@@ -71,7 +71,7 @@ class LeaderOrder:
             self.current, key=lambda link: link.state is None or not link.state.snapshot.ready, default=None
         )
         if self.acting is not None and self.acting.state is not None:
-            self.version = self.acting.state.version
+            self.version = self.acting.state.served.version
 
     def choose(self, rejected: Collection[LeaderLink]) -> LeaderLink | None:
         """The first candidate that has not rejected the request. If there is none, an admitted request goes to a leader that drains."""

@@ -132,7 +132,6 @@ class LeaderState(Body, frozen=True):
 
     host: str
     pid: int
-    version: ModelVersion
     desired: Desired
     served: Desired
     snapshot: PipelineSnapshot

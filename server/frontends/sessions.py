@@ -129,7 +129,6 @@ class FrontendSessions:
         return LeaderState(
             host=socket.gethostname(),
             pid=os.getpid(),
-            version=leader.version,
             desired=leader.serving.desired,
             served=leader.serving.served,
             obstacle=leader.serving.obstacle,

@@ -11,7 +11,6 @@ from torch import Tensor
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.inputs import KeptOutput, batch_input, relayed_bytes, relayed_inputs
-from multiworld_serving.server.pipeline.relays import Relays
 from multiworld_serving.server.pipeline.requests import Requests
 from multiworld_serving.server.replicas.worker import SentBatch, Worker
 from multiworld_serving.server.replicas.worker_link import WorkerLink
@@ -21,8 +20,43 @@ from multiworld_serving.server.versions.version_table import VersionPlan
 
 logger = logging.getLogger(__name__)
 
+_MAX_HOLDERS = 10_000
+"""Producers that a consumer cannot reach."""
 _UNCLAIMED_S = 10.0
 """How long a worker keeps the output of the last stage for frontends that do not fetch it."""
+
+
+class Relays:
+    """Their tensors pass the leader until one of the two joins again.
+
+    A consumer opens its edge to a producer with the first fetch. If that fails, the leader relays between the two from then on.
+    """
+
+    def __init__(self) -> None:
+        self._consumers: dict[str, set[str]] = {}
+        """By producer, the names of the consumers that cannot reach it. No value is empty."""
+
+    def add(self, holder: str, consumer: str) -> None:
+        """This consumer could not fetch from the producer."""
+        if len(self._consumers) >= _MAX_HOLDERS:  # a process that ended before its consumer reported it stays here
+            del self._consumers[next(iter(self._consumers))]
+        self._consumers.setdefault(holder, set()).add(consumer)
+
+    def forget(self, holder: str, consumer: str) -> None:
+        """A process has ended, or its link: it was known by these names as a producer and a consumer."""
+        self._consumers.pop(holder, None)
+        for each in [each for each, consumers in self._consumers.items() if consumer in consumers]:
+            self._consumers[each].discard(consumer)
+            if not self._consumers[each]:
+                del self._consumers[each]
+
+    def between(self, holder: str, consumer: str) -> bool:
+        """Whether tensors of this producer pass the leader on their way to this consumer."""
+        return consumer in self._consumers.get(holder, ())
+
+    def needed_from(self, holder: str) -> bool:
+        """Whether a consumer cannot reach this producer."""
+        return holder in self._consumers
 
 
 @dataclass(slots=True)

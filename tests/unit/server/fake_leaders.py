@@ -39,10 +39,9 @@ MODEL = image_classifier("m", "v1", ("a", "b"), ImageSizes(18, 16))
 
 def leader_state(name: str, **changes: Any) -> LeaderState:
     """The state of a leader that serves the configured version."""
-    version = ModelVersion(1, "v1")
     stages = (StageSnapshot(0, ("stem",), (ReplicaSnapshot(0, "ready", "w", 1, "local-0"),)),)
     snapshot = PipelineSnapshot("m", "v1", True, False, 1.0, 2, 3, stages, leader=name)
-    return msgspec.structs.replace(LeaderState("here", 1, version, FIRST, FIRST, snapshot), **changes)
+    return msgspec.structs.replace(LeaderState("here", 1, FIRST, FIRST, snapshot), **changes)
 
 
 def desired(revision: int, name: str, digest: str = "") -> Desired:
@@ -90,7 +89,7 @@ class FakeLeader(LeaderLink):
 
     def serves(self, found: Desired) -> None:
         """It decides this, or follows."""
-        self.tells(version=found.version, desired=found, served=found)
+        self.tells(desired=found, served=found)
 
     def send(self, body: Follow) -> None:
         self.told.append(body.desired)
@@ -140,7 +139,7 @@ class FakeLeader(LeaderLink):
             self.cancelled += 1
             raise
         assert self.state is not None
-        found = prediction(self.state.version.name, self.state.version.number)
+        found = prediction(self.state.served.version.name, self.state.served.version.number)
         probabilities = memoryview(bytearray(rows_payload(found.output)))
         return Received(Kind.REPLY, 1, found, probabilities)
 

@@ -370,7 +370,7 @@ TEXT_MODEL = ServedModel(
     {"batch": (1, 8), "tokens": (1, 16)},
 )
 STATE = LeaderState(
-    *("here", 12, ModelVersion(2, "v2")),
+    *("here", 12),
     Desired(3, ModelVersion(3, "v3", "0123"), "random:3"),
     Desired(1, ModelVersion(2, "v2", "4567"), None, unloaded=True),
     PipelineSnapshot("m", "v2", True, False, 1.5, 2, 3, stages=()),

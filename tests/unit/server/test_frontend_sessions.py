@@ -33,7 +33,7 @@ from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.pipeline.relays import Relays
+from multiworld_serving.server.pipeline.batches import Relays
 from multiworld_serving.server.pipeline.requests import PendingRequest
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, RestartStep
 from multiworld_serving.server.settings import FrontendSettings
