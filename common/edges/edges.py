@@ -186,7 +186,7 @@ class Edges:
     async def fetch(
         self, holder: str, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool = False
     ) -> Tensor:
-        """Fetch rows of tensors of one producer, concatenated. Tensors of this process are read from its own store.
+        """Fetch rows of tensors of one producer, concatenated. No process fetches what it keeps itself.
 
         Args:
             holder: the producer, as it announced itself: HOST:PORT/INCARNATION.
@@ -199,8 +199,6 @@ class Edges:
         Cancelling does not end the edge. A large result may lie in shared memory of the producer, which uses this memory again when all
         tensors over it are dropped. It may be written: this changes only the memory of this process.
         """
-        if holder == self.holder:
-            return self._fetch_own(refs, dtype, shape, take=take)
         began_s = time.monotonic()
         try:
             async with asyncio.timeout(_TOTAL_S):
@@ -225,14 +223,6 @@ class Edges:
         if edge is None:
             edge = self._edges[holder] = Edge(holder, self._open_world, self._forget, self._metrics)
         return await edge.fetch(refs, dtype, shape, take=take), edge.transport
-
-    def _fetch_own(self, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool) -> Tensor:
-        found = self.store.rows(refs)
-        if found is None or found.dtype != dtype or tuple(found.shape) != shape:
-            raise TensorGoneError("this process does not have it any more")
-        if take:
-            self.store.take(refs)
-        return found
 
     async def _open_world(self, holder: str) -> World:
         """Join a new world with a producer. Raises AskError, WorldError, ValueError, OSError."""
