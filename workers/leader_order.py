@@ -8,6 +8,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
 from multiworld_serving.common.wire.join import MAX_PARTS
 from multiworld_serving.workers.stage_loader import AssignedStage
 
@@ -15,7 +18,7 @@ EARLIER_LEADERS_S = 1.0
 """How long a leader is not told what this worker holds because an earlier leader is about to assign it something."""
 
 
-class LeaderOrder:
+class LeaderOrder(Collector):
     """Shared by the connections of one worker, which are numbered in the order of the leaders. Used on the event loop only."""
 
     def __init__(self) -> None:
@@ -53,6 +56,14 @@ class LeaderOrder:
         """The name of the leader that this worker obeys instead of the one with this number; empty if there is none."""
         first = min(self.links, default=number)
         return self.links[first].name if first < number else ""
+
+    def collect(self) -> Iterator[Metric]:
+        """The metric that shows which leader this worker obeys. See `Collector`."""
+        says = "1 for the leader that this worker obeys, 0 for the others that it is connected to."
+        obeys = GaugeMetricFamily("multiworld_worker_obeys", says, labels=("leader",))
+        for place in self.links.values():
+            obeys.add_metric((place.name,), not place.obeyed)
+        yield obeys
 
     @property
     def parts(self) -> str:

@@ -77,6 +77,7 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
         async with contextlib.AsyncExitStack() as stack, notify_systemd(), asyncio.TaskGroup() as tasks:
             edges = await _open_edges(stack, settings, device, metrics)
             worker = WorkerProcess(settings, engine, stop, LeaderOrder(), metrics, edges)
+            metrics.derived.register(worker.order)
             connections = list[LeaderConnection]()
             await _start_metrics_port(stack, settings, metrics, engine, connections)
             for number, leader in enumerate(settings.leaders):

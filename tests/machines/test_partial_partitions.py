@@ -2,11 +2,14 @@
 
 import contextlib
 import os
+import re
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import httpx
 import pytest
 
 from multiworld_serving.deploy.processes.programs import PROGRAM
@@ -21,6 +24,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.timeout(600)
 
 LEADERS, FRONTEND, WORKERS = ("10.90.1.1", "10.90.1.2"), "10.90.1.3", ("10.90.1.11", "10.90.1.12")
+METRICS_PORT = 8003
 MODEL = "--model resnet18 --weights random:0 --image-size 32 --stages 1 --replicas 2 --join-port 8001"
 
 
@@ -57,6 +61,35 @@ class Site:
         wait_until(lambda: self.states() == ["ready"] * 4)
 
 
+class Obedience(threading.Thread):
+    """Asks the workers all the time which leaders they obey, as long as the block runs.
+
+    Attributes:
+        found: by worker, the leaders that it obeyed at one time, each time that this has changed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.found: dict[str, list[tuple[str, ...]]] = {worker: [] for worker in WORKERS}
+        self._stop = threading.Event()
+
+    def __enter__(self) -> Self:
+        self.start()  # in the namespace of the thread that starts it
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._stop.wait(0.02):
+            for worker, changes in self.found.items():
+                text = httpx.get(f"http://{worker}:{METRICS_PORT}/metrics", timeout=30).text
+                obeyed = tuple(sorted(re.findall(r'^multiworld_worker_obeys{leader="([^"]+)"} 1', text, re.MULTILINE)))
+                if obeyed != (changes[-1] if changes else None):
+                    changes.append(obeyed)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     need_namespaces()
@@ -71,7 +104,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             )
         for number, address in enumerate(WORKERS):
             host = made.hosts[f"worker-{number}"] = network.host(f"worker-{number}", f"{address}/24")
-            stack.enter_context(made.started(host, "worker", "--name", host.name, "--threads", "1", *joins))
+            metrics = "--metrics-host", address, "--metrics-port", str(METRICS_PORT)
+            stack.enter_context(made.started(host, "worker", "--name", host.name, "--threads", "1", *metrics, *joins))
         host = made.hosts["frontend"] = network.host("frontend", f"{FRONTEND}/24")
         stack.enter_context(made.started(host, "frontend", "--host", FRONTEND, "--http-port", "8000", *joins))
         stack.enter_context(host.entered())
@@ -84,7 +118,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 def test_no_request_fails_when_processes_reach_only_the_second_leader(site: Site, cut: Sequence[str]) -> None:
     requests = served_requests(site.service.url, photos(4))
     logged = len(site.log("worker-0"))
-    with run_load(site.service.url, requests, clients=2) as load:
+    with run_load(site.service.url, requests, clients=2) as load, Obedience() as obedience:
         with contextlib.ExitStack() as stack:
             for name in cut:
                 rules = f"INPUT -s {LEADERS[0]}", f"OUTPUT -d {LEADERS[0]}"
@@ -96,5 +130,10 @@ def test_no_request_fails_when_processes_reach_only_the_second_leader(site: Site
             sent = len(load.samples)
             wait_until(lambda: len(load.samples) > sent + 50)
         site.until_ready()
+        wait_until(lambda: all(obeyed[-1:] == [("leader-0",)] for obeyed in obedience.found.values()))
     assert not load.failed, load.failed[:3]
     assert len(load.samples) > 50
+    first, second = obedience.found.values()
+    changes = ["leader-0", "leader-1", "leader-0"] if "worker-0" in cut else ["leader-0"]
+    assert first == [(name,) for name in changes]
+    assert second == [("leader-0",)], "exactly one leader at any time"

@@ -28,6 +28,12 @@ def test_worker_obeys_the_first_leader_that_it_is_linked_to() -> None:
         assert second.obeyed == ""
         with order.linked(0, "first") as first, order.linked(2, "third") as third:
             assert (first.obeyed, second.obeyed, third.obeyed) == ("", "first", "first")
+            [metric] = order.collect()
+            assert {each.labels["leader"]: each.value for each in metric.samples} == {
+                "first": 1,
+                "second": 0,
+                "third": 0,
+            }
         assert second.obeyed == ""
 
 
