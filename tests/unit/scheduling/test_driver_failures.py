@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from multiworld_serving.common.observers import suppress_errors
+from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.server.errors import RequestRejected, StageError
@@ -38,8 +39,8 @@ class Line:
         self.worker = Worker(JoinRequest("w", "cpu", "here", 1), slot, 1, state="ready")
         self.sent: asyncio.Queue[tuple[SentBatch, Tensor]] = asyncio.Queue()
 
-    def send(self, sent: SentBatch, payload: Tensor, traced: object = ()) -> None:
-        self.sent.put_nowait((sent, payload))
+    def send(self, sent: SentBatch, payload: Tensor | BatchInputs) -> None:
+        self.sent.put_nowait((sent, payload.relayed if isinstance(payload, BatchInputs) else payload))
 
 
 @dataclass
