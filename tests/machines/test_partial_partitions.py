@@ -71,18 +71,18 @@ class Obedience(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.found: dict[str, list[tuple[str, ...]]] = {worker: [] for worker in WORKERS}
-        self._stop = threading.Event()
+        self._end = threading.Event()
 
     def __enter__(self) -> Self:
         self.start()  # in the namespace of the thread that starts it
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
+        self._end.set()
         self.join()
 
     def run(self) -> None:
-        while not self._stop.wait(0.02):
+        while not self._end.wait(0.02):
             for worker, changes in self.found.items():
                 text = httpx.get(f"http://{worker}:{METRICS_PORT}/metrics", timeout=30).text
                 obeyed = tuple(sorted(re.findall(r'^multiworld_worker_obeys{leader="([^"]+)"} 1', text, re.MULTILINE)))

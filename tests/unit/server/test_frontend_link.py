@@ -48,7 +48,6 @@ sent_frames = st.builds(
         Predict,
         st.text(max_size=20),
         st.floats(allow_nan=False, allow_infinity=False),
-        st.none() | st.just(("ab", "cd")),
         st.text(max_size=20),
         rows=st.integers(1, 64),
         tensor=st.none() | st.integers(0, 2**63 - 1),
