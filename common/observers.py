@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -12,7 +11,6 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-C = TypeVar("C", bound=type)
 
 
 def suppress_errors(call: Callable[P, R]) -> Callable[P, R | None]:
@@ -34,11 +32,3 @@ def suppress_errors(call: Callable[P, R]) -> Callable[P, R | None]:
             return None
 
     return guarded
-
-
-def observer(cls: C) -> C:
-    """Class decorator: the public methods never raise. They return nothing, or None stands for a failure."""
-    for name, method in list(vars(cls).items()):
-        if inspect.isfunction(method) and not name.startswith("_"):
-            setattr(cls, name, suppress_errors(method))
-    return cls

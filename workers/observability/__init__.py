@@ -1,1 +1,1 @@
-"""Metrics of a worker. Nothing here can end a worker: see `common.observers`."""
+"""Metrics of a worker."""

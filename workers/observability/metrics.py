@@ -9,7 +9,6 @@ from prometheus_client import Counter, Histogram
 
 from multiworld import Cause
 from multiworld_serving.common.metrics import ProgramMetrics
-from multiworld_serving.common.observers import observer
 
 Outcome = Literal["answered", "failed", "input_lost", "discarded"]
 """Outcome of a batch: computed and sent or kept, its stage raised, its input could not be fetched, or its world ended before its result
@@ -20,7 +19,6 @@ _OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 _COMPUTE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 10)
 
 
-@observer
 class WorkerMetrics(ProgramMetrics):
     """All series of one worker. Thread-safe."""
 
