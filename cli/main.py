@@ -29,7 +29,7 @@ from multiworld_serving.cli.verbs import (
     processes,
     status,
 )
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.models.errors import ModelError
 
 EPILOG = """

@@ -13,9 +13,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 from pydantic.fields import FieldInfo
 from rich.markup import escape
 
-from multiworld_serving.common.config import Settings, UserError, configure_logging, exit_with_parent, load
-from multiworld_serving.common.config.settings import bounds, extra, panel, public_fields, value_type
-from multiworld_serving.common.config.sources import option, validated
+from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.config.logs import configure_logging
+from multiworld_serving.common.config.process import exit_with_parent
+from multiworld_serving.common.config.settings import Settings, bounds, extra, panel, public_fields, value_type
+from multiworld_serving.common.config.sources import load, option, validated
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multiworld_serving.cli.options import Options, value
-from multiworld_serving.common.config import ClientCredentials, UserError
+from multiworld_serving.common.config.client_credentials import ClientCredentials
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.tokens import read_token
 
 if TYPE_CHECKING:

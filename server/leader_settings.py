@@ -7,9 +7,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import SecretStr, field_validator, model_validator
 
-from multiworld_serving.common.config import Settings, setting
 from multiworld_serving.common.config.addresses import NAME_ALLOWED, NAME_PATTERN, name_after_host, parse_address
-from multiworld_serving.common.config.settings import INTERNAL
+from multiworld_serving.common.config.settings import INTERNAL, Settings, setting
 
 
 def _leader_name(settings: dict[str, Any]) -> str:

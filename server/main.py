@@ -10,13 +10,14 @@ import signal
 import torch
 import uvloop
 
-from multiworld_serving.common.config import (
-    SettingsError,
-    UserError,
+from multiworld_serving.common.config.errors import SettingsError, UserError
+from multiworld_serving.common.config.process import (
+    notify,
+    notify_systemd,
+    on_stop_signal,
     raise_descriptor_limit,
     release_free_memory,
 )
-from multiworld_serving.common.config.process import notify, notify_systemd, on_stop_signal
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.models.optimize.tuning import Tuning

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
 
-from multiworld_serving.common.config import release_free_memory
+from multiworld_serving.common.config.process import release_free_memory
 from multiworld_serving.server.administration import (
     Desired,
     OperationInProgressError,

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from multiworld_serving.common.config import DEVICE_PATTERN, SettingsError, setting
 from multiworld_serving.common.config.addresses import (
     NAME_ALLOWED,
     NAME_PATTERN,
@@ -20,8 +19,9 @@ from multiworld_serving.common.config.addresses import (
     parse_addresses,
 )
 from multiworld_serving.common.config.edges import EdgePortSettings, EdgeSettings
+from multiworld_serving.common.config.errors import SettingsError
 from multiworld_serving.common.config.leaders import LeadersSettings
-from multiworld_serving.common.config.settings import INTERNAL, panel
+from multiworld_serving.common.config.settings import DEVICE_PATTERN, INTERNAL, panel, setting
 from multiworld_serving.common.config.sources import validated
 from multiworld_serving.server.leader_settings import LeaderSettings, ServiceSettings
 

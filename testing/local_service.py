@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 import httpx
 
-from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, ClientCredentials
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.deploy.processes.programs import PROGRAM
 from multiworld_serving.testing.chaos.system.system_under_test import RunningService

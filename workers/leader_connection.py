@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from multiworld import AskError, Cause, World, WorldError, WorldManager
-from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.join import JoinOffer, JoinRequest
 from multiworld_serving.common.wire.message import WireError

@@ -12,9 +12,9 @@ import torch
 import uvloop
 
 from multiworld import WorldManager
-from multiworld_serving.common.config import UserError, raise_descriptor_limit
 from multiworld_serving.common.config.addresses import local_host
-from multiworld_serving.common.config.process import notify_systemd
+from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.config.process import notify_systemd, raise_descriptor_limit
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.http.metrics_port import metrics_port

@@ -11,7 +11,7 @@ import torch
 
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from multiworld.texts import shown
-from multiworld_serving.common.config import release_free_memory
+from multiworld_serving.common.config.process import release_free_memory
 from multiworld_serving.common.edges.edge import RowsLostError
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.channel import Channel

@@ -3,11 +3,10 @@
 import socket
 from typing import ClassVar
 
-from multiworld_serving.common.config import DEVICE_PATTERN, setting
 from multiworld_serving.common.config.addresses import NAME_ALLOWED, NAME_PATTERN, default_name
 from multiworld_serving.common.config.edges import EdgePortSettings
 from multiworld_serving.common.config.leaders import LeadersSettings
-from multiworld_serving.common.config.settings import INTERNAL
+from multiworld_serving.common.config.settings import DEVICE_PATTERN, INTERNAL, setting
 
 
 class WorkerSettings(LeadersSettings, EdgePortSettings):

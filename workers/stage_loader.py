@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.config import check_memory, release_free_memory
+from multiworld_serving.common.config.process import check_memory, release_free_memory
 from multiworld_serving.common.wire.inputs import MAX_INPUTS_HEAD_BYTES
 from multiworld_serving.common.wire.join import StageAssignment
 from multiworld_serving.common.wire.message import Message, RowShape

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from multiworld_serving.cli.options import AsJson, epilog, value
 from multiworld_serving.cli.service import ServiceError, ServiceOptions, model_option, open_clients, send_request
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 
 RESTART_EPILOG = epilog(
     "multiworld rolling-restart",

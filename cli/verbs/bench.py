@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from multiworld_serving.cli.options import AsJson, Duration, LoadOptions, duration, epilog, value
 from multiworld_serving.cli.service import ServiceOptions, open_clients, read_status
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 
 if TYPE_CHECKING:
     from multiworld_serving.testing.load.measurement import Measurement

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from multiworld_serving.cli.options import Duration, LoadOptions, Options, assignments, duration, epilog, value
 from multiworld_serving.cli.service import Access, ServiceError
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 
 if TYPE_CHECKING:
-    from multiworld_serving.common.config import ClientCredentials
+    from multiworld_serving.common.config.client_credentials import ClientCredentials
     from multiworld_serving.testing.chaos.campaign import CampaignResult
     from multiworld_serving.testing.chaos.report import Report, Row
     from multiworld_serving.testing.chaos.system.system_under_test import RunningService

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import BeforeValidator
 
 from multiworld_serving.cli.options import Options, epilog, value
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

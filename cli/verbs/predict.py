@@ -18,7 +18,7 @@ from multiworld_serving.cli.service import (
     response_errors,
     send_to_any,
 )
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 
 if TYPE_CHECKING:
     import httpx

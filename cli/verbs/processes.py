@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING
 
 from multiworld_serving.cli.options import Options, epilog, value
-from multiworld_serving.common.config import UserError, configure_logging
+from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.config.logs import configure_logging
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from multiworld_serving.cli.console import console, table
 from multiworld_serving.cli.options import AsJson, epilog, value
 from multiworld_serving.cli.service import ServiceError, ServiceOptions, model_option, open_clients, read_status
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 
 if TYPE_CHECKING:
     import httpx

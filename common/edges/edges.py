@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from multiworld import AskError, Transport, World, WorldError, WorldManager
-from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address, parse_address
 from multiworld_serving.common.config.edges import EdgePortSettings
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.edges.edge import (
     Edge,
     EdgeBrokenError,

@@ -3,7 +3,7 @@
 import errno
 import socket
 
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 
 BACKLOG = 2048
 

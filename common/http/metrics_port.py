@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving
 from multiworld_serving.common.metrics import CONTENT_TYPE, ProgramMetrics

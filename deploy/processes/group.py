@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol, Self
 
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.deploy.processes.child_process import ChildProcess

@@ -14,8 +14,7 @@ from typing import Literal
 
 from pydantic import SecretStr
 
-from multiworld_serving.common.config import Settings
-from multiworld_serving.common.config.settings import ENV_PREFIX, to_json
+from multiworld_serving.common.config.settings import ENV_PREFIX, Settings, to_json
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from multiworld_serving.common.config import UserError, raise_descriptor_limit
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.keys import read_keys
-from multiworld_serving.common.config.process import notify_systemd, on_stop_signal
+from multiworld_serving.common.config.process import notify_systemd, on_stop_signal, raise_descriptor_limit
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.common.http.listener import bind

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 import ray
 
-from multiworld_serving.common.config import UserError, configure_logging, raise_descriptor_limit
 from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.config.logs import configure_logging
+from multiworld_serving.common.config.process import raise_descriptor_limit
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.deploy.processes.child_process import ChildProcess

@@ -12,8 +12,8 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, get_placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import parse_address
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.deploy.processes.programs import Role
 from multiworld_serving.deploy.ray.actor import ProcessActor, ProcessSpec
 from multiworld_serving.deploy.ray.placement import Resources

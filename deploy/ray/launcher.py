@@ -13,7 +13,7 @@ import ray
 from pydantic import SecretStr
 from ray.util.placement_group import placement_group
 
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.deploy.health import health_error
 from multiworld_serving.deploy.processes.programs import (

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 
 
 class Resources(NamedTuple):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol, Self
 
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.deploy.scaling.policy import Grow, Limits, ScalingPolicy, Stop
 from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.settings import ServeSettings

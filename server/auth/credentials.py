@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Callable
 from typing import NamedTuple
 
-from multiworld_serving.common.config import SettingsError, UserError
+from multiworld_serving.common.config.errors import SettingsError, UserError
 from multiworld_serving.common.config.keys import KeySet, read_keys
 from multiworld_serving.server.auth.authorizer import ApiKeys
 from multiworld_serving.server.http.tls import TlsFiles, read_tls_files, server_context

@@ -11,8 +11,8 @@ import socket
 from typing import TYPE_CHECKING
 
 from multiworld import AskError, World, WorldError, WorldManager
-from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer
 from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.server.frontends.link import Link, LinkLostError, Received

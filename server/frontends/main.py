@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 import uvloop
 
-from multiworld_serving.common.config import UserError, raise_descriptor_limit
 from multiworld_serving.common.config.addresses import local_host
-from multiworld_serving.common.config.process import notify_systemd, on_stop_signal
+from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.config.process import notify_systemd, on_stop_signal, raise_descriptor_limit
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.edges.metrics import EdgeMetrics

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.server.settings import HttpSettings
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from multiworld_serving.common.config import check_memory
+from multiworld_serving.common.config.process import check_memory
 from multiworld_serving.models.bundle.files import Bundle, read_bundle, read_manifest
 from multiworld_serving.models.bundle.manifest import Manifest
 from multiworld_serving.models.errors import BundleError, WeightsError

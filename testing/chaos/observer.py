@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import httpx
 
-from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, ClientCredentials
 from multiworld_serving.testing.local_service import metric_sum
 
 _POLL_S = 0.05

@@ -4,7 +4,7 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.testing.chaos.faults import PROCESS_FAULTS
 from multiworld_serving.testing.chaos.faults.fault import NEEDS, Fault, Scope
 from multiworld_serving.testing.chaos.observer import Replica, Snapshot

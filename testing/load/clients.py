@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import httpx
 
-from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, ClientCredentials
 from multiworld_serving.testing.load.requests import ReferenceRequest
 from multiworld_serving.testing.load.statistics import quantile
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from multiworld_client.errors import ProtocolError
 from multiworld_client.tensors import infer_request, outputs
-from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials, UserError
+from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.testing.load.images import photos
 
 _TOLERANCE = 1e-2

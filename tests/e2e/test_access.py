@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from multiworld_serving.cli.main import main
-from multiworld_serving.common.config import ClientCredentials
+from multiworld_serving.common.config.client_credentials import ClientCredentials
 from multiworld_serving.common.config.keys import hash_key
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 import torch
 
 from multiworld import World, WorldManager
-from multiworld_serving.common.config import load
 from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.config.sources import load
 from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinOffer, JoinRequest
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.leader_connection import LeaderConnection, WorkerProcess

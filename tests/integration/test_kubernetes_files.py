@@ -14,7 +14,8 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from multiworld_serving.common.config import Settings, load
+from multiworld_serving.common.config.settings import Settings
+from multiworld_serving.common.config.sources import load
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.leader_connection import DRAIN_S

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.server.api.handler import program
 from multiworld_serving.server.api.handler.program import Outcome
 from multiworld_serving.server.errors import HandlerError, HandlerInputError, OverloadedError

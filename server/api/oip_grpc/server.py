@@ -21,8 +21,8 @@ from typing import Any, Self
 import grpc
 from starlette.types import Scope
 
-from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.http.server import KEEP_ALIVE_S
 from multiworld_serving.server.api.groups import Group, Groups
 from multiworld_serving.server.api.inference import InferRequest, encoded, prediction_headers

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, ClientCredentials
 from multiworld_serving.testing.chaos.system.processes import parent, status_fields
 from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 

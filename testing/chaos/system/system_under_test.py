@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, ClientCredentials
 from multiworld_serving.testing.chaos.system.processes import parent
 
 _PARTS = ("frontends", "leaders")

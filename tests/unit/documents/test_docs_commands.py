@@ -10,7 +10,8 @@ import pytest
 import typer
 
 from multiworld_serving.cli.main import app
-from multiworld_serving.common.config import Settings, load
+from multiworld_serving.common.config.settings import Settings
+from multiworld_serving.common.config.sources import load
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.testing.chaos.injection import Injection
 from multiworld_serving.testing.chaos.journal import Journal
 from multiworld_serving.testing.load.clients import Sample

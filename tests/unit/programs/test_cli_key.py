@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from multiworld_serving.cli.main import main
-from multiworld_serving.common.config import SettingsError
+from multiworld_serving.common.config.errors import SettingsError
 from multiworld_serving.common.config.keys import hash_key, parse_keys, read_keys
 
 

@@ -17,8 +17,8 @@ from pydantic import SecretStr
 
 from multiworld_serving.cli.main import main
 from multiworld_serving.cli.options import seconds
-from multiworld_serving.common.config import Settings, UserError
-from multiworld_serving.common.config.settings import public_fields
+from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.config.settings import Settings, public_fields
 from multiworld_serving.deploy.processes.service import _Service
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.server.leader_settings import LeaderSettings

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from multiworld_serving.common.config import SettingsError
 from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.config.errors import SettingsError
 from multiworld_serving.workers.settings import WorkerSettings
 
 OLD, NEW = Address("10.0.0.1", 8001), Address("10.0.0.2", 8001)

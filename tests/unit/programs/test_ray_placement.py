@@ -2,7 +2,7 @@
 
 import pytest
 
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.deploy.ray.placement import Resources, place
 
 ONE = Resources(1)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.process import notify
 from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.scaling.autoscaler import Autoscaler

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.deploy.processes.service import _check_handler
 
 PROGRAM = """

@@ -13,8 +13,9 @@ import pytest
 from pydantic import SecretStr
 
 from multiworld import WorldManager
-from multiworld_serving.common.config import Settings, SettingsError, UserError, load
-from multiworld_serving.common.config.settings import to_json
+from multiworld_serving.common.config.errors import SettingsError, UserError
+from multiworld_serving.common.config.settings import Settings, to_json
+from multiworld_serving.common.config.sources import load
 from multiworld_serving.deploy.processes.programs import frontend_values, leader_values, settings_file
 from multiworld_serving.deploy.processes.service import _Service
 from multiworld_serving.server.leader_settings import LeaderSettings

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from multiworld_serving.common.config import Settings, SettingsError, load
-from multiworld_serving.common.config.sources import option, variable
+from multiworld_serving.common.config.errors import SettingsError
+from multiworld_serving.common.config.settings import Settings
+from multiworld_serving.common.config.sources import load, option, variable
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from multiworld_serving.common.config import load
 from multiworld_serving.common.config.keys import hash_key
+from multiworld_serving.common.config.sources import load
 from multiworld_serving.server.auth.credentials import (
     Credentials,
     read_credentials,

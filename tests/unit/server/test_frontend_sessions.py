@@ -16,8 +16,8 @@ from pydantic import SecretStr
 from torch import Tensor
 
 from multiworld import AskError, WorldManager, ask
-from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.wire.join import RELEASE
 from multiworld_serving.server.administration import (
     Desired,

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.server.api.app import create_api
 from multiworld_serving.server.api.groups import Groups
 from multiworld_serving.server.api.handler import program

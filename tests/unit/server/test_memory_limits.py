@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.common.config import check_memory, process
+from multiworld_serving.common.config import process
+from multiworld_serving.common.config.process import check_memory
 
 
 @pytest.fixture(autouse=True)

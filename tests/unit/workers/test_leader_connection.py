@@ -13,8 +13,8 @@ from pydantic import SecretStr
 
 from multiworld import AskError, WorldManager, texts
 from multiworld.texts import is_name
-from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import MAX_NAME_CHARS, Address
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError, WorkerProcess
 from multiworld_serving.workers.leader_order import LeaderOrder

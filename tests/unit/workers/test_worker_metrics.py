@@ -11,7 +11,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
 from multiworld_serving.workers.observability import gpu
