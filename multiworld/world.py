@@ -53,9 +53,9 @@ from multiworld.ops import p2p
 from multiworld.ops.operation import Collective, Operation, Receive, Send
 from multiworld.ops.validation import Ranks
 from multiworld.ops.views import View
-from multiworld.transport.connection import PeerConnection
+from multiworld.transport.connection import PeerConnection, SocketPayloads
 from multiworld.transport.poller import Poller, poller_of
-from multiworld.transport.shared import SharedMemoryConnection
+from multiworld.transport.shared import SharedPayloads
 from multiworld.transport.transfer import Transfer
 from multiworld.transport.wire import HEAD, MESSAGE, encode_signature, message_head
 
@@ -198,14 +198,10 @@ class World:
         assert self._poller is not None
         try:
             for peer, sock in socks.items():
-                if sock.family == socket.AF_UNIX:
-                    self._connections[peer] = SharedMemoryConnection(
-                        peer, sock, self._lock, self, self._poller, self._config.segments
-                    )
-                    self.transports[peer] = Transport.SHARED_MEMORY
-                else:
-                    self._connections[peer] = PeerConnection(peer, sock, self._lock, self, self._poller)
-                    self.transports[peer] = Transport.TCP
+                local = sock.family == socket.AF_UNIX
+                payloads = SharedPayloads(self._config.segments) if local else SocketPayloads()
+                self._connections[peer] = PeerConnection(peer, sock, self._lock, self, self._poller, payloads)
+                self.transports[peer] = Transport.SHARED_MEMORY if local else Transport.TCP
         except OSError:
             self._close_connections()
             for sock in socks.values():

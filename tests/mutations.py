@@ -115,7 +115,7 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         ),
         "multiworld/transport/connection.py": (
             # A frame is written between a partly written head and its message.
-            ("if at and self._outbox[0].joined:", "if at and not self._outbox:"),
+            ("if at and self.outbox[0].joined:", "if at and not self.outbox:"),
             # A peer may grant receive credits without a limit.
             ("if self._total_credits > MAX_CREDITS:", "if self._total_credits < 0:"),
         ),
@@ -124,8 +124,8 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
             ("self._pieces_sent - self._pieces_done >= SLOTS", "self._pieces_sent - self._pieces_done > SLOTS"),
             # A segment that the receiver has released is never used again.
             (
-                "        self._pool.release(segment)\n        if operation is not None:\n            self._owner",
-                "        if operation is not None:\n            self._owner",
+                "        self._pool.release(segment)\n        if operation is not None:\n            connection.owner",
+                "        if operation is not None:\n            connection.owner",
             ),
             # Descriptors that arrived for a message stay open when the connection ends.
             (

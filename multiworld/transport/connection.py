@@ -42,35 +42,80 @@ _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPC
 """Seconds without traffic until the kernel probes the peer, seconds between probes, and probes until the connection is lost."""
 _TCP_INFO = struct.Struct("=24xI28xI")
 """`tcp_info` of the kernel: segments without an acknowledgement, and milliseconds since the last one arrived."""
-_SENDMSG_BUFFERS = 16
+SENDMSG_BUFFERS = 16
 """Maximum number of buffers for one call of `sendmsg`."""
 
 
+class SocketPayloads:
+    """Carries the bytes of messages through the socket, each after its head. `SharedPayloads` carries them in other ways.
+
+    Attributes:
+        waiting: the first output of the connection waits for the peer, not for the socket.
+    """
+
+    waiting = False
+
+    def enqueue(self, connection: "PeerConnection", transfer: Transfer) -> None:
+        """Queue the outputs of a message."""
+        if transfer.memory:
+            connection.outbox.append(Output(transfer.head, joined=True))
+            connection.outbox.append(Output(transfer.memory, transfer.operation))
+        else:
+            connection.outbox.append(Output(transfer.head, transfer.operation))
+
+    def write(self, connection: "PeerConnection") -> int:
+        """Write the first outputs. Returns how many bytes. Raises BlockingIOError when they have to wait."""
+        return connection.sock.sendmsg([output.data for output in islice(connection.outbox, SENDMSG_BUFFERS)])
+
+    def receive_into(self, sock: socket.socket, buffers: list[memoryview]) -> int:
+        """Read from the socket. Returns how many bytes. Raises ValueError if the peer violates the protocol."""
+        return sock.recvmsg_into(buffers)[0]
+
+    def on_frame(self, connection: "PeerConnection", kind: int, tag: int, size: int, field: bytes) -> None:
+        """Handle a frame that is neither a credit nor a message. Raises ValueError if it is invalid."""
+        raise ValueError(f"it sent invalid data: a head of kind {kind}")
+
+    def stop(self) -> list[Operation]:
+        """The connection has ended: free everything. Returns the operations that were pending and are in no queue of the connection."""
+        return []
+
+
 class PeerConnection:
-    """This member's end of the connection to `peer`. Every method except `on_event` must be called under the world's lock.
+    """This member's end of the connection to `peer`. Call its methods under the world's lock, except `on_event` and `queue_frame`.
 
     Attributes:
         end_reason: why the connection ended; None while it is usable.
+        sock, owner, outbox: for `payloads`.
+
+    Args:
+        payloads: how the bytes of messages travel.
     """
 
     def __init__(
-        self, peer: int, sock: socket.socket, lock: threading.RLock, owner: ConnectionOwner, poller: Poller
+        self,
+        peer: int,
+        sock: socket.socket,
+        lock: threading.RLock,
+        owner: ConnectionOwner,
+        poller: Poller,
+        payloads: SocketPayloads,
     ) -> None:
         self.peer = peer
         self.end_reason: str | None = None
-        self._sock = sock
+        self.sock = sock
+        self.owner = owner
+        self.outbox: deque[Output] = deque()
+        self._payloads = payloads
         self._lock = lock
-        self._owner = owner
         self._poller = poller
         self._mask = select.EPOLLIN
         self._receives: dict[int, deque[Transfer]] = {}
         self._sends: dict[int, deque[Transfer]] = {}
         self._credits: dict[int, int] = {}  # tag → unused receive credits from the peer
         self._total_credits = 0
-        self._outbox: deque[Output] = deque()
+        self._queued: deque[bytes] = deque()  # frames of `queue_frame`
         # Part of the first output, or its head, is already written: nothing may be inserted before it.
         self._partly_written = False
-        self._waiting = False  # the first output waits for the peer, not for the socket
         self._scratch = bytearray(_SCRATCH_BYTES)
         self._scratch_view = memoryview(self._scratch)
         self._head_bytes = 0  # bytes of an incomplete head in the scratch buffer
@@ -91,7 +136,7 @@ class PeerConnection:
         """Receive the next message with this tag. Raises ConnectionLostError when the connection has ended."""
         self._raise_if_ended()
         self._receives.setdefault(tag, deque()).append(transfer)
-        self._write_first(credit_head(tag))
+        self.write_first(credit_head(tag))
 
     def send(self, transfer: Transfer, tag: int) -> None:
         """Queue a message; it is written when the peer has granted a credit and `transfer.memory` is set.
@@ -110,17 +155,29 @@ class PeerConnection:
         while transfers and tag in self._credits and transfers[0].memory is not None:
             transfer = transfers.popleft()
             self._add_credits(tag, -1)
-            self._enqueue(transfer)
+            self._payloads.enqueue(self, transfer)
         if transfers is not None and not transfers:
             del self._sends[tag]
-        self._flush()
+        self.flush()
 
     def move(self, poller: Poller) -> None:
         """Move the connection to the poller of another event loop."""
         if self.end_reason is None:
-            self._poller.unregister(self._sock.fileno())
+            self._poller.unregister(self.sock.fileno())
             self._poller = poller
-            poller.register(self._sock.fileno(), self.on_event, self._mask)
+            poller.register(self.sock.fileno(), self.on_event, self._mask)
+            poller.call_soon(self._write_queued)
+
+    def queue_frame(self, frame: bytes) -> None:
+        """Write a frame soon. May be called by the garbage collector, on any thread and at any point, so it takes no lock."""
+        self._queued.append(frame)
+        self._poller.call_soon(self._write_queued)
+
+    def _write_queued(self) -> None:
+        """Write the queued frames, if no message has taken them along."""
+        with self._lock:
+            if self._queued and self.end_reason is None:
+                self.flush()
 
     def half_close(self) -> None:
         """Write and read nothing more, but keep the socket open: the peer can still read what is written. The owner is not called.
@@ -131,14 +188,14 @@ class PeerConnection:
             self.end_reason = "closed"
             self._stop()
             with contextlib.suppress(OSError):  # the peer has closed it
-                self._sock.shutdown(socket.SHUT_WR)
+                self.sock.shutdown(socket.SHUT_WR)
 
     def await_end(self, until_s: float) -> None:
         """After `half_close`: wait until the peer has closed its end, at most until `until_s` by `time.monotonic`. Reads and discards."""
         with contextlib.suppress(OSError, ValueError):  # ValueError: `until_s` has passed
-            while self._sock.fileno() >= 0:
-                self._sock.settimeout(until_s - time.monotonic())
-                if not self._sock.recv(_SCRATCH_BYTES):
+            while self.sock.fileno() >= 0:
+                self.sock.settimeout(until_s - time.monotonic())
+                if not self.sock.recv(_SCRATCH_BYTES):
                     return
 
     def is_unacknowledged(self) -> bool:
@@ -146,10 +203,10 @@ class PeerConnection:
 
         Takes no lock. Not TCP_USER_TIMEOUT, which would also end the connection to a healthy peer that reads slowly.
         """
-        if self._sock.family == socket.AF_UNIX or self.end_reason is not None:
+        if self.sock.family == socket.AF_UNIX or self.end_reason is not None:
             return False
         try:
-            info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         except OSError:  # the connection was closed meanwhile
             return False
         unacknowledged, last_acknowledgement_ms = _TCP_INFO.unpack(info)
@@ -166,7 +223,7 @@ class PeerConnection:
         if self.end_reason is None:
             self.end_reason = "closed"
             self._stop()
-        self._sock.close()
+        self.sock.close()
 
     # -- event loop --------------------------------------------------------------------------------------------------------------
 
@@ -177,7 +234,7 @@ class PeerConnection:
                 if self.end_reason is None and mask & ~select.EPOLLOUT:
                     self._read()
                 if self.end_reason is None and mask & select.EPOLLOUT:
-                    self._flush()
+                    self.flush()
         except Exception as error:  # without this the poller would call again forever
             with self._lock:
                 self._break(f"reading from rank {self.peer}: {described(error)}", Cause.LOCAL)
@@ -194,8 +251,11 @@ class PeerConnection:
             while remaining > 0 and self.end_reason is None:
                 buffers = self._read_buffers(remaining)
                 try:
-                    count = self._receive_into(buffers)
+                    count = self._payloads.receive_into(self.sock, buffers)
                 except BlockingIOError:
+                    return
+                except ValueError as error:
+                    self._break(str(error))
                     return
                 except OSError as error:
                     self._fail(error.strerror or str(error))
@@ -229,7 +289,7 @@ class PeerConnection:
             if self._filled < len(transfer.memory):
                 return
             self._incoming = None
-            self._owner.on_transferred(transfer.operation)
+            self.owner.on_transferred(transfer.operation)
         at, end = 0, self._head_bytes + count
         while self.end_reason is None and self._incoming is None and end - at >= HEAD.size:
             kind, tag, size, signature = HEAD.unpack_from(self._scratch, at)
@@ -246,17 +306,15 @@ class PeerConnection:
         if self._head_bytes and at:
             self._scratch_view[: self._head_bytes] = self._scratch_view[at:end]
 
-    def _receive_into(self, buffers: list[memoryview]) -> int:
-        """Read from the socket. Returns how many bytes."""
-        return self._sock.recvmsg_into(buffers)[0]
-
     def _on_frame(self, kind: int, tag: int, size: int, field: bytes) -> None:
-        """Handle a frame that this connection does not know."""
-        self._break(f"it sent invalid data: a head of kind {kind}")
+        try:
+            self._payloads.on_frame(self, kind, tag, size, field)
+        except ValueError as error:
+            self._break(str(error))
 
     def _start_message(self, tag: int, size: int, signature: bytes, following: memoryview) -> int:
         """Start to receive a message. `following` has the bytes read after its head. Returns how many of them belong to the message."""
-        transfer = self._match(tag, size, signature)
+        transfer = self.match(tag, size, signature)
         if transfer is None:
             return 0
         assert transfer.memory is not None
@@ -264,12 +322,12 @@ class PeerConnection:
         if taken:
             transfer.memory[:taken] = following[:taken]
         if taken == size:
-            self._owner.on_transferred(transfer.operation)
+            self.owner.on_transferred(transfer.operation)
         else:
             self._incoming, self._filled = transfer, taken
         return taken
 
-    def _match(
+    def match(
         self, tag: int, size: int, signature: bytes, place: Callable[[View], Tensor] = View.allocate
     ) -> Transfer | None:
         """Take the receive of an announced message, with its memory. Returns None after a violation of the protocol.
@@ -313,35 +371,26 @@ class PeerConnection:
 
     # -- writing -----------------------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, transfer: Transfer) -> None:
-        """Queue the outputs of a message."""
-        if transfer.memory:
-            self._outbox.append(Output(transfer.head, joined=True))
-            self._outbox.append(Output(transfer.memory, transfer.operation))
-        else:
-            self._outbox.append(Output(transfer.head, transfer.operation))
-
-    def _write_first(self, frame: bytes) -> None:
+    def write_first(self, frame: bytes) -> None:
         """Write a frame before the messages that are not partly written: they may be long, and their order relative to it is irrelevant."""
         self._insert_first(frame)
-        self._flush()
+        self.flush()
 
     def _insert_first(self, frame: bytes) -> None:
         at = int(self._partly_written)
-        if at and self._outbox[0].joined:  # a partly written head, which its message must follow
+        if at and self.outbox[0].joined:  # a partly written head, which its message must follow
             at += 1
-        self._outbox.insert(at, Output(frame))
+        self.outbox.insert(at, Output(frame))
 
-    def _write(self) -> int:
-        """Write the first outputs. Returns how many bytes. Raises BlockingIOError when they have to wait."""
-        return self._sock.sendmsg([output.data for output in islice(self._outbox, _SENDMSG_BUFFERS)])
-
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write what the kernel accepts now."""
+        while self._queued:
+            self._insert_first(self._queued.popleft())
         remaining = _EVENT_BYTES
-        outbox = self._outbox
+        outbox = self.outbox
         while outbox and remaining > 0:
             try:
-                sent = self._write()
+                sent = self._payloads.write(self)
             except BlockingIOError:
                 break
             except OSError as error:
@@ -360,11 +409,11 @@ class PeerConnection:
                 outbox[0] = Output(memoryview(output.data)[sent:], output.operation, output.joined)
                 self._partly_written = True
             for operation in completed:  # after the outbox is updated, because the owner may send more
-                self._owner.on_transferred(operation)
-        mask = select.EPOLLIN | select.EPOLLOUT if outbox and not self._waiting else select.EPOLLIN
+                self.owner.on_transferred(operation)
+        mask = select.EPOLLIN | select.EPOLLOUT if outbox and not self._payloads.waiting else select.EPOLLIN
         if mask != self._mask and self.end_reason is None:
             self._mask = mask
-            self._poller.modify(self._sock.fileno(), mask)
+            self._poller.modify(self.sock.fileno(), mask)
 
     # -- failing -----------------------------------------------------------------------------------------------------------------
 
@@ -380,24 +429,25 @@ class PeerConnection:
         if self.end_reason is None:
             self.end_reason = detail
             self._stop()
-            self._owner.on_error(self.peer, cause, detail)
+            self.owner.on_error(self.peer, cause, detail)
 
     def _fail(self, reason: str) -> None:
         """The connection failed. Report the pending operations to the owner and close the socket."""
         if self.end_reason is None:
             self.end_reason = reason
-            self._owner.on_connection_lost(self.peer, self._stop(), reason)
-            self._sock.close()
+            self.owner.on_connection_lost(self.peer, self._stop(), reason)
+            self.sock.close()
 
     def _stop(self) -> list[Operation]:
         """Stop polling and drop all transfers, but keep the socket open. Returns the operations that were pending."""
-        self._poller.unregister(self._sock.fileno())
+        self._poller.unregister(self.sock.fileno())
         transfers = [self._incoming] if self._incoming is not None else []
         for queue in (*self._receives.values(), *self._sends.values()):
             transfers += queue
         pending = [transfer.operation for transfer in transfers]
-        pending += [output.operation for output in self._outbox if output.operation is not None]
+        pending += [output.operation for output in self.outbox if output.operation is not None]
+        pending += self._payloads.stop()
         self._incoming = None
-        for dropped in (self._receives, self._sends, self._credits, self._outbox):
+        for dropped in (self._receives, self._sends, self._credits, self.outbox):
             dropped.clear()
         return pending

@@ -14,7 +14,6 @@ import errno
 import mmap
 import os
 import socket
-import threading
 import weakref
 from collections import deque
 from itertools import islice
@@ -24,10 +23,9 @@ from torch import Tensor
 
 from multiworld.ops.operation import Operation
 from multiworld.ops.views import View
-from multiworld.transport.connection import PeerConnection
-from multiworld.transport.poller import Poller
+from multiworld.transport.connection import SENDMSG_BUFFERS, PeerConnection, SocketPayloads
 from multiworld.transport.segments import MIN_BYTES, Segment, SegmentPool, check_segment
-from multiworld.transport.transfer import ConnectionOwner, Output, Transfer
+from multiworld.transport.transfer import Output, Transfer
 from multiworld.transport.wire import HEAD, IN_PLACE, IN_RING, NUMBERS, PIECE, PIECE_DONE, PLACE, RELEASE, RING
 
 SLOT_BYTES = 1 << 19
@@ -41,7 +39,6 @@ _MAX_LEASES = 256
 _MAX_FDS = 4
 """Received descriptors that wait for their frame."""
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
-_SENDMSG_BUFFERS = 16
 
 
 class _RingMessage(Output):
@@ -56,23 +53,14 @@ class _RingMessage(Output):
         self.written = 0
 
 
-class SharedMemoryConnection(PeerConnection):
-    """This member's end of the connection to a peer on the same host. Like `PeerConnection`.
+class SharedPayloads(SocketPayloads):
+    """Carries the bytes of longer messages of one connection, whose socket is a Unix stream socket, through shared memory.
 
     Args:
-        sock: a Unix stream socket.
         pool: the segments of this process.
     """
 
-    def __init__(
-        self,
-        peer: int,
-        sock: socket.socket,
-        lock: threading.RLock,
-        owner: ConnectionOwner,
-        poller: Poller,
-        pool: SegmentPool,
-    ) -> None:
+    def __init__(self, pool: SegmentPool) -> None:
         self._pool = pool
         self._ring: Segment | None = None
         self._ring_view = memoryview(b"")
@@ -86,31 +74,29 @@ class SharedMemoryConnection(PeerConnection):
         self._slotted: Transfer | None = None  # the message whose pieces arrive
         self._slotted_bytes = 0
         self._place: tuple[int, int, int] | None = None  # descriptor, lease and offset of the next message in place
-        self._released: deque[int] = deque()  # leases of the peer whose views were dropped
-        super().__init__(peer, sock, lock, owner, poller)
 
     # -- sending -----------------------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, transfer: Transfer) -> None:
+    def enqueue(self, connection: PeerConnection, transfer: Transfer) -> None:
         memory = transfer.memory
         assert memory is not None
         # A collective may overwrite a tensor as soon as it is sent, so only sends leave their tensor in place.
         if len(memory) < MIN_BYTES:
-            super()._enqueue(transfer)
-        elif transfer.operation.collective is None and self._enqueue_in_place(transfer, len(memory)):
+            super().enqueue(connection, transfer)
+        elif transfer.operation.collective is None and self._enqueue_in_place(connection, transfer, len(memory)):
             pass
         else:
-            self._enqueue_copied(transfer)
+            self._enqueue_copied(connection, transfer)
 
-    def _enqueue_copied(self, transfer: Transfer) -> None:
+    def _enqueue_copied(self, connection: PeerConnection, transfer: Transfer) -> None:
         """Send through the ring, or through the socket without memory for a ring."""
-        if self._ring is not None or self._open_ring():
-            self._outbox.append(Output(_with_kind(IN_RING, transfer.head)))
-            self._outbox.append(_RingMessage(transfer))
+        if self._ring is not None or self._open_ring(connection):
+            connection.outbox.append(Output(_with_kind(IN_RING, transfer.head)))
+            connection.outbox.append(_RingMessage(transfer))
         else:
-            super()._enqueue(transfer)
+            super().enqueue(connection, transfer)
 
-    def _enqueue_in_place(self, transfer: Transfer, size: int) -> bool:
+    def _enqueue_in_place(self, connection: PeerConnection, transfer: Transfer, size: int) -> bool:
         """Send a tensor that lies in a segment. Returns False if it does not, or is too large."""
         assert transfer.data is not None
         found = self._pool.find(transfer.data)
@@ -121,61 +107,63 @@ class SharedMemoryConnection(PeerConnection):
         self._last_lease += 1
         self._leases[self._last_lease] = segment, None if transfer.lent else transfer.operation
         place = HEAD.pack(PLACE, 0, self._last_lease, NUMBERS.pack(offset))
-        self._outbox.append(Output(place, fd=segment.fd, in_place=transfer))
-        self._outbox.append(Output(_with_kind(IN_PLACE, transfer.head), transfer.operation if transfer.lent else None))
+        connection.outbox.append(Output(place, fd=segment.fd, in_place=transfer))
+        announcement = Output(_with_kind(IN_PLACE, transfer.head), transfer.operation if transfer.lent else None)
+        connection.outbox.append(announcement)
         return True
 
-    def _open_ring(self) -> bool:
+    def _open_ring(self, connection: PeerConnection) -> bool:
         """Make the ring and pass it to the peer. Returns False when there is no memory for it."""
         self._ring = self._pool.take(RING_BYTES)
         if self._ring is None:
             return False
         self._ring_view = memoryview(self._ring.memory)
-        self._outbox.append(Output(HEAD.pack(RING, 0, RING_BYTES, b""), fd=self._ring.fd))
+        connection.outbox.append(Output(HEAD.pack(RING, 0, RING_BYTES, b""), fd=self._ring.fd))
         return True
 
-    def _write(self) -> int:
-        outbox, self._waiting = self._outbox, False
+    def write(self, connection: PeerConnection) -> int:
+        outbox, self.waiting = connection.outbox, False
         if isinstance(outbox[0], _RingMessage):
-            self._write_piece(outbox[0])
+            self._write_piece(connection, outbox[0])
         buffers: list[bytes | memoryview] = []
         passing: Output | None = None
-        for output in islice(outbox, _SENDMSG_BUFFERS):
+        for output in islice(outbox, SENDMSG_BUFFERS):
             if isinstance(output, _RingMessage) or (passing is not None and output.fd >= 0):
                 break
             if output.fd >= 0:
                 passing = output
             buffers.append(output.data)
         if passing is None:
-            return self._sock.sendmsg(buffers)
+            return connection.sock.sendmsg(buffers)
         # The descriptor is passed with the first byte, so it arrives before its frame.
         rights = array.array("i", [passing.fd])
         try:
-            sent = self._sock.sendmsg(buffers, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            sent = connection.sock.sendmsg(buffers, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         except OSError as error:
             if error.errno != errno.ETOOMANYREFS or passing.in_place is None:
                 raise
-            self._copy_instead(passing, passing.in_place)
-            return self._write() if outbox else 0
+            self._copy_instead(connection, passing, passing.in_place)
+            return self.write(connection) if outbox else 0
         passing.fd = -1
         return sent
 
-    def _copy_instead(self, place: Output, transfer: Transfer) -> None:
+    def _copy_instead(self, connection: PeerConnection, place: Output, transfer: Transfer) -> None:
         """Send a message in place by copying: the user has as many descriptors in flight as open files are allowed."""
-        at = next(index for index, output in enumerate(self._outbox) if output is place)
-        following = [self._outbox.pop() for _ in range(len(self._outbox) - at)][::-1]
+        outbox = connection.outbox
+        at = next(index for index, output in enumerate(outbox) if output is place)
+        following = [outbox.pop() for _ in range(len(outbox) - at)][::-1]
         _, _, lease, _ = HEAD.unpack(place.data)
         self._pool.release(self._leases.pop(lease)[0])
         if self._ring is None:  # its descriptor would be refused, too
-            super()._enqueue(transfer)
+            super().enqueue(connection, transfer)
         else:
-            self._enqueue_copied(transfer)
-        self._outbox.extend(following[2:])  # without PLACE and IN_PLACE
+            self._enqueue_copied(connection, transfer)
+        outbox.extend(following[2:])  # without PLACE and IN_PLACE
 
-    def _write_piece(self, message: _RingMessage) -> None:
+    def _write_piece(self, connection: PeerConnection, message: _RingMessage) -> None:
         """Copy the next piece into the ring and put its frame before the rest. Raises BlockingIOError when no slot is free."""
-        self._waiting = self._pieces_sent - self._pieces_done >= SLOTS
-        if self._waiting:
+        self.waiting = self._pieces_sent - self._pieces_done >= SLOTS
+        if self.waiting:
             raise BlockingIOError
         piece = message.memory[message.written : message.written + SLOT_BYTES]
         at = self._pieces_sent % SLOTS * SLOT_BYTES
@@ -184,42 +172,39 @@ class SharedMemoryConnection(PeerConnection):
         self._pieces_sent += 1
         message.written += len(piece)
         if message.written == len(message.memory):
-            frame.operation = self._outbox.popleft().operation
-        self._outbox.appendleft(frame)
+            frame.operation = connection.outbox.popleft().operation
+        connection.outbox.appendleft(frame)
 
     # -- receiving ---------------------------------------------------------------------------------------------------------------
 
-    def _receive_into(self, buffers: list[memoryview]) -> int:
-        count, messages, flags, _ = self._sock.recvmsg_into(buffers, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+    def receive_into(self, sock: socket.socket, buffers: list[memoryview]) -> int:
+        count, messages, flags, _ = sock.recvmsg_into(buffers, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in messages:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._fds.extend(memoryview(data[: len(data) & ~3]).cast("i"))
         if flags & socket.MSG_CTRUNC:
-            raise OSError(f"a descriptor from rank {self.peer} was lost: this process has too many open files")
+            raise OSError("a descriptor that it sent was lost: this process has too many open files")
         if len(self._fds) > _MAX_FDS:
-            self._break("it sent descriptors that it did not announce")
+            raise ValueError("it sent descriptors that it did not announce")
         return count
 
-    def _on_frame(self, kind: int, tag: int, size: int, field: bytes) -> None:
-        try:
-            if kind == RING:
-                self._on_ring(size)
-            elif kind == IN_RING:
-                self._on_ring_message(tag, size, field)
-            elif kind == PIECE:
-                self._on_piece()
-            elif kind == PIECE_DONE:
-                self._on_piece_done()
-            elif kind == PLACE:
-                self._on_place(size, *NUMBERS.unpack(field))
-            elif kind == IN_PLACE:
-                self._on_message_in_place(tag, size, field)
-            elif kind == RELEASE:
-                self._on_release(size)
-            else:
-                super()._on_frame(kind, tag, size, field)
-        except ValueError as error:
-            self._break(str(error))
+    def on_frame(self, connection: PeerConnection, kind: int, tag: int, size: int, field: bytes) -> None:
+        if kind == RING:
+            self._on_ring(size)
+        elif kind == IN_RING:
+            self._on_ring_message(connection, tag, size, field)
+        elif kind == PIECE:
+            self._on_piece(connection)
+        elif kind == PIECE_DONE:
+            self._on_piece_done(connection)
+        elif kind == PLACE:
+            self._on_place(size, *NUMBERS.unpack(field))
+        elif kind == IN_PLACE:
+            self._on_message_in_place(connection, tag, size, field)
+        elif kind == RELEASE:
+            self._on_release(connection, size)
+        else:
+            super().on_frame(connection, kind, tag, size, field)
 
     def _on_ring(self, size: int) -> None:
         if self._peer_ring is not None or size != RING_BYTES:
@@ -231,12 +216,12 @@ class SharedMemoryConnection(PeerConnection):
         finally:
             os.close(fd)
 
-    def _on_ring_message(self, tag: int, size: int, signature: bytes) -> None:
+    def _on_ring_message(self, connection: PeerConnection, tag: int, size: int, signature: bytes) -> None:
         if self._slotted is not None or self._peer_ring is None or not size:
             raise ValueError("it sent a message through a ring that is not ready for it")
-        self._slotted, self._slotted_bytes = self._match(tag, size, signature), 0
+        self._slotted, self._slotted_bytes = connection.match(tag, size, signature), 0
 
-    def _on_piece(self) -> None:
+    def _on_piece(self, connection: PeerConnection) -> None:
         transfer, ring = self._slotted, self._peer_ring
         if transfer is None or ring is None:
             raise ValueError("it sent a piece of no message")
@@ -249,94 +234,58 @@ class SharedMemoryConnection(PeerConnection):
         complete = end == len(transfer.memory)
         if complete:
             self._slotted = None
-        self._write_first(HEAD.pack(PIECE_DONE, 0, 0, b""))
+        connection.write_first(HEAD.pack(PIECE_DONE, 0, 0, b""))
         if complete:
-            self._owner.on_transferred(transfer.operation)
+            connection.owner.on_transferred(transfer.operation)
 
-    def _on_piece_done(self) -> None:
+    def _on_piece_done(self, connection: PeerConnection) -> None:
         if self._pieces_done == self._pieces_sent:
             raise ValueError("it released a piece that it does not have")
         self._pieces_done += 1
-        if self._waiting:
-            self._waiting = False
-            self._flush()
+        if self.waiting:
+            self.waiting = False
+            connection.flush()
 
     def _on_place(self, lease: int, offset: int) -> None:
         if self._place is not None:
             raise ValueError("it sent two segments for one message")
         self._place = self._take_fd(), lease, offset
 
-    def _on_message_in_place(self, tag: int, size: int, signature: bytes) -> None:
+    def _on_message_in_place(self, connection: PeerConnection, tag: int, size: int, signature: bytes) -> None:
         if self._place is None:
             raise ValueError("it sent a message in place without its segment")
         (fd, lease, offset), self._place = self._place, None
         try:
             check_segment(fd, offset, size)
-            transfer = self._match(tag, size, signature, lambda view: self._map(view, fd, lease, offset))
+            transfer = connection.match(tag, size, signature, lambda view: _map(connection, view, fd, lease, offset))
             if transfer is None:
                 return
             if transfer.view is None or not transfer.view.shared:
                 assert transfer.memory is not None
                 if os.preadv(fd, [transfer.memory], offset) != size:
                     raise ValueError(f"it sent a segment that cannot be read at {offset}")
-                self._write_first(HEAD.pack(RELEASE, 0, lease, b""))
+                connection.write_first(HEAD.pack(RELEASE, 0, lease, b""))
         finally:
             os.close(fd)
-        self._owner.on_transferred(transfer.operation)
+        connection.owner.on_transferred(transfer.operation)
 
-    def _map(self, view: View, fd: int, lease: int, offset: int) -> Tensor:
-        """Map the data of a view, privately, so that writing to it changes only our memory. Without memory for it, use our own."""
-        start = offset % mmap.ALLOCATIONGRANULARITY
-        length = start + view.size_bytes
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        try:
-            mapped = mmap.mmap(fd, length, mmap.MAP_PRIVATE, protection, offset=offset - start)
-        except OSError:
-            return view.allocate()
-        release = weakref.finalize(mapped, _queue_release, weakref.ref(self), lease)
-        release.atexit = False
-        data = torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=view.size_bytes)
-        return view.place(data, release)
-
-    def _on_release(self, lease: int) -> None:
+    def _on_release(self, connection: PeerConnection, lease: int) -> None:
         if lease not in self._leases:
             raise ValueError(f"it released lease {lease}, which it does not have")
         segment, operation = self._leases.pop(lease)
         self._pool.release(segment)
         if operation is not None:
-            self._owner.on_transferred(operation)
+            connection.owner.on_transferred(operation)
 
     def _take_fd(self) -> int:
         if not self._fds:
             raise ValueError("it announced a descriptor and sent none")
         return self._fds.popleft()
 
-    # -- releasing views ---------------------------------------------------------------------------------------------------------
-
-    def queue_release(self, lease: int) -> None:
-        """The view with this lease was dropped. Called by the garbage collector, on any thread and at any point, so it takes no lock."""
-        self._released.append(lease)
-        self._poller.call_soon(self.write_releases)
-
-    def write_releases(self) -> None:
-        """Report the dropped views to the peer, if no message has taken the reports along."""
-        with self._lock:
-            if self._released and self.end_reason is None:
-                self._flush()
-
-    def _flush(self) -> None:
-        while self._released:
-            self._insert_first(HEAD.pack(RELEASE, 0, self._released.popleft(), b""))
-        super()._flush()
-
     # -- ending ------------------------------------------------------------------------------------------------------------------
 
-    def move(self, poller: Poller) -> None:
-        super().move(poller)
-        poller.call_soon(self.write_releases)
-
-    def _stop(self) -> list[Operation]:
-        pending = super()._stop()
+    def stop(self) -> list[Operation]:
+        pending = []
         if self._slotted is not None:
             pending.append(self._slotted.operation)
         if self._place is not None:
@@ -356,9 +305,25 @@ class SharedMemoryConnection(PeerConnection):
         return pending
 
 
-def _queue_release(connection: "weakref.ref[SharedMemoryConnection]", lease: int) -> None:
+def _map(connection: PeerConnection, view: View, fd: int, lease: int, offset: int) -> Tensor:
+    """Map the data of a view, privately, so that writing to it changes only our memory. Without memory for it, use our own."""
+    start = offset % mmap.ALLOCATIONGRANULARITY
+    length = start + view.size_bytes
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    try:
+        mapped = mmap.mmap(fd, length, mmap.MAP_PRIVATE, protection, offset=offset - start)
+    except OSError:
+        return view.allocate()
+    release = weakref.finalize(mapped, _release, weakref.ref(connection), HEAD.pack(RELEASE, 0, lease, b""))
+    release.atexit = False
+    data = torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=view.size_bytes)
+    return view.place(data, release)
+
+
+def _release(connection: "weakref.ref[PeerConnection]", frame: bytes) -> None:
+    """The view was dropped. Called by the garbage collector."""
     if (alive := connection()) is not None:
-        alive.queue_release(lease)
+        alive.queue_frame(frame)
 
 
 def _with_kind(kind: int, head: bytes) -> bytes:

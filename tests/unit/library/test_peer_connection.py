@@ -14,7 +14,7 @@ from multiworld.errors import Cause
 from multiworld.ops.operation import Operation
 from multiworld.ops.p2p import recv, send
 from multiworld.ops.validation import Ranks
-from multiworld.transport.connection import MAX_CREDITS, PeerConnection
+from multiworld.transport.connection import MAX_CREDITS, PeerConnection, SocketPayloads
 from multiworld.transport.poller import poller_of
 from multiworld.transport.transfer import Transfer
 from multiworld.transport.wire import HEAD, MESSAGE, RECV_READY, encode_signature, message_head
@@ -52,7 +52,8 @@ class End:
     def __init__(self, sock: socket.socket) -> None:
         self.owner = Owner()
         self.lock = threading.RLock()
-        self.line = PeerConnection(1, sock, self.lock, self.owner, poller_of(asyncio.get_running_loop()))
+        poller = poller_of(asyncio.get_running_loop())
+        self.line = PeerConnection(1, sock, self.lock, self.owner, poller, SocketPayloads())
 
     def send(self, tensor: torch.Tensor, tag: int = 0) -> Operation:
         operation = send(RANKS, tensor, 1, tag)
@@ -276,8 +277,8 @@ async def test_partially_sent_header_is_completed_first(
     made, peer = end
     peer.send(posted())
     await settled()
-    narrow = Narrow(made.line._sock, gone)
-    monkeypatch.setattr(made.line, "_sock", narrow)
+    narrow = Narrow(made.line.sock, gone)
+    monkeypatch.setattr(made.line, "sock", narrow)
     sent = made.send(torch.full((3,), 9, dtype=torch.uint8))
     made.receive(torch.zeros(1), tag=7)
     narrow.room = 1 << 20

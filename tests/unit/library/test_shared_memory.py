@@ -22,9 +22,10 @@ from multiworld.membership.local_socket import bind_local, default_runtime_dir
 from multiworld.ops.operation import Operation
 from multiworld.ops.p2p import recv_view, send_message
 from multiworld.ops.views import View
+from multiworld.transport.connection import PeerConnection
 from multiworld.transport.poller import poller_of
 from multiworld.transport.segments import MIN_BYTES, SegmentPool
-from multiworld.transport.shared import RING_BYTES, SLOT_BYTES, SharedMemoryConnection
+from multiworld.transport.shared import RING_BYTES, SLOT_BYTES, SharedPayloads
 from multiworld.transport.transfer import Transfer
 from multiworld.transport.wire import (
     HEAD,
@@ -62,7 +63,7 @@ class LocalEnd(End):
         self.lock = threading.RLock()
         self.pool = SegmentPool(budget_bytes)
         poller = poller_of(asyncio.get_running_loop())
-        self.line = SharedMemoryConnection(1, sock, self.lock, self.owner, poller, self.pool)
+        self.line = PeerConnection(1, sock, self.lock, self.owner, poller, SharedPayloads(self.pool))
 
     def send_message(self, payload: Tensor) -> Operation:
         operation = send_message(RANKS, b"header", payload, 1, 0)
@@ -205,8 +206,8 @@ async def test_message_is_copied_when_too_many_descriptors_are_in_flight(
         received = other.receive(torch.empty(MIB, dtype=torch.uint8))
         await one.until_completed(one.send(random_bytes(MIB)))
         await other.until_completed(received)
-    refusing = RefusingSocket(one.line._sock)
-    one.line._sock = refusing  # type: ignore[assignment]
+    refusing = RefusingSocket(one.line.sock)
+    one.line.sock = refusing  # type: ignore[assignment]
     tensors, targets = [allocated(one, MIB) for _ in range(3)], [torch.zeros(MIB, dtype=torch.uint8) for _ in range(3)]
     receives = [other.receive(target) for target in targets]
     await until(lambda: one.line._credits.get(0) == 3)
