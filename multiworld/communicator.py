@@ -36,9 +36,9 @@ class WorldCommunicator:
         ValueError, TypeError: invalid arguments. Nothing was sent and the world can still be used.
 
     Tensors have any shape, including empty and 0-dimensional. Non-contiguous tensors are copied. All dtypes can be sent. The CPU reduces
-    float16, bfloat16, float32, float64, int8, uint8, int32, int64, bool (MIN, MAX, BAND, BOR, BXOR) and complex (SUM, AVG). Except with
-    NCCL, CUDA tensors are copied through host memory. Do not use a tensor until its operation is done. All members must call the
-    collectives of a world in the same order. Operations of different worlds run concurrently.
+    float16, bfloat16, float32, float64, int8, uint8, int32, int64, bool (MIN, MAX, BAND, BOR, BXOR) and complex (SUM, AVG). CUDA
+    tensors are copied through host memory, except for collectives with NCCL. Do not use a tensor until its operation is done. All members
+    must call the collectives of a world in the same order. Operations of different worlds run concurrently.
 
     `timeout_s` is the time in seconds after which the world breaks with cause `timeout`. With None only the failure of a member ends the
     wait. Cancelling an operation breaks its world and no other.

@@ -24,7 +24,7 @@ from multiworld.control.dial import resolve
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import JoinError, WorldExistsError, WorldNotFoundError
 from multiworld.events import EventStream, WorldEvent
-from multiworld.execution.process_group import NCCL, check_nccl_device, parse_backend
+from multiworld.execution.process_group import check_nccl_device, uses_nccl
 from multiworld.membership.acceptor import Acceptor, Answerer, bind
 from multiworld.membership.generations import Generations
 from multiworld.membership.local_socket import bind_local, default_runtime_dir
@@ -174,9 +174,9 @@ class WorldManager:
 
         Args:
             rank, world_size: this member's rank and the number of members. Rank 0 listens on `addr`:`port`; the others connect.
-            backend: "multiworld", "nccl" or "cpu:multiworld,cuda:nccl". With "multiworld" the library's own connections carry all
-                operations, and CUDA tensors are copied through host memory. A world of two then needs one open port, at rank 0.
-                "gloo" and "tcp" are other names of "multiworld".
+            backend: with "multiworld" the library's own connections carry all operations, and CUDA tensors are copied through host
+                memory. With "nccl" or "cpu:multiworld,cuda:nccl", NCCL carries the collectives on CUDA tensors. "gloo" and "tcp" are
+                other names of "multiworld".
             port: -1 means 29500. Many worlds may share a port. To use a free port, call `listen` and pass the port that it returns; with 0,
                 rank 0 opens a free port that is not reported.
             timeout: seconds that forming the world may take.
@@ -193,21 +193,18 @@ class WorldManager:
             ValueError: invalid rank, size, port or backend.
         After an error everything is freed and the name can be used again.
         """
-        backends = parse_backend(backend)
-        verify = self._verify_collectives if verify_collectives is None else verify_collectives
         config = WorldConfig(
             name=world_name,
             rank=rank,
             size=world_size,
             generation=generation,
-            backends=backends,
-            device=check_nccl_device(device) if NCCL in backends.values() else None,
+            device=check_nccl_device(device) if uses_nccl(backend) else None,
             addr=addr,
             port=DEFAULT_PORT if port == -1 else port,
             secret=self._secret,
             heartbeat=self._heartbeat,
             timeout_s=timeout,
-            verify_collectives=verify and set(backends.values()) != {NCCL},
+            verify_collectives=self._verify_collectives if verify_collectives is None else verify_collectives,
             bind_host=self._bind_host,
             segments=self._segments,
         )
@@ -257,7 +254,7 @@ class WorldManager:
 
         Raises WorldExistsError, and ValueError for an unknown backend.
         """
-        parse_backend(backend)
+        uses_nccl(backend)
         with self._lock:
             if not self.is_broken(world_name):
                 raise WorldExistsError(world_name, "it is already open or announced here")

@@ -13,8 +13,8 @@ Each operation has its own states:
                  └──────────────┴────────▶ failed    with the error of the world, when that is known
 
 A send or receive uses the connection to its peer (multiworld/transport/connection.py), on the event loop on which the world was
-formed. So do collectives (multiworld/collectives). Work that may block (copies from and to a device, NCCL) runs on threads of this
-world. One thread posts all NCCL operations in the order in which they were started, and another polls for their completion.
+formed. So do collectives (multiworld/collectives), except those that NCCL carries. Copies from and to a device may block, so they run on
+a thread of this world.
 
 A world has two locks. One guards its state; it is held for microseconds, because the control loop takes it. The other guards connections
 and operations. It is held while tensors are copied and while callbacks of the caller run, so the control loop, which serves all worlds of
@@ -40,12 +40,12 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from multiworld.collectives.channel import NUMBERED_FROM, CollectiveChannel
 from multiworld.collectives.fingerprint import MismatchError, verify
+from multiworld.collectives.nccl import NcclCollectives
 from multiworld.config import WorldConfig
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldError
 from multiworld.execution.cuda import await_queued, call_on
-from multiworld.execution.failures import ConnectionLostError, described, lost_connections
-from multiworld.execution.process_group import NCCL_ABORT_S, NCCL_POLL_S, abort_nccl_group
+from multiworld.execution.failures import ConnectionLostError, described
 from multiworld.execution.worker_thread import WorkerThread
 from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.forming import Forming
@@ -103,7 +103,7 @@ class World:
         generation: the number of this world among those of its name; 0 until all ranks have joined, unless the caller chose one.
         state: see the module docstring.
         failure: why the world broke; None unless `state` is BROKEN.
-        transports: how this member is connected to each of the others, by rank. Empty until the world is ready, and with NCCL only.
+        transports: how this member is connected to each of the others, by rank. Empty until the world is ready.
 
     Args:
         on_changed: called after each change of the state, from any thread. Must not block.
@@ -141,7 +141,7 @@ class World:
         self._teardown_started = False
         self._forming = Forming(self, config, control_loop, acceptor)
         self._poller: Poller | None = None
-        self._group: ProcessGroup | None = None
+        self._nccl: NcclCollectives | None = None
         self._connections: dict[int, PeerConnection] = {}
         self._pending: set[Operation] = set()
         self._copying_back: set[Operation] = set()
@@ -149,10 +149,7 @@ class World:
         self._draining = False
         """A member left. Pending operations may still complete. The others fail when the world is torn down."""
         self._copying = WorkerThread(f"multiworld-{config.name}", self._on_job_failed)
-        self._posting = WorkerThread(f"multiworld-{config.name}-nccl", self._on_job_failed)
-        self._polling = WorkerThread(f"multiworld-{config.name}-nccl-poll", self._on_job_failed)
-        self._on_nccl: list[Operation] = []  # posted, not completed
-        self._collectives = 0  # collectives that got their number here
+        self._collectives = 0  # number of the next collective without one
         self._nccl_order = asyncio.Lock()
 
     def __repr__(self) -> str:
@@ -186,7 +183,10 @@ class World:
             if error := self.ending():
                 raise error
             with self._lock:
-                self._group = group
+                if group is not None:
+                    self._nccl = NcclCollectives(
+                        self.name, group, self._check, self.on_transferred, self._fail_operation
+                    )
                 self._connect(socks)
             self.state = WorldState.READY
             self._on_changed(self)  # under the lock, so that READY is reported before the end
@@ -294,7 +294,7 @@ class World:
             try:
                 self._dispatch(operation)
             except Exception as error:  # noqa: BLE001 - the operation may have started: the world breaks
-                self._fail_operations([operation], operation.peer, error)
+                self._fail_operation(operation, error)
             except BaseException:
                 self._pending.discard(operation)
                 raise
@@ -311,13 +311,11 @@ class World:
                 connection.move(self._poller)
 
     def _dispatch(self, operation: Operation) -> None:
-        """Hand the operation to its connection or to NCCL, or run the algorithm of a collective."""
+        """Hand the operation to its connection, or start the collective."""
         if operation.tensors and operation.tensors[0].is_cuda:
             operation.stream = torch.cuda.current_stream(operation.tensors[0].device)
         if isinstance(operation, Collective):
             self._start_collective(operation)
-        elif operation.post is not None:
-            self._post(operation)
         elif isinstance(operation, Send):
             self._start_send(operation)
         elif isinstance(operation, Receive):
@@ -360,8 +358,8 @@ class World:
     def _start_collective(self, operation: Collective) -> None:
         """Run a collective in a task of the caller's event loop."""
         if operation.number is None:
-            number = self._collectives % NUMBERED_FROM
-            self._collectives += 1
+            number = self._collectives
+            self._collectives = (number + 1) % NUMBERED_FROM
         else:
             number = NUMBERED_FROM + operation.number
         channel = CollectiveChannel(operation, self._connections, number, self._lock, self._check)
@@ -376,7 +374,10 @@ class World:
                 if self._config.verify_collectives and channel.peers:
                     await verify(channel, operation)
                 if operation.post is not None:
-                    self._post(operation)
+                    with self._lock:
+                        self._check()
+                        assert self._nccl is not None
+                        self._nccl.post(operation)
                     return
             if operation.staged:  # the data is copied from a device, which may block
                 algorithm = await asyncio.to_thread(call_on, operation.stream, operation.algorithm)
@@ -388,7 +389,7 @@ class World:
         except MismatchError as mismatch:
             self.report(Cause.ERROR, mismatch.rank, mismatch.detail)
         except Exception as error:  # noqa: BLE001 - see `_fail_operations`
-            self._fail_operations([operation], operation.peer, error)
+            self._fail_operation(operation, error)
         except asyncio.CancelledError:
             if not operation.done():  # the event loop is shutting down
                 self._on_cancelled(operation)
@@ -423,45 +424,6 @@ class World:
         if ending is not None and not self._draining:
             raise ending
 
-    # -- operations of NCCL ------------------------------------------------------------------------------------------------------
-
-    def _post(self, operation: Operation) -> None:
-        """Hand an operation to NCCL, on a thread, because NCCL may block while it connects. Call it under the lock.
-
-        Raises RuntimeError when no thread can start.
-        """
-        self._posting.run(partial(self._run_step, operation, partial(self._post_queued, operation)))
-
-    @lost_connections()
-    def _post_queued(self, operation: Operation) -> None:
-        assert operation.post is not None
-        with self._lock:
-            self._check()
-            group = self._group
-        assert group is not None
-        operation.work = operation.post(group)
-        with self._lock:
-            self._on_nccl.append(operation)
-            if len(self._on_nccl) == 1:
-                self._polling.run(self._poll_nccl)
-
-    def _poll_nccl(self) -> None:
-        """Poll until NCCL has completed all operations. An operation that still runs `NCCL_ABORT_S` after the world ended is failed."""
-        aborted_s: float | None = None
-        while True:
-            with self._lock:
-                for operation in [each for each in self._on_nccl if each.work is None or each.work.is_completed()]:
-                    self._on_nccl.remove(operation)
-                    self._run_on_thread(operation, partial(self._finish, operation))
-                if aborted_s is None and self.ending() is not None:
-                    aborted_s = time.monotonic() + NCCL_ABORT_S
-                if aborted_s is not None and time.monotonic() > aborted_s and self._on_nccl:
-                    lost, self._on_nccl = self._on_nccl, []
-                    self._fail_operations(lost, -1, RuntimeError("NCCL still runs the operation after its abort"))
-                if not self._on_nccl:
-                    return
-            time.sleep(NCCL_POLL_S)
-
     # -- steps on threads ------------------------------------------------------------------------------------
 
     def _run_on_thread(self, operation: Operation, job: Callable[[], None]) -> None:
@@ -469,25 +431,21 @@ class World:
         try:
             self._copying.run(job)
         except Exception as error:  # noqa: BLE001 - see `_fail_operations`
-            self._fail_operations([operation], operation.peer, error)
+            self._fail_operation(operation, error)
 
     def _on_job_failed(self, error: BaseException) -> None:
         self.report(Cause.LOCAL, self.rank, described(error))
 
     def _finish(self, operation: Operation) -> None:
-        """Check the result of NCCL if it ran the operation, copy the results back, and complete the operation."""
+        """Copy the results back, and complete the operation."""
 
         def finish() -> None:
-            if operation.work is not None:
-                with lost_connections():
-                    operation.work.wait()  # it is complete: raises its error, or orders the current stream after it
-                self._check()  # operations that NCCL aborts look complete
-            if operation.copy_back is not None:
-                with self._lock:
-                    if operation not in self._pending:  # it has failed: nothing may be written any more
-                        raise RuntimeError("the world has ended")
-                    self._copying_back.add(operation)
-                operation.copy_back()
+            assert operation.copy_back is not None
+            with self._lock:
+                if operation not in self._pending:  # it has failed: nothing may be written any more
+                    raise RuntimeError("the world has ended")
+                self._copying_back.add(operation)
+            operation.copy_back()
             await_queued(operation.stream)
 
         if self._run_step(operation, finish):
@@ -498,7 +456,7 @@ class World:
         try:
             call_on(operation.stream, step)
         except Exception as error:  # noqa: BLE001 - see `_fail_operations`
-            self._fail_operations([operation], operation.peer, error)
+            self._fail_operation(operation, error)
         else:
             return True
         return False
@@ -510,7 +468,6 @@ class World:
         # Does not take the lock, because another thread may hold it while it copies.
         self._pending.discard(operation)
         self._copying_back.discard(operation)
-        operation.work = None
         operation.resolve(None)
 
     def _fail_operations(self, operations: Sequence[Operation], peer: int, error: Exception) -> None:
@@ -526,8 +483,6 @@ class World:
             ending = self.ending()
             if ending is None or self._draining:
                 self._failed += operations
-        for operation in operations:
-            operation.work = None
         if ending is None:
             detail = f"{operations[0].name}: {described(error)}"
             if isinstance(error, ConnectionLostError):
@@ -536,6 +491,9 @@ class World:
                 self.report(Cause.LOCAL, self.rank, detail)
         elif not self._draining:
             self._resolve(operations)
+
+    def _fail_operation(self, operation: Operation, error: Exception) -> None:
+        self._fail_operations([operation], operation.peer, error)
 
     def _on_timeout(self, operation: Operation) -> None:
         """The caller's timeout has expired."""
@@ -550,7 +508,6 @@ class World:
 
     def _resolve(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
-            operation.work = None
             operation.resolve(self.ending())
 
     # -- ending --------------------------------------------------------------------------------------------------------------
@@ -662,17 +619,12 @@ class World:
                 self._leave(leave_s)
             with self._lock:
                 self._draining = False
-                group, self._group = self._group, None
+                nccl, self._nccl = self._nccl, None
                 self._close_connections()
             self._fail_all(except_copying_back=True)
             self._forming.close(self.ending() or JoinError(self.name, "ended"), join_s)
-            if group is not None:  # it may write to tensors until it is destroyed
-                abort_nccl_group(group)
-                del group
-            until_s = time.monotonic() + join_s
-            threads = self._posting, self._polling, self._copying
-            ended = [thread.close(max(0.0, until_s - time.monotonic())) for thread in threads]
-            self.threads_lost = not all(ended)
+            aborted = nccl is None or nccl.abort(join_s)
+            self.threads_lost = not (self._copying.close(join_s) and aborted)
             if self.threads_lost:
                 logger.error("world=%s generation=%d: threads are still blocked", self.name, self.generation)
         finally:  # also when something could not be freed

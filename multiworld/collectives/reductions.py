@@ -10,7 +10,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, ReduceOp, Work
 
 from multiworld.collectives import allreduce
-from multiworld.execution.process_group import NCCL
 from multiworld.ops.buffers import RecvBuffer, arithmetic, check_computable, contiguous, copy_back_of
 from multiworld.ops.operation import Algorithm, Collective
 from multiworld.ops.validation import Ranks, check_list, check_whole, tensor_signature
@@ -105,15 +104,12 @@ def _reduce_scatter(
     )
 
 
-def barrier(ranks: Ranks) -> Collective:
-    """Wait until all members have started the barrier: an all-reduce of an empty tensor, or of one element with NCCL."""
-    on_nccl = set(ranks.backends.values()) == {NCCL}
-    token = torch.zeros(1, device=ranks.device) if on_nccl else torch.empty(0)
+def barrier(_ranks: Ranks) -> Collective:
+    """Wait until all members have started the barrier: an all-reduce of an empty tensor on the host, also with NCCL."""
+    token = torch.empty(0, device="cpu")
     return Collective(
         signature="barrier()",
         algorithm=lambda: lambda channel: allreduce.all_reduce(channel, token, "SUM"),
-        post=(lambda group: group.allreduce([token])) if on_nccl else None,
-        tensors=(token,),
     )
 
 

@@ -1,4 +1,4 @@
-"""The backends of a world, and the NCCL group of stock PyTorch, without the global default group.
+"""The backends of a world, and the NCCL group of stock PyTorch for its collectives, without the global default group.
 
 The required facts about c10d are in docs/decisions/0001-one-process-group-a-link.md. No run with NCCL is on record
 (docs/gpu.md).
@@ -19,12 +19,10 @@ logger = logging.getLogger(__name__)
 
 FOREVER = timedelta(days=3650)
 """Timeout of NCCL's operations. Failures are detected by heartbeats, not by this timeout."""
-MULTIWORLD = "multiworld"
-"""Backend: operations use the library's own connections."""
 NCCL = "nccl"
-"""Backend: all operations on CUDA tensors use NCCL of c10d."""
-_BACKENDS = {MULTIWORLD: MULTIWORLD, "gloo": MULTIWORLD, "tcp": MULTIWORLD, NCCL: NCCL}
-"""Backend by the name that the caller passes. Programs for c10d and pymultiworld pass "gloo"."""
+"""Backend: collectives on CUDA tensors use NCCL of c10d."""
+_OWN = ("multiworld", "gloo", "tcp")
+"""Backend: the library's own connections. Programs for c10d and pymultiworld pass "gloo"."""
 
 NCCL_ABORT_S = 5.0
 """Seconds until an abort of NCCL counts as hung."""
@@ -46,28 +44,28 @@ class UnsupportedBackendError(ValueError):
     """The backend is unknown or not available in this build of torch."""
 
 
-def parse_backend(backend: str) -> dict[str, str]:
-    """Parse a backend name, or a list as in c10d such as `"cpu:gloo,cuda:nccl"`.
+def uses_nccl(backend: str) -> bool:
+    """Whether a backend, or a list as in c10d such as `"cpu:gloo,cuda:nccl"`, has NCCL for CUDA tensors.
 
-    Returns device type → `MULTIWORLD` or `NCCL`. "gloo" and "tcp" are other names of "multiworld". Raises UnsupportedBackendError.
+    "gloo" and "tcp" are other names of "multiworld". Raises UnsupportedBackendError.
     """
-    parts = backend.strip().lower()
-    if parts in _BACKENDS:
-        parts = f"cuda:{parts}" if parts == NCCL else f"cpu:{parts}"
-    chosen: dict[str, str] = {}
-    for part in parts.split(","):
-        device, _, name = part.strip().partition(":")
-        if device not in {"cpu", "cuda"} or name not in _BACKENDS or (device, name) == ("cpu", NCCL):
+    parts = [part.strip() for part in backend.lower().split(",")]
+    if len(parts) == 1 and ":" not in parts[0]:
+        parts = [f"cuda:{parts[0]}"]
+    for part in parts:
+        device, _, name = part.partition(":")
+        if name not in (*_OWN, NCCL) or device not in ("cpu", "cuda") or (device, name) == ("cpu", NCCL):
             raise UnsupportedBackendError(
                 f"unknown backend {backend!r}: expected 'multiworld', 'nccl', or a list such as 'cpu:multiworld,cuda:nccl'; "
                 "'gloo' means 'multiworld'"
             )
-        chosen[device] = _BACKENDS[name]
-    if NCCL in chosen.values() and not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+    if f"cuda:{NCCL}" not in parts:
+        return False
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
         raise UnsupportedBackendError(
             "backend 'nccl' needs a CUDA device and a torch build with NCCL; use 'multiworld' here"
         )
-    return chosen
+    return True
 
 
 def check_nccl_device(device: torch.device) -> torch.device:

@@ -83,15 +83,14 @@ class Forming:
         self._config = config
         self._control_loop = control_loop
         self._acceptor = acceptor
-        backends = ",".join(f"{device}:{name}" for device, name in sorted(config.backends.items()))
-        settings = f"backend={backends}, verify_collectives={config.verify_collectives}"
+        backend = "multiworld" if config.device is None else NCCL
+        settings = f"backend={backend}, verify_collectives={config.verify_collectives}"
         formation = os.urandom(8).hex() if config.rank == 0 else ""
         self._member = Hello(
             config.name, config.rank, config.size, config.generation, formation=formation, settings=settings
         )
         self._obstacle = "no answer"  # why the last attempt to connect failed
         self._forming: asyncio.Task[None] | None = None
-        self._connects = config.size > 1 and {*config.backends.values()} != {NCCL}
         self._data_acceptors = [each for each in (acceptor, config.local_acceptor) if each is not None]
         self._port: Acceptor | None = None  # one of them, opened for this world
         self._connected: asyncio.Future[None] = control_loop.loop.create_future()
@@ -222,7 +221,7 @@ class Forming:
     def _address(self, local_host: str) -> Address:
         """Where this member accepts data connections. Opens a port on `local_host` if necessary. Raises OSError."""
         rank, local = self._config.rank, self._config.local_acceptor
-        if not self._connects or rank == self._config.size - 1:
+        if rank == self._config.size - 1:
             return Address()
         if self._port is None and rank:
             self._port = Acceptor(self._control_loop, bind(local_host, 0), [self._config.secret])
@@ -234,10 +233,10 @@ class Forming:
     async def _connect(self, start: Start) -> dict[int, socket.socket]:
         """Connect to all lower ranks, and accept connections of all higher ranks. Some of these may have connected already.
 
-        Returns the sockets by rank, which the caller owns: none in a world of one, and with NCCL only. Raises JoinError when a member
-        refuses us. The caller must `_stop_connecting`.
+        Returns the sockets by rank, which the caller owns: none in a world of one. Raises JoinError when a member refuses us. The caller
+        must `_stop_connecting`.
         """
-        if not self._connects:
+        if self._config.size == 1:
             return {}
         self._obstacle = "no answer"
         self.key = self._config.name, start.generation

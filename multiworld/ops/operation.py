@@ -38,7 +38,6 @@ class Operation:
         tensors: the caller's tensors; the operation keeps them alive.
         staged: whether the data must be copied between a device and the host, which may block and must not run on an event loop.
         copy_back: copies the results to the caller's tensors; None if the results are written into them directly.
-        post: hands the operation to NCCL; None if the connections of the world carry it.
     """
 
     signature: str
@@ -46,13 +45,10 @@ class Operation:
     tensors: tuple[Tensor, ...] = ()
     staged: bool = False
     copy_back: Callable[[], None] | None = None
-    post: Post | None = None
     timeout_s: float | None = None
     future: asyncio.Future[None] = field(init=False)
     on_cancelled: Callable[["Operation"], Exception | None] = field(init=False)
     """Called when the caller is cancelled while the operation is pending. Returns the error that the world ended with."""
-    work: Work | None = None
-    """The operation at NCCL."""
     task: asyncio.Task[None] | None = None
     """The task that runs the algorithm of a collective."""
     timer: asyncio.TimerHandle | None = None
@@ -172,11 +168,13 @@ class Collective(Operation):
 
     Attributes:
         algorithm: copies the data to the host and returns the algorithm to run over the connections of the world.
+        post: hands the collective to NCCL; None if the connections of the world carry it.
         splits_bytes: for an all-to-all, the bytes sent to each rank and the bytes expected from each rank.
         number: identifies the collective at all members if they may start it in different order; None: they start it in equal order.
     """
 
     algorithm: Callable[[], Algorithm]
+    post: Post | None = None
     splits_bytes: tuple[list[int], list[int]] | None = None
     number: int | None = None
 

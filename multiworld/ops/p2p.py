@@ -1,4 +1,6 @@
-"""Sends and receives: argument checks, the buffer for the connection, and the call of c10d for NCCL.
+"""Sends and receives: argument checks, and the buffer for the connection.
+
+NCCL carries no messages: it has no tags, and two members that both send first would block each other.
 
 The receiver of a tensor knows its size. The receiver of a *message* does not know it before the message arrives: the sender adds a header
 of its own format, which travels in the head of the message in place of the signature. The receiver reads header and size before it
@@ -22,17 +24,15 @@ MAX_HEADER_BYTES = 48
 def send(ranks: Ranks, tensor: Tensor, dst: int, tag: int) -> Send:
     """A send of `tensor`, any shape and dtype, to rank `dst`. Raises ValueError or TypeError for invalid arguments."""
     ranks.check_peer("send", dst, tag)
-    staged = ranks.check_devices("send", (tensor,))
-    buffer = partial(contiguous, tensor, staged)
+    staged = ranks.check_devices("send", (tensor,)) or ranks.uses_nccl(tensor)
     return Send(
         signature=tensor_signature(tensor),
-        post=(lambda group: group.send([buffer()], dst, tag)) if ranks.uses_nccl(tensor) else None,
         tensors=(tensor,),
         staged=staged,
         peer=dst,
         tag=tag,
         size_bytes=tensor.nbytes,
-        buffer=buffer,
+        buffer=partial(contiguous, tensor, staged),
     )
 
 
@@ -42,11 +42,10 @@ def recv(ranks: Ranks, tensor: Tensor, src: int, tag: int) -> Receive:
     Raises ValueError or TypeError for invalid arguments.
     """
     ranks.check_peer("recv", src, tag)
-    staged = ranks.check_devices("recv", (tensor,))
+    staged = ranks.check_devices("recv", (tensor,)) or ranks.uses_nccl(tensor)
     target = RecvBuffer("recv", tensor, staged)
     return Receive(
         signature=tensor_signature(tensor),
-        post=(lambda group: group.recv([target.materialize()], src, tag)) if ranks.uses_nccl(tensor) else None,
         copy_back=None if target.direct else target.copy_back,
         tensors=(tensor,),
         staged=staged,

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multiworld.execution.process_group import NCCL
 from multiworld.ops.buffers import check_dense
 
 TAG_LIMIT = 1 << 29
@@ -23,15 +22,13 @@ class Ranks:
 
     Attributes:
         rank, size: rank of this member and number of members.
-        backends: device type → backend of collectives on tensors of this device type (`MULTIWORLD` or `NCCL`). Except with NCCL, tensors
-            of other devices are copied through host memory.
-        device: the CUDA device that NCCL uses, with its index; None without NCCL.
+        device: the CUDA device on which NCCL carries the collectives, with its index; None without NCCL. All other tensors on devices are
+            copied through host memory.
     """
 
     name: str
     rank: int
     size: int
-    backends: dict[str, str]
     device: torch.device | None = None
 
     def check_peer(self, name: str, peer: int, tag: int) -> None:
@@ -57,23 +54,16 @@ class Ranks:
         if any(tensor.device != device for tensor in tensors[1:]):
             devices = sorted({str(tensor.device) for tensor in tensors})
             raise ValueError(f"{name}: all tensors must be on one device, got {devices}")
-        backend = self.backend(device.type)
-        if not backend:
-            raise ValueError(f"{name}: {self._world} has no backend for tensors on {device}, only {self.backends}")
-        if backend == NCCL and device != self.device:
+        on_nccl = self.uses_nccl(tensors[0])
+        if on_nccl and device != self.device:
             raise ValueError(
                 f"{name}: the tensors are on {device}, but {self._world} uses {self.device}; move them there"
             )
-        return device.type != "cpu" and backend != NCCL
-
-    def backend(self, device_type: str) -> str:
-        """The backend of collectives on tensors of this device type: `MULTIWORLD` or `NCCL`; "" if there is none."""
-        on_host = (each for each in self.backends.values() if each != NCCL)
-        return self.backends.get(device_type) or next(on_host, "")
+        return device.type != "cpu" and not on_nccl
 
     def uses_nccl(self, tensor: Tensor) -> bool:
-        """Whether NCCL carries operations on this tensor, not the library's own connections."""
-        return self.backend(tensor.device.type) == NCCL
+        """Whether NCCL carries collectives on this tensor, not the library's own connections."""
+        return self.device is not None and tensor.is_cuda
 
     @property
     def _world(self) -> str:

@@ -1,6 +1,7 @@
 """Tests of NCCL worlds, and of Gloo worlds with GPU tensors, on one GPU; docs/gpu.md lists what is not tested."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed import ReduceOp
 
 from multiworld import BrokenWorldException, Cause, WorldManager, WorldState
 from multiworld.collectives import reductions
-from multiworld.execution.process_group import UnsupportedBackendError, check_nccl_device, parse_backend
+from multiworld.execution.process_group import UnsupportedBackendError, check_nccl_device, uses_nccl
 from multiworld.ops import p2p as messages
 from multiworld.ops.validation import Ranks
 
@@ -30,21 +31,11 @@ def _device() -> torch.device:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_nccl_is_refused_with_a_clear_error_without_a_gpu() -> None:
     with pytest.raises(UnsupportedBackendError, match="needs a CUDA device"):
-        parse_backend("nccl")
+        uses_nccl("nccl")
 
 
-def test_gloo_accepts_tensors_of_every_device() -> None:
-    assert parse_backend("cuda:gloo") == {"cuda": "multiworld"}
-    assert parse_backend("cpu:gloo, cuda:gloo") == {"cpu": "multiworld", "cuda": "multiworld"}
-
-
-ON_SECOND = Ranks("w", 0, 2, {"cuda": "nccl"}, torch.device("cuda", 1))
+ON_SECOND = Ranks("w", 0, 2, torch.device("cuda", 1))
 """Of a world on the second device; meta tensors suffice to test which tensors are created and checked."""
-
-
-def test_barrier_uses_the_device_of_its_world_when_another_is_current() -> None:
-    with FakeTensorMode():
-        assert [token.device for token in reductions.barrier(ON_SECOND).tensors] == [torch.device("cuda", 1)]
 
 
 def test_tensor_on_another_device_than_the_worlds_is_rejected() -> None:
@@ -57,6 +48,8 @@ def test_tensor_on_another_device_than_the_worlds_is_rejected() -> None:
             reductions.all_reduce(ON_SECOND, other, ReduceOp.SUM)
         with pytest.raises(ValueError, match="send: the tensors are on cuda:0"):
             messages.send(ON_SECOND, other, 1, 0)
+        assert messages.send(ON_SECOND, ours, 1, 0).staged, "NCCL carries no messages"
+        assert messages.recv(ON_SECOND, ours, 1, 0).staged
 
 
 def test_nccl_uses_the_current_device_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +104,48 @@ async def test_operation_waits_for_earlier_work_on_the_stream(manager: WorldMana
         tensor += 1
         await manager.communicator.all_reduce(tensor, world_name="w")
     assert tensor.sum().item() == tensor.numel()
+
+
+@needs_gpu
+async def test_operation_may_be_pending_for_longer_than_forming_may_take(manager: WorldManager) -> None:
+    await manager.initialize_world("w", 0, 1, backend="nccl", port=0, timeout=2, device=_device())
+    tensor = torch.ones(4, device=_device())
+    torch.cuda._sleep(8_000_000_000)  # type: ignore[no-untyped-call] # about 4 s
+    await manager.communicator.all_reduce(tensor, world_name="w")
+    assert tensor.tolist() == [1.0] * 4
+
+
+@needs_gpu
+async def test_error_of_one_world_does_not_end_a_process_of_torchrun(
+    manager: WorldManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    await manager.initialize_world("w", 0, 1, backend="nccl", port=0, device=_device())
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+async def test_messages_do_not_block_each_other_or_collectives() -> None:
+    """Both members send first, and one receive is pending while a collective runs."""
+    async with WorldManager() as first, WorldManager() as second:
+        port = first.listen()
+
+        async def part(manager: WorldManager, rank: int) -> None:
+            device = torch.device("cuda", rank)
+            await manager.initialize_world("w", rank, 2, backend="nccl", port=port, device=device)
+            here = manager.communicator
+            late = here.irecv(torch.zeros(4, device=device), 1 - rank, "w", tag=1)
+            got = torch.zeros(1 << 20, device=device)
+            sending = here.isend(torch.full((1 << 20,), float(rank), device=device), 1 - rank, "w")
+            await here.recv(got, 1 - rank, "w")
+            await sending
+            assert bool((got == 1 - rank).all())
+            await here.all_reduce(got, world_name="w")
+            assert bool((got == 1).all())
+            await here.send(torch.ones(4, device=device), 1 - rank, "w", tag=1)
+            await late
+
+        await asyncio.gather(part(first, 0), part(second, 1))
 
 
 @needs_gpu

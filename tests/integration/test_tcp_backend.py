@@ -37,7 +37,7 @@ async def test_members_say_so_when_they_were_given_different_settings(
     host, guest = managers
     port = host.listen()
     hosting = asyncio.create_task(host.initialize_world("w", 0, 2, port=port))
-    told = "rank 0 has backend=cpu:multiworld, verify_collectives=True; rank 1 has .*verify_collectives=False"
+    told = "rank 0 has backend=multiworld, verify_collectives=True; rank 1 has .*verify_collectives=False"
     with pytest.raises(JoinError, match=told):
         await guest.initialize_world("w", 1, 2, port=port, verify_collectives=False)
     hosting.cancel()

@@ -110,7 +110,7 @@ async def test_data_connection_of_another_formation_is_refused(manager: WorldMan
     """A member that was frozen resumes. Meanwhile the process of rank 0 was replaced, whose generations begin at 1 again."""
     port = manager.listen()
     hosting = asyncio.create_task(manager.initialize_world("w", 0, 2, port=port, timeout=PATIENCE_S))
-    ours = Hello("w", 1, 2, settings="backend=cpu:multiworld, verify_collectives=True")
+    ours = Hello("w", 1, 2, settings="backend=multiworld, verify_collectives=True")
     with await dial(("127.0.0.1", port), b"", lambda _: ours, PATIENT_S) as control:
         start = await next_frame(control, PATIENT_S)
         assert isinstance(start, Start)

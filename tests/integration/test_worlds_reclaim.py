@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from multiworld import BrokenWorldException, Cause, WorldManager
+from multiworld import BrokenWorldException, Cause, WorldClosedError, WorldManager
 from multiworld.ops import p2p
 from multiworld.transport.segments import SegmentPool
 from tests.integration.members import PATIENCE_S, Spawn, form, resources
@@ -138,6 +139,39 @@ def _values_until(end: threading.Event, tensor: torch.Tensor) -> set[float]:
     while not end.is_set():
         found.update((tensor.min().item(), tensor.max().item()))
     return found | {tensor.min().item(), tensor.max().item()}
+
+
+async def test_repeatedly_broken_worlds_of_three_leak_nothing() -> None:
+    """Each member breaks the world in turn, by a cancelled operation, a reported failure, or by leaving it, while others receive."""
+    async with (
+        WorldManager(heartbeat_timeout_s=PATIENT_S) as first,
+        WorldManager(heartbeat_timeout_s=PATIENT_S) as second,
+        WorldManager(heartbeat_timeout_s=PATIENT_S) as third,
+    ):
+        managers, numbers = (first, second, third), itertools.count()
+        port = first.listen()
+
+        async def cycle() -> None:
+            number = next(numbers)
+            await form("w", port, *managers)
+            await asyncio.gather(*(each.communicator.all_reduce(torch.ones(1000), world_name="w") for each in managers))
+            receiving = [
+                asyncio.create_task(each.communicator.recv(torch.zeros(1000), (rank + 1) % 3, "w"))
+                for rank, each in enumerate(managers)
+            ]
+            await asyncio.sleep(0)
+            victim = number % 3
+            if number // 3 % 3 == 0:
+                receiving[victim].cancel()
+            elif number // 3 % 3 == 1:
+                managers[victim].world("w").fail(Cause.LOCAL, victim, "for the test")
+            else:
+                managers[victim].remove_world("w")
+            for error in await asyncio.gather(*receiving, return_exceptions=True):
+                assert isinstance(error, BrokenWorldException | WorldClosedError | asyncio.CancelledError)
+            await reclaimed(*managers)
+
+        await assert_leaks_nothing(cycle)
 
 
 async def test_repeatedly_failed_joins_leak_nothing() -> None:

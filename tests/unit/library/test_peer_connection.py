@@ -22,7 +22,7 @@ from tests.waiting import until
 
 PATIENCE_S = 30.0
 BIG = 6_000_000
-RANKS = Ranks("w", 0, 2, {"cpu": "multiworld"})
+RANKS = Ranks("w", 0, 2)
 
 
 class Owner:
