@@ -12,7 +12,7 @@ from multiworld.collectives.reductions import AnyReduceOp
 from multiworld.errors import BrokenWorldException, WorldError
 from multiworld.ops import p2p
 from multiworld.ops.operation import Operation
-from multiworld.ops.validation import Ranks
+from multiworld.ops.validation import WorldFacts
 from multiworld.world import World
 
 __all__ = ["BrokenWorldException", "WorldCommunicator"]
@@ -63,25 +63,25 @@ class WorldCommunicator:
         Args:
             tag: must equal the tag of the receive; from 0 to 2**29 - 1. Messages with the same tag arrive in order.
         """
-        await self._run(world_name, lambda ranks: p2p.send(ranks, tensor, dst, tag), timeout_s)
+        await self._run(world_name, lambda facts: p2p.send(facts, tensor, dst, tag), timeout_s)
 
     async def recv(
         self, tensor: Tensor, src: int, world_name: str = "", *, tag: int = 0, timeout_s: float | None = None
     ) -> None:
         """Receive from rank `src` into `tensor`. If element count or dtype differ from the sender's, the world breaks, cause `error`."""
-        await self._run(world_name, lambda ranks: p2p.recv(ranks, tensor, src, tag), timeout_s)
+        await self._run(world_name, lambda facts: p2p.recv(facts, tensor, src, tag), timeout_s)
 
     def isend(
         self, tensor: Tensor, dst: int, world_name: str = "", *, tag: int = 0, timeout_s: float | None = None
     ) -> Operation:
         """Start a send and return at once. Await the returned operation, or poll its `done()` and `status`."""
-        return self._start(world_name, lambda ranks: p2p.send(ranks, tensor, dst, tag), timeout_s)
+        return self._start(world_name, lambda facts: p2p.send(facts, tensor, dst, tag), timeout_s)
 
     def irecv(
         self, tensor: Tensor, src: int, world_name: str = "", *, tag: int = 0, timeout_s: float | None = None
     ) -> Operation:
         """Start a receive and return at once. Await the returned operation, or poll its `done()` and `status`."""
-        return self._start(world_name, lambda ranks: p2p.recv(ranks, tensor, src, tag), timeout_s)
+        return self._start(world_name, lambda facts: p2p.recv(facts, tensor, src, tag), timeout_s)
 
     # -- collectives with a root -----------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class WorldCommunicator:
         self, tensor: Tensor, src: int, world_name: str = "", *, timeout_s: float | None = None
     ) -> None:
         """Copy `tensor` of rank `src` into `tensor` of all other ranks."""
-        await self._run(world_name, lambda ranks: movement.broadcast(ranks, tensor, src), timeout_s)
+        await self._run(world_name, lambda facts: movement.broadcast(facts, tensor, src), timeout_s)
 
     async def reduce(
         self,
@@ -101,7 +101,7 @@ class WorldCommunicator:
         timeout_s: float | None = None,
     ) -> None:
         """Reduce `tensor` of all ranks into `tensor` of rank `dst`. At the other ranks its contents are undefined afterwards."""
-        await self._run(world_name, lambda ranks: reductions.reduce(ranks, tensor, dst, op), timeout_s)
+        await self._run(world_name, lambda facts: reductions.reduce(facts, tensor, dst, op), timeout_s)
 
     async def gather(
         self,
@@ -113,7 +113,7 @@ class WorldCommunicator:
         timeout_s: float | None = None,
     ) -> None:
         """Copy `tensor` of rank r into `gather_list[r]` of rank `dst`. Tensors have the same size; `gather_list` is None elsewhere."""
-        await self._run(world_name, lambda ranks: movement.gather(ranks, tensor, gather_list, dst), timeout_s)
+        await self._run(world_name, lambda facts: movement.gather(facts, tensor, gather_list, dst), timeout_s)
 
     async def scatter(
         self,
@@ -125,7 +125,7 @@ class WorldCommunicator:
         timeout_s: float | None = None,
     ) -> None:
         """Copy `scatter_list[r]` of rank `src` into `tensor` of rank r. Tensors have the same size; `scatter_list` is None elsewhere."""
-        await self._run(world_name, lambda ranks: movement.scatter(ranks, tensor, scatter_list, src), timeout_s)
+        await self._run(world_name, lambda facts: movement.scatter(facts, tensor, scatter_list, src), timeout_s)
 
     # -- collectives without a root --------------------------------------------------------------------------------------------
 
@@ -133,19 +133,19 @@ class WorldCommunicator:
         self, tensor: Tensor, op: AnyReduceOp = ReduceOp.SUM, world_name: str = "", *, timeout_s: float | None = None
     ) -> None:
         """Reduce `tensor` of all ranks; every rank gets the result in its `tensor`."""
-        await self._run(world_name, lambda ranks: reductions.all_reduce(ranks, tensor, op), timeout_s)
+        await self._run(world_name, lambda facts: reductions.all_reduce(facts, tensor, op), timeout_s)
 
     async def all_gather(
         self, tensors: Sequence[Tensor], tensor: Tensor, world_name: str = "", *, timeout_s: float | None = None
     ) -> None:
         """Copy `tensor` of rank r into `tensors[r]` of every rank. All tensors have the same size."""
-        await self._run(world_name, lambda ranks: movement.all_gather(ranks, tensors, tensor), timeout_s)
+        await self._run(world_name, lambda facts: movement.all_gather(facts, tensors, tensor), timeout_s)
 
     async def all_gather_into_tensor(
         self, output: Tensor, tensor: Tensor, world_name: str = "", *, timeout_s: float | None = None
     ) -> None:
         """Concatenate `tensor` of all ranks in `output`, in rank order. `output` has world size times as many elements as `tensor`."""
-        await self._run(world_name, lambda ranks: movement.all_gather_into_tensor(ranks, output, tensor), timeout_s)
+        await self._run(world_name, lambda facts: movement.all_gather_into_tensor(facts, output, tensor), timeout_s)
 
     async def reduce_scatter(
         self,
@@ -157,7 +157,7 @@ class WorldCommunicator:
         timeout_s: float | None = None,
     ) -> None:
         """Reduce `input_list[r]` of all ranks into `output` of rank r. All tensors have the size of `output`."""
-        await self._run(world_name, lambda ranks: reductions.reduce_scatter(ranks, output, input_list, op), timeout_s)
+        await self._run(world_name, lambda facts: reductions.reduce_scatter(facts, output, input_list, op), timeout_s)
 
     async def reduce_scatter_tensor(
         self,
@@ -170,7 +170,7 @@ class WorldCommunicator:
     ) -> None:
         """Like `reduce_scatter`, with the inputs concatenated in `tensor`."""
         await self._run(
-            world_name, lambda ranks: reductions.reduce_scatter_tensor(ranks, output, tensor, op), timeout_s
+            world_name, lambda facts: reductions.reduce_scatter_tensor(facts, output, tensor, op), timeout_s
         )
 
     async def all_to_all(
@@ -182,7 +182,7 @@ class WorldCommunicator:
         timeout_s: float | None = None,
     ) -> None:
         """Send `input_list[r]` to rank r and receive from rank r into `output_list[r]`. Each pair of ranks may use another size."""
-        await self._run(world_name, lambda ranks: movement.all_to_all(ranks, output_list, input_list), timeout_s)
+        await self._run(world_name, lambda facts: movement.all_to_all(facts, output_list, input_list), timeout_s)
 
     async def barrier(self, world_name: str = "", *, timeout_s: float | None = None) -> None:
         """Wait until every member has called `barrier`."""
@@ -190,11 +190,11 @@ class WorldCommunicator:
 
     # -- inside ----------------------------------------------------------------------------------------------------------------
 
-    def _start(self, world_name: str, make: Callable[[Ranks], Operation], timeout_s: float | None) -> Operation:
+    def _start(self, world_name: str, make: Callable[[WorldFacts], Operation], timeout_s: float | None) -> Operation:
         world = self._manager.world(world_name)
-        return world.start(make(world.ranks), timeout_s=timeout_s)
+        return world.start(make(world.facts), timeout_s=timeout_s)
 
-    async def _run(self, world_name: str, make: Callable[[Ranks], Operation], timeout_s: float | None) -> None:
+    async def _run(self, world_name: str, make: Callable[[WorldFacts], Operation], timeout_s: float | None) -> None:
         try:
             operation = self._start(world_name, make, timeout_s)
         except WorldError:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from multiworld.membership.acceptor import Acceptor
-from multiworld.ops.validation import Ranks
+from multiworld.ops.validation import WorldFacts
 from multiworld.transport.segments import SegmentPool
 
 _MIN_STALL_HEARTBEATS = 4
@@ -39,7 +39,7 @@ class HeartbeatConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorldConfig(Ranks):
+class WorldConfig(WorldFacts):
     """The settings of one member of a world. Raises ValueError for an invalid rank, size or port.
 
     Attributes:

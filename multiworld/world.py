@@ -51,7 +51,7 @@ from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.forming import Forming
 from multiworld.ops import p2p
 from multiworld.ops.operation import Collective, Operation, Receive, Send
-from multiworld.ops.validation import Ranks
+from multiworld.ops.validation import WorldFacts
 from multiworld.ops.views import View
 from multiworld.transport.connection import PeerConnection, SocketPayloads
 from multiworld.transport.poller import Poller, poller_of
@@ -123,14 +123,14 @@ class World:
         self.state = WorldState.JOINING
         self.failure: BrokenWorldException | None = None
         self.transports: dict[int, Transport] = {}
-        self.silent_s: float | None = None
+        self.undetected_s: float | None = None
         """Seconds without data from the failed member when the world broke, or without a run of its event loop (cause STALLED). None if
         no control connection was lost."""
         self.reclaimed = threading.Event()
         """Set when all threads, sockets and the group of an ended world are freed, except the threads that `threads_lost` reports."""
         self.threads_lost = False
         """Whether threads of this ended world did not return from c10d in time. They and what they reference are not freed."""
-        self.ranks: Ranks = config
+        self.facts: WorldFacts = config
         self.acceptor = acceptor
         """Accepts the other members; None unless `rank` is 0."""
         self._config = config
@@ -231,11 +231,11 @@ class World:
 
     def start_send(self, tensor: Tensor, dst: int, *, tag: int = 0, timeout_s: float | None = None) -> Operation:
         """Start a send and return at once. Await the returned operation."""
-        return self.start(p2p.send(self.ranks, tensor, dst, tag), timeout_s=timeout_s)
+        return self.start(p2p.send(self.facts, tensor, dst, tag), timeout_s=timeout_s)
 
     def start_recv(self, tensor: Tensor, src: int, *, tag: int = 0, timeout_s: float | None = None) -> Operation:
         """Start a receive and return at once. Await the returned operation."""
-        return self.start(p2p.recv(self.ranks, tensor, src, tag), timeout_s=timeout_s)
+        return self.start(p2p.recv(self.facts, tensor, src, tag), timeout_s=timeout_s)
 
     def start_send_message(
         self, header: bytes, payload: Tensor | None, dst: int, *, tag: int = 0, timeout_s: float | None = None
@@ -244,7 +244,7 @@ class World:
 
         If the payload is of `allocate`, it must not be changed any more: the receiver may read it at any time.
         """
-        return self.start(p2p.send_message(self.ranks, header, payload, dst, tag), timeout_s=timeout_s)
+        return self.start(p2p.send_message(self.facts, header, payload, dst, tag), timeout_s=timeout_s)
 
     async def recv_message(
         self, accept: Callable[[bytes, int], Tensor], src: int, *, tag: int = 0, timeout_s: float | None = None
@@ -253,7 +253,7 @@ class World:
 
         If `accept` raises ValueError, the world breaks with cause `error`; see multiworld/ops/p2p.py.
         """
-        await self.start(p2p.recv_message(self.ranks, accept, src, tag), timeout_s=timeout_s).finish()
+        await self.start(p2p.recv_message(self.facts, accept, src, tag), timeout_s=timeout_s).finish()
 
     async def recv_view(
         self,
@@ -269,7 +269,7 @@ class World:
         with cause `error`.
         """
         view = View(check)
-        await self.start(p2p.recv_view(self.ranks, view, src, tag), timeout_s=timeout_s).finish()
+        await self.start(p2p.recv_view(self.facts, view, src, tag), timeout_s=timeout_s).finish()
         return view
 
     # -- starting ------------------------------------------------------------------------------------------------------------
@@ -561,7 +561,7 @@ class World:
             self.failure = BrokenWorldException(self.name, cause, rank, detail)
             self._draining = cause is Cause.LEFT  # first, so that no operation fails in between
             self.state = WorldState.BROKEN
-            self.silent_s = self._forming.monitor.detected_after_s if self._forming.monitor is not None else None
+            self.undetected_s = self._forming.monitor.detected_after_s if self._forming.monitor is not None else None
         if formed:
             logger.log(
                 logging.DEBUG if cause in (Cause.LEFT, Cause.ABORTED) else logging.WARNING,  # on purpose

@@ -12,7 +12,14 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from multiworld.collectives import transfers
 from multiworld.ops.buffers import RecvBuffer, contiguous, copy_back_of, flat_bytes
 from multiworld.ops.operation import Algorithm, Collective
-from multiworld.ops.validation import Ranks, check_distinct, check_list, check_whole, parts_of_root, tensor_signature
+from multiworld.ops.validation import (
+    WorldFacts,
+    check_distinct,
+    check_list,
+    check_whole,
+    parts_of_root,
+    tensor_signature,
+)
 
 _Tensors = tuple[Sequence[Tensor], Sequence[int]]
 """Tensors of the caller, and the ranks that they go to or come from: one tensor for each rank, or one tensor for all these ranks."""
@@ -20,101 +27,101 @@ _Post = Callable[[ProcessGroup, list[Tensor], list[Tensor]], Work]
 """Hands a collective to NCCL, given the sent and the received tensors as bytes."""
 
 
-def broadcast(ranks: Ranks, tensor: Tensor, src: int) -> Collective:
+def broadcast(facts: WorldFacts, tensor: Tensor, src: int) -> Collective:
     """Copy `tensor` of rank `src` into `tensor` of all other members. Same dtype and number of elements at all members."""
-    ranks.check_root("broadcast", src)
-    staged = ranks.check_devices("broadcast", (tensor,))
+    facts.check_root("broadcast", src)
+    staged = facts.check_devices("broadcast", (tensor,))
     own = [tensor]
     return _exchange(
-        ranks,
+        facts,
         f"broadcast({tensor_signature(tensor)}, src {src})",
         staged,
-        sent=(own if ranks.rank == src else (), range(ranks.size)),
-        received=(own if ranks.rank != src else (), [src]),
+        sent=(own if facts.rank == src else (), range(facts.size)),
+        received=(own if facts.rank != src else (), [src]),
         post=lambda group, sent, received: group.broadcast((sent or received)[0], src),
     )
 
 
-def all_gather(ranks: Ranks, tensors: Sequence[Tensor], tensor: Tensor) -> Collective:
+def all_gather(facts: WorldFacts, tensors: Sequence[Tensor], tensor: Tensor) -> Collective:
     """Receive `tensor` of rank r into `tensors[r]`. All have the same dtype and number of elements."""
-    staged = ranks.check_devices("all_gather", (*tensors, tensor))
-    check_list("all_gather", ranks, tensors, tensor, written=True)
+    staged = facts.check_devices("all_gather", (*tensors, tensor))
+    check_list("all_gather", facts, tensors, tensor, written=True)
     return _exchange(
-        ranks,
+        facts,
         f"all_gather({tensor_signature(tensor)})",
         staged,
-        sent=([tensor], range(ranks.size)),
-        received=(tensors, range(ranks.size)),
+        sent=([tensor], range(facts.size)),
+        received=(tensors, range(facts.size)),
         post=lambda group, sent, received: group.allgather(received, sent[0]),
     )
 
 
-def all_gather_into_tensor(ranks: Ranks, output: Tensor, tensor: Tensor) -> Collective:
-    """Receive the tensors of all ranks, in rank order, into `output`: `ranks.size` times the elements of `tensor`, same dtype."""
-    staged = ranks.check_devices("all_gather_into_tensor", (output, tensor))
-    check_whole("all_gather_into_tensor", ranks, output, tensor)
+def all_gather_into_tensor(facts: WorldFacts, output: Tensor, tensor: Tensor) -> Collective:
+    """Receive the tensors of all ranks, in rank order, into `output`: `facts.size` times the elements of `tensor`, same dtype."""
+    staged = facts.check_devices("all_gather_into_tensor", (output, tensor))
+    check_whole("all_gather_into_tensor", facts, output, tensor)
     return _exchange(
-        ranks,
+        facts,
         f"all_gather_into_tensor({tensor_signature(tensor)})",
         staged,
-        sent=([tensor], range(ranks.size)),
-        received=([output], range(ranks.size)),
+        sent=([tensor], range(facts.size)),
+        received=([output], range(facts.size)),
         post=lambda group, sent, received: group._allgather_base(received[0], sent[0]),
     )
 
 
-def gather(ranks: Ranks, tensor: Tensor, gather_list: Sequence[Tensor] | None, dst: int) -> Collective:
+def gather(facts: WorldFacts, tensor: Tensor, gather_list: Sequence[Tensor] | None, dst: int) -> Collective:
     """Receive `tensor` of rank r into `gather_list[r]` at rank `dst`. Other ranks pass None."""
-    ranks.check_root("gather", dst)
-    parts = parts_of_root("gather", ranks, gather_list, dst, "gather_list")
-    staged = ranks.check_devices("gather", (*parts, tensor))
-    if ranks.rank == dst:
-        check_list("gather", ranks, parts, tensor, written=True)
+    facts.check_root("gather", dst)
+    parts = parts_of_root("gather", facts, gather_list, dst, "gather_list")
+    staged = facts.check_devices("gather", (*parts, tensor))
+    if facts.rank == dst:
+        check_list("gather", facts, parts, tensor, written=True)
     return _exchange(
-        ranks,
+        facts,
         f"gather({tensor_signature(tensor)}, dst {dst})",
         staged,
         sent=([tensor], [dst]),
-        received=(parts, range(ranks.size)),
+        received=(parts, range(facts.size)),
         post=lambda group, sent, received: group.gather(received, sent[0], dst),
     )
 
 
-def scatter(ranks: Ranks, tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int) -> Collective:
+def scatter(facts: WorldFacts, tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int) -> Collective:
     """Send `scatter_list[r]` of rank `src` into `tensor` at rank r. Other ranks pass None."""
-    ranks.check_root("scatter", src)
-    parts = parts_of_root("scatter", ranks, scatter_list, src, "scatter_list")
-    staged = ranks.check_devices("scatter", (*parts, tensor))
-    if ranks.rank == src:
-        check_list("scatter", ranks, parts, tensor, written=False)
+    facts.check_root("scatter", src)
+    parts = parts_of_root("scatter", facts, scatter_list, src, "scatter_list")
+    staged = facts.check_devices("scatter", (*parts, tensor))
+    if facts.rank == src:
+        check_list("scatter", facts, parts, tensor, written=False)
     return _exchange(
-        ranks,
+        facts,
         f"scatter({tensor_signature(tensor)}, src {src})",
         staged,
-        sent=(parts, range(ranks.size)),
+        sent=(parts, range(facts.size)),
         received=([tensor], [src]),
         post=lambda group, sent, received: group.scatter(received[0], sent, src),
     )
 
 
-def all_to_all(ranks: Ranks, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Collective:
+def all_to_all(facts: WorldFacts, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Collective:
     """Send `inputs[r]` to rank r and receive from rank r into `outputs[r]`. One dtype; sizes may differ, but must match pairwise."""
     for tensors, what in ((outputs, "output"), (inputs, "input")):
-        if len(tensors) != ranks.size:
-            raise ValueError(f"all_to_all: expected one {what} for each of the {ranks.size} ranks, got {len(tensors)}")
-    staged = ranks.check_devices("all_to_all", (*outputs, *inputs))
+        if len(tensors) != facts.size:
+            raise ValueError(f"all_to_all: expected one {what} for each of the {facts.size} ranks, got {len(tensors)}")
+    staged = facts.check_devices("all_to_all", (*outputs, *inputs))
     dtypes = {each.dtype for each in (*outputs, *inputs)}
     if len(dtypes) > 1:
         raise TypeError(f"all_to_all: all tensors must be of one dtype, got {sorted(map(str, dtypes))}")
-    if outputs[ranks.rank].numel() != inputs[ranks.rank].numel():
+    if outputs[facts.rank].numel() != inputs[facts.rank].numel():
         raise ValueError("all_to_all: the input and the output for the own rank must have the same number of elements")
     check_distinct("all_to_all", outputs)
     collective = _exchange(
-        ranks,
+        facts,
         f"all_to_all({str(inputs[0].dtype).removeprefix('torch.')})",
         staged,
-        sent=(inputs, range(ranks.size)),
-        received=(outputs, range(ranks.size)),
+        sent=(inputs, range(facts.size)),
+        received=(outputs, range(facts.size)),
         post=lambda group, sent, received: group.alltoall(received, sent),
     )
     collective.splits_bytes = [each.nbytes for each in inputs], [each.nbytes for each in outputs]
@@ -122,7 +129,7 @@ def all_to_all(ranks: Ranks, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 
 
 def _exchange(
-    ranks: Ranks, signature: str, staged: bool, *, sent: _Tensors, received: _Tensors, post: _Post
+    facts: WorldFacts, signature: str, staged: bool, *, sent: _Tensors, received: _Tensors, post: _Post
 ) -> Collective:
     """A collective that moves tensors between ranks.
 
@@ -151,7 +158,7 @@ def _exchange(
     return Collective(
         signature=signature,
         algorithm=algorithm,
-        post=(lambda group: post(group, *load())) if ranks.uses_nccl(tensors[0]) else None,
+        post=(lambda group: post(group, *load())) if facts.uses_nccl(tensors[0]) else None,
         copy_back=copy_back_of(targets),
         tensors=tensors,
         staged=staged,

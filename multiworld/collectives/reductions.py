@@ -12,28 +12,28 @@ from torch._C._distributed_c10d import ProcessGroup, ReduceOp, Work
 from multiworld.collectives import allreduce
 from multiworld.ops.buffers import RecvBuffer, arithmetic, check_computable, contiguous, copy_back_of
 from multiworld.ops.operation import Algorithm, Collective
-from multiworld.ops.validation import Ranks, check_list, check_whole, tensor_signature
+from multiworld.ops.validation import WorldFacts, check_list, check_whole, tensor_signature
 
 AnyReduceOp = ReduceOp | ReduceOp.RedOpType
 
 _REDUCTIONS = {name: getattr(ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
 
 
-def all_reduce(ranks: Ranks, tensor: Tensor, op: AnyReduceOp) -> Collective:
+def all_reduce(facts: WorldFacts, tensor: Tensor, op: AnyReduceOp) -> Collective:
     """Reduce `tensor` in place at all members. Same dtype and number of elements at all members."""
-    return _reduce_in_place("all_reduce", ranks, tensor, op, None)
+    return _reduce_in_place("all_reduce", facts, tensor, op, None)
 
 
-def reduce(ranks: Ranks, tensor: Tensor, dst: int, op: AnyReduceOp) -> Collective:
+def reduce(facts: WorldFacts, tensor: Tensor, dst: int, op: AnyReduceOp) -> Collective:
     """Reduce `tensor` in place at rank `dst`; its content at other ranks is undefined afterwards."""
-    ranks.check_root("reduce", dst)
-    return _reduce_in_place("reduce", ranks, tensor, op, dst)
+    facts.check_root("reduce", dst)
+    return _reduce_in_place("reduce", facts, tensor, op, dst)
 
 
-def _reduce_in_place(name: str, ranks: Ranks, tensor: Tensor, op: AnyReduceOp, dst: int | None) -> Collective:
+def _reduce_in_place(name: str, facts: WorldFacts, tensor: Tensor, op: AnyReduceOp, dst: int | None) -> Collective:
     """Reduce `tensor` at rank `dst`, or at all ranks if `dst` is None."""
-    staged = ranks.check_devices(name, (tensor,))
-    reduction = _checked(name, ranks, tensor, op)
+    staged = facts.check_devices(name, (tensor,))
+    reduction = _checked(name, facts, tensor, op)
     target = RecvBuffer(name, tensor, staged)
 
     def load() -> Tensor:
@@ -52,38 +52,38 @@ def _reduce_in_place(name: str, ranks: Ranks, tensor: Tensor, op: AnyReduceOp, d
     return Collective(
         signature=f"{name}({tensor_signature(tensor)}, {reduction}{'' if dst is None else f', dst {dst}'})",
         algorithm=algorithm,
-        post=post if ranks.uses_nccl(tensor) else None,
-        copy_back=copy_back_of([target] if dst in (None, ranks.rank) else []),
+        post=post if facts.uses_nccl(tensor) else None,
+        copy_back=copy_back_of([target] if dst in (None, facts.rank) else []),
         tensors=(tensor,),
         staged=staged,
     )
 
 
-def reduce_scatter(ranks: Ranks, output: Tensor, input_list: Sequence[Tensor], op: AnyReduceOp) -> Collective:
+def reduce_scatter(facts: WorldFacts, output: Tensor, input_list: Sequence[Tensor], op: AnyReduceOp) -> Collective:
     """Reduce `input_list[r]` of all members into `output` at rank r. All have the same dtype and number of elements."""
-    staged = ranks.check_devices("reduce_scatter", (output, *input_list))
-    check_list("reduce_scatter", ranks, input_list, output, written=False)
-    return _reduce_scatter("reduce_scatter", ranks, output, input_list, op, staged)
+    staged = facts.check_devices("reduce_scatter", (output, *input_list))
+    check_list("reduce_scatter", facts, input_list, output, written=False)
+    return _reduce_scatter("reduce_scatter", facts, output, input_list, op, staged)
 
 
-def reduce_scatter_tensor(ranks: Ranks, output: Tensor, tensor: Tensor, op: AnyReduceOp) -> Collective:
-    """Like `reduce_scatter`, with the inputs in one tensor, in rank order: `ranks.size` times the elements of `output`."""
-    staged = ranks.check_devices("reduce_scatter_tensor", (output, tensor))
-    check_whole("reduce_scatter_tensor", ranks, tensor, output)
-    return _reduce_scatter("reduce_scatter_tensor", ranks, output, [tensor], op, staged)
+def reduce_scatter_tensor(facts: WorldFacts, output: Tensor, tensor: Tensor, op: AnyReduceOp) -> Collective:
+    """Like `reduce_scatter`, with the inputs in one tensor, in rank order: `facts.size` times the elements of `output`."""
+    staged = facts.check_devices("reduce_scatter_tensor", (output, tensor))
+    check_whole("reduce_scatter_tensor", facts, tensor, output)
+    return _reduce_scatter("reduce_scatter_tensor", facts, output, [tensor], op, staged)
 
 
 def _reduce_scatter(
-    name: str, ranks: Ranks, output: Tensor, inputs: Sequence[Tensor], op: AnyReduceOp, staged: bool
+    name: str, facts: WorldFacts, output: Tensor, inputs: Sequence[Tensor], op: AnyReduceOp, staged: bool
 ) -> Collective:
     """Reduce-scatter from one tensor per rank, or from one tensor that holds all of them."""
-    reduction = _checked(name, ranks, output, op)
+    reduction = _checked(name, facts, output, op)
     target = RecvBuffer(name, output, staged)
 
     def load() -> tuple[list[Tensor], Tensor]:
         parts = [arithmetic(contiguous(each, staged)).reshape(-1) for each in inputs]
         if len(parts) == 1:
-            parts = list(torch.tensor_split(parts[0], ranks.size))
+            parts = list(torch.tensor_split(parts[0], facts.size))
         return parts, arithmetic(target.materialize()).reshape(-1)
 
     def algorithm() -> Algorithm:
@@ -97,14 +97,14 @@ def _reduce_scatter(
     return Collective(
         signature=f"{name}({tensor_signature(output)}, {reduction})",
         algorithm=algorithm,
-        post=post if ranks.uses_nccl(output) else None,
+        post=post if facts.uses_nccl(output) else None,
         copy_back=copy_back_of([target]),
         tensors=(output, *inputs),
         staged=staged,
     )
 
 
-def barrier(_ranks: Ranks) -> Collective:
+def barrier(_facts: WorldFacts) -> Collective:
     """Wait until all members have started the barrier: an all-reduce of an empty tensor on the host, also with NCCL."""
     token = torch.empty(0, device="cpu")
     return Collective(
@@ -121,9 +121,9 @@ def _name(what: str, op: AnyReduceOp) -> str:
     return name
 
 
-def _checked(what: str, ranks: Ranks, tensor: Tensor, op: AnyReduceOp) -> str:
+def _checked(what: str, facts: WorldFacts, tensor: Tensor, op: AnyReduceOp) -> str:
     """The name of a `ReduceOp` that the backend of `tensor` supports for its dtype. NCCL checks dtypes itself."""
     name = _name(what, op)
-    if not ranks.uses_nccl(tensor):
+    if not facts.uses_nccl(tensor):
         check_computable(what, tensor, name)
     return name

@@ -134,7 +134,7 @@ class MemberAgent:
                 return [data] * len(self.state.view.members)
             own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             gathered = torch.empty(world.size * len(data), dtype=torch.uint8)
-            await world.start(all_gather_into_tensor(world.ranks, gathered, own)).finish()
+            await world.start(all_gather_into_tensor(world.facts, gathered, own)).finish()
         return [bytes(byte_view(part)) for part in torch.split(gathered, len(data))]
 
     @contextlib.contextmanager

@@ -135,7 +135,7 @@ class AllReduceCall:
         Raises BrokenWorldException when the view has ended; the result is undefined then.
         """
         result = self._results[index] = self.buckets[index].copy()
-        plan = all_reduce(world.ranks, result, ReduceOp.SUM if self._is_truncated(index) else _OPS[self._op])
+        plan = all_reduce(world.facts, result, ReduceOp.SUM if self._is_truncated(index) else _OPS[self._op])
         plan.number = number
         return world.start(plan)
 

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from multiworld.ops.buffers import RecvBuffer, contiguous
 from multiworld.ops.operation import Receive, Send
-from multiworld.ops.validation import Ranks, tensor_signature
+from multiworld.ops.validation import WorldFacts, tensor_signature
 from multiworld.ops.views import View
 
 MAX_HEADER_BYTES = 48
 
 
-def send(ranks: Ranks, tensor: Tensor, dst: int, tag: int) -> Send:
+def send(facts: WorldFacts, tensor: Tensor, dst: int, tag: int) -> Send:
     """A send of `tensor`, any shape and dtype, to rank `dst`. Raises ValueError or TypeError for invalid arguments."""
-    ranks.check_peer("send", dst, tag)
-    staged = ranks.check_devices("send", (tensor,)) or ranks.uses_nccl(tensor)
+    facts.check_peer("send", dst, tag)
+    staged = facts.check_devices("send", (tensor,)) or facts.uses_nccl(tensor)
     return Send(
         signature=tensor_signature(tensor),
         tensors=(tensor,),
@@ -36,13 +36,13 @@ def send(ranks: Ranks, tensor: Tensor, dst: int, tag: int) -> Send:
     )
 
 
-def recv(ranks: Ranks, tensor: Tensor, src: int, tag: int) -> Receive:
+def recv(facts: WorldFacts, tensor: Tensor, src: int, tag: int) -> Receive:
     """A receive from rank `src` into `tensor`, which has the sender's dtype and number of elements.
 
     Raises ValueError or TypeError for invalid arguments.
     """
-    ranks.check_peer("recv", src, tag)
-    staged = ranks.check_devices("recv", (tensor,)) or ranks.uses_nccl(tensor)
+    facts.check_peer("recv", src, tag)
+    staged = facts.check_devices("recv", (tensor,)) or facts.uses_nccl(tensor)
     target = RecvBuffer("recv", tensor, staged)
     return Receive(
         signature=tensor_signature(tensor),
@@ -55,7 +55,7 @@ def recv(ranks: Ranks, tensor: Tensor, src: int, tag: int) -> Receive:
     )
 
 
-def send_message(ranks: Ranks, header: bytes, payload: Tensor | None, dst: int, tag: int) -> Send:
+def send_message(facts: WorldFacts, header: bytes, payload: Tensor | None, dst: int, tag: int) -> Send:
     """A send of `header`, at most MAX_HEADER_BYTES long, and `payload`, a tensor on the CPU or None, to rank `dst`.
 
     Raises ValueError or TypeError for invalid arguments.
@@ -64,12 +64,12 @@ def send_message(ranks: Ranks, header: bytes, payload: Tensor | None, dst: int, 
         raise ValueError(f"send_message: the header has {len(header)} bytes; expected at most {MAX_HEADER_BYTES}")
     if payload is not None and payload.device.type != "cpu":
         raise ValueError(f"send_message: the payload is on {payload.device}; move it to the CPU")
-    operation = send(ranks, torch.empty(0, dtype=torch.uint8) if payload is None else payload, dst, tag)
+    operation = send(facts, torch.empty(0, dtype=torch.uint8) if payload is None else payload, dst, tag)
     operation.header = header
     return operation
 
 
-def recv_message(ranks: Ranks, accept: Callable[[bytes, int], Tensor], src: int, tag: int) -> Receive:
+def recv_message(facts: WorldFacts, accept: Callable[[bytes, int], Tensor], src: int, tag: int) -> Receive:
     """A receive of a message of `send_message` from rank `src`.
 
     Args:
@@ -78,11 +78,11 @@ def recv_message(ranks: Ranks, accept: Callable[[bytes, int], Tensor], src: int,
             with cause `error` and this text. It must not block, and may be called on another thread.
     Raises ValueError for invalid arguments.
     """
-    ranks.check_peer("recv_message", src, tag)
+    facts.check_peer("recv_message", src, tag)
     return Receive(signature="", peer=src, tag=tag, accept=accept)
 
 
-def recv_view(ranks: Ranks, view: View, src: int, tag: int) -> Receive:
+def recv_view(facts: WorldFacts, view: View, src: int, tag: int) -> Receive:
     """A receive of a message of `send_message` from rank `src` into `view`. Raises ValueError for invalid arguments."""
-    ranks.check_peer("recv_view", src, tag)
+    facts.check_peer("recv_view", src, tag)
     return Receive(signature="", peer=src, tag=tag, view=view)

@@ -17,7 +17,7 @@ TAG_LIMIT = 1 << 29
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class WorldFacts:
     """The properties of a world that arguments are checked against.
 
     Attributes:
@@ -71,28 +71,28 @@ class Ranks:
 
 
 def parts_of_root(
-    name: str, ranks: Ranks, parts: Sequence[Tensor] | None, root: int, argument: str
+    name: str, facts: WorldFacts, parts: Sequence[Tensor] | None, root: int, argument: str
 ) -> Sequence[Tensor]:
     """The list of tensors that only the root passes; () at other ranks.
 
     Raises ValueError when the root passes no tensors or another rank passes any.
     """
-    if ranks.rank != root:
+    if facts.rank != root:
         if parts:
-            raise ValueError(f"{name}: {argument} is for rank {root} only; pass None at rank {ranks.rank}")
+            raise ValueError(f"{name}: {argument} is for rank {root} only; pass None at rank {facts.rank}")
         return ()
     if not parts:
         raise ValueError(f"{name}: rank {root} is the root and must pass {argument}, one tensor per rank")
     return parts
 
 
-def check_list(name: str, ranks: Ranks, tensors: Sequence[Tensor], tensor: Tensor, *, written: bool) -> None:
+def check_list(name: str, facts: WorldFacts, tensors: Sequence[Tensor], tensor: Tensor, *, written: bool) -> None:
     """Raises ValueError or TypeError unless there is one tensor per rank, each with the dtype and number of elements of `tensor`.
 
     With `written`, also checks that they do not start at the same memory.
     """
-    if len(tensors) != ranks.size:
-        raise ValueError(f"{name}: expected a list of {ranks.size} tensors, one per rank, got {len(tensors)}")
+    if len(tensors) != facts.size:
+        raise ValueError(f"{name}: expected a list of {facts.size} tensors, one per rank, got {len(tensors)}")
     for index, each in enumerate(tensors):
         if each.dtype is not tensor.dtype:
             raise TypeError(
@@ -113,13 +113,13 @@ def check_distinct(name: str, outputs: Sequence[Tensor]) -> None:
         raise ValueError(f"{name}: two of the tensors for results use the same memory")
 
 
-def check_whole(name: str, ranks: Ranks, whole: Tensor, part: Tensor) -> None:
-    """Raises ValueError or TypeError unless `whole` has the dtype of `part` and `ranks.size` times as many elements."""
+def check_whole(name: str, facts: WorldFacts, whole: Tensor, part: Tensor) -> None:
+    """Raises ValueError or TypeError unless `whole` has the dtype of `part` and `facts.size` times as many elements."""
     if whole.dtype is not part.dtype:
         raise TypeError(f"{name}: both tensors must have one dtype, got {whole.dtype} and {part.dtype}")
-    if whole.numel() != ranks.size * part.numel():
+    if whole.numel() != facts.size * part.numel():
         raise ValueError(
-            f"{name}: expected a tensor of {ranks.size} times {tuple(part.shape)}, got {tuple(whole.shape)}"
+            f"{name}: expected a tensor of {facts.size} times {tuple(part.shape)}, got {tuple(whole.shape)}"
         )
 
 

@@ -300,7 +300,7 @@ class WorkerLink:
     def _end(self, cause: str, detail: str, *, leader_unresponsive: bool = False) -> None:
         if self.worker.state == "broken":
             return
-        silent_s = None if self._world is None else self._world.silent_s
+        silent_s = None if self._world is None else self._world.undetected_s
         self.worker.ending = Ending(str(cause), detail, silent_s, leader_unresponsive)
         self._loading.end()
         self._unused.take()

@@ -25,7 +25,7 @@ class RawMessage(NamedTuple):
     size_bytes: int
 
     async def send(self, world: World, dst: int) -> None:
-        plan = send_message(world.ranks, self.header, self.payload, dst, 0)
+        plan = send_message(world.facts, self.header, self.payload, dst, 0)
         plan.size_bytes = self.size_bytes
         await world.start(plan)
 

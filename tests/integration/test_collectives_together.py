@@ -9,7 +9,7 @@ import torch
 
 from multiworld import BrokenWorldException, Cause, World, WorldManager
 from multiworld.collectives.reductions import all_reduce
-from multiworld.ops.validation import Ranks
+from multiworld.ops.validation import WorldFacts
 from tests.integration.crew import Crew
 
 BOTH = pytest.mark.parametrize("checked", [False, True])
@@ -114,15 +114,15 @@ def test_tensors_of_other_devices_are_staged_through_host_copies(
 ) -> None:
     """As for GPU tensors on Gloo; here some CPU tensors are treated like this and others are not."""
     here_and_there = iter([True, False] * 1000)
-    staged = Ranks.check_devices
+    staged = WorldFacts.check_devices
     monkeypatch.setattr(
-        Ranks, "check_devices", lambda *arguments: bool(not staged(*arguments) and next(here_and_there)) or checked
+        WorldFacts, "check_devices", lambda *arguments: bool(not staged(*arguments) and next(here_and_there)) or checked
     )
 
     async def part(manager: WorldManager, world: World) -> None:
         here, name, rank = manager.communicator, world.name, world.rank
         tensors = [torch.full((3, 2), float(rank + step)) for step in range(20)]
-        reduced = [world.start(all_reduce(world.ranks, each, torch.distributed.ReduceOp.SUM)) for each in tensors]
+        reduced = [world.start(all_reduce(world.facts, each, torch.distributed.ReduceOp.SUM)) for each in tensors]
         got = [torch.zeros(2) for _ in range(20)]
         messages = [
             here.irecv(each, 0, name) if rank else here.isend(torch.full((2,), float(step)), 1, name)

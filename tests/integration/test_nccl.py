@@ -13,7 +13,7 @@ from multiworld import BrokenWorldException, Cause, WorldManager, WorldState
 from multiworld.collectives import reductions
 from multiworld.execution.process_group import UnsupportedBackendError, check_nccl_device, uses_nccl
 from multiworld.ops import p2p as messages
-from multiworld.ops.validation import Ranks
+from multiworld.ops.validation import WorldFacts
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -34,7 +34,7 @@ def test_nccl_is_refused_with_a_clear_error_without_a_gpu() -> None:
         uses_nccl("nccl")
 
 
-ON_SECOND = Ranks("w", 0, 2, torch.device("cuda", 1))
+ON_SECOND = WorldFacts("w", 0, 2, torch.device("cuda", 1))
 """Of a world on the second device; meta tensors suffice to test which tensors are created and checked."""
 
 

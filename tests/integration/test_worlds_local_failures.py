@@ -49,25 +49,25 @@ def failing_algorithm(error: Exception) -> Callable[..., Any]:
 
 
 def all_reduce(world: World) -> Collective:
-    return reductions.all_reduce(world.ranks, torch.ones(4), ReduceOp.SUM)
+    return reductions.all_reduce(world.facts, torch.ones(4), ReduceOp.SUM)
 
 
 def all_to_all(world: World) -> Collective:
-    return collectives.all_to_all(world.ranks, [torch.zeros(2), torch.zeros(2)], [torch.ones(2), torch.ones(2)])
+    return collectives.all_to_all(world.facts, [torch.zeros(2), torch.zeros(2)], [torch.ones(2), torch.ones(2)])
 
 
 OPERATIONS: dict[str, Callable[[World, Exception], tuple[Operation, Callable[[World], Operation]]]] = {
     "copying back a message": lambda world, error: (
-        replace(messages.recv(world.ranks, torch.zeros(4), 1, 0), copy_back=raising(error)),
-        lambda peer: messages.send(peer.ranks, torch.ones(4), 0, 0),
+        replace(messages.recv(world.facts, torch.zeros(4), 1, 0), copy_back=raising(error)),
+        lambda peer: messages.send(peer.facts, torch.ones(4), 0, 0),
     ),
     "taking a message's memory": lambda world, error: (
-        replace(messages.send(world.ranks, torch.zeros(4), 1, 0), buffer=raising(error)),
-        lambda peer: messages.recv(peer.ranks, torch.ones(4), 0, 0),
+        replace(messages.send(world.facts, torch.zeros(4), 1, 0), buffer=raising(error)),
+        lambda peer: messages.recv(peer.facts, torch.ones(4), 0, 0),
     ),
     "taking a message from a device": lambda world, error: (
-        replace(messages.send(world.ranks, torch.zeros(4), 1, 0), buffer=raising(error), staged=True),
-        lambda peer: messages.recv(peer.ranks, torch.ones(4), 0, 0),
+        replace(messages.send(world.facts, torch.zeros(4), 1, 0), buffer=raising(error), staged=True),
+        lambda peer: messages.recv(peer.facts, torch.ones(4), 0, 0),
     ),
     "taking a collective from a device": lambda world, error: (
         replace(all_reduce(world), algorithm=raising(error), staged=True),
@@ -92,7 +92,7 @@ async def test_world_breaks_with_the_failing_member_named_when_an_operation_rais
     """Both ends name that member and not a peer, and no operation waits forever, including those queued behind it."""
     world, peer = pair
     operation, counterpart = OPERATIONS[what](world, error)
-    pending = [peer.start(counterpart(peer)), world.start(messages.recv(world.ranks, torch.zeros(1), 1, 9))]
+    pending = [peer.start(counterpart(peer)), world.start(messages.recv(world.facts, torch.zeros(1), 1, 9))]
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(BrokenWorldException) as caught:
             await world.start(operation)

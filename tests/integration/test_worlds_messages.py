@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
-from multiworld.ops.validation import Ranks
+from multiworld.ops.validation import WorldFacts
 from multiworld.transport import connection as line
 from tests.integration.crew import Crew
 from tests.integration.members import PATIENCE_S, Member, Spawn, form
@@ -254,7 +254,7 @@ async def test_other_worlds_stay_when_a_callback_blocks_while_its_peer_dies(
 
 async def test_sends_of_tensors_on_devices_share_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for GPU tensors; here those of the CPU are treated like this."""
-    monkeypatch.setattr(Ranks, "check_devices", lambda *_arguments: True)
+    monkeypatch.setattr(WorldFacts, "check_devices", lambda *_arguments: True)
     async with (
         WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
         WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,

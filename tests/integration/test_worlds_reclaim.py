@@ -326,7 +326,7 @@ async def test_callers_get_errors_and_the_lost_thread_is_reported_when_a_thread_
     ):
         await form("w", host.listen(), host, guest)
         world = host.world("w")
-        receiving = world.start(replace(p2p.recv(world.ranks, torch.zeros(4), 1, 0), copy_back=copy_back))
+        receiving = world.start(replace(p2p.recv(world.facts, torch.zeros(4), 1, 0), copy_back=copy_back))
         other = asyncio.create_task(world.recv(torch.zeros(4), 1, tag=1))
         await guest.world("w").send(torch.ones(4), 0)
         assert await asyncio.to_thread(copying.wait, PATIENCE_S)

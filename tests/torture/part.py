@@ -216,7 +216,7 @@ class TorturePart:
         """Check that nothing is left of an ended world, and that its operations raise."""
         world = self._joined[planned.name]
         try:
-            await world.start(reductions.barrier(world.ranks))
+            await world.start(reductions.barrier(world.facts))
         except (BrokenWorldException, WorldClosedError):
             await _within(world.reclaimed.is_set, f"{world!r} is not reclaimed")
         else:

@@ -107,7 +107,7 @@ class Client:
         return self
 
 
-class House:
+class AcceptorHarness:
     """An acceptor and its worlds."""
 
     def __init__(self, control_loop: ControlLoop) -> None:
@@ -153,10 +153,10 @@ class House:
 
 
 @pytest.fixture
-def house() -> Iterator[House]:
+def harness() -> Iterator[AcceptorHarness]:
     control_loop = ControlLoop()
     control_loop.start()
-    made = House(control_loop)
+    made = AcceptorHarness(control_loop)
     yield made
     control_loop.call_soon(made.acceptor.close)
     control_loop.stop()
@@ -164,9 +164,9 @@ def house() -> Iterator[House]:
         client.sock.close()
 
 
-def test_members_wait_for_their_world_and_start_with_it(house: House) -> None:
-    early = [house.client(rank=rank, size=3).enter() for rank in (2, 1)]
-    told = house.host(size=3)
+def test_members_wait_for_their_world_and_start_with_it(harness: AcceptorHarness) -> None:
+    early = [harness.client(rank=rank, size=3).enter() for rank in (2, 1)]
+    told = harness.host(size=3)
     assert told.next() == ("all joined", 1, 3)
     assert [client.next() for client in early] == [started(1)] * 2
 
@@ -181,9 +181,11 @@ def test_members_wait_for_their_world_and_start_with_it(house: House) -> None:
         ({"generation": 4}, "generation 4 has formed already; the current one is 5"),
     ],
 )
-def test_member_is_refused_when_its_rank_does_not_exist(house: House, wish: dict[str, int], reason: str) -> None:
-    house.host(generation=5)
-    client = house.client(**wish).enter()  # type: ignore[arg-type]
+def test_member_is_refused_when_its_rank_does_not_exist(
+    harness: AcceptorHarness, wish: dict[str, int], reason: str
+) -> None:
+    harness.host(generation=5)
+    client = harness.client(**wish).enter()  # type: ignore[arg-type]
     rejection = client.next()
     assert isinstance(rejection, Refuse)
     assert rejection.reason.startswith(reason)
@@ -191,37 +193,39 @@ def test_member_is_refused_when_its_rank_does_not_exist(house: House, wish: dict
     assert client.next() is None
 
 
-def test_member_may_retry_when_its_rank_is_taken(house: House) -> None:
-    house.host(size=3)
-    house.client(size=3).enter()
-    second = house.client(size=3).enter()
+def test_member_may_retry_when_its_rank_is_taken(harness: AcceptorHarness) -> None:
+    harness.host(size=3)
+    harness.client(size=3).enter()
+    second = harness.client(size=3).enter()
     assert second.next() == Refuse("rank 1 is taken", True)
 
 
-def test_member_without_a_requested_generation_waits_for_the_next_when_this_one_has_started(house: House) -> None:
-    first = house.host()
-    house.client().enter()
+def test_member_without_a_requested_generation_waits_for_the_next_when_this_one_has_started(
+    harness: AcceptorHarness,
+) -> None:
+    first = harness.host()
+    harness.client().enter()
     first.next()
-    waiting = house.client().enter()
-    second = house.host(generation=2)
+    waiting = harness.client().enter()
+    second = harness.host(generation=2)
     assert second.next() == ("all joined", 2, 2)
     assert waiting.next() == started(2)
 
 
-def test_the_newer_of_two_clients_for_one_rank_is_admitted(house: House) -> None:
+def test_the_newer_of_two_clients_for_one_rank_is_admitted(harness: AcceptorHarness) -> None:
     """The earlier one may belong to a process that has been restarted."""
-    elder, younger = house.client().enter(), house.client().enter()
-    house.host().next()
+    elder, younger = harness.client().enter(), harness.client().enter()
+    harness.host().next()
     assert younger.next() == started(1)
     del elder
 
 
-def test_rank_is_free_again_when_its_member_leaves_before_the_start(house: House) -> None:
-    told = house.host(size=3)
-    house.client(size=3).enter().sock.close()
-    house.client(rank=2, size=3).enter()
+def test_rank_is_free_again_when_its_member_leaves_before_the_start(harness: AcceptorHarness) -> None:
+    told = harness.host(size=3)
+    harness.client(size=3).enter().sock.close()
+    harness.client(rank=2, size=3).enter()
     for _ in range(1000):  # until the end of the first connection has been detected
-        heir = house.client(size=3).enter()
+        heir = harness.client(size=3).enter()
         answer = heir.next()
         assert answer is not None
         if isinstance(answer, Start):
@@ -229,9 +233,9 @@ def test_rank_is_free_again_when_its_member_leaves_before_the_start(house: House
     assert told.next() == ("all joined", 1, 3)
 
 
-def test_long_failure_report_of_a_member_is_truncated_and_escaped(house: House) -> None:
-    told = house.host()
-    member = house.client().enter()
+def test_long_failure_report_of_a_member_is_truncated_and_escaped(harness: AcceptorHarness) -> None:
+    told = harness.host()
+    member = harness.client().enter()
     told.next()
     member.sock.sendall(MemberFailed(1, Cause.ERROR, "\x1b[2J" + "x" * 100_000).encode())
     assert told.next() == ("failed", 1, Cause.ERROR)
@@ -240,18 +244,20 @@ def test_long_failure_report_of_a_member_is_truncated_and_escaped(house: House) 
     assert len(detail) == MAX_TEXT_CHARS
 
 
-def test_client_is_closed_when_it_does_not_authenticate_in_time(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_is_closed_when_it_does_not_authenticate_in_time(
+    harness: AcceptorHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(acceptor_module, "_HANDSHAKE_S", 0.1)
-    silent, drip = house.client(), house.client()
+    silent, drip = harness.client(), harness.client()
     drip.sock.sendall(b"\0")
     for client in (silent, drip):
         assert isinstance(client.next(), Challenge)
         assert client.next() is None
 
 
-def test_client_is_closed_when_it_sends_only_heartbeats(house: House) -> None:
+def test_client_is_closed_when_it_sends_only_heartbeats(harness: AcceptorHarness) -> None:
     """A million heartbeats per second would keep the control loop from its worlds."""
-    stranger = socket.create_connection(("127.0.0.1", house.acceptor.port))
+    stranger = socket.create_connection(("127.0.0.1", harness.acceptor.port))
     stranger.settimeout(PATIENCE_S)
     with contextlib.suppress(ConnectionError):
         stranger.sendall(5_000 * HEARTBEAT_BYTES)
@@ -260,39 +266,39 @@ def test_client_is_closed_when_it_sends_only_heartbeats(house: House) -> None:
         while data := stranger.recv(1 << 16):
             come += data
     assert len(list(FrameReader().feed(come))) <= 2
-    house.client().enter().sock.close()
+    harness.client().enter().sock.close()
     stranger.close()
 
 
 def test_the_oldest_unauthenticated_client_is_closed_when_there_are_too_many(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    harness: AcceptorHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceptor_module, "_MAX_UNAUTHENTICATED", 3)
-    friend = house.client("later").enter()
-    strangers = [house.client() for _ in range(5)]
+    friend = harness.client("later").enter()
+    strangers = [harness.client() for _ in range(5)]
     for stranger in strangers:
         stranger.next()
     for stranger in strangers[:2]:
         assert stranger.next() is None
-    assert house.on_control_loop(lambda: len(house.acceptor._strangers)) == 3
+    assert harness.on_control_loop(lambda: len(harness.acceptor._strangers)) == 3
     strangers[4].sock.sendall(Heartbeat().encode())
-    house.host("later")
+    harness.host("later")
     assert friend.next() == started(1)
 
 
-def test_all_clients_are_closed_when_the_acceptor_closes(house: House) -> None:
-    waiting, stranger = house.client().enter(), house.client()
+def test_all_clients_are_closed_when_the_acceptor_closes(harness: AcceptorHarness) -> None:
+    waiting, stranger = harness.client().enter(), harness.client()
     stranger.next()
-    house.on_control_loop(house.acceptor.close)
+    harness.on_control_loop(harness.acceptor.close)
     assert waiting.next() is None
     assert stranger.next() is None
     with pytest.raises(ConnectionRefusedError):
-        house.client()
+        harness.client()
 
 
-def test_members_get_reports_of_each_other_through_the_host(house: House) -> None:
-    told = house.host(size=3)
-    first, second = house.client(rank=1, size=3).enter(), house.client(rank=2, size=3).enter()
+def test_members_get_reports_of_each_other_through_the_host(harness: AcceptorHarness) -> None:
+    told = harness.host(size=3)
+    first, second = harness.client(rank=1, size=3).enter(), harness.client(rank=2, size=3).enter()
     told.next()
     assert first.next() == second.next() == started(1)
     first.sock.sendall(StoreSet("key", b"value").encode())
@@ -304,9 +310,9 @@ def test_members_get_reports_of_each_other_through_the_host(house: House) -> Non
 
 
 @pytest.mark.parametrize("frame", [Welcome(b""), Refuse("", True)], ids=["welcome", "refuse"])
-def test_member_that_violates_the_protocol_is_lost(house: House, frame: Frame) -> None:
-    told = house.host()
-    member = house.client().enter()
+def test_member_that_violates_the_protocol_is_lost(harness: AcceptorHarness, frame: Frame) -> None:
+    told = harness.host()
+    member = harness.client().enter()
     told.next()
     member.sock.sendall(frame.encode())
     assert told.next() == ("failed", 1, Cause.EXIT)
@@ -316,10 +322,10 @@ STALL_CHECKED = HeartbeatConfig(0.05, 3600.0, 0.5)
 MEMBER = Hello("w", 0, 2, 1)
 
 
-def test_member_with_a_constant_count_is_lost_as_stalled_and_told_so(house: House) -> None:
+def test_member_with_a_constant_count_is_lost_as_stalled_and_told_so(harness: AcceptorHarness) -> None:
     told = Told()
-    session = house.monitor(told, STALL_CHECKED, MEMBER)
-    member = house.client().enter()
+    session = harness.monitor(told, STALL_CHECKED, MEMBER)
+    member = harness.client().enter()
     assert told.next()[0] == "all joined"
     while told.queue.empty():
         member.sock.sendall(Heartbeat(7).encode())
@@ -329,31 +335,31 @@ def test_member_with_a_constant_count_is_lost_as_stalled_and_told_so(house: Hous
     notice = member.next()
     assert isinstance(notice, MemberFailed)
     assert (notice.rank, notice.cause) == (1, "stalled")
-    house.on_control_loop(session.close)
+    harness.on_control_loop(session.close)
 
 
-def test_member_without_counts_in_heartbeats_is_not_stalled(house: House) -> None:
+def test_member_without_counts_in_heartbeats_is_not_stalled(harness: AcceptorHarness) -> None:
     told = Told()
-    session = house.monitor(told, STALL_CHECKED, MEMBER)
-    member = house.client().enter()
+    session = harness.monitor(told, STALL_CHECKED, MEMBER)
+    member = harness.client().enter()
     assert told.next()[0] == "all joined"
     (connection,) = session.connections.values()
     for _ in range(3):
         member.sock.sendall(HEARTBEAT_BYTES + StoreSet("key", b"value").encode())
         assert told.next()[0] == "stored"
     assert connection.stall_clock.stalled_s == 0.0
-    house.on_control_loop(session.close)
+    harness.on_control_loop(session.close)
 
 
-def test_silent_member_is_lost_and_told_so(house: House) -> None:
+def test_silent_member_is_lost_and_told_so(harness: AcceptorHarness) -> None:
     told = Told()
     strict = HeartbeatConfig(0.05, 0.3)
-    session = house.monitor(told, strict, MEMBER)
-    member = house.client().enter()
+    session = harness.monitor(told, strict, MEMBER)
+    member = harness.client().enter()
     assert told.next()[0] == "all joined"
     assert told.next() == ("failed", 1, Cause.HANG)
     assert member.next() == started(1)
     notice = member.next()
     assert isinstance(notice, MemberFailed)
     assert (notice.rank, notice.cause) == (1, "hang")
-    house.on_control_loop(session.close)
+    harness.on_control_loop(session.close)

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from multiworld import WorldCommunicator
-from multiworld.ops.validation import Ranks
+from multiworld.ops.validation import WorldFacts
 
 t = torch.zeros
 Call = Callable[[WorldCommunicator, str], Awaitable[None]]
@@ -73,7 +73,7 @@ class OneWorld:
     """Finds the world of rank 0 of three members, on which no operation may start."""
 
     def world(self, world_name: str) -> Any:
-        return SimpleNamespace(ranks=Ranks(world_name, 0, 3), start=self._start)
+        return SimpleNamespace(facts=WorldFacts(world_name, 0, 3), start=self._start)
 
     def is_broken(self, world_name: str) -> bool:
         return False

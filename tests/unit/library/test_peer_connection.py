@@ -13,7 +13,7 @@ import torch
 from multiworld.errors import Cause
 from multiworld.ops.operation import Operation
 from multiworld.ops.p2p import recv, send
-from multiworld.ops.validation import Ranks
+from multiworld.ops.validation import WorldFacts
 from multiworld.transport.connection import MAX_CREDITS, PeerConnection, SocketPayloads
 from multiworld.transport.poller import poller_of
 from multiworld.transport.transfer import Transfer
@@ -22,7 +22,7 @@ from tests.waiting import until
 
 PATIENCE_S = 30.0
 BIG = 6_000_000
-RANKS = Ranks("w", 0, 2)
+FACTS = WorldFacts("w", 0, 2)
 
 
 class Owner:
@@ -56,7 +56,7 @@ class End:
         self.line = PeerConnection(1, sock, self.lock, self.owner, poller, SocketPayloads())
 
     def send(self, tensor: torch.Tensor, tag: int = 0) -> Operation:
-        operation = send(RANKS, tensor, 1, tag)
+        operation = send(FACTS, tensor, 1, tag)
         operation.future = asyncio.get_running_loop().create_future()
         transfer = Transfer(operation, message_head(operation.signature, tag, operation.size_bytes))
         transfer.set_data(tensor)
@@ -65,7 +65,7 @@ class End:
         return operation
 
     def receive(self, tensor: torch.Tensor, tag: int = 0) -> Operation:
-        operation = recv(RANKS, tensor, 1, tag)
+        operation = recv(FACTS, tensor, 1, tag)
         operation.future = asyncio.get_running_loop().create_future()
         transfer = Transfer(operation, encode_signature(operation.signature))
         transfer.set_data(tensor)

@@ -40,7 +40,7 @@ from multiworld.transport.wire import (
     RELEASE,
     RING,
 )
-from tests.unit.library.test_peer_connection import RANKS, End, Owner, heard
+from tests.unit.library.test_peer_connection import FACTS, End, Owner, heard
 from tests.waiting import until
 
 MIB = 1 << 20
@@ -66,7 +66,7 @@ class LocalEnd(End):
         self.line = PeerConnection(1, sock, self.lock, self.owner, poller, SharedPayloads(self.pool))
 
     def send_message(self, payload: Tensor) -> Operation:
-        operation = send_message(RANKS, b"header", payload, 1, 0)
+        operation = send_message(FACTS, b"header", payload, 1, 0)
         operation.future = asyncio.get_running_loop().create_future()
         transfer = Transfer(operation, HEAD.pack(MESSAGE, 0, payload.nbytes, b"header"), lent=True)
         transfer.set_data(payload)
@@ -76,7 +76,7 @@ class LocalEnd(End):
 
     def view(self) -> tuple[View, Operation]:
         view = View(lambda _header, _size_bytes: None)
-        operation = recv_view(RANKS, view, 1, 0)
+        operation = recv_view(FACTS, view, 1, 0)
         operation.future = asyncio.get_running_loop().create_future()
         with self.lock:
             self.line.receive(Transfer(operation, b"", view=view), 0)
