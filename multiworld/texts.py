@@ -10,7 +10,7 @@ MAX_TEXT_CHARS = 2000
 _PRINTABLE = re.compile(r"[!-~]+")
 
 
-def shown(text: str, limit: int = MAX_TEXT_CHARS) -> str:
+def one_line(text: str, limit: int = MAX_TEXT_CHARS) -> str:
     """Return `text` on one line, with unprintable characters escaped, cut to `limit` characters."""
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[: limit + 1])
     return line if len(line) <= limit else f"{line[: limit - 1]}…"

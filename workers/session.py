@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
-from multiworld.texts import shown
+from multiworld.texts import one_line
 from multiworld_serving.common.config.process import release_free_memory
 from multiworld_serving.common.edges.edge import RowsLostError
 from multiworld_serving.common.edges.edges import Edges
@@ -279,4 +279,4 @@ class Session:
 
 
 def _describe(error: Exception) -> str:
-    return shown(f"{type(error).__name__}: {error}")
+    return one_line(f"{type(error).__name__}: {error}")

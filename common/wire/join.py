@@ -11,7 +11,7 @@ import torch
 from msgspec import Meta
 
 from multiworld import JoinError, World, WorldManager, ask
-from multiworld.texts import MAX_HOST_CHARS, MAX_NAME_CHARS, shown
+from multiworld.texts import MAX_HOST_CHARS, MAX_NAME_CHARS, one_line
 from multiworld_serving.common.config.addresses import Address, parse_address
 from multiworld_serving.common.wire.message import WireError
 
@@ -58,7 +58,7 @@ class JsonMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            detail = shown(str(error), _MAX_ERROR_CHARS)
+            detail = one_line(str(error), _MAX_ERROR_CHARS)
             raise WireError(f"{cls.__name__}: {detail}; do both sides run the same release?") from error
 
 
@@ -123,7 +123,7 @@ def parse_join_request(text: str) -> JoinRequest | FrontendJoinRequest:
     if sender.protocol != PROTOCOL:  # other fields may differ, too
         older = "leader" if sender.protocol > PROTOCOL else kind
         raise WireError(
-            f"{kind} {sender.worker or sender.frontend!r:.70} has release {shown(sender.release, 20)} with protocol "
+            f"{kind} {sender.worker or sender.frontend!r:.70} has release {one_line(sender.release, 20)} with protocol "
             f"{sender.protocol}, and this leader release {RELEASE} with protocol {PROTOCOL}: upgrade this {older} ({advice})"
         )
     return FrontendJoinRequest.from_json(text) if sender.frontend else JoinRequest.from_json(text)

@@ -12,7 +12,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from multiworld.texts import shown
+from multiworld.texts import one_line
 
 MAX_DIMS = 4
 MAX_TEXT_BYTES = 64 << 10
@@ -123,7 +123,7 @@ class Message:
 
     def reason(self) -> str:
         """The payload as an error text: one line, truncated for logs, traces and responses. Raises WireError if it is not text."""
-        return shown(self.text())
+        return one_line(self.text())
 
     def header(self) -> bytes:
         """Encode the header. Raises ValueError if the payload cannot be encoded."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiworld.control.frames import MAX_HANDSHAKE_BYTES, Frame, Heartbeat, Refuse, decode_frame, decode_length
 from multiworld.control.handshake import ClientHandshake, Hello
 from multiworld.control.sockets import close_in_child
-from multiworld.texts import shown
+from multiworld.texts import one_line
 
 
 class RefusedError(Exception):
@@ -105,7 +105,7 @@ async def next_frame(sock: socket.socket, timeout_s: float) -> Frame:
     while isinstance(frame := await read_frame(sock, timeout_s), Heartbeat):
         pass
     if isinstance(frame, Refuse):
-        reason = shown(frame.reason)
+        reason = one_line(frame.reason)
         raise ConnectionError(reason) if frame.retry else RefusedError(reason)
     return frame
 

@@ -12,7 +12,7 @@ import os
 import msgspec
 
 from multiworld.control.frames import PROTOCOL_VERSION, Address, Challenge, Frame, FrameError, SignedHello, Welcome
-from multiworld.texts import shown
+from multiworld.texts import one_line
 
 NONCE_BYTES = 32
 
@@ -72,7 +72,7 @@ class ServerHandshake:
         try:
             return msgspec.msgpack.decode(frame.hello, type=Hello)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            raise FrameError(f"not a hello: {shown(str(error), 200)}") from error
+            raise FrameError(f"not a hello: {one_line(str(error), 200)}") from error
 
     def welcome(self, answer: bytes = b"") -> Welcome:
         return Welcome(_proof(self._secret, b"server", *self._transcript, answer), answer)

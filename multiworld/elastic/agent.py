@@ -31,7 +31,7 @@ from multiworld.elastic.rendezvous_link import RendezvousLink
 from multiworld.errors import AskError, BrokenWorldException, Cause, WorldClosedError, WorldError
 from multiworld.manager import WorldManager
 from multiworld.ops.buffers import byte_view
-from multiworld.texts import shown
+from multiworld.texts import one_line
 from multiworld.world import World
 
 logger = logging.getLogger(__name__)
@@ -278,9 +278,9 @@ class MemberAgent:
                 reply = await ask(config.addr, config.port, join, secret=config.secret, timeout_s=_CONNECT_TIMEOUT_S)
                 match decode(reply):
                     case Evicted(reason):
-                        raise EvictedError(self._name, shown(reason))
+                        raise EvictedError(self._name, one_line(reason))
                     case Refused(reason):
-                        raise RendezvousError(self._name, f"refused: {shown(reason)}")
+                        raise RendezvousError(self._name, f"refused: {one_line(reason)}")
                 return await RendezvousLink.open(
                     self._manager, self._name, self.state.id, 1, config.addr, config.port, _CONNECT_TIMEOUT_S
                 )

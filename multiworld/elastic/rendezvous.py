@@ -32,7 +32,7 @@ from multiworld.elastic.rendezvous_link import RendezvousLink
 from multiworld.elastic.state_file import StateFile
 from multiworld.errors import AskError, WorldError
 from multiworld.manager import WorldManager
-from multiworld.texts import MAX_NAME_CHARS, is_name, shown
+from multiworld.texts import MAX_NAME_CHARS, is_name, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class ElasticRendezvous:
         try:
             join = decode(question)
         except MessageError as error:
-            logger.warning("invalid join request from %s: %s", host, shown(str(error), 200))
+            logger.warning("invalid join request from %s: %s", host, one_line(str(error), 200))
             join = None
         if not isinstance(join, Join):
             return encode(Refused("not a join request of an elastic world"))

@@ -20,7 +20,7 @@ from multiworld.control.handshake import Hello, ServerHandshake
 from multiworld.control.loop import ControlLoop
 from multiworld.control.sockets import close_in_child
 from multiworld.errors import AskError
-from multiworld.texts import shown
+from multiworld.texts import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class RejectedError(Exception):
 
     def __init__(self, reason: str, *, retry: bool = False) -> None:
         super().__init__(reason)
-        self.frame = Refuse(shown(reason), retry).encode()
+        self.frame = Refuse(one_line(reason), retry).encode()
 
 
 class AdmissionTarget(Protocol):
@@ -243,7 +243,7 @@ class Acceptor:
             async with asyncio.timeout(_ANSWER_S):
                 return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer(), loop))
         except AskError as rejection:
-            reason = shown(str(rejection))
+            reason = one_line(str(rejection))
             self._log_refusal(host, reason)
             raise RejectedError(reason, retry=True) from None
         except Exception as error:

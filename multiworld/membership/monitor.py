@@ -20,7 +20,7 @@ from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause
 from multiworld.membership.acceptor import RejectedError
 from multiworld.membership.store import ControlStore
-from multiworld.texts import shown
+from multiworld.texts import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class MembershipMonitor:
 
     def announce_failure(self, rank: int, cause: Cause, detail: str) -> None:
         """Send `MemberFailed` to the connected members and close the connections."""
-        self._broadcast(MemberFailed(rank, cause, shown(detail)).encode())
+        self._broadcast(MemberFailed(rank, cause, one_line(detail)).encode())
         self.close()
 
     def leave(self) -> None:
@@ -185,7 +185,7 @@ class MembershipMonitor:
                 if self._store is not None:
                     self._store.receive(key, value)
             case MemberFailed(rank, cause, detail):
-                self._world.fail(cause, rank, shown(detail))
+                self._world.fail(cause, rank, one_line(detail))
             case Left(rank):
                 self._member_left = True
                 self._world.on_member_left(rank)
@@ -208,7 +208,7 @@ class MembershipMonitor:
     def _fail_member(self, rank: int, cause: Cause, after_s: float, detail: str) -> None:
         connection = self.connections[rank]
         if self.started:  # if the member resumes, it learns why it was removed
-            connection.send(MemberFailed(rank, cause, shown(detail)).encode())
+            connection.send(MemberFailed(rank, cause, one_line(detail)).encode())
         connection.close()
         self._on_connection_lost(rank, cause, after_s, detail)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
-from multiworld.texts import shown
+from multiworld.texts import one_line
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.message import Message, MessageKind, WireError
 from multiworld_serving.server.frontends.messages import AnyBody, Rejection
@@ -125,7 +125,7 @@ def decode(data: memoryview) -> Iterator[Received]:
                 body = _DECODER.decode(data[text : text + text_bytes])
             except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
                 raise ValueError(
-                    f"{shown(str(error), _MAX_ERROR_CHARS)}; do both sides run the same release?"
+                    f"{one_line(str(error), _MAX_ERROR_CHARS)}; do both sides run the same release?"
                 ) from error
         yield Received(Kind(kind), number, body, data[text + text_bytes : end])
         at = end + -end % _ALIGNED_BYTES

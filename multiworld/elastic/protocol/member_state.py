@@ -20,7 +20,7 @@ from multiworld.elastic.protocol.messages import (
     View,
     ViewInvalidated,
 )
-from multiworld.texts import shown
+from multiworld.texts import one_line
 
 Phase = Literal["waiting", "forming", "ready", "requested", "ended"]
 
@@ -95,7 +95,7 @@ class MemberState:
             case NewMembersWait():
                 self.new_members_wait = True
             case Evicted(reason=reason):
-                detail = f"the rendezvous server evicted this member after view {current}: {shown(reason)}"
+                detail = f"the rendezvous server evicted this member after view {current}: {one_line(reason)}"
                 return self._end(EvictedError, detail)
         return []
 
