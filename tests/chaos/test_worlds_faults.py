@@ -108,7 +108,7 @@ async def test_all_survivors_of_a_world_of_three_learn_which_member_failed(
             await task
         assert (raised.value.cause, raised.value.rank) == (cause, victim_rank)
     for rank in survivors:
-        told = await everybody[rank].do("told", kind="broken", world="w")
+        told = await everybody[rank].do("event", kind="broken", world="w")
         assert told[3:] == [cause, victim_rank]
 
 

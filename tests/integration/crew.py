@@ -39,35 +39,35 @@ class Crew:
         """Run a coroutine on the crew's event loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
-    def run(self, size: int, part: Part[T], *, checked: bool = False) -> list[T]:
+    def run(self, size: int, part: Part[T], *, verified: bool = False) -> list[T]:
         """Run a function on every rank of a world of `size` concurrently and return all results."""
-        return self.await_(self._run(size, part, checked))
+        return self.await_(self._run(size, part, verified))
 
-    def fresh(self, size: int, *, checked: bool = False) -> None:
+    def fresh(self, size: int, *, verified: bool = False) -> None:
         """Make the next run create a new world of this kind."""
-        name = self._name(size, checked)
+        name = self._name(size, verified)
         self._made.discard(name)
         for manager in self.managers[:size]:
             if name in manager.worlds:
                 manager.remove_world(name)
 
-    async def worlds(self, size: int, checked: bool) -> list[World]:
-        name = self._name(size, checked)
+    async def worlds(self, size: int, verified: bool) -> list[World]:
+        name = self._name(size, verified)
         if name not in self._made:
             await asyncio.gather(
                 *(
-                    manager.initialize_world(name, rank, size, port=self._port, verify_collectives=checked)
+                    manager.initialize_world(name, rank, size, port=self._port, verify_collectives=verified)
                     for rank, manager in enumerate(self.managers[:size])
                 )
             )
             self._made.add(name)
         return [manager.world(name) for manager in self.managers[:size]]
 
-    def _name(self, size: int, checked: bool) -> str:
-        return f"{'checked' if checked else 'plain'}-{size}"
+    def _name(self, size: int, verified: bool) -> str:
+        return f"{'verified' if verified else 'unverified'}-{size}"
 
-    async def _run(self, size: int, part: Part[T], checked: bool) -> list[T]:
-        worlds = await self.worlds(size, checked)
+    async def _run(self, size: int, part: Part[T], verified: bool) -> list[T]:
+        worlds = await self.worlds(size, verified)
         return list(
             await asyncio.gather(
                 *(part(manager, world) for manager, world in zip(self.managers[:size], worlds, strict=True))

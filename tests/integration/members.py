@@ -166,7 +166,7 @@ class Script(TorturePart, ElasticPart):
     async def state(self, world: str) -> str:
         return self.manager.worlds[world].state
 
-    async def told(self, kind: str, world: str) -> list[Any]:
+    async def event(self, kind: str, world: str) -> list[Any]:
         """Wait for the event of this kind of this world and return it."""
         while True:
             for event in self.events:

@@ -66,11 +66,11 @@ def test_mismatched_collectives_break_the_world_at_all_members(crew: Crew, what:
         return caught.value
 
     try:
-        for error in crew.run(3, part, checked=True):
+        for error in crew.run(3, part, verified=True):
             assert (error.cause, error.rank) == (Cause.ERROR, 2)
             assert words in error.detail
     finally:
-        crew.fresh(3, checked=True)
+        crew.fresh(3, verified=True)
 
 
 def test_all_to_all_breaks_the_world_when_a_member_sends_too_much(crew: Crew) -> None:
@@ -83,9 +83,9 @@ def test_all_to_all_breaks_the_world_when_a_member_sends_too_much(crew: Crew) ->
         return caught.value.cause
 
     try:
-        assert crew.run(3, part, checked=True) == [Cause.ERROR] * 3
+        assert crew.run(3, part, verified=True) == [Cause.ERROR] * 3
     finally:
-        crew.fresh(3, checked=True)
+        crew.fresh(3, verified=True)
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_all_to_all_breaks_the_world_when_a_member_sends_too_much(crew: Crew) ->
     ],
     ids=lambda tensor: f"{tensor.dtype}-{tensor.numel()}",
 )
-@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("verified", [False, True])
 def test_message_of_wrong_size_or_dtype_breaks_the_world(
-    crew: Crew, sent: torch.Tensor, expected: torch.Tensor, checked: bool
+    crew: Crew, sent: torch.Tensor, expected: torch.Tensor, verified: bool
 ) -> None:
     """In both modes: the signature of a message is checked before its data is read."""
 
@@ -121,6 +121,6 @@ def test_message_of_wrong_size_or_dtype_breaks_the_world(
         return caught.value.cause
 
     try:
-        assert crew.run(2, part, checked=checked) == [Cause.ERROR] * 2
+        assert crew.run(2, part, verified=verified) == [Cause.ERROR] * 2
     finally:
-        crew.fresh(2, checked=checked)
+        crew.fresh(2, verified=verified)

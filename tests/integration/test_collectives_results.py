@@ -45,7 +45,7 @@ class Case:
     dtype: torch.dtype
     shape: tuple[int, ...]
     layout: str
-    checked: bool
+    verified: bool
     small_pieces: bool
     seed: int
 
@@ -57,7 +57,7 @@ class Case:
                 patch.setattr(allreduce, "CHUNK_BYTES", 64)
                 patch.setattr(allreduce, "SLICE_ELEMENTS", 5)
                 patch.setattr(transfers, "_CHUNK_BYTES", 100)
-            return crew.run(self.size, part, checked=self.checked)
+            return crew.run(self.size, part, verified=self.verified)
 
     def values(self, *, powers: bool = False) -> list[Tensor]:
         """One contiguous tensor per rank whose values every dtype can add, or multiply (`powers` of 2), exactly."""
@@ -92,7 +92,7 @@ def cases(dtypes: Sequence[torch.dtype]) -> st.SearchStrategy[Case]:
             dtype=st.sampled_from(dtypes),
             shape=st.sampled_from(SHAPES),
             layout=st.sampled_from(("contiguous", "transposed", "strided")),
-            checked=st.booleans(),
+            verified=st.booleans(),
             small_pieces=st.booleans(),
             seed=st.integers(0, 1000),
         )
@@ -248,9 +248,9 @@ def test_send_recv_around_the_ring_delivers_each_tensor(crew: Crew, case: Case, 
         assert same(got, values[rank - 1])
 
 
-@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("verified", [False, True])
 @pytest.mark.parametrize("size", range(1, MAX_SIZE + 1))
-def test_barrier_waits_for_all_ranks(crew: Crew, size: int, checked: bool) -> None:
+def test_barrier_waits_for_all_ranks(crew: Crew, size: int, verified: bool) -> None:
     came: list[int] = []
 
     async def part(manager: WorldManager, world: World) -> int:
@@ -258,7 +258,7 @@ def test_barrier_waits_for_all_ranks(crew: Crew, size: int, checked: bool) -> No
         await manager.communicator.barrier(world.name)
         return len(came)
 
-    assert crew.run(size, part, checked=checked) == [size] * size
+    assert crew.run(size, part, verified=verified) == [size] * size
 
 
 def test_results_are_correct_when_inputs_and_outputs_share_memory(crew: Crew) -> None:

@@ -12,11 +12,11 @@ from multiworld.collectives.reductions import all_reduce
 from multiworld.ops.validation import WorldFacts
 from tests.integration.crew import Crew
 
-BOTH = pytest.mark.parametrize("checked", [False, True])
+BOTH = pytest.mark.parametrize("verified", [False, True])
 
 
 @BOTH
-def test_cancelled_collective_breaks_only_its_own_world(crew: Crew, checked: bool) -> None:
+def test_cancelled_collective_breaks_only_its_own_world(crew: Crew, verified: bool) -> None:
     async def part(manager: WorldManager, world: World) -> float:
         if world.rank == 0:
             with pytest.raises(TimeoutError):
@@ -30,22 +30,22 @@ def test_cancelled_collective_breaks_only_its_own_world(crew: Crew, checked: boo
                 await manager.communicator.barrier(world.name)
             assert (caught.value.cause, caught.value.rank) == (Cause.ABORTED, 0)
         assert manager.communicator.is_broken(world.name)
-        other = (await crew.worlds(3, not checked))[0].name
+        other = (await crew.worlds(3, not verified))[0].name
         tensor = torch.ones(5)
         await manager.communicator.all_reduce(tensor, world_name=other)
         return tensor.sum().item()
 
-    crew.await_(crew.worlds(3, not checked))
+    crew.await_(crew.worlds(3, not verified))
     try:
-        assert crew.run(3, part, checked=checked) == [15.0] * 3
+        assert crew.run(3, part, verified=verified) == [15.0] * 3
     finally:
-        crew.fresh(3, checked=checked)
+        crew.fresh(3, verified=verified)
 
 
 @BOTH
 @pytest.mark.parametrize("collective", [False, True])
 def test_world_breaks_with_timeout_when_an_operation_takes_too_long(
-    crew: Crew, checked: bool, collective: bool
+    crew: Crew, verified: bool, collective: bool
 ) -> None:
     async def part(manager: WorldManager, world: World) -> Cause:
         here, name = manager.communicator, world.name
@@ -60,9 +60,9 @@ def test_world_breaks_with_timeout_when_an_operation_takes_too_long(
         return caught.value.cause
 
     try:
-        assert crew.run(2, part, checked=checked) == [Cause.TIMEOUT] * 2
+        assert crew.run(2, part, verified=verified) == [Cause.TIMEOUT] * 2
     finally:
-        crew.fresh(2, checked=checked)
+        crew.fresh(2, verified=verified)
 
 
 async def test_bootstrap_timeout_does_not_limit_operations() -> None:
@@ -71,10 +71,10 @@ async def test_bootstrap_timeout_does_not_limit_operations() -> None:
     async with WorldManager() as first, WorldManager() as second:
         port = first.listen()
 
-        async def work(manager: WorldManager, rank: int, checked: bool) -> None:
-            name, here = f"checked-{checked}", manager.communicator
+        async def work(manager: WorldManager, rank: int, verified: bool) -> None:
+            name, here = f"verified-{verified}", manager.communicator
             await manager.initialize_world(
-                name, rank, 2, port=port, timeout=bootstrap_timeout_s, verify_collectives=checked
+                name, rank, 2, port=port, timeout=bootstrap_timeout_s, verify_collectives=verified
             )
             if rank == 1:
                 await asyncio.sleep(bootstrap_timeout_s + 0.5)
@@ -83,11 +83,13 @@ async def test_bootstrap_timeout_does_not_limit_operations() -> None:
             await asyncio.gather(here.all_reduce(torch.zeros(2000), world_name=name), exchange)
 
         members = enumerate((first, second))
-        await asyncio.gather(*(work(manager, rank, checked) for rank, manager in members for checked in (False, True)))
+        await asyncio.gather(
+            *(work(manager, rank, verified) for rank, manager in members for verified in (False, True))
+        )
 
 
 @BOTH
-def test_tensors_are_released_when_their_operations_complete(crew: Crew, checked: bool) -> None:
+def test_tensors_are_released_when_their_operations_complete(crew: Crew, verified: bool) -> None:
     async def part(manager: WorldManager, world: World) -> list[weakref.ref[torch.Tensor]]:
         tensor, message = torch.ones(2000), torch.ones(2000)
         await manager.communicator.all_reduce(tensor, world_name=world.name)
@@ -97,7 +99,7 @@ def test_tensors_are_released_when_their_operations_complete(crew: Crew, checked
             await manager.communicator.recv(message, 0, world.name)
         return [weakref.ref(tensor), weakref.ref(message)]
 
-    references = crew.run(2, part, checked=checked)
+    references = crew.run(2, part, verified=verified)
 
     async def let_go() -> None:
         async with asyncio.timeout(10):
@@ -110,13 +112,15 @@ def test_tensors_are_released_when_their_operations_complete(crew: Crew, checked
 
 @BOTH
 def test_tensors_of_other_devices_are_staged_through_host_copies(
-    crew: Crew, checked: bool, monkeypatch: pytest.MonkeyPatch
+    crew: Crew, verified: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for GPU tensors on Gloo; here some CPU tensors are treated like this and others are not."""
     here_and_there = iter([True, False] * 1000)
     staged = WorldFacts.check_devices
     monkeypatch.setattr(
-        WorldFacts, "check_devices", lambda *arguments: bool(not staged(*arguments) and next(here_and_there)) or checked
+        WorldFacts,
+        "check_devices",
+        lambda *arguments: bool(not staged(*arguments) and next(here_and_there)) or verified,
     )
 
     async def part(manager: WorldManager, world: World) -> None:
@@ -140,11 +144,11 @@ def test_tensors_of_other_devices_are_staged_through_host_copies(
             assert tensor.tolist() == [[2.0 * step + 1] * 2] * 3
             assert rank == 0 or message.tolist() == [step] * 2
 
-    crew.run(2, part, checked=checked)
+    crew.run(2, part, verified=verified)
 
 
 @BOTH
-def test_conjugated_and_negated_views_are_sent_by_value(crew: Crew, checked: bool) -> None:
+def test_conjugated_and_negated_views_are_sent_by_value(crew: Crew, verified: bool) -> None:
     value = torch.tensor([1 + 2j, 3 - 4j])
 
     async def part(manager: WorldManager, world: World) -> torch.Tensor:
@@ -162,4 +166,4 @@ def test_conjugated_and_negated_views_are_sent_by_value(crew: Crew, checked: boo
         assert imaginary.tolist() == [-2.0, 4.0]
         return got
 
-    assert crew.run(2, part, checked=checked)[1].tolist() == value.conj().resolve_conj().tolist()
+    assert crew.run(2, part, verified=verified)[1].tolist() == value.conj().resolve_conj().tolist()

@@ -164,9 +164,9 @@ async def test_broken_world_can_be_formed_again(manager: WorldManager) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("backend", ["multiworld", "cpu:gloo,cuda:gloo"])
-@pytest.mark.parametrize("checked", [False, True])
-async def test_gloo_carries_gpu_tensors(backend: str, checked: bool) -> None:
-    async with WorldManager(verify_collectives=checked) as first, WorldManager(verify_collectives=checked) as second:
+@pytest.mark.parametrize("verified", [False, True])
+async def test_gloo_carries_gpu_tensors(backend: str, verified: bool) -> None:
+    async with WorldManager(verify_collectives=verified) as first, WorldManager(verify_collectives=verified) as second:
         port = first.listen()
 
         async def part(manager: WorldManager, rank: int) -> torch.Tensor:

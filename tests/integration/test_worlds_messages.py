@@ -18,7 +18,7 @@ import torch
 
 from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
 from multiworld.ops.validation import WorldFacts
-from multiworld.transport import connection as line
+from multiworld.transport import connection
 from tests.integration.crew import Crew
 from tests.integration.members import PATIENCE_S, Member, Spawn, form
 from tests.waiting import until
@@ -219,7 +219,7 @@ def drop_incoming(sock: socket.socket) -> None:
 async def test_world_breaks_when_the_network_drops_data_while_heartbeats_arrive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(line, "UNACKNOWLEDGED_S", 1.0)
+    monkeypatch.setattr(connection, "UNACKNOWLEDGED_S", 1.0)
     async with (
         WorldManager(heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=0) as host,
         WorldManager(heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=0) as guest,

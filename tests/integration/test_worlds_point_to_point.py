@@ -50,7 +50,7 @@ async def test_name_of_a_closed_world_is_free_with_the_next_generation(spawn: Sp
     for generation in (1, 2, 3):
         assert await form("w", port, manager, peer) == generation
         manager.remove_world("w")
-        assert (await peer.do("told", kind="broken", world="w"))[3:] == ["left", 0]
+        assert (await peer.do("event", kind="broken", world="w"))[3:] == ["left", 0]
         await peer.do("remove", world="w")
         await peer.do("forget_events")
 

@@ -232,7 +232,7 @@ async def test_program_exits_cleanly_with_an_open_world(spawn: Spawn, state: str
         member.start("send", world="w", dst=1, count=3_000_000)
     elif state == "broken":
         peer.kill()
-        await member.do("told", kind="broken", world="w")
+        await member.do("event", kind="broken", world="w")
     elif state == "closed":
         await member.do("close", world="w")
     elif state == "frozen_peer":

@@ -16,7 +16,7 @@ Check = Callable[[], None]
 
 
 @contextmanager
-def told(key: str) -> Iterator[None]:
+def named_on_error(key: str) -> Iterator[None]:
     """Add the operation to a raised error."""
     try:
         yield
@@ -36,7 +36,7 @@ class CollectivePart:
         self._checks: list[Check] = []
 
     def start(self) -> Awaitable[None]:
-        with told(f"{self._planned.key} ({self._planned.kind})"):
+        with named_on_error(f"{self._planned.key} ({self._planned.kind})"):
             method: Callable[[], Awaitable[None]] = getattr(self, f"_{self._planned.kind}")
             return method()
 
@@ -181,7 +181,7 @@ class MessagePart:
         """With a handle or a coroutine, the same for all messages of a stream."""
         here, planned, world = self._here, self._planned, self._world
         by_handle = random_of(f"{planned.key.rpartition('/')[0]}/{self.stream}").random() < 0.5
-        with told(planned.key):
+        with named_on_error(planned.key):
             if self._sends:
                 send = here.isend if by_handle else here.send
                 return send(self._box.tensor, planned.dst, world, tag=planned.tag)

@@ -139,7 +139,13 @@ class TorturePart:
             return
         rank, size = planned.members.index(self._process), len(planned.members)
         self._joined[planned.name] = await self.manager.initialize_world(
-            planned.name, rank, size, planned.backend, port=port, timeout=PATIENCE_S, verify_collectives=planned.checked
+            planned.name,
+            rank,
+            size,
+            planned.backend,
+            port=port,
+            timeout=PATIENCE_S,
+            verify_collectives=planned.verified,
         )
 
     async def _live_through(self, planned: PlannedWorld) -> dict[str, Any]:
@@ -178,10 +184,10 @@ class TorturePart:
             _, late = await asyncio.wait([future for future, _ in started], timeout=PATIENCE_S)
             if late:
                 raise TimeoutError(f"{len(late)} operations of {self._joined[planned.name]!r} stay pending: {late}")
-        for future, checked in started:
+        for future, check in started:
             failure = asyncio.CancelledError() if future.cancelled() else future.exception()
-            if failure is None and checked is not None:
-                checked.check()
+            if failure is None and check is not None:
+                check.check()
                 self._verified += 1
             rejection = rejection or failure
         if isinstance(rejection, asyncio.CancelledError):

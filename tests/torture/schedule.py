@@ -138,7 +138,7 @@ class PlannedWorld:
     name: str
     members: tuple[int, ...]
     backend: str
-    checked: bool
+    verified: bool
     phases: tuple[Phase, ...]
     lasting: bool = False
 
@@ -257,7 +257,7 @@ def _count(rng: Random, dtype: torch.dtype) -> int:
 
 def _faults(rng: Random, worlds: tuple[PlannedWorld, ...], kinds: Sequence[FaultKind]) -> Iterator[Fault]:
     """None, one or two. Two faults affect disjoint worlds, or both affect whole processes."""
-    kinds = [kind for kind in kinds if kind != "disagree" or any(world.checked for world in worlds)]
+    kinds = [kind for kind in kinds if kind != "disagree" or any(world.verified for world in worlds)]
     struck: list[Fault] = []
     for _ in range(rng.choice((0, 1, 1, 2)) if kinds else 0):
         fault = _fault(rng, worlds, rng.choice(kinds), len(struck))
@@ -267,7 +267,7 @@ def _faults(rng: Random, worlds: tuple[PlannedWorld, ...], kinds: Sequence[Fault
 
 
 def _fault(rng: Random, worlds: tuple[PlannedWorld, ...], kind: FaultKind, number: int) -> Fault | None:
-    world = rng.choice([world for world in worlds if world.checked or kind != "disagree"])
+    world = rng.choice([world for world in worlds if world.verified or kind != "disagree"])
     mortal = [process for process in world.members if process >= SPARED or kind in OF_WORLDS]
     if not mortal:
         return None

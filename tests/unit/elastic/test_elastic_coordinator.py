@@ -35,7 +35,7 @@ def begun(*names: str, regroup_timeout_s: float = 10.0) -> Coordinator:
     return coordinator
 
 
-def told(actions: list[Action], name: str) -> list[Message]:
+def messages_to(actions: list[Action], name: str) -> list[Message]:
     return [action.message for action in actions if isinstance(action, SendTo) and action.member_id == name]
 
 
@@ -61,7 +61,9 @@ def test_others_are_told_of_a_lost_member_and_form_the_next_view_when_all_have_a
     assert actions == [SendTo("b", ViewInvalidated(1)), SendTo("c", ViewInvalidated(1))]
     assert coordinator.on_message("b", broken(coordinator, committed=4), 1.1) == []
     actions = coordinator.on_message("c", broken(coordinator, committed=5), 1.2)
-    assert told(actions, "b") == [View(2, infos("b", "c"), 5)], "who is behind learns how many rounds are committed"
+    assert messages_to(actions, "b") == [View(2, infos("b", "c"), 5)], (
+        "who is behind learns how many rounds are committed"
+    )
 
 
 def test_member_that_does_not_ask_in_time_is_evicted_and_the_others_continue() -> None:
@@ -71,7 +73,7 @@ def test_member_that_does_not_ask_in_time_is_evicted_and_the_others_continue() -
     assert coordinator.deadline_s == 11.0
     assert coordinator.on_tick(10.9) == []
     actions = coordinator.on_tick(11.0)
-    assert isinstance(told(actions, "b")[0], Evicted)
+    assert isinstance(messages_to(actions, "b")[0], Evicted)
     assert coordinator.view.ids() == ("a", "c")
 
 
@@ -81,11 +83,11 @@ def test_newcomer_waits_for_a_boundary_and_is_not_admitted_after_a_failure() -> 
     coordinator.on_message("a", boundary(coordinator), 1.0)
     actions = coordinator.on_message("b", broken(coordinator), 1.0)
     assert coordinator.view.ids() == ("a", "b"), "one had an operation in flight"
-    assert told(actions, "a") == [coordinator.view, NewMembersWait()], "the next boundary can admit it"
+    assert messages_to(actions, "a") == [coordinator.view, NewMembersWait()], "the next boundary can admit it"
     coordinator.on_message("a", boundary(coordinator), 2.0)
     actions = coordinator.on_message("b", boundary(coordinator), 2.0)
     assert coordinator.view.ids() == ("a", "b", "n")
-    assert told(actions, "n") == [coordinator.view]
+    assert messages_to(actions, "n") == [coordinator.view]
 
 
 def test_member_that_does_not_ask_at_a_boundary_is_evicted_and_the_newcomer_admitted() -> None:
@@ -116,7 +118,7 @@ def test_one_of_two_unreachable_members_is_evicted_after_some_attempts() -> None
         coordinator.on_message("b", broken(coordinator, suspect="a"), 1.0)
         actions = coordinator.on_message("c", broken(coordinator, suspect="b"), 1.0)
     assert coordinator.view.ids() == ("a", "c"), "two suspect b, one a"
-    assert isinstance(told(actions, "b")[0], Evicted)
+    assert isinstance(messages_to(actions, "b")[0], Evicted)
 
 
 def test_newest_member_is_evicted_when_no_suspect_is_known_and_progress_resets_the_attempts() -> None:
@@ -138,9 +140,9 @@ def test_members_rejoin_after_a_restart_and_missing_ones_are_evicted() -> None:
     coordinator = Coordinator(initial_members=3, regroup_timeout_s=10.0, view=view, now_s=100.0)
     assert coordinator.may_resume("a")
     assert not coordinator.may_resume("stranger")
-    assert told(coordinator.on_join(one("a"), 101.0), "a") == [view], "it may have missed the message"
+    assert messages_to(coordinator.on_join(one("a"), 101.0), "a") == [view], "it may have missed the message"
     coordinator.on_join(one("n"), 101.0)
-    assert told(coordinator.on_join(one("b"), 101.0), "b") == [view, NewMembersWait()]
+    assert messages_to(coordinator.on_join(one("b"), 101.0), "b") == [view, NewMembersWait()]
     assert coordinator.on_message("a", broken(coordinator), 102.0) == []
     assert coordinator.on_message("b", broken(coordinator), 102.0) == [], "c may still return"
     coordinator.on_tick(110.0)

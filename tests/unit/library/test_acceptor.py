@@ -35,7 +35,7 @@ PATIENCE_S = 30.0
 PATIENT = HeartbeatConfig(0.05, 3600.0)
 
 
-class Told:
+class Events:
     """A world that records its events."""
 
     def __init__(self) -> None:
@@ -56,9 +56,9 @@ class Told:
 class RecordingStore(ControlStore):
     """The rendezvous of a world, which records what the members set."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, events: Events) -> None:
         super().__init__(lambda _key, _value: None)
-        self._queue = told.queue
+        self._queue = events.queue
 
     def receive(self, key: str, value: bytes) -> None:
         self._queue.put(("stored", key, value))
@@ -117,20 +117,20 @@ class AcceptorHarness:
         self.tasks: set[asyncio.Task[None]] = set()
         control_loop.call_soon(self.acceptor.open)
 
-    def host(self, world: str = "w", size: int = 2, generation: int = 1) -> Told:
-        told = Told()
-        self.monitor(told, PATIENT, Hello(world, 0, size, generation))
-        return told
+    def host(self, world: str = "w", size: int = 2, generation: int = 1) -> Events:
+        events = Events()
+        self.monitor(events, PATIENT, Hello(world, 0, size, generation))
+        return events
 
-    def monitor(self, told: Told, heartbeat: HeartbeatConfig, member: Hello) -> MembershipMonitor:
+    def monitor(self, events: Events, heartbeat: HeartbeatConfig, member: Hello) -> MembershipMonitor:
         """Rank 0 of a world that opens."""
 
         async def host(monitor: MembershipMonitor) -> None:
             start = await monitor.host()
-            told.queue.put(("all joined", start.generation, len(start.addresses)))
+            events.queue.put(("all joined", start.generation, len(start.addresses)))
 
         def make() -> MembershipMonitor:
-            monitor = MembershipMonitor(self.control_loop, told, member, heartbeat, RecordingStore(told))
+            monitor = MembershipMonitor(self.control_loop, events, member, heartbeat, RecordingStore(events))
             self.tasks.add(self.control_loop.loop.create_task(host(monitor)))
             self.acceptor.add(monitor)
             return monitor
@@ -166,8 +166,8 @@ def harness() -> Iterator[AcceptorHarness]:
 
 def test_members_wait_for_their_world_and_start_with_it(harness: AcceptorHarness) -> None:
     early = [harness.client(rank=rank, size=3).enter() for rank in (2, 1)]
-    told = harness.host(size=3)
-    assert told.next() == ("all joined", 1, 3)
+    events = harness.host(size=3)
+    assert events.next() == ("all joined", 1, 3)
     assert [client.next() for client in early] == [started(1)] * 2
 
 
@@ -221,7 +221,7 @@ def test_the_newer_of_two_clients_for_one_rank_is_admitted(harness: AcceptorHarn
 
 
 def test_rank_is_free_again_when_its_member_leaves_before_the_start(harness: AcceptorHarness) -> None:
-    told = harness.host(size=3)
+    events = harness.host(size=3)
     harness.client(size=3).enter().sock.close()
     harness.client(rank=2, size=3).enter()
     for _ in range(1000):  # until the end of the first connection has been detected
@@ -230,16 +230,16 @@ def test_rank_is_free_again_when_its_member_leaves_before_the_start(harness: Acc
         assert answer is not None
         if isinstance(answer, Start):
             break
-    assert told.next() == ("all joined", 1, 3)
+    assert events.next() == ("all joined", 1, 3)
 
 
 def test_long_failure_report_of_a_member_is_truncated_and_escaped(harness: AcceptorHarness) -> None:
-    told = harness.host()
+    events = harness.host()
     member = harness.client().enter()
-    told.next()
+    events.next()
     member.sock.sendall(MemberFailed(1, Cause.ERROR, "\x1b[2J" + "x" * 100_000).encode())
-    assert told.next() == ("failed", 1, Cause.ERROR)
-    (detail,) = told.details
+    assert events.next() == ("failed", 1, Cause.ERROR)
+    (detail,) = events.details
     assert detail.startswith("\\x1b[2Jxxx")
     assert len(detail) == MAX_TEXT_CHARS
 
@@ -297,25 +297,25 @@ def test_all_clients_are_closed_when_the_acceptor_closes(harness: AcceptorHarnes
 
 
 def test_members_get_reports_of_each_other_through_the_host(harness: AcceptorHarness) -> None:
-    told = harness.host(size=3)
+    events = harness.host(size=3)
     first, second = harness.client(rank=1, size=3).enter(), harness.client(rank=2, size=3).enter()
-    told.next()
+    events.next()
     assert first.next() == second.next() == started(1)
     first.sock.sendall(StoreSet("key", b"value").encode())
-    assert told.next() == ("stored", "key", b"value")
+    assert events.next() == ("stored", "key", b"value")
     assert second.next() == StoreSet("key", b"value")
     first.sock.sendall(MemberFailed(2, Cause.TRANSPORT, "").encode())
-    assert told.next() == ("failed", 2, Cause.TRANSPORT)
+    assert events.next() == ("failed", 2, Cause.TRANSPORT)
     assert second.next() == MemberFailed(2, Cause.TRANSPORT, "")
 
 
 @pytest.mark.parametrize("frame", [Welcome(b""), Refuse("", True)], ids=["welcome", "refuse"])
 def test_member_that_violates_the_protocol_is_lost(harness: AcceptorHarness, frame: Frame) -> None:
-    told = harness.host()
+    events = harness.host()
     member = harness.client().enter()
-    told.next()
+    events.next()
     member.sock.sendall(frame.encode())
-    assert told.next() == ("failed", 1, Cause.EXIT)
+    assert events.next() == ("failed", 1, Cause.EXIT)
 
 
 STALL_CHECKED = HeartbeatConfig(0.05, 3600.0, 0.5)
@@ -323,14 +323,14 @@ MEMBER = Hello("w", 0, 2, 1)
 
 
 def test_member_with_a_constant_count_is_lost_as_stalled_and_told_so(harness: AcceptorHarness) -> None:
-    told = Told()
-    session = harness.monitor(told, STALL_CHECKED, MEMBER)
+    events = Events()
+    session = harness.monitor(events, STALL_CHECKED, MEMBER)
     member = harness.client().enter()
-    assert told.next()[0] == "all joined"
-    while told.queue.empty():
+    assert events.next()[0] == "all joined"
+    while events.queue.empty():
         member.sock.sendall(Heartbeat(7).encode())
         time.sleep(0.02)
-    assert told.next() == ("failed", 1, Cause.STALLED)
+    assert events.next() == ("failed", 1, Cause.STALLED)
     assert member.next() == started(1)
     notice = member.next()
     assert isinstance(notice, MemberFailed)
@@ -339,25 +339,25 @@ def test_member_with_a_constant_count_is_lost_as_stalled_and_told_so(harness: Ac
 
 
 def test_member_without_counts_in_heartbeats_is_not_stalled(harness: AcceptorHarness) -> None:
-    told = Told()
-    session = harness.monitor(told, STALL_CHECKED, MEMBER)
+    events = Events()
+    session = harness.monitor(events, STALL_CHECKED, MEMBER)
     member = harness.client().enter()
-    assert told.next()[0] == "all joined"
+    assert events.next()[0] == "all joined"
     (connection,) = session.connections.values()
     for _ in range(3):
         member.sock.sendall(HEARTBEAT_BYTES + StoreSet("key", b"value").encode())
-        assert told.next()[0] == "stored"
+        assert events.next()[0] == "stored"
     assert connection.stall_clock.stalled_s == 0.0
     harness.on_control_loop(session.close)
 
 
 def test_silent_member_is_lost_and_told_so(harness: AcceptorHarness) -> None:
-    told = Told()
+    events = Events()
     strict = HeartbeatConfig(0.05, 0.3)
-    session = harness.monitor(told, strict, MEMBER)
+    session = harness.monitor(events, strict, MEMBER)
     member = harness.client().enter()
-    assert told.next()[0] == "all joined"
-    assert told.next() == ("failed", 1, Cause.HANG)
+    assert events.next()[0] == "all joined"
+    assert events.next() == ("failed", 1, Cause.HANG)
     assert member.next() == started(1)
     notice = member.next()
     assert isinstance(notice, MemberFailed)

@@ -28,20 +28,20 @@ class Owner:
     """Writes down what a control connection reports."""
 
     def __init__(self) -> None:
-        self.told: SimpleQueue[object] = SimpleQueue()
+        self.events: SimpleQueue[object] = SimpleQueue()
 
     def on_frame(self, connection: ControlConnection, frame: Frame) -> None:
         if isinstance(frame, MemberFailed):
             raise TypeError("a frame that our side cannot handle")
         if isinstance(frame, Left):
             raise FrameError("unexpected")
-        self.told.put(frame)
+        self.events.put(frame)
 
     def on_lost(self, connection: ControlConnection, reason: str) -> None:
-        self.told.put(reason)
+        self.events.put(reason)
 
     def next(self) -> object:
-        return self.told.get(timeout=PATIENCE_S)
+        return self.events.get(timeout=PATIENCE_S)
 
 
 class Ends:
@@ -147,7 +147,7 @@ def test_frames_arrive_and_the_end_is_reported_once(ends: Ends) -> None:
     assert [ends.owner.next() for _ in frames] == frames
     ends.peer.close()
     assert ends.owner.next() == "it ended the connection"
-    assert ends.owner.told.empty()
+    assert ends.owner.events.empty()
 
 
 @pytest.mark.parametrize(
@@ -161,9 +161,9 @@ def test_frames_arrive_and_the_end_is_reported_once(ends: Ends) -> None:
 )
 def test_control_connection_is_lost_when_it_carries(ends: Ends, sent: bytes, reason: str) -> None:
     ends.peer.sendall(sent + Heartbeat().encode())
-    told = ends.owner.next()
-    assert isinstance(told, str)
-    assert told.startswith(reason)
+    events = ends.owner.next()
+    assert isinstance(events, str)
+    assert events.startswith(reason)
     assert ends.peer.recv(1) == b""
 
 
@@ -183,4 +183,4 @@ def test_closed_control_connection_still_sends_its_queue(control_loop: ControlLo
     while piece := ends.peer.recv(1 << 16):
         received += len(piece)
     assert received == len(data)
-    assert ends.owner.told.empty()
+    assert ends.owner.events.empty()

@@ -53,7 +53,7 @@ class End:
         self.owner = Owner()
         self.lock = threading.RLock()
         poller = poller_of(asyncio.get_running_loop())
-        self.line = PeerConnection(1, sock, self.lock, self.owner, poller, SocketPayloads())
+        self.connection = PeerConnection(1, sock, self.lock, self.owner, poller, SocketPayloads())
 
     def send(self, tensor: torch.Tensor, tag: int = 0) -> Operation:
         operation = send(FACTS, tensor, 1, tag)
@@ -61,7 +61,7 @@ class End:
         transfer = Transfer(operation, message_head(operation.signature, tag, operation.size_bytes))
         transfer.set_data(tensor)
         with self.lock:
-            self.line.send(transfer, tag)
+            self.connection.send(transfer, tag)
         return operation
 
     def receive(self, tensor: torch.Tensor, tag: int = 0) -> Operation:
@@ -70,7 +70,7 @@ class End:
         transfer = Transfer(operation, encode_signature(operation.signature))
         transfer.set_data(tensor)
         with self.lock:
-            self.line.receive(transfer, tag)
+            self.connection.receive(transfer, tag)
         return operation
 
     async def until_completed(self, *operations: Operation) -> None:
@@ -82,7 +82,7 @@ async def pair() -> AsyncIterator[tuple[End, End]]:
     one, other = map(End, socket.socketpair())
     yield one, other
     for end in (one, other):
-        end.line.close()
+        end.connection.close()
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ async def end() -> AsyncIterator[tuple[End, socket.socket]]:
     theirs.setblocking(False)
     with theirs:
         yield made, theirs
-        made.line.close()
+        made.connection.close()
 
 
 async def heard(sock: socket.socket, count: int) -> bytes:
@@ -213,7 +213,7 @@ async def test_protocol_error_is_reported_once_and_its_data_is_dropped(
     assert not made.owner.lost
     assert tensor.tolist() == [7.0] * 4
     with pytest.raises(RuntimeError), made.lock:
-        made.line.receive(Transfer(made.owner.completed, b""), 0)  # type: ignore[arg-type]
+        made.connection.receive(Transfer(made.owner.completed, b""), 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("come", [0, 1, HEAD.size, HEAD.size + 1000, HEAD.size + 100_000])
@@ -236,7 +236,7 @@ async def test_pending_messages_fail_when_the_connection_is_lost(end: tuple[End,
     assert set(lost) == operations
     assert len(lost) == len(operations)
     assert reason
-    assert made.line.end_reason == reason
+    assert made.connection.end_reason == reason
 
 
 async def test_event_loop_runs_other_work_while_a_peer_sends_continuously(end: tuple[End, socket.socket]) -> None:
@@ -277,8 +277,8 @@ async def test_partially_sent_header_is_completed_first(
     made, peer = end
     peer.send(posted())
     await settled()
-    narrow = Narrow(made.line.sock, gone)
-    monkeypatch.setattr(made.line, "sock", narrow)
+    narrow = Narrow(made.connection.sock, gone)
+    monkeypatch.setattr(made.connection, "sock", narrow)
     sent = made.send(torch.full((3,), 9, dtype=torch.uint8))
     made.receive(torch.zeros(1), tag=7)
     narrow.room = 1 << 20

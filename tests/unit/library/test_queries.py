@@ -50,9 +50,9 @@ async def test_caller_gets_the_reason_when_the_handler_refuses(
 
     port = host.listen()
     host.answer("127.0.0.1", port, refuse)
-    with pytest.raises(AskError, match=r"we are full\\x1b!!!") as told:
+    with pytest.raises(AskError, match=r"we are full\\x1b!!!") as refusal:
         await ask("127.0.0.1", port, "?", secret=b"right")
-    assert len(str(told.value)) < 3000
+    assert len(str(refusal.value)) < 3000
     assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
 
 

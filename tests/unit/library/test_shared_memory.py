@@ -63,7 +63,7 @@ class LocalEnd(End):
         self.lock = threading.RLock()
         self.pool = SegmentPool(budget_bytes)
         poller = poller_of(asyncio.get_running_loop())
-        self.line = PeerConnection(1, sock, self.lock, self.owner, poller, SharedPayloads(self.pool))
+        self.connection = PeerConnection(1, sock, self.lock, self.owner, poller, SharedPayloads(self.pool))
 
     def send_message(self, payload: Tensor) -> Operation:
         operation = send_message(FACTS, b"header", payload, 1, 0)
@@ -71,7 +71,7 @@ class LocalEnd(End):
         transfer = Transfer(operation, HEAD.pack(MESSAGE, 0, payload.nbytes, b"header"), lent=True)
         transfer.set_data(payload)
         with self.lock:
-            self.line.send(transfer, 0)
+            self.connection.send(transfer, 0)
         return operation
 
     def view(self) -> tuple[View, Operation]:
@@ -79,7 +79,7 @@ class LocalEnd(End):
         operation = recv_view(FACTS, view, 1, 0)
         operation.future = asyncio.get_running_loop().create_future()
         with self.lock:
-            self.line.receive(Transfer(operation, b"", view=view), 0)
+            self.connection.receive(Transfer(operation, b"", view=view), 0)
         return view, operation
 
 
@@ -88,7 +88,7 @@ async def pair() -> AsyncIterator[tuple[LocalEnd, LocalEnd]]:
     one, other = map(LocalEnd, socket.socketpair())
     yield one, other
     for end in (one, other):
-        end.line.close()
+        end.connection.close()
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ async def end() -> AsyncIterator[tuple[LocalEnd, socket.socket]]:
     theirs.setblocking(False)
     with theirs:
         yield made, theirs
-        made.line.close()
+        made.connection.close()
 
 
 def random_bytes(size: int) -> Tensor:
@@ -163,7 +163,7 @@ async def test_send_in_place_completes_only_when_the_receiver_has_taken_the_data
     tensor, targets = allocated(one, MIB), [torch.zeros(MIB, dtype=torch.uint8) for _ in range(2)]
     first = tensor.clone()
     receives = [other.receive(target) for target in targets]
-    await until(lambda: one.line._credits.get(0) == 2)
+    await until(lambda: one.connection._credits.get(0) == 2)
     sent = one.send(tensor)
     assert sent not in one.owner.completed, "the receiver has not run yet"
     await one.until_completed(sent)
@@ -174,7 +174,7 @@ async def test_send_in_place_completes_only_when_the_receiver_has_taken_the_data
     assert torch.equal(targets[0], first)
     assert not targets[1].any()
     view, received = other.view()
-    await until(lambda: one.line._credits.get(0) == 1)
+    await until(lambda: one.connection._credits.get(0) == 1)
     assert one.send_message(tensor) in one.owner.completed
     await other.until_completed(received)
     view.release()
@@ -206,11 +206,11 @@ async def test_message_is_copied_when_too_many_descriptors_are_in_flight(
         received = other.receive(torch.empty(MIB, dtype=torch.uint8))
         await one.until_completed(one.send(random_bytes(MIB)))
         await other.until_completed(received)
-    refusing = RefusingSocket(one.line.sock)
-    one.line.sock = refusing  # type: ignore[assignment]
+    refusing = RefusingSocket(one.connection.sock)
+    one.connection.sock = refusing  # type: ignore[assignment]
     tensors, targets = [allocated(one, MIB) for _ in range(3)], [torch.zeros(MIB, dtype=torch.uint8) for _ in range(3)]
     receives = [other.receive(target) for target in targets]
-    await until(lambda: one.line._credits.get(0) == 3)
+    await until(lambda: one.connection._credits.get(0) == 3)
     sends = [one.send(tensor) for tensor in tensors]
     await one.until_completed(*sends)
     await other.until_completed(*receives)
@@ -229,7 +229,7 @@ async def test_view_stays_intact_when_the_connection_and_the_tensor_of_the_sende
     sent = one.send_message(tensor)
     await other.until_completed(received)
     await one.until_completed(sent)
-    one.line.close()
+    one.connection.close()
     one.owner.completed.clear()
     del tensor, sent
     assert one.pool.reserved_bytes == 0  # no tensor may lie in a segment that a lost receiver may still read
@@ -254,7 +254,7 @@ async def test_data_goes_through_the_socket_when_the_budget_is_used_up() -> None
     assert torch.equal(view.data, tensor)
     assert one.pool.reserved_bytes <= MIB
     for each in (one, other):
-        each.line.close()
+        each.connection.close()
 
 
 def test_memory_of_segments_is_registered_until_it_is_freed() -> None:
@@ -395,7 +395,7 @@ async def test_world_breaks_when_descriptors_come_without_frames(end: tuple[Loca
     for _ in range(10):
         pass_fd(peer, HEAD.pack(RECV_READY, 0, 0, b""), memfd(MIB))
     await until(lambda: bool(made.owner.protocol_errors))
-    made.line.close()
+    made.connection.close()
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
@@ -409,7 +409,7 @@ async def test_lease_is_kept_when_the_peer_never_releases_it_and_ends_with_the_c
     await made.until_completed(operation)
     assert leases(made) == 1
     peer.close()
-    await until(lambda: made.line.end_reason is not None)
+    await until(lambda: made.connection.end_reason is not None)
     assert leases(made) == 0
     made.owner.completed.clear()
     del tensor, operation
