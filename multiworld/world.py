@@ -36,7 +36,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroup
 
 from multiworld.collectives.channel import NUMBERED_FROM, CollectiveChannel
 from multiworld.collectives.fingerprint import MismatchError, verify
@@ -46,6 +45,8 @@ from multiworld.control.loop import ControlLoop
 from multiworld.errors import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldError
 from multiworld.execution.cuda import await_queued, call_on
 from multiworld.execution.failures import ConnectionLostError, described
+from multiworld.execution.process_group import make_nccl_group
+from multiworld.execution.store import ControlStore
 from multiworld.execution.worker_thread import WorkerThread
 from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.forming import Forming
@@ -139,9 +140,9 @@ class World:
         self._state_lock = threading.RLock()
         self._lock = threading.RLock()
         self._teardown_started = False
+        self.nccl = self._make_nccl(config.device) if config.device is not None else None
         self._forming = Forming(self, config, control_loop, acceptor)
         self._poller: Poller | None = None
-        self._nccl: NcclCollectives | None = None
         self._connections: dict[int, PeerConnection] = {}
         self._pending: set[Operation] = set()
         self._copying_back: set[Operation] = set()
@@ -164,6 +165,14 @@ class World:
         """See `WorldManager.allocate`."""
         return self._config.segments.allocate(shape, dtype)
 
+    def _make_nccl(self, device: torch.device) -> NcclCollectives:
+        def publish(key: str, value: bytes) -> None:
+            self._control_loop.call_soon(self._forming.publish, key, value)
+
+        store = ControlStore(publish, self._config.timeout_s)
+        make_group = partial(make_nccl_group, store, self.rank, self.size, device, self._check)
+        return NcclCollectives(self.name, store, make_group, self._check, self.on_transferred, self._fail_operation)
+
     async def open(self) -> None:
         """Join the other members and build the group.
 
@@ -178,15 +187,11 @@ class World:
 
     # -- calls of `Forming` (see `FormingWorld`) ---------------------------------------------------------------------------------
 
-    def on_formed(self, group: ProcessGroup | None, socks: dict[int, socket.socket]) -> None:
+    def on_formed(self, socks: dict[int, socket.socket]) -> None:
         with self._state_lock:
             if error := self.ending():
                 raise error
             with self._lock:
-                if group is not None:
-                    self._nccl = NcclCollectives(
-                        self.name, group, self._check, self.on_transferred, self._fail_operation
-                    )
                 self._connect(socks)
             self.state = WorldState.READY
             self._on_changed(self)  # under the lock, so that READY is reported before the end
@@ -376,8 +381,8 @@ class World:
                 if operation.post is not None:
                     with self._lock:
                         self._check()
-                        assert self._nccl is not None
-                        self._nccl.post(operation)
+                        assert self.nccl is not None
+                        self.nccl.post(operation)
                     return
             if operation.staged:  # the data is copied from a device, which may block
                 algorithm = await asyncio.to_thread(call_on, operation.stream, operation.algorithm)
@@ -619,11 +624,10 @@ class World:
                 self._leave(leave_s)
             with self._lock:
                 self._draining = False
-                nccl, self._nccl = self._nccl, None
+                nccl, self.nccl = self.nccl, None
                 self._close_connections()
             self._fail_all(except_copying_back=True)
-            self._forming.close(self.ending() or JoinError(self.name, "ended"), join_s)
-            aborted = nccl is None or nccl.abort(join_s)
+            aborted = nccl is None or nccl.abort(self.ending() or JoinError(self.name, "ended"), join_s)
             self.threads_lost = not (self._copying.close(join_s) and aborted)
             if self.threads_lost:
                 logger.error("world=%s generation=%d: threads are still blocked", self.name, self.generation)

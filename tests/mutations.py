@@ -99,7 +99,7 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
                 "if not ours.formation",
             ),
         ),
-        "multiworld/membership/store.py": (
+        "multiworld/execution/store.py": (
             # A wait for a key is not woken by the end of the world.
             (
                 "            self._values.clear()\n            self._changed.notify_all()\n",

@@ -1,12 +1,14 @@
 """The collectives of one world that NCCL carries. No run with several GPUs is on record (docs/gpu.md).
 
-One thread posts them, in the order in which the members start them, because NCCL may block. Another polls for their completion. Tensors are
-kept until NCCL has completed the operation, also when the caller has its error already, because a kernel may still write to them.
+One thread builds the group and posts the collectives, in the order in which the members start them, because NCCL may block. Another polls
+for their completion. Tensors are kept until NCCL has completed the operation, also when the caller has its error already, because a kernel
+may still write to them.
 """
 
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 
 from torch._C._distributed_c10d import ProcessGroup, Work
@@ -14,6 +16,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from multiworld.execution.cuda import call_on
 from multiworld.execution.failures import lost_connections
 from multiworld.execution.process_group import NCCL_ABORT_S, NCCL_POLL_S, abort_nccl_group
+from multiworld.execution.store import ControlStore
 from multiworld.execution.worker_thread import WorkerThread
 from multiworld.ops.operation import Collective
 
@@ -22,9 +25,13 @@ _unfinished: list[tuple[Collective, Work]] = []
 
 
 class NcclCollectives:
-    """Hands the collectives of a world to its NCCL group.
+    """Builds the NCCL group of a world and hands collectives to it.
+
+    Attributes:
+        store: the rendezvous of the members.
 
     Args:
+        make_group: builds the group. Blocks until all members build theirs.
         check: raises the error of the world when it has ended.
         on_done: called when NCCL has completed an operation.
         on_failed: called with an operation and its error.
@@ -33,12 +40,15 @@ class NcclCollectives:
     def __init__(
         self,
         name: str,
-        group: ProcessGroup,
+        store: ControlStore,
+        make_group: Callable[[], ProcessGroup],
         check: Callable[[], None],
         on_done: Callable[[Collective], None],
         on_failed: Callable[[Collective, Exception], None],
     ) -> None:
-        self._group = group
+        self.store = store
+        self._make_group = make_group
+        self._group: ProcessGroup | None = None
         self._check = check
         self._on_done = on_done
         self._on_failed = on_failed
@@ -46,20 +56,42 @@ class NcclCollectives:
         self._posted: dict[Collective, Work] = {}
         self._aborted = False
 
+    def connect(self) -> Future[None]:
+        """Build the group. Does not block. Raises RuntimeError when no thread can start. The future has the error of `make_group`."""
+        connected = Future[None]()
+        connected.set_running_or_notify_cancel()  # it cannot be cancelled
+        self._threads[0].run(partial(self._connect, connected))
+        return connected
+
     def post(self, operation: Collective) -> None:
         """Hand an operation to NCCL. Does not block. Raises RuntimeError after `abort`, or when no thread can start."""
         self._threads[0].run(partial(self._post, operation))
 
-    def abort(self, timeout_s: float) -> bool:
-        """Abort all operations. Waits at most `NCCL_ABORT_S`, then `timeout_s` seconds for the threads. Returns whether they have ended."""
+    def abort(self, error: Exception, timeout_s: float) -> bool:
+        """Abort everything. Waits at most `NCCL_ABORT_S`, then `timeout_s` seconds for the threads. Returns whether they have ended.
+
+        Args:
+            error: why; for members that wait for the rendezvous.
+        """
         self._aborted = True
-        abort_nccl_group(self._group)
+        self.store.abort(error)
+        if self._group is not None:
+            abort_nccl_group(self._group)
         until_s = time.monotonic() + timeout_s
         ended = [thread.close(max(0.0, until_s - time.monotonic())) for thread in self._threads]
         return all(ended)
 
+    def _connect(self, connected: Future[None]) -> None:
+        try:
+            with lost_connections():
+                self._group = self._make_group()
+            connected.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - raised to the caller of `connect`
+            connected.set_exception(error.with_traceback(None))
+
     def _post(self, operation: Collective) -> None:
         assert operation.post is not None
+        assert self._group is not None
         try:
             self._check()
             with lost_connections():

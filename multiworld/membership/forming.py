@@ -1,4 +1,4 @@
-"""Forms a world: its members join at rank 0 and connect to each other, on the control loop. A world with NCCL then builds its group.
+"""Forms a world: its members join at rank 0 and connect to each other, on the control loop. A world with NCCL then connects that.
 
 For its data connections each member connects to all lower ranks, in parallel, and accepts all higher ranks. Members on one host connect
 through the Unix socket of the process (local_socket.py), the others by TCP. Rank 0 accepts on the port of its control connections. Every
@@ -7,30 +7,25 @@ all members with `Start`. The handshake is the same as on a control connection a
 """
 
 import asyncio
-import concurrent.futures
 import itertools
 import logging
 import os
 import socket
-from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 from msgspec.structs import replace
-from torch._C._distributed_c10d import ProcessGroup
 
+from multiworld.collectives.nccl import NcclCollectives
 from multiworld.config import WorldConfig
 from multiworld.control.dial import RefusedError, dial, reason_of, resolve
 from multiworld.control.frames import Address, Start
 from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause, JoinError, WorldError
-from multiworld.execution.failures import ConnectionLostError, described, lost_connections
-from multiworld.execution.process_group import NCCL, make_nccl_group
-from multiworld.execution.worker_thread import WorkerThread
+from multiworld.execution.failures import ConnectionLostError, described
+from multiworld.execution.process_group import NCCL
 from multiworld.membership.acceptor import Acceptor, RejectedError, bind
 from multiworld.membership.monitor import MembershipMonitor, MonitoredWorld
-from multiworld.membership.store import ControlStore
 
 logger = logging.getLogger(__name__)
 
@@ -46,22 +41,27 @@ _DATA_PAUSE_S = 0.1
 
 
 class FormingWorld(MonitoredWorld, Protocol):
-    """The part of a world that `Forming` uses. All methods may be called from any thread."""
+    """The part of a world that `Forming` uses. All methods may be called from any thread.
+
+    Attributes:
+        nccl: connects when all members have joined; None without NCCL.
+    """
 
     generation: int
+    nccl: NcclCollectives | None
 
     def ending(self) -> WorldError | None:
         """Return a new instance of the error that the world ended with; None while it has not ended."""
 
-    def on_formed(self, group: ProcessGroup | None, socks: dict[int, socket.socket]) -> None:
-        """Make the world ready, with this group of NCCL and the data connections by rank.
+    def on_formed(self, socks: dict[int, socket.socket]) -> None:
+        """Make the world ready, with the data connections by rank.
 
         Raises OSError, and the world's error if it has ended. The caller closes the connections then.
         """
 
 
 class Forming:
-    """Forms a world at one member. Everything except `run`, `wake` and `close` runs on the control loop's thread.
+    """Forms a world at one member. Everything except `run` and `wake` runs on the control loop's thread.
 
     Attributes:
         key: see `AdmissionTarget`; of the data connections.
@@ -76,9 +76,6 @@ class Forming:
     ) -> None:
         self.key: tuple[str, int | None] = config.name, 0
         self.monitor: MembershipMonitor | None = None
-        self._store: ControlStore | None = None  # the rendezvous of NCCL
-        if config.device is not None:
-            self._store = ControlStore(partial(control_loop.call_soon, self._publish), config.timeout_s)
         self._world = world
         self._config = config
         self._control_loop = control_loop
@@ -96,7 +93,6 @@ class Forming:
         self._connected: asyncio.Future[None] = control_loop.loop.create_future()
         self._socks: dict[int, socket.socket] = {}
         self._dials: list[asyncio.Task[None]] = []
-        self._builder = WorkerThread(f"multiworld-{config.name}-join")  # builds the group of NCCL
 
     async def run(self) -> None:
         """See `World.open`."""
@@ -146,7 +142,9 @@ class Forming:
             start = await self._join(addresses)
             world.generation = start.generation
             socks = await self._connect(start)
-            world.on_formed(await self._build_group(), socks)
+            if self._world.nccl is not None:
+                await asyncio.wrap_future(self._world.nccl.connect())
+            world.on_formed(socks)
         except BaseException:
             for sock in socks.values():
                 sock.close()
@@ -184,9 +182,8 @@ class Forming:
         config, member = self._config, self._member
         if self._acceptor is not None:
             member = replace(member, address=self._address(""))
-        self.monitor = monitor = MembershipMonitor(
-            self._control_loop, self._world, member, config.heartbeat, self._store
-        )
+        store = None if self._world.nccl is None else self._world.nccl.store
+        self.monitor = monitor = MembershipMonitor(self._control_loop, self._world, member, config.heartbeat, store)
         if self._acceptor is not None:
             self._acceptor.add(monitor)
             return await monitor.host()
@@ -212,7 +209,8 @@ class Forming:
                 return replace(start, addresses=(rank_0, *start.addresses[1:]))
         raise AssertionError("no address of rank 0")
 
-    def _publish(self, key: str, value: bytes) -> None:
+    def publish(self, key: str, value: bytes) -> None:
+        """Send a key of NCCL's rendezvous to the other members."""
         if self.monitor is not None:
             self.monitor.publish(key, value)
 
@@ -309,31 +307,10 @@ class Forming:
                 self._add(rank, sock)
                 return
 
-    # -- NCCL --------------------------------------------------------------------------------------------------------------------
-
-    async def _build_group(self) -> ProcessGroup | None:
-        """Build the group of NCCL on a thread, because that blocks until all ranks take part. Raises RuntimeError."""
-        config = self._config
-        if self._store is None or config.device is None:
-            return None
-        built: concurrent.futures.Future[ProcessGroup] = concurrent.futures.Future()
-        build = partial(make_nccl_group, self._store, config.rank, config.size, config.device, self._check)
-        built.set_running_or_notify_cancel()  # it cannot be cancelled
-        self._builder.run(partial(_build, build, built))
-        return await asyncio.wrap_future(built)
-
     def _check(self) -> None:
         """Raises the world's error if it has ended."""
         if error := self._world.ending():
             raise error
-
-    # -- ending (on the world's teardown thread) ---------------------------------------------------------------------------------
-
-    def close(self, error: WorldError, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for the thread that builds the group: milliseconds, unless NCCL connects to a frozen member."""
-        if self._store is not None:
-            self._store.abort(error)
-        self._builder.close(timeout_s)
 
     def finish(self) -> None:
         """Close all connections that the world does not own. It may run before `_form` has noticed its cancellation."""
@@ -341,11 +318,3 @@ class Forming:
             self.monitor.close()
         self._stop_connecting()
         self.monitor = None  # the traceback of an error in it can keep earlier worlds alive
-
-
-def _build(build: Callable[[], ProcessGroup], built: "concurrent.futures.Future[ProcessGroup]") -> None:
-    try:
-        with lost_connections():
-            built.set_result(build())
-    except BaseException as error:  # noqa: BLE001 - raised to the caller of `run`
-        built.set_exception(error.with_traceback(None))

@@ -18,8 +18,8 @@ from multiworld.control.frames import Frame, FrameError, Heartbeat, Left, Member
 from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause
+from multiworld.execution.store import ControlStore
 from multiworld.membership.acceptor import RejectedError
-from multiworld.membership.store import ControlStore
 from multiworld.texts import one_line
 
 logger = logging.getLogger(__name__)

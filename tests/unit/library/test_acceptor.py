@@ -25,10 +25,10 @@ from multiworld.control.frames import (
 from multiworld.control.handshake import ClientHandshake, Hello
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause
+from multiworld.execution.store import ControlStore
 from multiworld.membership import acceptor as acceptor_module
 from multiworld.membership.acceptor import Acceptor, bind
 from multiworld.membership.monitor import MembershipMonitor
-from multiworld.membership.store import ControlStore
 from multiworld.texts import MAX_TEXT_CHARS
 
 PATIENCE_S = 30.0

@@ -10,7 +10,7 @@ from torch.distributed import DistStoreError
 from multiworld import JoinError, WorldEvent, WorldManager
 from multiworld.events import EventStream
 from multiworld.execution.process_group import UnsupportedBackendError, uses_nccl
-from multiworld.membership.store import ControlStore
+from multiworld.execution.store import ControlStore
 
 PATIENCE_S = 30.0
 LONG = timedelta(seconds=PATIENCE_S)

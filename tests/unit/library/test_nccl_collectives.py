@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroupGloo
 
 from multiworld.collectives import nccl
 from multiworld.collectives.nccl import NcclCollectives
+from multiworld.execution.store import ControlStore
 from multiworld.ops.operation import Collective
 
 PATIENCE_S = 60.0
@@ -43,11 +44,13 @@ class Rank:
         self._error = error
         self.collectives = NcclCollectives(
             "w",
-            group,
+            ControlStore(lambda _key, _value: None),
+            lambda: group,
             self._check,
             lambda done: self.outcomes.put((done, None)),
             lambda failed, reason: self.outcomes.put((failed, reason)),
         )
+        self.collectives.connect().result(PATIENCE_S)
 
     def _check(self) -> None:
         if self._error is not None:
@@ -73,7 +76,7 @@ def test_operations_are_posted_in_order_and_complete_on_two_threads(groups: list
         outcomes = {id(done): error for done, error in (rank.outcomes.get(timeout=PATIENCE_S) for _ in own)}
         assert outcomes == {id(each): None for each in operations}
         assert [each.tolist() for each in own] == [[2.0 * step + 1] * 3 for step in range(50)]
-        assert rank.collectives.abort(PATIENCE_S)
+        assert rank.collectives.abort(RuntimeError("ended"), PATIENCE_S)
 
 
 def test_operation_fails_with_the_error_of_the_world_when_that_has_ended(groups: list[ProcessGroup]) -> None:
@@ -92,7 +95,7 @@ def test_tensors_are_kept_when_an_aborted_operation_never_completes(
     alive = weakref.ref(tensor)
     rank.all_reduce(tensor)  # the other rank never takes part
     del tensor
-    assert rank.collectives.abort(PATIENCE_S)
+    assert rank.collectives.abort(RuntimeError("ended"), PATIENCE_S)
     _, error = rank.outcomes.get(timeout=PATIENCE_S)
     assert "still runs the operation after its abort" in str(error)
     del rank
