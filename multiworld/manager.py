@@ -18,13 +18,13 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from multiworld.collectives.nccl import check_nccl_device, uses_nccl
 from multiworld.communicator import WorldCommunicator
 from multiworld.config import HeartbeatConfig, WorldConfig
 from multiworld.control.dial import resolve
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import JoinError, WorldExistsError, WorldNotFoundError
 from multiworld.events import EventStream, WorldEvent
-from multiworld.execution.process_group import check_nccl_device, uses_nccl
 from multiworld.membership.acceptor import Acceptor, Answerer, bind
 from multiworld.membership.generations import Generations
 from multiworld.membership.local_socket import bind_local, default_runtime_dir

@@ -39,15 +39,14 @@ from torch import Tensor
 
 from multiworld.collectives.channel import NUMBERED_FROM, CollectiveChannel
 from multiworld.collectives.fingerprint import MismatchError, verify
-from multiworld.collectives.nccl import NcclCollectives
+from multiworld.collectives.nccl import NcclCollectives, make_nccl_group
 from multiworld.config import WorldConfig
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldError
 from multiworld.execution.cuda import await_queued, call_on
 from multiworld.execution.failures import ConnectionLostError, described
-from multiworld.execution.process_group import make_nccl_group
 from multiworld.execution.store import ControlStore
-from multiworld.execution.worker_thread import WorkerThread
+from multiworld.execution.threads import WorkerThread
 from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.forming import Forming
 from multiworld.ops import p2p

@@ -1,24 +1,150 @@
-"""The collectives of one world that NCCL carries. No run with several GPUs is on record (docs/gpu.md).
+"""The NCCL group of a world, of stock PyTorch without the global default group, and the collectives that it carries.
 
 One thread builds the group and posts the collectives, in the order in which the members start them, because NCCL may block. Another polls
 for their completion. Tensors are kept until NCCL has completed the operation, also when the caller has its error already, because a kernel
 may still write to them.
+
+The required facts about c10d are in docs/decisions/0001-one-process-group-a-link.md. No run with several GPUs is on record (docs/gpu.md).
 """
 
+import contextlib
+import logging
 import math
+import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from functools import partial
 
-from torch._C._distributed_c10d import ProcessGroup, Work
+import torch
+from torch._C._distributed_c10d import ProcessGroup, Store, Work
 
 from multiworld.execution.cuda import call_on
 from multiworld.execution.failures import lost_connections
-from multiworld.execution.process_group import NCCL_ABORT_S, NCCL_POLL_S, abort_nccl_group
 from multiworld.execution.store import ControlStore
-from multiworld.execution.worker_thread import WorkerThread
+from multiworld.execution.threads import WorkerThread
 from multiworld.ops.operation import Collective
+
+logger = logging.getLogger(__name__)
+
+FOREVER = timedelta(days=3650)
+"""Timeout of NCCL's operations. Failures are detected by heartbeats, not by this timeout."""
+NCCL = "nccl"
+"""Backend: collectives on CUDA tensors use NCCL of c10d."""
+_OWN = ("multiworld", "gloo", "tcp")
+"""Backend: the library's own connections. Programs for c10d and pymultiworld pass "gloo"."""
+
+NCCL_ABORT_S = 5.0
+"""Seconds until an abort of NCCL counts as hung."""
+NCCL_POLL_S = 0.0005
+"""Seconds between polls for the completion of NCCL operations."""
+_NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else an error in one world ends the process; torchrun sets 1
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a monitor thread ends a process in which NCCL hangs
+}
+"""Environment variables that must have these values when NCCL is used first."""
+_NCCL_DEFAULTS = {
+    "TORCH_DIST_USE_NCCL2": "0",  # in torch 2.15 the class registered for NCCL has other options
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",  # else a thread waits 30 minutes for a member that failed while connecting
+}
+"""Environment variables that are set unless they are set already."""
+
+
+class UnsupportedBackendError(ValueError):
+    """The backend is unknown or not available in this build of torch."""
+
+
+def uses_nccl(backend: str) -> bool:
+    """Whether a backend, or a list as in c10d such as `"cpu:gloo,cuda:nccl"`, has NCCL for CUDA tensors.
+
+    "gloo" and "tcp" are other names of "multiworld". Raises UnsupportedBackendError.
+    """
+    parts = [part.strip() for part in backend.lower().split(",")]
+    if len(parts) == 1 and ":" not in parts[0]:
+        parts = [f"cuda:{parts[0]}"]
+    for part in parts:
+        device, _, name = part.partition(":")
+        if name not in (*_OWN, NCCL) or device not in ("cpu", "cuda") or (device, name) == ("cpu", NCCL):
+            raise UnsupportedBackendError(
+                f"unknown backend {backend!r}: expected 'multiworld', 'nccl', or a list such as 'cpu:multiworld,cuda:nccl'; "
+                "'gloo' means 'multiworld'"
+            )
+    if f"cuda:{NCCL}" not in parts:
+        return False
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        raise UnsupportedBackendError(
+            "backend 'nccl' needs a CUDA device and a torch build with NCCL; use 'multiworld' here"
+        )
+    return True
+
+
+def check_nccl_device(device: torch.device) -> torch.device:
+    """The CUDA device for NCCL, with an index: the current device unless `device` has an index.
+
+    Raises ValueError when the device does not exist.
+    """
+    index = device.index if device.type == "cuda" else None
+    count = torch.cuda.device_count()
+    if index is not None and index >= count:
+        raise ValueError(f"device {device} does not exist: expected an index below {count}, the number of CUDA devices")
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+
+def make_nccl_group(
+    store: Store, rank: int, size: int, device: torch.device, check: Callable[[], None]
+) -> ProcessGroup:
+    """Build the NCCL group of one world. Blocks until all ranks build theirs, so call it on a thread. Not run with several GPUs.
+
+    Args:
+        device: the CUDA device, with an index.
+        check: raises the error that the world ended with, if it ended. Polled because NCCL does not detect the end.
+    Raises:
+        RuntimeError: a peer did not connect, or the store was aborted. The group is aborted then.
+    """
+    os.environ.update(_NCCL_ENVIRONMENT)
+    for name, value in _NCCL_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    from torch.distributed import ProcessGroupNCCL  # noqa: PLC0415 - absent from builds without CUDA
+
+    group = ProcessGroup(store, rank, size)
+    options = ProcessGroupNCCL.Options()
+    options._timeout = FOREVER  # NCCL uses the timeout of the group, not that of the operation
+    options.config.blocking = 0
+    nccl = ProcessGroupNCCL(store, rank, size, options)
+    group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
+    try:
+        nccl.eager_connect_single_device(device)
+        check()
+        with torch.cuda.device(device):  # complete lazy connection setup here, not on an event loop
+            connecting = group.allreduce([torch.zeros(1, device=device)])
+        while not connecting.is_completed():
+            check()
+            time.sleep(NCCL_POLL_S)
+        connecting.wait()  # raises the error of the operation
+    except BaseException:
+        abort_nccl_group(group)  # else its kernel keeps waiting on the GPU for a failed member
+        raise
+    return group
+
+
+def abort_nccl_group(group: ProcessGroup) -> None:
+    """Make all pending operations of `group` fail. Call it on a thread: it blocks for at most `NCCL_ABORT_S` seconds.
+
+    The abort runs on a daemon thread, because it can hang; that thread is left running then.
+    """
+    aborting = threading.Thread(target=_abort_nccl, args=(group,), name="multiworld-nccl-abort", daemon=True)
+    aborting.start()
+    aborting.join(NCCL_ABORT_S)
+    if aborting.is_alive():
+        logger.error("NCCL did not abort within %.0f s; its thread keeps running", NCCL_ABORT_S)
+
+
+def _abort_nccl(group: ProcessGroup) -> None:
+    with contextlib.suppress(RuntimeError):
+        group._get_backend(torch.device("cuda")).abort()
+
 
 _unfinished: list[tuple[Collective, Work]] = []
 """Operations that NCCL has not completed although they were aborted. Their tensors are never freed."""

@@ -1,8 +1,13 @@
-"""Daemon threads whose start takes bounded time, even when memory is short."""
+"""Daemon threads whose start takes bounded time, even when memory is short, and a thread for the blocking work of one world."""
 
+import contextlib
+import logging
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _START_S = 5.0
 """Seconds to wait for the start of a thread. It normally takes less than 1 ms; a thread that lacks memory can end before it reports."""
@@ -35,3 +40,54 @@ class _StartedEvent(threading.Event):
 
     def wait(self, timeout: float | None = None) -> bool:
         return super().wait(_START_S if timeout is None else timeout)
+
+
+def _log(error: BaseException) -> None:
+    logger.error("a job of a world failed", exc_info=error)
+
+
+class WorkerThread:
+    """Runs jobs in order on one thread, which the first job starts.
+
+    Args:
+        name: name of the thread.
+        on_error: called with the error of a failed job, on the thread.
+    """
+
+    def __init__(self, name: str, on_error: Callable[[BaseException], object] = _log) -> None:
+        self._name = name
+        self._on_error = on_error
+        self._lock = threading.Lock()
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def run(self, job: Callable[[], object]) -> None:
+        """Run `job` when the earlier ones are done. Raises RuntimeError after `close`, or when the thread cannot start."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the thread of the world is closed")
+            if self._thread is None:
+                thread = DaemonThread(self._serve, self._name)
+                thread.start()
+                self._thread = thread  # set after the start: a thread that did not start cannot be joined
+            self._jobs.put(job)
+
+    def close(self, timeout_s: float) -> bool:
+        """Drop the jobs that wait, and wait at most `timeout_s` seconds for the running one. Returns whether the thread has ended."""
+        with self._lock:
+            self._closed = True
+        if self._thread is None:
+            return True
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None and not self._closed:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 - the following jobs must run after any error
+                with contextlib.suppress(Exception):  # the callback may fail, too, when memory is short
+                    self._on_error(error)
+            del job  # else an idle thread would keep the tensors or the group of the job alive

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from multiworld.collectives.nccl import NcclCollectives
+from multiworld.collectives.nccl import NCCL, NcclCollectives
 from multiworld.config import WorldConfig
 from multiworld.control.dial import RefusedError, dial, reason_of, resolve
 from multiworld.control.frames import Address, Start
@@ -23,7 +23,6 @@ from multiworld.control.handshake import Hello
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause, JoinError, WorldError
 from multiworld.execution.failures import ConnectionLostError, described
-from multiworld.execution.process_group import NCCL
 from multiworld.membership.acceptor import Acceptor, RejectedError, bind
 from multiworld.membership.monitor import MembershipMonitor, MonitoredWorld
 

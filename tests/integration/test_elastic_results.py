@@ -22,7 +22,7 @@ from multiworld.elastic import (
     RendezvousError,
     ViewChangeError,
 )
-from multiworld.elastic.buckets import DTYPES
+from multiworld.elastic.operations import DTYPES
 from multiworld.elastic.protocol.messages import Admitted, Join, MemberInfo, decode, encode
 from tests.waiting import until
 

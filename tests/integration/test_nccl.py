@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 
 from multiworld import BrokenWorldException, Cause, WorldManager, WorldState
 from multiworld.collectives import reductions
-from multiworld.execution.process_group import UnsupportedBackendError, check_nccl_device, uses_nccl
+from multiworld.collectives.nccl import UnsupportedBackendError, check_nccl_device, uses_nccl
 from multiworld.ops import p2p as messages
 from multiworld.ops.validation import WorldFacts
 

@@ -21,6 +21,7 @@ from multiworld import (
     WorldNotFoundError,
     WorldState,
 )
+from multiworld.collectives.nccl import UnsupportedBackendError
 from multiworld.control.dial import RefusedError, dial, next_frame
 from multiworld.control.frames import (
     PROTOCOL_VERSION,
@@ -36,7 +37,6 @@ from multiworld.control.frames import (
     Welcome,
 )
 from multiworld.control.handshake import NONCE_BYTES, Hello
-from multiworld.execution.process_group import UnsupportedBackendError
 from multiworld.membership.acceptor import bind
 from tests.integration.members import PATIENCE_S, Spawn, form
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.elastic.buckets import BUCKET_BYTES, make_buckets
+from multiworld.elastic.operations import BUCKET_BYTES, make_buckets
 from multiworld.elastic.protocol.rounds import Round, RoundMismatch
 
 

@@ -8,8 +8,8 @@ import pytest
 from torch.distributed import DistStoreError
 
 from multiworld import JoinError, WorldEvent, WorldManager
+from multiworld.collectives.nccl import UnsupportedBackendError, uses_nccl
 from multiworld.events import EventStream
-from multiworld.execution.process_group import UnsupportedBackendError, uses_nccl
 from multiworld.execution.store import ControlStore
 
 PATIENCE_S = 30.0
