@@ -180,7 +180,7 @@ class NcclCollectives:
         self._on_failed = on_failed
         self._threads = WorkerThread(f"multiworld-{name}-nccl"), WorkerThread(f"multiworld-{name}-nccl-poll")
         self._posted: dict[Collective, Work] = {}
-        self._aborted = False
+        self._give_up_s = math.inf
 
     def connect(self) -> Future[None]:
         """Build the group. Does not block. Raises RuntimeError when no thread can start. The future has the error of `make_group`."""
@@ -194,18 +194,22 @@ class NcclCollectives:
         self._threads[0].run(partial(self._post, operation))
 
     def abort(self, error: Exception, timeout_s: float) -> bool:
-        """Abort everything. Waits at most `NCCL_ABORT_S`, then `timeout_s` seconds for the threads. Returns whether they have ended.
+        """Abort everything. Waits at most `NCCL_ABORT_S`, then `timeout_s` seconds for NCCL to end the operations, and for the threads.
+
+        The owner fails the operations itself.
 
         Args:
             error: why; for members that wait for the rendezvous.
+        Returns whether everything has ended. If not, the tensors of unfinished operations are never freed.
         """
-        self._aborted = True
         self.store.abort(error)
         if self._group is not None:
             abort_nccl_group(self._group)
-        until_s = time.monotonic() + timeout_s
-        ended = [thread.close(max(0.0, until_s - time.monotonic())) for thread in self._threads]
-        return all(ended)
+        self._give_up_s = time.monotonic() + timeout_s
+        ended = [thread.close(max(0.0, self._give_up_s - time.monotonic())) for thread in self._threads]
+        unfinished = [(operation, work) for operation, work in list(self._posted.items()) if not work.is_completed()]
+        _unfinished.extend(unfinished)
+        return all(ended) and not unfinished
 
     def _connect(self, connected: Future[None]) -> None:
         try:
@@ -227,21 +231,15 @@ class NcclCollectives:
             self._on_failed(operation, error)
 
     def _poll(self) -> None:
-        """Wait until NCCL has completed all operations. Those that still run `NCCL_ABORT_S` after the abort fail."""
-        until_s = math.inf
-        while self._posted:
+        """Wait until NCCL has completed all operations, at most until `abort` gives up."""
+        while self._posted and time.monotonic() < self._give_up_s:
             for operation, work in list(self._posted.items()):
-                if work.is_completed() or time.monotonic() > until_s:
+                if work.is_completed():
                     self._finish(operation, work)
-            if self._aborted:
-                until_s = min(until_s, time.monotonic() + NCCL_ABORT_S)
             time.sleep(NCCL_POLL_S)
 
     def _finish(self, operation: Collective, work: Work) -> None:
         try:
-            if not work.is_completed():
-                _unfinished.append((operation, work))
-                raise RuntimeError("NCCL still runs the operation after its abort")
             with lost_connections():
                 call_on(operation.stream, work.wait)  # raises its error, or orders the current stream after it
             self._check()  # operations that NCCL aborts look complete
