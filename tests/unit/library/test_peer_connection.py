@@ -290,7 +290,7 @@ async def test_partially_sent_header_is_completed_first(
 async def test_nothing_is_sent_between_a_header_and_its_payload(
     pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("multiworld.transport.connection._SENDMSG_BUFFERS", 1)
+    monkeypatch.setattr("multiworld.transport.connection.SENDMSG_BUFFERS", 1)
     monkeypatch.setattr("multiworld.transport.connection._EVENT_BYTES", 1)
     one, other = pair
     there, back = torch.zeros(4), torch.zeros(4)
