@@ -4,15 +4,20 @@ The actors are detached: they run on when this process has ended, until `down`. 
 started is taken down again.
 """
 
+import contextlib
 import logging
+import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import ray
 from pydantic import SecretStr
-from ray.util.placement_group import placement_group
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from multiworld_serving.common.config.addresses import parse_address
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.deploy.health import health_error
@@ -25,23 +30,21 @@ from multiworld_serving.deploy.processes.programs import (
     stop_timeout_s,
     worker_values,
 )
-from multiworld_serving.deploy.ray.actor import ProcessSpec, ProcessState
-from multiworld_serving.deploy.ray.cluster import (
-    GROUP,
-    ROLES,
-    answers,
-    connected,
-    create,
-    free_resources,
-    kill,
-    remove_group,
-    running_actors,
-)
+from multiworld_serving.deploy.ray.actor import ProcessActor, ProcessSpec, ProcessState
 from multiworld_serving.deploy.ray.placement import Placement, Resources, place, total
 from multiworld_serving.server.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
 
+_GROUP = "multiworld"
+"""Name of the placement group, in the namespace of the service."""
+_ROLES: tuple[Role, ...] = ("frontend", "leader", "worker")
+"""In the order in which they stop: frontends answer their requests first."""
+_PROBE_S = 5.0
+"""Longest wait for a connection to the head."""
+_ADVICE = "start one with `ray start --head`, run this command on one of its nodes, or set RAY_ADDRESS to HOST:PORT of its head"
+_GONE_S = 15.0
+"""Longest wait until Ray has forgotten actors that were killed."""
 _RESERVE_S = 30.0
 """Longest wait until Ray has reserved resources that were free before."""
 _START_S = 600.0
@@ -61,15 +64,15 @@ def serve(settings: ServeSettings) -> int:
             Nothing is left running.
     """
     settings = _checked(settings)
-    with connected(settings.ray_namespace):
-        if running_actors(*ROLES):
+    with _connected(settings.ray_namespace):
+        if _running_actors():
             raise UserError(
                 f"a service runs already in the namespace {settings.ray_namespace} of this Ray cluster; stop it with `multiworld down`, "
                 f"or choose another --ray-namespace"
             )
-        nodes = free_resources()
+        nodes = _free_resources()
         specs = _specs(settings)
-        groups = [{name: spec.need for name, spec in specs.items() if spec.role == role} for role in ROLES]
+        groups = [{name: spec.need for name, spec in specs.items() if spec.role == role} for role in _ROLES]
         spread = max(settings.replicas, settings.leaders, settings.frontends)
         placement = place(groups, nodes, spread)
         logger.info("starting processes=%d nodes=%d strict=%s", len(specs), len(nodes), placement.strict)
@@ -78,8 +81,8 @@ def serve(settings: ServeSettings) -> int:
             states = _until_ready(settings, specs)
         except BaseException:
             logger.info("taking everything down")
-            kill(running_actors(*ROLES))
-            remove_group()
+            _kill(_running_actors())
+            _remove_group()
             raise
         _log_addresses(settings, states)
     return 0
@@ -93,18 +96,18 @@ def down(namespace: str, timeout_s: float) -> None:
     Raises:
         UserError: no cluster answers, or no service runs there.
     """
-    with connected(namespace):
-        actors = running_actors(*ROLES)
-        if not actors and not remove_group():
+    with _connected(namespace):
+        actors = _running_actors()
+        if not actors and not _remove_group():
             raise UserError(f"no service runs in the namespace {namespace} of this Ray cluster; see --ray-namespace")
-        for role in ROLES:
+        for role in _ROLES:
             of_role = {name: actor for name, actor in actors.items() if name.startswith(f"{role}-")}
             stops = [actor.stop.remote() for actor in of_role.values()]
             if stops:
                 ray.wait(stops, num_returns=len(stops), timeout=timeout_s)
             logger.info("stopped %ss=%d", role, len(of_role))
-        kill(actors)
-        remove_group()
+        _kill(actors)
+        _remove_group()
 
 
 def _checked(settings: ServeSettings) -> ServeSettings:
@@ -164,24 +167,24 @@ def _start(specs: Mapping[str, ProcessSpec], placement: Placement) -> None:
     shares = [total([specs[name].need for name in bundle]) for bundle in placement.bundles]
     bundles = [{"CPU": share.cores, **({"GPU": share.gpus} if share.gpus else {})} for share in shares]
     strategy = "STRICT_SPREAD" if placement.strict else "SPREAD"
-    group = placement_group(bundles, strategy=strategy, name=GROUP, lifetime="detached")
+    group = placement_group(bundles, strategy=strategy, name=_GROUP, lifetime="detached")
     if not group.wait(_RESERVE_S):
         raise UserError(
             f"Ray has not reserved the resources within {_RESERVE_S:g} s: another program took them; try again"
         )
     for index, bundle in enumerate(placement.bundles):
         for name in bundle:
-            create(specs[name], group, index)
+            _create(specs[name], group, index)
 
 
 def _until_ready(settings: ServeSettings, specs: Mapping[str, ProcessSpec]) -> dict[str, ProcessState]:
     """Wait until all processes run and a frontend is ready. Returns their states. Raises UserError."""
     deadline_s = time.monotonic() + _START_S
     while time.monotonic() < deadline_s:
-        actors = running_actors(*ROLES)
+        actors = _running_actors()
         if ended := ", ".join(sorted(specs.keys() - actors.keys())):
             raise UserError(f"{ended}: cannot be started on its node; the log above says why")
-        states: dict[str, ProcessState] = answers(
+        states: dict[str, ProcessState] = _answers(
             {name: each.state.remote() for name, each in actors.items()}, _ANSWER_S
         )
         if invalid := ", ".join(f"{name} on {state.host}" for name, state in states.items() if state.invalid_input):
@@ -210,3 +213,99 @@ def _log_addresses(settings: ServeSettings, states: Mapping[str, ProcessState]) 
     logger.info("listening http=%s metrics=%s join=%s%s", http, metrics, listed("join_fd"), grpc)
     hosts = {state.host for state in states.values()}
     logger.info("ready on %d nodes: %s; stop it with `multiworld down`", len(hosts), ", ".join(sorted(hosts)))
+
+
+# -- the cluster ---------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _connected(namespace: str) -> Iterator[None]:
+    """Be connected to the cluster of RAY_ADDRESS, else that of this machine, while the block runs. Raises UserError if there is none.
+
+    Args:
+        namespace: in which actors are created and found.
+    """
+    _probe()
+    # Ray warns that actors of a removed placement group cannot run again; ours are stopped before it is removed.
+    logging.getLogger("ray.actor").setLevel(logging.ERROR)
+    try:
+        ray.init(address="auto", namespace=namespace, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(f"cannot connect to the Ray cluster: {str(error).splitlines()[0]}; {_ADVICE}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _probe() -> None:
+    """Raise UserError unless something listens at the head's address. `ray.init` would wait for it without a limit."""
+    try:
+        head = parse_address(ray._private.services.canonicalize_bootstrap_address("auto") or "")
+    except ConnectionError as error:
+        raise UserError(f"there is no Ray cluster on this machine; {_ADVICE}") from error
+    except ValueError as error:
+        raise UserError("RAY_ADDRESS must be HOST:PORT of the head of a Ray cluster") from error
+    try:
+        socket.create_connection(head, timeout=_PROBE_S).close()
+    except OSError as error:
+        raise UserError(f"nothing answers at {head}: {error}; {_ADVICE}") from error
+
+
+def _free_resources() -> list[Resources]:
+    """What each node that is alive has free."""
+    found: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()
+    free = [found.get(node["NodeID"], {}) for node in ray.nodes() if node["Alive"]]
+    return [Resources(each.get("CPU", 0.0), int(each.get("GPU", 0))) for each in free]
+
+
+def _answers(asked: Mapping[str, "ray.ObjectRef[Any]"], timeout_s: float) -> dict[str, Any]:
+    """What actors or tasks answer within this time, without those that fail or do not answer."""
+    if asked:
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
+    found = {}
+    for name, answer in asked.items():
+        with contextlib.suppress(ray.exceptions.RayError):  # a GetTimeoutError is a RayError
+            found[name] = ray.get(answer, timeout=0)
+    return found
+
+
+def _create(spec: ProcessSpec, group: PlacementGroup, bundle: int) -> None:
+    """Create the actor of a process in a bundle of the placement group."""
+    ray.remote(ProcessActor).options(
+        name=spec.name,
+        lifetime="detached",
+        max_restarts=-1,
+        max_task_retries=0,
+        num_cpus=spec.need.cores,
+        num_gpus=spec.need.gpus,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+    ).remote(spec)
+
+
+def _running_actors() -> dict[str, ActorHandle]:
+    """The actors of the service in this namespace, by name."""
+    found = {}
+    for name in ray.util.list_named_actors():
+        if name.partition("-")[0] in _ROLES:
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
+                found[name] = ray.get_actor(name)
+    return found
+
+
+def _kill(actors: Mapping[str, ActorHandle]) -> None:
+    """End actors, and their processes with them, and wait until Ray has forgotten their names."""
+    for actor in actors.values():
+        ray.kill(actor, no_restart=True)
+    deadline_s = time.monotonic() + _GONE_S
+    while actors.keys() & set(ray.util.list_named_actors()) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+
+
+def _remove_group() -> bool:
+    """Remove the placement group. Returns whether there was one."""
+    try:
+        remove_placement_group(get_placement_group(_GROUP))
+    except ValueError:
+        return False
+    return True
