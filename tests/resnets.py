@@ -14,8 +14,7 @@ from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.models.export.torchvision_models import LoadedModel, export_loaded
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
 from multiworld_serving.models.weights.tensor_file import TensorFile
-from multiworld_serving.server.versions.stage_plan import StagePlan
-from multiworld_serving.server.versions.stage_weights import StageWeights
+from multiworld_serving.server.versions.stage_plan import StagePlan, StageWeights
 from tests.cut_bundles import bundle_plan
 
 MAX_BATCH_SIZE = 8

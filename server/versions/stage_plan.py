@@ -1,7 +1,9 @@
 """A version of the model split into stages, with the weights to send and the join self-test of each stage."""
 
+import hashlib
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,14 +18,57 @@ from multiworld_serving.models.bundle.stage import BundleStageSpec, stage_head, 
 from multiworld_serving.models.errors import BundleError, WeightsError
 from multiworld_serving.models.optimize.deviation import deviation_of_rows
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
-from multiworld_serving.server.versions.stage_weights import StageWeights
+from multiworld_serving.models.weights.tensor_file import TensorEntry, TensorFile
 
 logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 4 << 20
 
 _TOLERANCE = {"float32": 1e-2, "bfloat16": 4e-2, "float16": 1e-2}
 """Maximum `deviation` of a worker's self-test output from the reference, by precision. In float32, other thread counts, kernels and
 devices differ by 1e-6 to 1e-3; a wrong weight, a flipped bit or a NaN differs by more. The tolerance with which a worker chooses its
 execution mode (models.TOLERANCE) is stricter, so that a worker never chooses a mode that fails here."""
+
+
+class StageWeights:
+    """The weights of a stage as a leader sends them: a beginning in memory, and ranges of a file. Only a part is in memory at a time.
+
+    Attributes:
+        size: in bytes.
+        sha256: in hexadecimal digits.
+    Raises:
+        OSError: the file cannot be read.
+    """
+
+    def __init__(self, head: bytes, file: TensorFile, ranges: Sequence[TensorEntry]) -> None:
+        self._head = head
+        self._file = file
+        self._ranges = tuple(ranges)
+        self.size = len(head) + sum(each.size for each in ranges)
+        digest = hashlib.sha256()
+        for chunk in self.chunks():
+            digest.update(chunk.numpy().data)
+        self.sha256 = digest.hexdigest()
+
+    def chunks(self) -> Iterator[Tensor]:
+        """The bytes in chunks to send, uint8 [N] each. Reads each when it is asked for.
+
+        Raises:
+            OSError: the file cannot be read, or has become shorter.
+        """
+        chunk = bytearray(self._head)
+        for each in self._ranges:
+            for at in range(0, each.size, _CHUNK_BYTES):
+                expected = min(_CHUNK_BYTES, each.size - at)
+                found = os.pread(self._file.fileno(), expected, each.offset + at)
+                if len(found) < expected:
+                    raise OSError("a file with weights has become shorter; load the version again")
+                chunk += found
+                if len(chunk) >= _CHUNK_BYTES:
+                    yield torch.frombuffer(chunk, dtype=torch.uint8)
+                    chunk = bytearray()
+        if chunk:
+            yield torch.frombuffer(chunk, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from multiworld_serving.models.weights.tensor_file import TensorEntry, TensorFil
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes
 from multiworld_serving.server.versions.model_source import ModelSource
-from multiworld_serving.server.versions.stage_weights import StageWeights
+from multiworld_serving.server.versions.stage_plan import StageWeights
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 from tests.bundles import CLASSES, SIZE, Classifier, classifier_bundle
 
@@ -143,7 +143,7 @@ def test_bundle_without_a_proof_of_independent_rows_is_proven_when_it_is_opened(
 
 
 def test_weights_are_read_in_chunks_that_make_up_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiworld_serving.server.versions.stage_weights._CHUNK_BYTES", 7)
+    monkeypatch.setattr("multiworld_serving.server.versions.stage_plan._CHUNK_BYTES", 7)
     path = tmp_path / "file"
     path.write_bytes(bytes(range(100)))
     file = TensorFile(os.open(path, os.O_RDONLY))
