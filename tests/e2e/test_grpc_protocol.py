@@ -84,23 +84,6 @@ def test_answers_equal_those_over_http(
     assert [int(text.split(b":")[1]) for text in best[0]] == np.argsort(-expected[0])[:2].tolist()
 
 
-def test_refusals_raise_the_clients_exception(client: Any, pixels: Pixels) -> None:
-    image = tensor(pixels[:1])
-    refused: list[tuple[dict[str, Any], str, str]] = [
-        ({"model_name": "other", "inputs": [image]}, "NOT_FOUND", "the only model is 'resnet18'"),
-        ({"model_name": MODEL, "model_version": "7", "inputs": [image]}, "NOT_FOUND", "no version '7'"),
-        ({"model_name": MODEL, "inputs": [image], "timeout": 1}, "DEADLINE_EXCEEDED", "."),
-        ({"model_name": MODEL, "inputs": [image], "client_timeout": 1e-4}, "DEADLINE_EXCEEDED", "."),
-        ({"model_name": MODEL, "inputs": [image, image]}, "INVALID_ARGUMENT", "given 2 times"),
-        ({"model_name": MODEL, "inputs": [image], "sequence_id": 3}, "INVALID_ARGUMENT", "stateful"),
-        ({"model_name": MODEL, "inputs": [image], "compression_algorithm": "gzip"}, "UNIMPLEMENTED", "gzip"),
-    ]
-    for arguments, code, says in refused:
-        with pytest.raises(InferenceServerException, match=says) as raised:
-            client.infer(**arguments)
-        assert raised.value.status() == f"StatusCode.{code}"
-
-
 def test_both_frontends_serve_the_port(service: LocalService) -> None:
     """The kernel chooses one of them for each connection."""
     asked = 0

@@ -11,7 +11,6 @@ import safetensors.torch
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 from numpy.typing import NDArray
-from tritonclient.utils import InferenceServerException
 
 from examples.digits.train import IMAGE_SIZE, LABELS
 from multiworld_serving.testing.local_service import LocalService
@@ -155,42 +154,8 @@ async def test_both_clients_get_the_answers_of_predict(
         assert (head["model_name"], head["model_version"], head["id"]) == (MODEL, "1", "mine")
 
 
-@pytest.mark.parametrize("binary", [True, False])
-def test_classes_have_value_index_and_label(client: Any, pixels: Pixels, expected: Probabilities, binary: bool) -> None:
-    result = client.infer(
-        MODEL, [tensor("BYTES", pixels[:4], binary=True)], outputs=output(binary=binary, classes=3)
-    ).as_numpy("probabilities")
-    assert result.shape == (4, 3)
-    for row, probabilities in zip(result, expected, strict=False):
-        for text in row:
-            value, index, label = (text.decode() if isinstance(text, bytes) else text).split(":")
-            assert float(value) == pytest.approx(float(probabilities[int(index)]), rel=1e-3, abs=1e-5)
-            assert label == LABELS[int(index)]
-        best = row[0].decode() if isinstance(row[0], bytes) else row[0]
-        assert int(best.split(":")[1]) == probabilities.argmax()
-
-
 def test_concurrent_requests_get_their_own_answers(client: Any, pixels: Pixels, expected: Probabilities) -> None:
     slices = [slice(at, at + 1 + at % 3) for at in range(len(pixels) - 3)]
     asked = [client.async_infer(MODEL, [tensor("UINT8", pixels[part], binary=True)]) for part in slices]
     for handle, part in zip(asked, slices, strict=True):
         assert_same(handle.get_result(), expected[part])
-
-
-def test_refusals_raise_the_clients_exception(client: Any, pixels: Pixels) -> None:
-    image = tensor("UINT8", pixels[:1], binary=True)
-    refused: list[tuple[dict[str, Any], str, str]] = [
-        ({"model_name": "other", "inputs": [image]}, "404", "the only model is 'resnet18'"),
-        ({"model_name": MODEL, "model_version": "7", "inputs": [image]}, "404", "no version '7'"),
-        ({"model_name": MODEL, "inputs": [image], "timeout": 1}, "504", "."),
-        ({"model_name": MODEL, "inputs": [image, image]}, "400", "given 2 times"),
-        ({"model_name": MODEL, "inputs": [image], "sequence_id": 3}, "400", "stateful"),
-        ({"model_name": MODEL, "inputs": [triton.InferInput("x", [1], "BYTES")]}, "400", "no input 'x'"),
-    ]
-    for arguments, status, says in refused:
-        with pytest.raises(InferenceServerException, match=says) as raised:
-            client.infer(**arguments)
-        assert raised.value.status() == status
-    with pytest.raises(InferenceServerException, match="the only model is") as raised:
-        client.get_model_metadata("other")
-    assert raised.value.status() == "404"

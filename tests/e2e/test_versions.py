@@ -234,17 +234,6 @@ def test_invalid_version_changes_nothing_and_the_reason_is_reported(
     assert httpx.post(f"{service.url}/predict", files={"image": picture(1)}, timeout=60).status_code == 200
 
 
-def test_web_page_cannot_load_a_version(service: LocalService) -> None:
-    url = service.metrics_url.replace("/metrics", f"/v2/repository/models/{MODEL}/load")
-    assert httpx.post(url, headers={"origin": "http://127.0.0.1:8002"}, timeout=60).status_code == 403
-
-
-def test_inference_port_has_no_admin_verbs(service: LocalService) -> None:
-    for verb in ("load", "unload"):
-        response = httpx.post(f"{service.url}/v2/repository/models/{MODEL}/{verb}", json={}, timeout=60)
-        assert response.status_code == 404
-
-
 def test_second_load_is_refused_during_a_rollout(service: LocalService, operators: Any) -> None:
     statuses: list[int] = []
 

@@ -263,33 +263,6 @@ async def test_event_loop_is_not_blocked_by_slow_name_resolution(
 # -- names used by several threads ------------------------------------------------------------------------------------------------
 
 
-async def test_end_of_a_world_is_announced_while_another_world_waits_for_a_slow_folder(
-    manager: WorldManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The folder of Unix sockets may be on a network file system. The control loop of all worlds does not wait for it."""
-    answered, announced, waiting = threading.Event(), threading.Event(), threading.Event()
-
-    def slow(_folder: str) -> socket.socket:
-        waiting.set()
-        assert answered.wait(PATIENCE_S)
-        raise OSError("no folder")
-
-    monkeypatch.setattr("multiworld.manager.bind_local", slow)
-    port = manager.listen()
-    world = await manager.initialize_world("w", 0, 1, port=port)
-    opening = manager.initialize_world("slow", 0, 2, port=port, timeout=0.1)
-    thread = asyncio.create_task(asyncio.to_thread(asyncio.run, opening))
-    assert await asyncio.to_thread(waiting.wait, PATIENCE_S)
-    control_loop = manager._control_loop
-    assert control_loop is not None
-    control_loop.call_soon(world.fail, Cause.ABORTED, 0, "for the test")
-    control_loop.call_soon(control_loop.loop.call_later, 0.1, announced.set)
-    assert await asyncio.to_thread(announced.wait, PATIENT_S)
-    answered.set()
-    with pytest.raises(JoinError):
-        await thread
-
-
 async def test_concurrent_removals_raise_only_not_found(
     manager: WorldManager,
 ) -> None:

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
-from multiworld.ops.validation import WorldFacts
 from multiworld.transport import connection
 from tests.integration.crew import Crew
 from tests.integration.members import PATIENCE_S, Member, Spawn, form
@@ -250,25 +249,6 @@ async def test_other_worlds_stay_when_a_callback_blocks_while_its_peer_dies(
     coming = member.start("recv", world="v", src=0)
     await manager.communicator.send(torch.ones(4), 1, "v")
     assert await coming == [1.0]
-
-
-async def test_sends_of_tensors_on_devices_share_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for GPU tensors; here those of the CPU are treated like this."""
-    monkeypatch.setattr(WorldFacts, "check_devices", lambda *_arguments: True)
-    async with (
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
-    ):
-        await form("w", host.listen(), host, guest)
-        before = threading.active_count()
-        sends = [host.communicator.isend(torch.full((2,), float(number)), 1, "w") for number in range(500)]
-        assert threading.active_count() <= before + 1
-        for number in range(500):
-            got = torch.zeros(2)
-            await guest.communicator.recv(got, 0, "w")
-            assert got.tolist() == [number] * 2
-        for each in sends:
-            await each
 
 
 @pytest.mark.parametrize("shared_memory_bytes", [None, 0], ids=["shared memory", "tcp"])

@@ -8,7 +8,6 @@ import itertools
 import os
 import signal
 import threading
-import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -292,21 +291,6 @@ async def test_ended_worlds_with_unlimited_names_are_forgotten(monkeypatch: pyte
         await manager.initialize_world("lives", 0, 1, port=port)
         assert sorted(manager.worlds) == ["lives", "w3", "w4", "w5"]
         assert manager.is_broken("w0")
-
-
-async def test_ended_world_that_is_kept_by_name_frees_its_connections() -> None:
-    async with (
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
-    ):
-        await form("w", host.listen(), host, guest)
-        world = host.world("w")
-        connection = weakref.ref(world._connections[1])
-        guest.remove_world("w")
-        assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
-        gc.collect()
-        assert host.worlds["w"] is world
-        assert connection() is None
 
 
 async def test_callers_get_errors_and_the_lost_thread_is_reported_when_a_thread_never_ends(

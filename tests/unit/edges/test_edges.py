@@ -86,15 +86,6 @@ async def test_fetch_is_repeated_over_a_new_edge_when_the_edge_breaks() -> None:
         assert torch.equal(await fetch(consumer, producer.holder, number), ROWS)
 
 
-async def test_fetch_fails_when_the_producer_ends() -> None:
-    async with edges("c") as consumer:
-        async with edges("p") as producer:
-            number, holder = kept(producer), producer.holder
-            await fetch(consumer, holder, number)
-        with pytest.raises(HolderUnreachableError):
-            await fetch(consumer, holder, number)
-
-
 async def test_cancelled_fetch_leaves_the_edge_to_the_others() -> None:
     async with edges("p") as producer, edges("c") as consumer:
         number = kept(producer)

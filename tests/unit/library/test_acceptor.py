@@ -338,19 +338,6 @@ def test_member_with_a_constant_count_is_lost_as_stalled_and_told_so(harness: Ac
     harness.on_control_loop(session.close)
 
 
-def test_member_without_counts_in_heartbeats_is_not_stalled(harness: AcceptorHarness) -> None:
-    events = Events()
-    session = harness.monitor(events, STALL_CHECKED, MEMBER)
-    member = harness.client().enter()
-    assert events.next()[0] == "all joined"
-    (connection,) = session.connections.values()
-    for _ in range(3):
-        member.sock.sendall(HEARTBEAT_BYTES + StoreSet("key", b"value").encode())
-        assert events.next()[0] == "stored"
-    assert connection.stall_clock.stalled_s == 0.0
-    harness.on_control_loop(session.close)
-
-
 def test_silent_member_is_lost_and_told_so(harness: AcceptorHarness) -> None:
     events = Events()
     strict = HeartbeatConfig(0.05, 0.3)

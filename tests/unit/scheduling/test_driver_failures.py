@@ -126,14 +126,6 @@ async def test_requests_are_answered_when_their_batch_could_not_be_stacked(
     bench.driver.close()
 
 
-async def test_requests_are_answered_when_a_link_could_not_take_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(replicas=1)
-    (line,) = bench.lines
-    monkeypatch.setattr(line, "send", failing_times(1, line.send))
-    assert_right(await bench.work(bench.ask(3)))
-    bench.driver.close()
-
-
 async def test_requests_get_an_error_when_no_link_can_take_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     for line in bench.lines:

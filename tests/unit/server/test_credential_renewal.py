@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,9 @@ from multiworld_serving.server.auth.credentials import (
     Credentials,
     read_credentials,
     reload_credentials,
-    reload_on_sighup,
 )
 from multiworld_serving.server.settings import FrontendSettings
 from tests.certificates import Authority
-from tests.waiting import until
 
 
 @pytest.fixture
@@ -33,26 +29,6 @@ def files(tmp_path: Path) -> Path:
 def settings(files: Path, **options: Any) -> FrontendSettings:
     given = {"token_file": str(files / "token"), "api_keys_file": str(files / "api.keys"), "leader": "127.0.0.1:1"}
     return load(FrontendSettings, {**given, **options}).with_token()
-
-
-def add_bob(files: Path) -> None:
-    with (files / "api.keys").open("a") as keys:
-        keys.write(f"bob:{hash_key('key-of-bob')}\n")
-
-
-def names(credentials: Credentials) -> list[str]:
-    return list(credentials.keys.inference.values())
-
-
-def test_everything_is_used_when_everything_is_valid(files: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    Authority(files).sign("server")
-    add_bob(files)
-    used: list[Credentials] = []
-    reload_credentials(settings(files, tls_cert_file=str(files / "server.pem")), used.append)
-    assert names(used[0]) == ["alice", "bob"]
-    assert None not in used[0]
-    assert "reloaded keys and certificates keys=2 admin_keys=0" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -72,20 +48,6 @@ def test_nothing_is_used_when_one_file_is_no_good(
     assert not used
     assert "are unchanged" in caplog.text
     assert not any(record.exc_info for record in caplog.records), "a mistake in a file is not a defect of ours"
-
-
-async def test_sighup_reloads_only_when_there_are_files(files: Path) -> None:
-    before, used = signal.getsignal(signal.SIGHUP), list[Credentials]()
-    reload_on_sighup(FrontendSettings(leader="127.0.0.1:1"), used.append)
-    assert signal.getsignal(signal.SIGHUP) is before
-    reload_on_sighup(settings(files), used.append)
-    try:
-        add_bob(files)
-        signal.raise_signal(signal.SIGHUP)
-        await until(lambda: bool(used))
-    finally:
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
-    assert names(used[0]) == ["alice", "bob"]
 
 
 def test_key_of_both_kinds_is_refused(files: Path) -> None:

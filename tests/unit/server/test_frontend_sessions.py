@@ -215,20 +215,6 @@ REQUEST = Predict("mine", 30.0)
 PIXELS = IMAGE.numpy().tobytes()
 
 
-async def test_leader_withdraws_a_request_when_the_client_has_gone() -> None:
-    async with running() as service:
-        pool = await service.frontend()
-        service.leader.proceed = asyncio.Event()
-        waiting = asyncio.create_task(predict(pool))
-        await until(lambda: service.leader.got)
-        waiting.cancel()
-        await until(lambda: service.leader.cancelled == 1)
-        [session] = service.sessions._sessions
-        await until(lambda: not session.link._handling)
-        service.leader.proceed = None
-        await predict(pool)
-
-
 # -- draining ------------------------------------------------------------------------------------------------------------------
 
 
@@ -257,18 +243,6 @@ async def test_leader_that_drains_does_not_wait_for_a_frontend_that_is_lost() ->
 
 
 # -- operations ----------------------------------------------------------------------------------------------------------------
-
-
-async def test_operation_is_cancelled_when_nobody_waits_for_it() -> None:
-    async with running() as service:
-        pool = await service.frontend()
-        service.leader.proceed = asyncio.Event()
-        steps = pool.restart_workers()
-        assert await anext(steps) == STEPS[0]
-        [session] = service.sessions._sessions
-        assert session.link._handling
-        await steps.aclose()
-        await until(lambda: not session.link._handling)
 
 
 # -- metrics -------------------------------------------------------------------------------------------------------------------

@@ -276,14 +276,6 @@ async def test_no_other_leader_is_tried_when_the_request_itself_is_the_reason(re
 # -- draining and unloaded -----------------------------------------------------------------------------------------------------
 
 
-async def test_requests_go_to_another_leader_when_the_first_one_drains() -> None:
-    with pool_of(2) as made:
-        first, second = made.leaders
-        first.tells_draining()
-        await predict(made.pool)
-        assert (first.sent(), second.sent()) == (0, 1)
-
-
 async def test_admitted_request_goes_to_the_leader_that_drains_when_there_is_no_other() -> None:
     with pool_of(1, grace_s=0.05) as made:
         [leader] = made.leaders

@@ -8,7 +8,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
-from multiworld_serving.server.errors import BodyTooLargeError, DeadlineError, WithdrawnError
+from multiworld_serving.server.errors import BodyTooLargeError
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.open_request import OpenRequest, RequestGate, while_connected
 from multiworld_serving.server.observability.requests import RequestRecord
@@ -23,14 +23,6 @@ def gate(max_bytes: int = 2**16) -> RequestGate:
 
 def opened(shared: RequestGate, receive: Receive, timeout_s: float | None = None) -> OpenRequest:
     return OpenRequest(shared, RequestRecord("id", "v"), receive, timeout_s)
-
-
-async def wait_forever(receive: Receive, timeout_s: float = 10.0) -> None:
-    """A request that gets no answer."""
-    async with opened(gate(), receive) as waiting:
-        waiting.received()
-        waiting.shorten(timeout_s)
-        await asyncio.Event().wait()
 
 
 def request(chunks: int, **headers: str) -> Request:
@@ -100,22 +92,3 @@ async def test_work_completes_when_the_client_disconnects_at_the_same_time() -> 
     assert await while_connected(receive, work()) == "done"
     await asyncio.sleep(0)
     assert complaints == []
-
-
-async def test_work_and_requests_are_cancelled_when_the_client_disconnects() -> None:
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.disconnect"}
-
-    with pytest.raises(WithdrawnError):
-        await while_connected(receive, asyncio.Event().wait())
-    with pytest.raises(WithdrawnError):
-        await wait_forever(receive)
-
-
-async def test_deadline_is_the_shortest_timeout() -> None:
-    async def never() -> Message:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    with pytest.raises(DeadlineError):
-        await wait_forever(never, timeout_s=0.05)
