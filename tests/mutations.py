@@ -54,7 +54,7 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         ),
         "server/scheduling/admission.py": (
             # The queue takes one request too many.
-            ("waiting >= self._state.config.queue_limit", "waiting > self._state.config.queue_limit"),
+            ("waiting >= state.config.queue_limit", "waiting > state.config.queue_limit"),
         ),
     },
     REPLICAS: {
