@@ -18,7 +18,6 @@ from multiworld_client import (
     AsyncClient,
     Client,
     InputError,
-    InvalidRequestError,
     Prediction,
 )
 from multiworld_serving.models.export.torchvision_models import load_model
@@ -131,23 +130,13 @@ async def test_invalid_input_is_not_sent(client: Client, aio_client: AsyncClient
         await aio_client.predict(given)
 
 
-def test_invalid_batch_is_not_sent(client: Client) -> None:
+def test_invalid_batch_or_request_id_is_not_sent(client: Client) -> None:
     invalid: list[object] = [[], b"x", "x", None, np.zeros((0, 3, 32, 32), np.uint8)]
     for given in invalid:
         with pytest.raises(InputError):
             client.predict_batch(given)
-
-
-async def test_permanent_error_is_raised_at_once(client: Client, aio_client: AsyncClient, pixels: Tensor) -> None:
-    truncated = png(pixels[0])[:60]
-    with pytest.raises(InvalidRequestError) as raised:
-        client.predict(truncated, request_id="truncated-1")
-    error = raised.value
-    assert (error.status, error.reason, error.request_id) == (422, "invalid_image", "truncated-1")
-    with pytest.raises(InvalidRequestError, match="expected \\[N, 3, 32, 32\\]"):
-        await aio_client.predict(np.zeros((3, 16, 16), np.uint8))
     with pytest.raises(InputError, match="without spaces"):
-        client.predict(truncated, request_id="a b")
+        client.predict(np.zeros((3, 32, 32), np.uint8), request_id="a b")
 
 
 def test_client_imports_no_heavy_libraries_and_nothing_of_the_service() -> None:

@@ -276,26 +276,18 @@ def test_verbs_that_do_not_compute_start_without_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
-def test_predict_prints_the_labels(url: str, images: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", "--url", url, "cat.jpg"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "cat.jpg: resnet18 random:0, 12.5 ms",
-        "  0.7500  tabby cat (class 281)",
-    ]
-
-
 def test_predict_prints_one_json_object_per_file(url: str, images: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--url", url, "--json", "--top-k", "1", "cat.jpg", "cat.jpg"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line) for line in lines] == [{"file": "cat.jpg", **ANSWER, "asked_for": 1}] * 2
 
 
-def test_predict_continues_when_a_file_is_refused_or_missing(
+def test_predict_prints_the_labels_and_continues_when_a_file_is_refused_or_missing(
     url: str, images: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["predict", "--url", url, "dog.txt", "nowhere.jpg", "cat.jpg"]) == 1
     out, err = capsys.readouterr()
-    assert "tabby cat" in out
+    assert out.splitlines() == ["cat.jpg: resnet18 random:0, 12.5 ms", "  0.7500  tabby cat (class 281)"]
     assert err.splitlines() == [
         "multiworld: error: dog.txt: not an image (HTTP 415)",
         "multiworld: error: nowhere.jpg: No such file or directory",
@@ -398,18 +390,6 @@ def test_status_reports_that_another_server_answers(
     assert "does not answer like a multiworld service" in one_line(capsys)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("25ms", 0.025),
-        ("9s", 9.0),
-        ("2", 2.0),
-        ("1.5h", 5400.0),
-        ("30 min", 1800.0),
-        ("1d", 86_400.0),
-        ("5us", 5e-6),
-        ("1.5m", 90.0),
-    ],
-)
-def test_duration_is_parsed_with_its_unit(text: str, expected: float) -> None:
-    assert seconds(text) == pytest.approx(expected)
+def test_duration_is_parsed_with_its_unit() -> None:
+    durations = {"25ms": 0.025, "9s": 9.0, "2": 2.0, "1.5h": 5400.0, "30 min": 1800.0, "1d": 86_400.0, "5us": 5e-6}
+    assert {text: seconds(text) for text in durations} == pytest.approx(durations)

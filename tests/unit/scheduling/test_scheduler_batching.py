@@ -12,11 +12,6 @@ from multiworld_serving.server.scheduling.events import BatchDone, ReplicaReady,
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected, sends
 
 
-def test_request_is_sent_at_once_when_a_replica_is_idle_and_there_is_no_batch_timeout() -> None:
-    send = only(SchedulerHarness().arrive(), SendBatch)
-    assert (send.stage, send.requests, send.kind, send.attempt) == (0, (1,), "first", 1)
-
-
 def test_batch_is_sent_when_its_oldest_request_has_waited_long_enough() -> None:
     driver = SchedulerHarness(batch_timeout_s=0.01)
     assert driver.arrive() == []
@@ -26,11 +21,6 @@ def test_batch_is_sent_when_its_oldest_request_has_waited_long_enough() -> None:
     send = only(driver.wait(0.005), SendBatch)
     assert send.requests == (1, 2)
     assert send.waited_s == 0.01
-
-
-def test_single_request_does_not_wait_with_adaptive_batching() -> None:
-    driver = SchedulerHarness(replicas=1, batch_timeout_s=1.0, adaptive_batching=True)
-    assert only(driver.arrive(), SendBatch).requests == (1,)
 
 
 def test_requests_wait_while_all_replicas_are_busy_with_adaptive_batching() -> None:
@@ -103,14 +93,6 @@ def test_batch_is_sent_when_the_replica_is_nearly_free_with_adaptive_batching() 
     assert second.requests == (10,)
 
 
-def test_requests_fill_batches_in_order_when_no_replica_has_room() -> None:
-    driver = SchedulerHarness(replicas=1, window=1, max_batch_size=2)
-    first = only(driver.arrive(6), SendBatch)
-    second = only(driver.done(first), SendBatch)
-    third = only(driver.done(second), SendBatch)
-    assert [first.requests, second.requests, third.requests] == [(1,), (2, 3), (4, 5)]
-
-
 def test_window_is_not_exceeded_when_many_requests_arrive() -> None:
     driver = SchedulerHarness(replicas=2, window=3, max_batch_size=1)
     assert len(sends(driver.arrive(20))) == 6
@@ -176,14 +158,6 @@ def test_batch_in_flight_is_dropped_when_all_its_requests_are_cancelled() -> Non
     assert driver.scheduler.in_flight(send.replica) == 1, "it occupies the window until its result arrives"
     assert driver.done(send) == []
     assert driver.scheduler.in_flight(send.replica) == 0
-
-
-def test_waiting_batch_is_dropped_at_once_when_its_requests_are_cancelled() -> None:
-    driver = SchedulerHarness(stages=2, replicas=1, window=1, max_batch_size=1)
-    first = only(driver.arrive(2), SendBatch)
-    second = sends(driver.done(first))[1]
-    driver.done(second)
-    assert driver.handle(RequestCancelled(2)) == [FreeBatch(second.batch)]
 
 
 def test_waiting_request_is_refused_at_its_deadline() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from multiworld_serving.server.scheduling.actions import FailReplica, FreeBatch, Reject, ReleaseReplica, SendBatch
-from multiworld_serving.server.scheduling.events import RequestCancelled
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected, sends
 
 
@@ -44,23 +43,6 @@ def test_rerouted_batch_goes_before_waiting_ones() -> None:
     driver.broken(at_stage_1[0].replica)
     again = next(send for send in sends(driver.done(at_stage_1[1])) if send.stage == 1)
     assert again.batch == at_stage_1[0].batch
-
-
-def test_repeated_break_and_late_answer_are_ignored() -> None:
-    driver = SchedulerHarness()
-    send = only(driver.arrive(), SendBatch)
-    again = only(driver.broken(send.replica), SendBatch)
-    assert driver.broken(send.replica) == []
-    assert driver.done(send) == []
-    assert driver.failed(send) == []
-    assert answered(driver.done(again)) == [1]
-
-
-def test_batch_without_waiting_requests_is_dropped_when_its_link_breaks() -> None:
-    driver = SchedulerHarness()
-    send = only(driver.arrive(), SendBatch)
-    driver.handle(RequestCancelled(1))
-    assert driver.broken(send.replica) == []
 
 
 def test_link_is_broken_when_silent_beyond_the_hang_timeout() -> None:
@@ -142,15 +124,6 @@ def test_requests_are_isolated_at_once_when_their_batch_could_not_be_sent() -> N
     actions = driver.not_sent(follower)
     assert rejected(actions) == {2: "stage_error"}
     assert "could not be sent to stage 0: MemoryError" in only(actions, Reject).detail
-
-
-def test_links_are_kept_when_batches_could_not_be_sent_over_them() -> None:
-    driver = SchedulerHarness()
-    for _ in range(10):
-        send = only(driver.arrive(), SendBatch)
-        alone = only(driver.not_sent(send), SendBatch)
-        assert of(driver.done(alone), FailReplica) == []
-    assert len(driver.scheduler._state.table.replicas) == 2
 
 
 def test_requests_are_isolated_when_the_stage_raises_and_the_other_replica_leaves() -> None:
