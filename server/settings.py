@@ -97,6 +97,8 @@ class HttpSettings(ServiceSettings):
     """File with the metrics of the supervisor."""
     http_shares: int = setting(1, INTERNAL, ge=1)
     """Number of frontends that share the sockets and the limits."""
+    wait_until_ready: bool = setting(False, INTERNAL)
+    """Accept no connection before all models are ready: until then another service accepts them."""
 
     @property
     def admin_host(self) -> str:

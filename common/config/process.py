@@ -139,7 +139,7 @@ async def notify_systemd() -> AsyncIterator[None]:
                     stack.callback(asyncio.create_task(_send_heartbeats(sock, address, interval_s)).cancel)
                 yield
         finally:
-            _notify(sock, address, "STOPPING=1")
+            notify("STOPPING=1")
 
 
 def notify(state: str) -> None:

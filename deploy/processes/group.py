@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
 from typing import Protocol, Self
 
 from multiworld_serving.common.config.errors import UserError
@@ -110,6 +111,11 @@ class Group:
 
     async def __aexit__(self, *_: object) -> None:
         await self._running.aclose()
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether workers of other machines may join its leaders."""
+        return self.settings.external_workers or not ip_address(self.joins[0].getsockname()[0]).is_loopback
 
     @property
     def leaders(self) -> str:

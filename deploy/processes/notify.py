@@ -27,6 +27,7 @@ class NotifyListener:
 
     Attributes:
         environment: variables that a child needs.
+        first_heard: set when a child has sent its first message.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,7 @@ class NotifyListener:
             "NOTIFY_SOCKET": "@" + address[1:],
             "WATCHDOG_USEC": str(round(WATCHDOG_S * 1e6)),
         }
+        self.first_heard = asyncio.Event()
         self._heard_s: dict[int, float] = {}
         self._reports: dict[int, tuple[float, CapacityReport]] = {}
 
@@ -85,6 +87,8 @@ class NotifyListener:
                     if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
                         pid, uid, _ = _CREDENTIALS.unpack(data[: _CREDENTIALS.size])
                         if uid == os.getuid():
+                            if pid not in self._heard_s:
+                                self.first_heard.set()
                             self._heard_s[pid] = now_s = time.monotonic()
                             if (report := _report(message)) is not None:
                                 self._reports[pid] = (now_s, report)

@@ -2,7 +2,7 @@
 
 This process carries no request. It imports what the others need and forks them, so that a restart takes milliseconds. It opens all
 listening sockets and passes them on, so a restarted process continues on the same port, and clients that connect meanwhile wait instead
-of being refused.
+of being refused. On SIGUSR2, a new `multiworld serve` takes its place; see `upgrade.py`.
 """
 
 import asyncio
@@ -39,6 +39,7 @@ from multiworld_serving.deploy.processes.programs import (
     stop_timeout_s,
 )
 from multiworld_serving.deploy.processes.supervisor import INVALID_INPUT, Supervisor
+from multiworld_serving.deploy.processes.upgrade import Predecessor, become_forwarder, hold_signals, start_successor
 from multiworld_serving.server.http.tls import server_context
 from multiworld_serving.server.settings import MODEL_NAME, MODEL_NAME_ALLOWED, ServeSettings
 from multiworld_serving.server.versions.model_files import available_weights, check_model_files, served_name
@@ -54,19 +55,24 @@ def run(settings: ServeSettings, program: Callable[[Sequence[str]], object]) -> 
     Raises:
         UserError, models.ModelError: a port is in use, a file is missing, or the device does not exist. No process was started.
     """
+    predecessor = Predecessor.of_environment()
     settings = settings.model_copy(update={"local_token": new_token()})
     settings.accepted_secrets  # noqa: B018 - raises if the token file is invalid
     _check_files(settings)
     models = _prepared(settings.groups)
+    if predecessor is not None:  # its leaders still use their ports, and all workers are on this machine
+        models = {name: each.model_copy(update={"join_port": 0}) for name, each in models.items()}
     raise_descriptor_limit()
     with contextlib.ExitStack() as stack:
-        service = _Service(settings, models, stack, program)
+        service = _Service(settings, models, stack, program, predecessor)
         service.import_programs()
         for each in models.values():
             _check_bundle(each)
         if status := asyncio.run(service.run()):
             raise UserError("a process exited with status 2 (invalid settings); see its error above")
-        return status
+    if service.successor is not None:
+        become_forwarder(service.successor)
+    return status
 
 
 def _prepared(groups: Sequence[ServeSettings]) -> dict[str, ServeSettings]:
@@ -120,10 +126,12 @@ class _Service:
         models: the settings of each model by its name.
         stack: closes the sockets and files.
         program: runs a command line of `multiworld` and ends the process.
+        predecessor: the service that this one replaces, if any.
 
     Attributes:
         notify: receives the signs of life of all processes.
         groups: the leaders and workers of each model.
+        successor: the supervisor that has replaced this one.
     """
 
     def __init__(
@@ -132,9 +140,15 @@ class _Service:
         models: Mapping[str, ServeSettings],
         stack: contextlib.ExitStack,
         program: Callable[[Sequence[str]], object],
+        predecessor: Predecessor | None = None,
     ) -> None:
         self._settings = settings
         self._program = program
+        self._predecessor = predecessor
+        self.successor: ChildProcess | None = None
+        self._upgrading: asyncio.Task[None] | None = None
+        self._upgraded = asyncio.Event()
+        self._sockets: dict[str, socket.socket] = {}
         self._can_fork = False
         self._stack = stack
         self.notify = stack.enter_context(NotifyListener())
@@ -170,6 +184,7 @@ class _Service:
         self._log_addresses()
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, lambda *_: os._exit(0))
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # there is nothing to upgrade yet
         self._can_fork = import_programs(max(group.threads for group in self.groups.values()))
         if not self._can_fork:
             logger.warning("an import has started a thread: processes start as new programs, which takes longer")
@@ -180,6 +195,7 @@ class _Service:
         with self.notify.receiving():
             self.write_restarts()
             self._reload_on_hangup()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._begin_upgrade)
             for name, group in self.groups.items():
                 counts = " ".join(f"{role}s={each.count}" for role, each in group.supervisors.items())
                 logger.info("starting model=%s %s", name, counts)
@@ -193,17 +209,59 @@ class _Service:
                     await running.enter_async_context(group)
                 await running.enter_async_context(self._frontends)
                 await running.enter_async_context(notify_systemd())
-                ends = [self._stop, *(each.invalid_input for each in supervisors)]
+                if self._predecessor is not None:
+                    self._upgrading = asyncio.create_task(self._replace(self._predecessor))
+                ends = [self._stop, self._upgraded, *(each.invalid_input for each in supervisors)]
                 waits = [asyncio.create_task(end.wait()) for end in ends]
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for wait in waits:
                     wait.cancel()
+                if self._upgrading is not None:
+                    self._upgrading.cancel()
+                    await asyncio.wait({self._upgrading})
+            if self.successor is not None:
+                hold_signals()
+                if self._stop.is_set():
+                    self.successor.send(signal.SIGTERM)
             logger.info("stopped")
             return INVALID_INPUT if any(each.invalid_input.is_set() for each in supervisors) else 0
 
     def _begin_stop(self) -> None:
         logger.info("stopping; a second signal ends all processes at once")
         self._stop.set()
+
+    def _begin_upgrade(self) -> None:
+        if any(group.is_reachable for group in self.groups.values()):
+            logger.error(
+                "no upgrade: workers of other machines may join the leaders; restart the programs one at a time"
+            )
+        elif self.successor is not None or (self._upgrading is not None and not self._upgrading.done()):
+            logger.error("no upgrade: the last one has not ended")
+        else:
+            self._upgrading = asyncio.create_task(self._upgrade())
+
+    async def _upgrade(self) -> None:
+        """Start a new service. Stop this one when the new one serves."""
+        self.successor = await start_successor(self._sockets)
+        if self.successor is not None:
+            logger.info("upgraded: the new supervisor serves pid=%d", self.successor.pid)
+            os.environ.pop("NOTIFY_SOCKET", None)  # for systemd, the service does not stop
+            self._upgraded.set()
+
+    async def _replace(self, predecessor: Predecessor) -> None:
+        """Wait until all frontends serve. Then let the predecessor stop."""
+
+        def serve() -> bool:
+            pids = self._frontends.pids
+            return len(pids) == self._frontends.count and all(map(self.notify.heard, pids.values()))
+
+        while not serve():
+            self.notify.first_heard.clear()
+            await self.notify.first_heard.wait()
+        for slot in self._frontends.pids:  # one that is restarted later must not wait until all models are ready
+            del self._files[self._frontend(slot)[0]]
+        self._predecessor = None
+        predecessor.replace()
 
     def _reload_on_hangup(self) -> None:
         """Forward SIGHUP to the processes that read keys, certificates or tokens from files; it would end the others."""
@@ -242,6 +300,7 @@ class _Service:
         fds = {setting: sock.fileno() for setting, sock in sockets.items() if sock is not None}
         own = {
             "http_shares": self._settings.frontends,
+            "wait_until_ready": self._predecessor is not None,
             "supervisor_metrics_file": self._restarts_file,
             "leader": ",".join(f"{name}={group.leaders}" for name, group in self.groups.items()),
             "model_settings": {name: self._of_model(group) for name, group in self.groups.items()},
@@ -268,7 +327,11 @@ class _Service:
     # -- addresses -------------------------------------------------------------------------------------------------------------
 
     def _socket(self, host: str, port: int, name: str, *, reserve: bool = False) -> socket.socket:
-        return self._stack.enter_context(bind(host, port, option(name), reserve=reserve))
+        key = f"{name} {host}:{port}"
+        inherited = None if self._predecessor is None else self._predecessor.socket(key)
+        sock = self._stack.enter_context(inherited or bind(host, port, option(name), reserve=reserve))
+        self._sockets[key] = sock
+        return sock
 
     def _log_addresses(self) -> None:
         settings = self._settings

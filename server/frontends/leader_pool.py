@@ -32,7 +32,6 @@ from torch import Tensor
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.server.errors import (
     DeadlineError,
-    DrainingError,
     NotReadyError,
     OverloadedError,
 )
@@ -118,11 +117,6 @@ class LeaderPool:
     def links(self) -> list[LeaderLink]:
         """To all leaders, in their order."""
         return self.leaders.links
-
-    def begin(self) -> None:
-        """The first byte of a request has arrived. Raises DrainingError if the frontend is stopping."""
-        if self.stopping:
-            raise DrainingError("this frontend is stopping and accepts no new requests; use another one")
 
     async def admit(self, deadline_s: float) -> None:
         """Wait until a leader can be used. From then on until `end`, a leader that drains still answers the request.
@@ -225,10 +219,8 @@ class LeaderPool:
 
     @property
     def ready(self) -> bool:
-        """Whether every stage of a leader has a ready replica, the model is loaded, and neither the leader nor this process is stopping."""
-        return not self.stopping and any(
-            link.state is not None and link.state.snapshot.ready for link in self.leaders.current
-        )
+        """Whether every stage of a leader has a ready replica, the model is loaded, and the leader is not stopping."""
+        return any(link.state is not None and link.state.snapshot.ready for link in self.leaders.current)
 
     def snapshot(self) -> PipelineSnapshot:
         """The pipeline as the acting leader sees it, with all leaders. While no leader is connected, stages have no replicas."""

@@ -156,7 +156,7 @@ class _Frontend:
             async with self.edges, asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(each) for model in self.models for each in model.run()]
                 try:
-                    await _first(self._stop.wait(), self.known.wait())
+                    await _first(self._stop.wait(), self._can_serve())
                     if not self._stop.is_set():
                         running.append(tasks.create_task(self._every_second()))
                         await self._serve_http()
@@ -167,6 +167,13 @@ class _Frontend:
             raise errors.exceptions[0] from None
         logger.info("stopped")
         return 0
+
+    async def _can_serve(self) -> None:
+        """Wait until a model is known and, in a service that replaces another, until all models are ready."""
+        await self.known.wait()
+        if self._settings.wait_until_ready:
+            for model in self.models:
+                await model.ready.wait()
 
     async def _serve_http(self) -> None:
         settings, metrics, ports = self._settings, self.metrics, self._ports
@@ -206,7 +213,7 @@ class _Frontend:
             if grpc is not None:
                 grpc.stop(settings.drain_timeout_s)
             for pool in pools:
-                pool.stopping = not settings.http_shares > 1
+                pool.stopping = True
 
     def _grpc_port(self, authorizer: Authorizer, connections: int) -> GrpcPort | None:
         if self._ports.grpc is None:
@@ -241,7 +248,7 @@ class _Model:
         self._settings = settings
         self._handler = handler
         self._group: Group | None = None
-        self._announced = False
+        self.ready = asyncio.Event()
         self.pool = LeaderPool(settings.recovery_grace_s, frontend.metrics, self._on_change, frontend.edges, name)
         for number, address in enumerate(settings.leaders):
             self.pool.links.append(LeaderLink(address, settings, self.pool, number))
@@ -273,7 +280,7 @@ class _Model:
     def _on_change(self, snapshot: PipelineSnapshot) -> None:
         if self._group is not None:
             self._group.feed.observe(snapshot)
-        if snapshot.ready and not self._announced:
-            self._announced = True
+        if snapshot.ready and not self.ready.is_set():
+            self.ready.set()
             after_s = time.monotonic() - self._frontend.started_s
             logger.info("ready model=%s version=%s after_s=%.1f", snapshot.model, snapshot.version, after_s)

@@ -84,7 +84,6 @@ class OpenRequest:
         predicts: whether the pipeline has the request. The block sets it.
 
     Raises:
-        DrainingError: on entry, if the service is stopping.
         WithdrawnError: the client disconnected.
         DeadlineError: the deadline passed.
         BodyTimeoutError: the server's timeout passed before the body was received.
@@ -106,7 +105,6 @@ class OpenRequest:
         """Why the block was cancelled."""
 
     async def __aenter__(self) -> Self:
-        self._gate.pipeline.begin()
         task = asyncio.current_task()
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()

@@ -8,8 +8,6 @@ what exceeds the bound:
     server/http/open_request.py  size of one body (`max_body_bytes`) → 413; bytes of all bodies in memory → 429 overloaded
     server/daemon_threads.py     images that wait to be decoded → 429 overloaded
 
-`LeaderPool.begin` rejects all requests while the frontend is stopping or the model is unloaded.
-
 `window` and `max_batch_size` limit what is in flight on a replica; they delay requests and never reject them.
 """
 

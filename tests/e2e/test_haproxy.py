@@ -1,4 +1,4 @@
-"""The real HAProxy with `deploy/haproxy/haproxy.cfg` in front of two frontends: attacks that it stops, and a killed frontend."""
+"""The real HAProxy with `deploy/haproxy/haproxy.cfg` in front of frontends: attacks that it stops, a killed frontend, and upgrades."""
 
 import asyncio
 import contextlib
@@ -6,16 +6,17 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from multiworld_serving.testing.load.clients import run_load
+from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.load.requests import served_requests
-from multiworld_serving.testing.local_service import LocalService
+from multiworld_serving.testing.local_service import LocalService, LogLine, start_program
 from tests.chaos.clients import TOKEN
 from tests.e2e.hostile_connections import SILENT, SLOW_HEAD, HostileConnections, ask, attack
 from tests.e2e.hostile_requests import BODY_LIMIT, HOSTILE_REQUESTS, HostileRequest
@@ -117,11 +118,49 @@ def test_connections_of_one_address_are_limited(service: LocalService, tmp_path:
     assert closed.count(True) == 5
 
 
+def wait_for_requests(load: Load, count: int) -> None:
+    """Wait until so many more requests have their responses."""
+    answered = len(load.samples)
+    wait_until(lambda: len(load.samples) > answered + count)
+
+
 def test_no_request_fails_when_one_frontend_is_killed(proxied: Proxied) -> None:
     with run_load(proxied.url, served_requests(proxied.url, photos(4)), clients=8) as load:
-        answered = len(load.samples)
-        wait_until(lambda: len(load.samples) > answered + 50)
+        wait_for_requests(load, 50)
         os.kill(proxied.frontends[0].pid, signal.SIGKILL)
-        answered = len(load.samples)
-        wait_until(lambda: len(load.samples) > answered + 100)
+        wait_for_requests(load, 100)
     assert not load.failed, load.failed[:3]
+
+
+def supervisor_says(text: str, line: LogLine) -> bool:
+    return line["process"] == "supervisor" and line.message.startswith(text)
+
+
+def test_no_request_fails_when_the_service_is_upgraded_or_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalService, "start_program", staticmethod(start_program))  # a fork has no command line
+
+    def upgrade(settings: str, *expected: str) -> None:
+        config.write_text(settings)
+        seen = len(service.lines)
+        os.kill(service.pid, signal.SIGUSR2)
+        for text in expected:
+            service.wait_for(partial(supervisor_says, text), 120.0, after=seen)
+
+    config = tmp_path / "settings.toml"
+    config.write_text("[serve]\nstages = 1\nreplicas = 1\n")
+    with (
+        LocalService(model="resnet18", weights="random:0", image_size=32, config=config) as service,
+        proxy(tmp_path, service.url) as port,
+    ):
+        url = f"http://127.0.0.1:{port}"
+        with run_load(url, served_requests(url, photos(4)), clients=4) as load:
+            upgrade("[serve]\nstages = 0\n", "the upgrade failed: the new supervisor ended status=2")
+            assert len(service.status()["stages"]) == 1
+            for stages in (2, 1):
+                upgrade(f"[serve]\nstages = {stages}\nreplicas = 1\n", "upgraded", "stopped")
+                assert len(service.status()["stages"]) == stages
+                wait_for_requests(load, 50)
+        assert not load.failed, load.failed[:3]
+        assert service.stop() == 0

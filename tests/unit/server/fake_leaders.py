@@ -195,7 +195,6 @@ def pool_of(leaders: int = 2, *, grace_s: float = 5.0, connected: bool = True) -
 @asynccontextmanager
 async def open_request(pool: LeaderPool) -> AsyncIterator[None]:
     """A request, from its first byte to its response."""
-    pool.begin()
     await pool.admit(time.monotonic() + 30)
     try:
         yield

@@ -64,9 +64,6 @@ class ColourPredictor(LeaderPool):
         path = ("stage0-0", "stage1-1")
         return Prediction(probabilities, MODEL.name, MODEL.version, 0.001, 0.002, 0.003, 2, path, version_digest="0f0f")
 
-    def begin(self) -> None:
-        pass
-
     def end(self) -> None:
         pass
 
