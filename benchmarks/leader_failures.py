@@ -4,8 +4,8 @@
 
 Starts a service, sends requests with HTTP keep-alive in a closed loop, and compares all answers. A killed process ends by SIGKILL. A frozen
 leader stops by SIGSTOP, until the supervisor kills it. The next fault comes when everything is ready again. `--versions` loads versions
-back and forth, and kills a leader in the middle of each. `--loads` kills a worker every 5 s meanwhile. The two versions differ too little
-to change an answer.
+back and forth, and kills a leader in the middle of each. `--loads` kills a worker every 5 s meanwhile, and `--swaps` kills nothing. The two
+versions differ too little to change an answer.
 """
 
 import argparse
@@ -113,7 +113,7 @@ class Faults:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("kills", "freezes", "worker-kills", "versions", "loads", "seed"):
+    for name in ("kills", "freezes", "worker-kills", "versions", "loads", "swaps", "seed"):
         parser.add_argument(f"--{name}", type=int, default=0)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--leaders", type=int, default=2)
@@ -133,6 +133,7 @@ def main() -> None:
                 "leader killed": (options.kills, lambda: faults.end_leader(signal.SIGKILL)),
                 "leader frozen": (options.freezes, lambda: faults.end_leader(signal.SIGSTOP)),
                 "worker killed": (options.worker_kills, faults.kill_worker),
+                "version loaded": (options.swaps, faults.load_version),
                 "version loaded while workers are killed": (options.loads, faults.load_under_kills),
                 "version loaded, leader killed": (options.versions, faults.load_without_leader),
             }

@@ -26,8 +26,8 @@ def main() -> None:
     mpl.rcParams["svg.hashsalt"] = "soak"  # the same result gives the same file
     figure, (latency, memory) = plt.subplots(1, 2, figsize=(11, 1.5 + 0.2 * len(rows)), layout="constrained")
     figure.suptitle(
-        f"{len(found['injections']):,} faults in {found['duration_s'] / 3600:.1f} h, {found['requests']:,} requests: {found['failed']} failed, "
-        f"{found['wrong']} wrong, {found['duplicates']} answered twice, {found['excused']} excused"
+        f"{len(found['injections']):,} faults in {found['duration_s'] / 3600:.1f} h, {found['requests']:,} requests: "
+        f"{found['failed']} failed, {found['wrong']} wrong, {found['duplicates']} answered twice, {found['excused']} excused"
     )
     p99_s = [0.0 if row["latency"] is None else row["latency"]["p99"] for row in rows]
     latency.barh(names, p99_s, color="#4878a8")
@@ -40,11 +40,11 @@ def main() -> None:
     memory.plot(hours, [each["resident_mib"] for each in found["injections"]], color="#4878a8", linewidth=0.8)
     memory.set(title="all processes after each fault", xlabel="hours", ylabel="resident memory, MiB")
     memory.yaxis.label.set_color("#4878a8")
-    memory.set_ylim(bottom=0)
+    memory.set_ylim(0, 1.1 * memory.get_ylim()[1])
     descriptors = memory.twinx()
     descriptors.plot(hours, [each["descriptors"] for each in found["injections"]], color="#c44e52", linewidth=0.8)
     descriptors.set_ylabel("file descriptors", color="#c44e52")
-    descriptors.set_ylim(bottom=0)
+    descriptors.set_ylim(0, 1.3 * descriptors.get_ylim()[1])
     figure.savefig(options.picture, metadata={"Date": None} if options.picture.suffix == ".svg" else None)
 
 

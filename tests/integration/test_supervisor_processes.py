@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -40,6 +41,20 @@ name = os.environ['NOTIFY_SOCKET']
 socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'READY=1', chr(0) + name[1:])
 report('up')
 signal.pause()
+"""
+
+FORWARDED = """
+import os, signal, sys
+from multiworld_serving.deploy.processes.forwarder import SIGNALS, main
+signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+if not (pid := os.fork()):
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+    signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    print("up", flush=True)
+    while True:
+        signal.pause()
+sys.exit(main(pid))
 """
 
 
@@ -240,3 +255,12 @@ async def test_signal_reaches_only_the_process_itself(reports: Reports, caplog: 
         loop.remove_signal_handler(signal.SIGTERM)
     assert "ended status=SIGTERM" in caplog.text
     assert not received
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 7), (signal.SIGHUP, 128 + signal.SIGKILL)])
+def test_forwarder_sends_signals_to_the_successor_and_ends_with_its_status(signum: int, status: int) -> None:
+    with subprocess.Popen([sys.executable, "-c", FORWARDED], stdout=subprocess.PIPE) as forwarder:
+        assert forwarder.stdout is not None
+        assert forwarder.stdout.readline() == b"up\n"
+        forwarder.send_signal(signum)
+        assert forwarder.wait(30) == status
