@@ -147,7 +147,6 @@ class _Service:
         self._predecessor = predecessor
         self.successor: ChildProcess | None = None
         self._upgrading: asyncio.Task[None] | None = None
-        self._upgraded = asyncio.Event()
         self._sockets: dict[str, socket.socket] = {}
         self._can_fork = False
         self._stack = stack
@@ -211,7 +210,7 @@ class _Service:
                 await running.enter_async_context(notify_systemd())
                 if self._predecessor is not None:
                     self._upgrading = asyncio.create_task(self._replace(self._predecessor))
-                ends = [self._stop, self._upgraded, *(each.invalid_input for each in supervisors)]
+                ends = [self._stop, *(each.invalid_input for each in supervisors)]
                 waits = [asyncio.create_task(end.wait()) for end in ends]
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for wait in waits:
@@ -221,13 +220,13 @@ class _Service:
                     await asyncio.wait({self._upgrading})
             if self.successor is not None:
                 hold_signals()
-                if self._stop.is_set():
-                    self.successor.send(signal.SIGTERM)
             logger.info("stopped")
             return INVALID_INPUT if any(each.invalid_input.is_set() for each in supervisors) else 0
 
     def _begin_stop(self) -> None:
         logger.info("stopping; a second signal ends all processes at once")
+        if self.successor is not None:
+            self.successor.send(signal.SIGTERM)
         self._stop.set()
 
     def _begin_upgrade(self) -> None:
@@ -246,7 +245,7 @@ class _Service:
         if self.successor is not None:
             logger.info("upgraded: the new supervisor serves pid=%d", self.successor.pid)
             os.environ.pop("NOTIFY_SOCKET", None)  # for systemd, the service does not stop
-            self._upgraded.set()
+            self._stop.set()
 
     async def _replace(self, predecessor: Predecessor) -> None:
         """Wait until all frontends serve. Then let the predecessor stop."""

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn, Self
 
-from multiworld_serving.common.config import exit_with_parent
+from multiworld_serving.common.config.process import exit_with_parent
 from multiworld_serving.deploy.processes import forwarder
 from multiworld_serving.deploy.processes.child_process import ChildProcess, status_text
 
