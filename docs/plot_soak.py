@@ -23,7 +23,7 @@ def main() -> None:
     rows = sorted(found["faults"], key=lambda row: (row["times"], row["fault"]))
     names = [f"{row['fault']} ({row['times']})" for row in rows]
 
-    mpl.rcParams["svg.hashsalt"] = "soak"  # the same result gives the same file
+    mpl.rcParams |= {"svg.hashsalt": "soak", "svg.fonttype": "none"}  # the same result gives the same file
     figure, (latency, memory) = plt.subplots(1, 2, figsize=(11, 1.5 + 0.2 * len(rows)), layout="constrained")
     figure.suptitle(
         f"{len(found['injections']):,} faults in {found['duration_s'] / 3600:.1f} h, {found['requests']:,} requests: "
