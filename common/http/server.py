@@ -10,9 +10,11 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from multiworld_serving.common.http.listener import BACKLOG
 
@@ -20,6 +22,45 @@ KEEP_ALIVE_S = 75
 """A connection without a request is closed after this time. A proxy must close its idle connections earlier."""
 _CLOSE_S = 3
 """Enough if all requests already have their responses."""
+_MAX_JOINED_BYTES = 1 << 16
+
+
+class JoiningTransport:
+    """A connection that sends the head of a response together with its body.
+
+    uvicorn writes the two separately, and uvloop would send each with a system call and a packet of its own. Nothing is written to a
+    connection that closes: uvloop would raise.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._held = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Send what is held and `data`. If nothing is held, `data` waits for the next write or the end of this turn of the event loop."""
+        if self._held or len(data) > _MAX_JOINED_BYTES:
+            self._send(data)
+        elif data:
+            self._held = data
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def close(self) -> None:
+        """Send what is held, and close."""
+        self._send()
+        self._transport.close()
+
+    def _send(self, data: bytes = b"") -> None:
+        joined, self._held = self._held + data, b""
+        if joined and not self._transport.is_closing():
+            self._transport.write(joined)
+
+
+class _JoiningProtocol(HttpToolsProtocol):
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        super().connection_made(cast("asyncio.Transport", JoiningTransport(transport)))
 
 
 class HttpServer(uvicorn.Server):
@@ -44,7 +85,7 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=_JoiningProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

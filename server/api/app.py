@@ -104,13 +104,7 @@ class Application(FastAPI):
             if message["type"] == "http.response.start":
                 started, status = True, message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.request_id.encode("ascii"))]
-            try:
-                await send(message)
-            except RuntimeError as error:
-                # The connection has ended, for example after an invalid request behind this one. uvicorn writes to it, and uvloop
-                # raises. A client could fill the log with these tracebacks.
-                if "closed" not in str(error):
-                    raise
+            await send(message)
 
         try:
             try:

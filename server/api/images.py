@@ -39,6 +39,8 @@ _MAX_JPEG_SEGMENTS = 1000
 _MAX_JPEG_JUNK_BYTES = 64
 _JPEG_SEGMENTS = frozenset({*range(0xC0, 0xD0), *range(0xDB, 0xF0), 0xFE} - {0xC8})
 """Markers allowed before the first scan; a length follows each."""
+_JPEG_MODES = {1: "L", 3: "RGB"}
+"""Pillow's mode for each number of channels."""
 
 _MAX_PNG_CHUNKS = 20_000
 """In chunks of 4 KiB, a file of 80 MiB. Pillow takes microseconds per chunk and holds the GIL."""
@@ -70,9 +72,10 @@ def image_tensor(data: bytes, sizes: ImageSizes, max_pixels: int) -> Tensor:
         ImageError: unknown format, damaged, or smaller than `MIN_SIDE`.
         ImageTooLargeError: more than `max_pixels`.
     """
-    file_type = _file_type(data)
+    small = _small_jpeg(data)
+    file_type = _file_type(data) if small is None else JpegImageFile
     try:
-        with file_type(BytesIO(data)) as image:
+        with file_type(BytesIO(data)) if small is None else _decoded(data, *small) as image:
             _check_size(image, max_pixels)
             size, window = image.size, _reduce(image, sizes.resize_size)
             rgb, orientation = _rgb(image), _orientation(image)
@@ -105,29 +108,41 @@ def _file_type(data: bytes) -> type[ImageFile]:
 
 def decodes_quickly(data: bytes) -> bool:
     """Whether decoding takes little more than handing the image to a thread and back: a small baseline JPEG. Raises ImageError."""
+    return _small_jpeg(data) is not None
+
+
+def _small_jpeg(data: bytes) -> tuple[str, tuple[int, int]] | None:
+    """Mode and size of a small baseline JPEG without EXIF; None for other files. Raises ImageError."""
     if len(data) > _QUICK_BYTES or not data.startswith(_JPEG):
-        return False
+        return None
     frame = _check_jpeg_structure(data)
-    if frame is None or frame + 9 > len(data):
-        return False
+    if frame is None or frame + 9 >= len(data):
+        return None
     height, width = (int.from_bytes(data[at : at + 2]) for at in (frame + 5, frame + 7))
-    return height * width <= _QUICK_PIXELS
+    mode = _JPEG_MODES.get(data[frame + 9])
+    return None if mode is None or height * width > _QUICK_PIXELS else (mode, (width, height))
+
+
+def _decoded(data: bytes, mode: str, size: tuple[int, int]) -> Image.Image:
+    """Decode a small JPEG. Pillow takes as long to read the other metadata. Its decoder refuses an image larger than `size`."""
+    return Image.frombytes(mode, size, data, "jpeg", mode, "")
 
 
 def _check_jpeg_structure(data: bytes) -> int | None:
-    """Returns the position of the header with the size if the JPEG is baseline; None if it is not. Raises ImageError."""
+    """Returns the position of the header with the size if the JPEG is baseline and has no EXIF; None if not. Raises ImageError."""
     # In compressed data 0xFF is always followed by 0x00 or a restart marker, so this counts scans, thumbnails' included.
     if data.count(b"\xff\xda") > _MAX_JPEG_SCANS:
         raise ImageError(f"the JPEG has more than {_MAX_JPEG_SCANS} scans; save it again as a baseline JPEG")
-    position, baseline = 2, None
+    position, baseline, has_exif = 2, None, False
     for _ in range(_MAX_JPEG_SEGMENTS):
         start = data.find(b"\xff", position, position + _MAX_JPEG_JUNK_BYTES)
         marker = data[start + 1] if 0 <= start < len(data) - 1 else None
         if marker == 0xDA:
-            return baseline
+            return None if has_exif else baseline
         if marker in _JPEG_SEGMENTS:
             if marker == 0xC0:
                 baseline = start
+            has_exif |= marker == 0xE1
             position = start + 2 + int.from_bytes(data[start + 2 : start + 4])
         elif marker in (0x00, 0xFF):  # junk and fill bytes
             position = start + 1
@@ -157,7 +172,7 @@ def _check_size(image: Image.Image, max_pixels: int) -> None:
         )
 
 
-def _reduce(image: ImageFile, resize_size: int) -> tuple[float, float, float, float]:
+def _reduce(image: Image.Image, resize_size: int) -> tuple[float, float, float, float]:
     """Let Pillow decode a JPEG at a fraction of its size if that is sufficient. Returns the image's box in the decoded one."""
     width, height = image.size
     wanted = _MIN_OVERSAMPLING * resize_size / min(width, height)
@@ -210,7 +225,7 @@ def _scale_and_crop(
     if ordinary and image.size == size:
         pixels = _interleaved(image).unsqueeze(0)
         scaled_pixels = interpolate(pixels, (scaled_height, scaled_width), mode="bilinear", antialias=True)
-        return scaled_pixels[0, :, top:bottom, left:right]
+        return scaled_pixels[0].narrow(1, top, crop_size).narrow(2, left, crop_size)
     # Scaling a whole image of 8 x 6,000,000 pixels would need 150 GB: scale only the crop.
     across, down = (window[2] - window[0]) / scaled_width, (window[3] - window[1]) / scaled_height
     box = (

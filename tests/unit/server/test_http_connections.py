@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from multiworld_serving.common.http.server import JoiningTransport
 from tests.unit.server.frontend_app import ColourPredictor, image_bytes
 from tests.unit.server.http_port import http_port
 from tests.waiting import until
@@ -51,3 +52,38 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         await client.say(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /readyz HTTP/1.1\r\nHost: x\r\n\r\n" * 4)
         answers = [(await client.answer())[1] for _ in range(8)]
         assert ["alive" if "alive" in answer else "ready" for answer in answers] == ["alive", "ready"] * 4
+
+
+class Sent(asyncio.Transport):
+    """Records what is sent. Raises on a closed connection, as uvloop does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data: list[bytes] = []
+        self.closed = False
+        self.is_closing = lambda: self.closed  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        self.closed = True
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]
+        assert not self.closed
+        self.data.append(data)
+
+
+async def test_head_of_a_response_is_sent_with_its_body() -> None:
+    sent = Sent()
+    connection = JoiningTransport(sent)
+    for part in (b"head 1 ", b"body 1", b"head 2 ", b"body 2"):
+        connection.write(part)
+    assert sent.data == [b"head 1 body 1", b"head 2 body 2"]
+    connection.write(b"head of an event stream")
+    await asyncio.sleep(0)
+    assert sent.data[2:] == [b"head of an event stream"], "at the end of the turn, and nothing twice"
+    connection.write(b"last response")
+    connection.close()
+    assert sent.data[3:] == [b"last response"]
+    for _ in range(3):  # uvloop would raise
+        connection.write(b"to a closed connection")
+    await asyncio.sleep(0)
+    assert len(sent.data) == 4
