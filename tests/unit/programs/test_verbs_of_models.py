@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 
 from multiworld_serving.cli.main import main
+from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.testing.chaos.campaign import Plan, run
 from multiworld_serving.testing.chaos.injection import Injection
 from multiworld_serving.testing.chaos.journal import Journal
@@ -22,12 +23,29 @@ from multiworld_serving.testing.load.clients import Sample
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
 from tests.unit.server.text_model import TEXT, TextPredictor
 
+HANDLER = """
+import numpy as np
+
+class Handler:
+    def decode(self, body, content_type):
+        ids = np.array([[len(word) for word in body.decode().split()]])
+        return {"ids": ids, "mask": ids > 0}
+
+    def encode(self, outputs):
+        return b"%d letters" % outputs["sums"][0], "text/plain"
+"""
 SHORT = ["--duration", "1s", "--warm-up", "0s", "--clients", "2"]
 
 
-async def statuses(predictor: Any, model: Any, *commands: list[str]) -> list[int]:
-    """The exit statuses of these command lines with the URL of a service of this model, which then stands a campaign."""
-    async with running_frontend(predictor, model) as frontend:
+async def statuses(
+    predictor: Any, model: Any, *commands: list[str], handler: HandlerProcesses | None = None, body: bytes | None = None
+) -> list[int]:
+    """The exit statuses of these command lines with the URL of a service of this model, which then stands a campaign.
+
+    Args:
+        body: what the campaign sends; None: what it generates for the model.
+    """
+    async with running_frontend(predictor, model, handler=handler) as frontend:
         config = uvicorn.Config(frontend.app, host="127.0.0.1", port=0, lifespan="off", log_level="warning")
         server = uvicorn.Server(config)
         running = asyncio.create_task(server.serve())
@@ -36,7 +54,8 @@ async def statuses(predictor: Any, model: Any, *commands: list[str]) -> list[int
         port = server.servers[0].sockets[0].getsockname()[1]
         url = ["--url", f"http://127.0.0.1:{port}"]
         found = [await asyncio.to_thread(main, [*command, *url]) for command in commands]
-        plan = Plan(files=[], faults=chosen_faults("disconnect"), settle_s=0.1, rounds=2)
+        files = [] if body is None else [(body, "text/plain")]
+        plan = Plan(files=files, faults=chosen_faults("disconnect"), settle_s=0.1, rounds=2)
         with tempfile.TemporaryDirectory() as folder:
             journal = Path(folder) / "journal"
             earlier = Injection("disconnect", (), 1.0, 2.0)
@@ -76,3 +95,16 @@ async def test_tensors_of_the_metadata_are_sent_to_another_model(
     assert await statuses(TextPredictor(), TEXT, *commands) == [0, 0]
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert answer["sums"] == [6.0, 15.0]
+
+
+async def test_files_are_sent_to_the_handler(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "letters.py").write_text(HANDLER)
+    text = tmp_path / "text.txt"
+    body = b"one more sentence"
+    text.write_bytes(body)
+    commands = (["bench", "--json", *SHORT, "--file", str(text)], ["predict", str(text)])
+    with HandlerProcesses(f"{tmp_path / 'letters.py'}:Handler", 60.0) as handler:
+        assert await statuses(TextPredictor(), TEXT, *commands, handler=handler, body=body) == [0, 0]
+    out = capsys.readouterr().out
+    assert '"failed": 0' in out
+    assert "15 letters" in out

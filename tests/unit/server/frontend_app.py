@@ -177,6 +177,7 @@ async def running_frontend(
     model: ServedModel = MODEL,
     *,
     authorizer: Authorizer | None = None,
+    handler: HandlerProcesses | None = None,
     access_log: bool = False,
     admin_port: int | None = None,
     **limits: Any,
@@ -185,7 +186,7 @@ async def running_frontend(
     predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
     metrics.requests.log_all = access_log
     inference = Inference(predictor, model, RequestLimits(**limits))
-    groups = Groups(group_of(predictor, metrics, inference))
+    groups = Groups(group_of(predictor, metrics, inference, handler))
     app = create_api(groups, metrics, authorizer, admin_port=admin_port)
     transport = httpx.ASGITransport(app)
     async with (
