@@ -33,7 +33,7 @@ _IN_SHORT_HELP = {
 }
 """The settings that `--help` lists; `--help-all` lists all."""
 _REPEATED = ("leader", "model")
-"""Settings whose option may be repeated: its values are separated by commas."""
+"""Settings whose option may be repeated: its values are separated by commas. An option of a verb with such a name is not repeated."""
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
@@ -216,7 +216,8 @@ def _parameter(name: str, field: FieldInfo, *, hidden: bool = False) -> inspect.
         names: list[Any] = facts.get("names") or [option(name) + (f"/--no-{option(name)[2:]}" if is_flag else "")]
         shown |= {"envvar": facts.get("variable") or None, "rich_help_panel": panel(field), "hidden": hidden}
         info = typer.Option(*names, **shown)
-    typed: Any = bool if is_flag else list[str] if name in _REPEATED or get_origin(kind) is tuple else str
+    is_repeated = get_origin(kind) is tuple or (name in _REPEATED and "positional" not in facts)
+    typed: Any = bool if is_flag else list[str] if is_repeated else str
     if field.is_required():
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[typed, info])
     annotation = Annotated[typed | None, info]

@@ -5,7 +5,7 @@ import time
 from typing import TYPE_CHECKING
 
 from multiworld_serving.cli.options import AsJson, Duration, LoadOptions, duration, epilog, value
-from multiworld_serving.cli.service import ServiceOptions, open_clients, read_status
+from multiworld_serving.cli.service import ServiceOptions, model_option, open_clients, read_status
 from multiworld_serving.common.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class BenchOptions(AsJson, LoadOptions, ServiceOptions):
     """Duration of the load before the measurement; not counted; by default 3s."""
     rows: int | None = value(None, "Load", ge=1)
     """Send tensors with this many rows, with the Open Inference Protocol, instead of images."""
+    model: str | None = model_option()
+    """Model, if the service has several."""
     seed: int = value(0, "Load")
     """Seed of the generated requests and of the arrival times of an open loop."""
 
@@ -60,8 +62,10 @@ def bench(options: BenchOptions) -> int:
     files = [body_file(path) for path in options.files]
     with open_clients(options) as clients:
         url = str(clients[0].base_url).rstrip("/")
-        status = read_status(clients).json()
-        requests = served_requests(url, files, rows=options.rows, seed=options.seed, credentials=credentials)
+        status = read_status(clients, options.model).json()
+        requests = served_requests(
+            url, files, model=options.model, rows=options.rows, seed=options.seed, credentials=credentials
+        )
         title = f"{status['model']} {status['version']}"
     interrupted = False
     with (

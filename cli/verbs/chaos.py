@@ -35,8 +35,8 @@ class TestedService(Options):
     """URL of a running service on this machine; by default one is started."""
     compose: str | None = value(None, "The service", metavar="PROJECT")
     """Name of the Docker Compose project of a running service."""
-    model: str = value("resnet18", "The service")
-    """Model of the started service."""
+    model: str | None = value(None, "The service")
+    """Model of the started service, by default resnet18. With --url the model under test, if that service has several."""
     weights: str = value("random:0", "The service")
     """Weights of the started service."""
     stages: int = value(2, "The service", ge=1)
@@ -64,6 +64,7 @@ class TestedService(Options):
             named = {
                 name: getattr(self, name) for name in TestedService.model_fields.keys() - {"sets", "url", "compose"}
             }
+            named["model"] = self.model or "resnet18"
             # All tensors travel over edges, also small ones, so that faults of edges have an effect.
             return LocalService(credentials=credentials, **{"edge_min_bytes": 0} | named | assignments(self.sets))
         if self.sets:
@@ -71,7 +72,7 @@ class TestedService(Options):
         if self.compose is not None:
             return nullcontext(ComposeProject(self.compose, credentials=credentials))
         assert self.url is not None
-        return nullcontext(RunningService(self.url, credentials=credentials))
+        return nullcontext(RunningService(self.url, credentials=credentials, model=self.model))
 
 
 class ChaosOptions(Access, LoadOptions, TestedService):

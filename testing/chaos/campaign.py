@@ -97,12 +97,14 @@ def run(
     found.injections = [entry.injection for entry in written.entries]
     if found.injections:
         log(f"continues after {len(found.injections)} faults")
-    with Observer(system.url, system.credentials) as observer:
+    with Observer(system.url, system.credentials, model=system.model) as observer:
         start = observer.wait(lambda now: now.complete, WAIT_S, "complete at the start")
         found.skipped = {fault.name: why for fault in plan.faults if (why := unavailable_reason(fault, system, start))}
         for name, why in found.skipped.items():
             log(f"left out: {name} ({why})")
-        requests = served_requests(system.url, plan.files, seed=plan.seed, credentials=system.credentials)
+        requests = served_requests(
+            system.url, plan.files, model=system.model, seed=plan.seed, credentials=system.credentials
+        )
         if pairs := count_indistinguishable(requests):
             found.warnings.append(
                 f"{pairs} pairs of requests have indistinguishable answers: swapping those would not be detected"

@@ -122,8 +122,9 @@ class Observer:
         snapshots: every snapshot that differs from the previous one.
     """
 
-    def __init__(self, url: str, credentials: ClientCredentials = NO_CREDENTIALS) -> None:
-        self._client = httpx.Client(base_url=url, timeout=30.0, **credentials.options)
+    def __init__(self, url: str, credentials: ClientCredentials = NO_CREDENTIALS, *, model: str | None = None) -> None:
+        params = {} if model is None else {"model": model}
+        self._client = httpx.Client(base_url=url, params=params, timeout=30.0, **credentials.options)
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos-observer", daemon=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -108,6 +109,7 @@ def served_requests(
     url: str,
     files: Sequence[tuple[bytes, str]] = (),
     *,
+    model: str | None = None,
     rows: int | None = None,
     seed: int = 0,
     credentials: ClientCredentials = NO_CREDENTIALS,
@@ -117,31 +119,35 @@ def served_requests(
     Args:
         files: bodies and content types for /predict. Without them, requests are generated: images if the service classifies images,
             else tensors by the metadata of the model.
+        model: to which they are sent; None = the only one, or the first one.
         rows: rows of each request with tensors; None sends images if the service classifies them, else one row.
     Raises:
         httpx.HTTPError: a request failed.
         UserError: `rows` exceeds the limit of the service, or the model has inputs that cannot be generated.
     """
     with httpx.Client(base_url=url, timeout=60.0, **credentials.options) as client:
-        requests = [ReferenceRequest(*body) for body in files] or _generated(client, rows, seed)
+        path = "/predict" if model is None else f"/predict/{quote(model)}"
+        requests = [ReferenceRequest(*body, path=path) for body in files] or _generated(client, model, rows, seed)
         return [_recorded(client, request) for request in requests]
 
 
-def _generated(client: httpx.Client, rows: int | None, seed: int) -> list[ReferenceRequest]:
-    (model, *_) = client.post("/v2/repository/index").raise_for_status().json()
-    metadata = client.get(f"/v2/models/{model['name']}").raise_for_status().json()
+def _generated(client: httpx.Client, model: str | None, rows: int | None, seed: int) -> list[ReferenceRequest]:
+    names = client.get("/v2/models").raise_for_status().json()["models"]
+    name = quote(model or names[0])
+    path = "/predict" if len(names) == 1 else f"/predict/{name}"
+    metadata = client.get(f"/v2/models/{name}").raise_for_status().json()
     parameters = metadata["parameters"]
     images = photos(_COUNT, seed)
-    if rows is None and "input_datatypes" in parameters and _classifies(client, images[0]):
-        return [ReferenceRequest(*image) for image in images]
+    if rows is None and "input_datatypes" in parameters and _classifies(client, path, images[0]):
+        return [ReferenceRequest(*image, path=path) for image in images]
     if (rows or 1) > int(parameters["max_rows"]):
         raise UserError(f"--rows {rows}: the service takes at most {parameters['max_rows']} rows in a request")
     generator = np.random.default_rng(seed)
     return [_tensor_request(metadata, rows or 1, generator) for _ in range(_COUNT)]
 
 
-def _classifies(client: httpx.Client, image: tuple[bytes, str]) -> bool:
-    answer = client.post("/predict", content=image[0], headers={"content-type": image[1]})
+def _classifies(client: httpx.Client, path: str, image: tuple[bytes, str]) -> bool:
+    answer = client.post(path, content=image[0], headers={"content-type": image[1]})
     return (
         answer.is_success
         and answer.headers.get("content-type") == "application/json"

@@ -20,11 +20,13 @@ class RunningService:
 
     Args:
         credentials: of requests to it.
+        model: which model is tested, if it serves several.
     """
 
-    def __init__(self, url: str, *, credentials: ClientCredentials = NO_CREDENTIALS) -> None:
+    def __init__(self, url: str, *, credentials: ClientCredentials = NO_CREDENTIALS, model: str | None = None) -> None:
         self.url = url.rstrip("/")
         self.credentials = credentials
+        self.model = model
 
     @property
     def pid(self) -> int | None:
@@ -43,13 +45,17 @@ class RunningService:
         """Process ids of the leaders ("leader") or frontends ("frontend") of its supervisor, by slot. Raises httpx.HTTPError."""
         named = _named_pids(self._status_again()[f"{kind}s"])
         slots = {
-            re.fullmatch(rf"{kind}-(\d+)", name): pid for name, pid in named.items() if _supervisor(pid) is not None
+            re.fullmatch(rf"(?:.+-)?{kind}-(\d+)", name): pid
+            for name, pid in named.items()
+            if _supervisor(pid) is not None
         }
         return {int(match[1]): pid for match, pid in slots.items() if match is not None}
 
     def status(self) -> dict[str, Any]:
         """Return the document of GET /status."""
-        found: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=30.0, **self.credentials.options).json()
+        params = {} if self.model is None else {"model": self.model}
+        answer = httpx.get(f"{self.url}/status", params=params, timeout=30.0, **self.credentials.options)
+        found: dict[str, Any] = answer.json()
         return found
 
     def _status_again(self) -> dict[str, Any]:
