@@ -242,9 +242,6 @@ async def test_leader_that_drains_does_not_wait_for_a_frontend_that_is_lost() ->
             await draining
 
 
-# -- operations ----------------------------------------------------------------------------------------------------------------
-
-
 # -- metrics -------------------------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +259,9 @@ async def test_metrics_are_served_without_those_of_a_process_that_does_not_reply
     text = (await scrape_service("a", [pool], pool.metrics)).decode()
     assert 'process="a"' in text
     assert 'process="leader-0"' not in text
+
+
+# -- operations ----------------------------------------------------------------------------------------------------------------
 
 
 async def test_operations_do_not_wait_for_a_frontend_that_never_replies(monkeypatch: pytest.MonkeyPatch) -> None:
