@@ -16,6 +16,7 @@ class _Record:
     """Consecutive failures."""
     until_s: float = float("-inf")
     """End of the quarantine."""
+    given_up: object = None
 
 
 class Breaker:
@@ -46,6 +47,15 @@ class Breaker:
         """Seconds until the quarantine of this worker ends; 0 if it may join now."""
         record = self._records.get(worker)
         return max(0.0, record.until_s - now_s) if record else 0.0
+
+    def give_up(self, worker: str, attempt: object) -> None:
+        """Remember what this worker is not to attempt again. Another attempt begins without failures."""
+        self._records[worker] = _Record(given_up=attempt)
+
+    def given_up(self, worker: str, attempt: object) -> bool:
+        """Whether `give_up` was called for this worker and attempt, and not for another attempt since."""
+        record = self._records.get(worker)
+        return record is not None and record.given_up == attempt
 
     def quarantined(self, now_s: float) -> int:
         """How many workers are quarantined now."""

@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 _HEALTHY_BATCHES = 10
 _HEALTHY_S = 10.0
 """After this many batches or seconds a worker counts as healthy, and the circuit breaker's count of its failures starts anew."""
+_MAX_FAILED_STARTS = 8
+"""A worker process that fails so often in a row to load a version, or to compute its self-test, is not admitted for this version again."""
+_GIVEN_UP_S = 30.0
+"""When such a worker asks again."""
 _RETRY_WHILE_DRAINING_S = 1.0
 _WORKERS_RETURN_S = 6.0
 """After a leader has started, workers of other leaders join within this time: the longest pause between their attempts is 5 s. Until then
@@ -65,6 +69,8 @@ class Joining:
         if former is None:
             if request.obeys:
                 return 0.0 if self._held(request) else _RETRY_UNASSIGNED_S
+            if self.breaker.given_up(request.worker, self._attempt(request)):
+                return _GIVEN_UP_S
             if not all(map(self._placement.num_workers, range(self._placement.num_stages))):
                 return 0.0  # a stage has no worker: even a failing worker cannot make it worse
             return self.breaker.wait_s(request.worker, time.monotonic())
@@ -76,6 +82,10 @@ class Joining:
                 former.id,
             )
         return self._settings.heartbeat_timeout_s
+
+    def _attempt(self, request: JoinRequest) -> tuple[str, int]:
+        """What fails again if nothing changes: the process of this worker, and the version."""
+        return request.edge, self._versions.current.version.number
 
     def _held(self, request: JoinRequest) -> frozenset[int]:
         """The stages of `request.parts`; none of a model that is partitioned differently."""
@@ -97,6 +107,15 @@ class Joining:
         now_s = time.monotonic()
         served_s = now_s - worker.ready_at_s if worker.ready_at_s is not None else 0.0
         healthy = worker.batches_done >= _HEALTHY_BATCHES or served_s >= _HEALTHY_S
+        ending, failures = worker.ending, self.breaker.failures(worker.name) + 1
+        unable = ending is not None and ending.cause == "error" and "memory" not in ending.detail.lower()
+        if ending is not None and unable and worker.ready_at_s is None and failures >= _MAX_FAILED_STARTS:
+            logger.error(
+                "worker=%s is not admitted again: it has failed %d times in a row. Restart it, or serve another model. %s",
+                *(worker.name, failures, ending.detail),
+            )
+            self.breaker.give_up(worker.name, self._attempt(worker.request))
+            return
         if quarantine_s := self.breaker.failed(worker.name, healthy=healthy, now_s=now_s):
             failures = self.breaker.failures(worker.name)
             logger.warning(

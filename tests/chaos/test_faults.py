@@ -81,6 +81,16 @@ def test_leader_memory_is_stable_when_workers_are_killed_and_rejoin(service: Loc
         assert now.descriptors <= was.descriptors + 2
 
 
+def test_kill_of_a_worker_is_told_in_few_lines_which_name_it_equally(service: LocalService) -> None:
+    worker, logged = service.worker_at(*FIRST), len(service.lines)
+    make_fault(service, "kill", FIRST)
+    told = [
+        line.message for line in service.lines[logged:] if line["level"] == "warning" and "world=s0.r0" in line.message
+    ]
+    assert len([line for line in told if f"worker={worker} ready->broken" in line]) == 2, "one from each leader"
+    assert len(told) <= 4
+
+
 def test_any_frontend_serves_status_and_metrics_of_all_processes(service: LocalService) -> None:
     frozen = list(service.child_pids("frontend").values())
     for other in frozen:

@@ -9,7 +9,7 @@ import sys
 TIMEOUT_S = 60.0
 CHILD = """
 import os, signal, time
-from multiworld_serving.common.config import exit_with_parent
+from multiworld_serving.common.config.process import exit_with_parent
 exit_with_parent()
 print(os.getpid(), flush=True)
 {then}

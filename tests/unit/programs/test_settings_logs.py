@@ -52,7 +52,7 @@ def test_text_cannot_forge_another_line_or_field() -> None:
 def test_lines_of_the_minimum_level_go_to_standard_error() -> None:
     program = (
         "import logging, warnings\n"
-        "from multiworld_serving.common.config import configure_logging\n"
+        "from multiworld_serving.common.config.logs import configure_logging\n"
         "configure_logging('info', 'json', process='leader')\n"
         "logging.getLogger('a').debug('quiet')\n"
         "logging.getLogger('a').info('loud')\n"

@@ -1,9 +1,19 @@
 """Circuit breaker: how long a failing worker is quarantined."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multiworld_serving.common.wire.join import JoinRequest
+from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.replicas.breaker import Breaker
+from multiworld_serving.server.replicas.joining import Joining
+from multiworld_serving.server.replicas.placement import Placement
+from multiworld_serving.server.replicas.reconcile import Goal
+from multiworld_serving.server.replicas.worker import Ending, SlotId, Worker
 
 
 def test_quarantine_doubles_from_the_second_failure_on() -> None:
@@ -40,3 +50,20 @@ def test_quarantine_and_memory_are_bounded(failures: int) -> None:
     for number in range(failures):
         assert 0.0 <= breaker.failed("w" if number % 2 else f"w{number}", healthy=False, now_s=float(number)) <= 30.0
     assert breaker.quarantined(0.0) <= 4096
+
+
+@pytest.mark.parametrize(("why", "given_up"), [("the self-test failed", True), ("CUDA out of memory", False)])
+def test_worker_that_fails_for_a_reason_of_the_model_does_not_join_for_ever(why: str, given_up: bool) -> None:
+    versions: Any = SimpleNamespace(current=SimpleNamespace(version=ModelVersion(1, "v1"), stages=()))
+    settings: Any = SimpleNamespace(join_port=0)
+    joining = Joining(versions, settings, Placement(1, 1, 0), Goal((1,)), cast(Any, None))
+    request = JoinRequest("w", "cpu", "127.0.0.1", 7, edge="127.0.0.1:1/a")
+    for number in range(8):
+        assert joining.wait_s(request) == 0.0, "no other worker has the stage"
+        worker = Worker(request, SlotId(0, 0), number)
+        worker.ending = Ending("error", why, None, False)
+        joining.failed(worker)
+    assert (joining.wait_s(request) > 0) == given_up
+    assert joining.wait_s(JoinRequest("w", "cpu", "127.0.0.1", 7, edge="127.0.0.1:1/b")) == 0.0, "it has restarted"
+    versions.current.version = ModelVersion(2, "v2")
+    assert joining.wait_s(request) == 0.0, "another version may be computed"
