@@ -257,7 +257,8 @@ class _Service:
         while not serve():
             self.notify.first_heard.clear()
             await self.notify.first_heard.wait()
-        for slot in self._frontends.pids:  # one that is restarted later must not wait until all models are ready
+        # A frontend that restarts later accepts requests before all models are ready.
+        for slot in self._frontends.pids:
             del self._files[self._frontend(slot)[0]]
         self._predecessor = None
         predecessor.replace()

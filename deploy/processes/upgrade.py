@@ -112,5 +112,5 @@ def hold_signals() -> None:
 
 
 def become_forwarder(successor: ChildProcess) -> NoReturn:
-    """Replace this program by one that forwards signals to the successor and ends with it. Call `hold_signals` before."""
+    """Replace this process by a program that forwards signals to the successor and exits when it exits. Call `hold_signals` first."""
     os.execv(sys.executable, [sys.executable, "-I", forwarder.__file__, str(successor.pid)])  # noqa: S606

@@ -260,7 +260,7 @@ def _free_resources() -> list[Resources]:
 
 
 def _answers(asked: Mapping[str, "ray.ObjectRef[Any]"], timeout_s: float) -> dict[str, Any]:
-    """What actors or tasks answer within this time, without those that fail or do not answer."""
+    """Return the results of actors or tasks that complete within this time. Failed and late calls are left out."""
     if asked:
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
     found = {}
