@@ -82,13 +82,16 @@ def test_leader_memory_is_stable_when_workers_are_killed_and_rejoin(service: Loc
 
 
 def test_kill_of_a_worker_is_told_in_few_lines_which_name_it_equally(service: LocalService) -> None:
+    wait_until(lambda: service.metric("multiworld_world_up") == 8)  # at both leaders
     worker, logged = service.worker_at(*FIRST), len(service.lines)
+
+    def told() -> list[str]:
+        lines = service.lines[logged:]
+        return [line.message for line in lines if line["level"] == "warning" and "world=s0.r0" in line.message]
+
     make_fault(service, "kill", FIRST)
-    told = [
-        line.message for line in service.lines[logged:] if line["level"] == "warning" and "world=s0.r0" in line.message
-    ]
-    assert len([line for line in told if f"worker={worker} ready->broken" in line]) == 2, "one from each leader"
-    assert len(told) <= 4
+    wait_until(lambda: len([line for line in told() if f"worker={worker} ready->broken" in line]) == 2)
+    assert len(told()) <= 4
 
 
 def test_any_frontend_serves_status_and_metrics_of_all_processes(service: LocalService) -> None:
