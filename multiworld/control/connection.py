@@ -44,12 +44,13 @@ class ControlConnection:
         self.stall_clock = StallClock()
         self._control_loop = control_loop
         self._sock = sock
+        self._fd = sock.fileno()  # selectors format a socket that they do not know, with two system calls each time
         self._reader = FrameReader(MAX_FRAME_BYTES)
         self._outbox = bytearray()
         self._open = True
         self._closing = False
         control_loop.connections.add(self)
-        control_loop.loop.add_reader(sock, self._receive)
+        control_loop.loop.add_reader(self._fd, self._receive)
 
     def credit_stall(self, stalled_s: float) -> None:
         """This process did not run for `stalled_s` seconds: do not count them as silence of the peer.
@@ -117,9 +118,9 @@ class ControlConnection:
             self._close_socket()
             return
         if self._outbox:
-            self._control_loop.loop.add_writer(self._sock, self._flush)
+            self._control_loop.loop.add_writer(self._fd, self._flush)
         else:
-            self._control_loop.loop.remove_writer(self._sock)
+            self._control_loop.loop.remove_writer(self._fd)
 
     def _fail(self, reason: str) -> None:
         if not self._open:
@@ -133,8 +134,8 @@ class ControlConnection:
             return
         self._open = False
         self._control_loop.connections.discard(self)
-        self._control_loop.loop.remove_reader(self._sock)
-        self._control_loop.loop.remove_writer(self._sock)
+        self._control_loop.loop.remove_reader(self._fd)
+        self._control_loop.loop.remove_writer(self._fd)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
         self._sock.close()

@@ -117,13 +117,19 @@ async def read_frame(sock: socket.socket, timeout_s: float) -> Frame:
 
 
 async def _read(sock: socket.socket, count: int, timeout_s: float) -> bytes:
-    data = b""
+    data, waited = b"", False
     while len(data) < count:
-        await readable(sock, timeout_s)
-        more = sock.recv(count - len(data))
+        try:
+            more = sock.recv(count - len(data))
+        except BlockingIOError:
+            if waited:
+                raise
+            await readable(sock, timeout_s)
+            waited = True
+            continue
         if not more:
             raise ConnectionError("the connection was lost")
-        data += more
+        data, waited = data + more, False
     return data
 
 
@@ -136,10 +142,11 @@ async def readable(sock: socket.socket, timeout_s: float, *others: asyncio.Futur
         if not ready.done():
             ready.set_result(None)
 
-    loop.add_reader(sock, on_readable)
+    fd = sock.fileno()  # selectors format a socket that they do not know, with two system calls each time
+    loop.add_reader(fd, on_readable)
     try:
         # Unlike `sock_recv` with a timeout, it loses no data if this process did not run when it arrived.
         await asyncio.wait((ready, *others), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        loop.remove_reader(sock)
+        loop.remove_reader(fd)
     return ready.done()
