@@ -12,6 +12,7 @@ from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, run_load
 from tests.nursery import Process
 from tests.services import service_for_workers
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -60,7 +61,7 @@ def ended(service: LocalService, worker: str, after: int, count: int = 1) -> lis
 
 def assert_quarantined(service: LocalService, worker: str, after: int) -> None:
     service.wait_for(lambda x: x["worker"] == worker and "quarantined for" in x.message, WAIT_S, after=after)
-    assert service.metric("multiworld_workers_quarantined") == 1
+    wait_until(lambda: service.metric("multiworld_workers_quarantined") == 1)
 
 
 def states(service: LocalService) -> dict[str, str]:
@@ -109,7 +110,7 @@ def test_slow_worker_continues_and_its_batches_are_hedged(service: LocalService)
         service.wait_for(lambda x: x["worker"] == name and "->ready" in x.message, WAIT_S, after=seen)
         while service.metric("multiworld_hedges_total", outcome="won") == 0:  # bounded by the test's own timeout
             assert answers(service, 1) == [200]
-        assert states(service)[EMPTY] == "ready"
+        wait_until(lambda: states(service)[EMPTY] == "ready")
     assert_nothing_lost(service, load)
 
 
