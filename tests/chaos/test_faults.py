@@ -57,7 +57,7 @@ def test_no_request_fails(service: LocalService, name: str) -> None:
     assert_nothing_lost(service, load)
 
 
-@pytest.mark.parametrize("name", ["kill", "freeze", "leader-kill"])
+@pytest.mark.parametrize("name", ["kill", "leader-kill"])
 def test_no_request_fails_when_leaders_relay_the_tensors(name: str, relayed: LocalService) -> None:
     with run_load(relayed) as load:
         make_fault(relayed, name, *MATRIX[name])
@@ -74,7 +74,7 @@ def test_leader_memory_is_stable_when_workers_are_killed_and_rejoin(service: Loc
     make_fault(service, "kill", FIRST)
     pids = service.child_pids("leader").values()
     before = [resources(pid) for pid in pids]
-    for _ in range(3):
+    for _ in range(2):
         make_fault(service, "kill", FIRST)
     for was, now in zip(before, map(resources, pids), strict=True):
         assert now.threads <= was.threads + 2

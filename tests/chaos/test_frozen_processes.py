@@ -41,7 +41,7 @@ def acting_leader(service: LocalService) -> int:
 def test_requests_are_answered_while_a_process_is_frozen(
     service: LocalService, victim: Callable[[LocalService], int]
 ) -> None:
-    with run_load(service) as load:
+    with run_load(service, clients=4) as load:
         wait_until(lambda: len(load.samples) > 200)
         pid, answered = victim(service), len(load.samples)
         os.kill(pid, signal.SIGSTOP)

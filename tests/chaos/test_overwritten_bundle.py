@@ -22,7 +22,7 @@ from tests.bundles import CLASSES, SIZE, classifier_bundle
 from tests.e2e.images import png
 from tests.waiting import wait_until
 
-DURATION_S = float(os.environ.get("MULTIWORLD_TORTURE_S", "20"))
+DURATION_S = float(os.environ.get("MULTIWORLD_TORTURE_S", "8"))
 CLIENTS = 4
 
 pytestmark = pytest.mark.timeout(DURATION_S + 300)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.torture.worlds import run
 
-DURATION_S = float(os.environ.get("MULTIWORLD_TORTURE_S", "30"))
+DURATION_S = float(os.environ.get("MULTIWORLD_TORTURE_S", "15"))
 SEED = int(os.environ.get("MULTIWORLD_TORTURE_SEED", "1"))
 
 

@@ -9,11 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-import pytest
 import torch
 
 from multiworld_client import Client
-from multiworld_serving.cli.main import main
 from multiworld_serving.testing.local_service import LocalService
 from tests.bundles import Text, text_bundle
 from tests.waiting import wait_until
@@ -59,7 +57,7 @@ class Handler:
 
 
 def test_killed_workers_cost_no_request_of_a_transformer_with_variable_lengths(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     text_bundle(tmp_path / "text")
     (tmp_path / "words.py").write_text(_HANDLER)
@@ -77,12 +75,6 @@ def test_killed_workers_cost_no_request_of_a_transformer_with_variable_lengths(
         assert (unknown.status_code, unknown.json()["reason"]) == (400, "invalid_input")
         assert "index out of range" in unknown.json()["error"]
         assert client.predict_body(b"a transformer answers", content_type="text/plain") == b'{"long words": 2}'
-        (tmp_path / "words.txt").write_text("a transformer answers")
-        at = [str(tmp_path / "words.txt"), "--url", service.url]
-        assert main(["predict", *at]) == 0
-        assert capsys.readouterr().out.endswith("words.txt: long words: 2\n")
-        for file in ([], ["--file"]):  # tensors by the metadata, and bodies for the handler
-            assert main(["bench", *file, *at[not file :], "--duration", "1s", "--warm-up", "0s", "--clients", "2"]) == 0
 
         def call() -> None:
             ids = torch.randint(0, 50, (random.randrange(1, 4), random.randrange(2, 33)))

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def pixels(digits: Path) -> Tensor:
     """uint8 [8,3,S,S]."""
-    return safetensors.torch.load_file(digits / "held_out.safetensors")["images"][:8]
+    return safetensors.torch.load_file(digits / "images.safetensors")["images"][:8]
 
 
 @pytest.fixture(scope="module")

@@ -27,10 +27,10 @@ Probabilities = NDArray[np.float32]
 
 @pytest.fixture(scope="module")
 def pixels(digits: Path) -> Pixels:
-    """uint8 [N,3,S,S], digits that the model was not trained on."""
-    images: Pixels = safetensors.torch.load_file(digits / "held_out.safetensors")["images"].numpy()
+    """uint8 [N,3,S,S]."""
+    images: Pixels = safetensors.torch.load_file(digits / "images.safetensors")["images"].numpy()
     assert list(images.shape[1:]) == SHAPE
-    return images[:96]
+    return images
 
 
 @pytest.fixture(scope="module")
@@ -84,17 +84,6 @@ def assert_same(result: Any, expected: Probabilities) -> None:
     np.testing.assert_allclose(result.as_numpy("probabilities"), expected, rtol=1e-3, atol=1e-5)
 
 
-def assert_describes_the_model(server: Any, metadata: Any, config: Any, index: Any) -> None:
-    assert server["name"] == "multiworld-serving"
-    assert {"binary_tensor_data", "classification", "statistics"} <= set(server["extensions"])
-    assert (metadata["name"], metadata["versions"]) == (MODEL, ["1"])
-    assert metadata["inputs"] == [{"name": "input", "datatype": "UINT8", "shape": [-1, *SHAPE]}]
-    assert metadata["outputs"] == [{"name": "probabilities", "datatype": "FP32", "shape": [-1, len(LABELS)]}]
-    assert (config["name"], config["input"][0]["dims"]) == (MODEL, SHAPE)
-    assert config["max_batch_size"] >= 1
-    assert index == [{"name": MODEL, "version": "1", "state": "READY", "reason": ""}]
-
-
 def test_metadata_and_health_reach_the_client(client: Any) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
@@ -102,13 +91,18 @@ def test_metadata_and_health_reach_the_client(client: Any) -> None:
     assert client.is_model_ready(MODEL, "1")
     assert not client.is_model_ready(MODEL, "2")
     assert not client.is_model_ready("other")
+    server = client.get_server_metadata()
+    assert server["name"] == "multiworld-serving"
+    assert {"binary_tensor_data", "classification", "statistics"} <= set(server["extensions"])
+    (index,) = client.get_model_repository_index()
+    assert index == {"name": MODEL, "version": "1", "state": "READY", "reason": ""}
     for version in ("", "1"):
-        assert_describes_the_model(
-            client.get_server_metadata(),
-            client.get_model_metadata(MODEL, version),
-            client.get_model_config(MODEL, version),
-            client.get_model_repository_index(),
-        )
+        metadata, config = client.get_model_metadata(MODEL, version), client.get_model_config(MODEL, version)
+        assert (metadata["name"], metadata["versions"]) == (MODEL, ["1"])
+        assert metadata["inputs"] == [{"name": "input", "datatype": "UINT8", "shape": [-1, *SHAPE]}]
+        assert metadata["outputs"] == [{"name": "probabilities", "datatype": "FP32", "shape": [-1, len(LABELS)]}]
+        assert (config["name"], config["input"][0]["dims"]) == (MODEL, SHAPE)
+        assert config["max_batch_size"] >= 1
         assert client.get_inference_statistics(MODEL, version)["model_stats"][0]["name"] == MODEL
     assert client.get_inference_statistics()["model_stats"][0]["name"] == MODEL
 

@@ -22,6 +22,11 @@ class Proxy:
         self.port: int = self._sock.getsockname()[1]
         self._spawn(self._accept())
 
+    @property
+    def connections(self) -> int:
+        """Number of connections so far."""
+        return len(self._flows)
+
     def freeze(self, connections: slice = slice(None)) -> None:
         """Stop forwarding on these connections; they stay open."""
         for flows in self._flows[connections]:

@@ -15,7 +15,7 @@ from multiworld_serving.workers.leader_connection import LeaderConnection, Worke
 from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.settings import WorkerSettings
-from tests.chaos.relay import Relay
+from tests.integration.proxy import Proxy
 from tests.unit.edges.edge_parts import unused_edges
 
 WAIT_S = 60.0
@@ -48,17 +48,20 @@ async def test_worker_joins_at_the_advertised_address() -> None:
 
     async with WorldManager(verify_collectives=False, shared_memory_bytes=0) as leader:
         port = leader.listen()
-        with Relay(f"127.0.0.1:{port}") as relay:
+        relay = Proxy("127.0.0.1", port)
 
-            async def offer(question: str, host: str) -> bytes:
-                asked.append(JoinRequest.from_json(question))
-                task = asyncio.create_task(leader.initialize_world("w", 0, 2, WORLD_BACKEND, port=port, generation=1))
-                task.add_done_callback(settle)
-                return JoinOffer("w", 1, address=relay.address).to_json().encode()
+        async def offer(question: str, host: str) -> bytes:
+            asked.append(JoinRequest.from_json(question))
+            task = asyncio.create_task(leader.initialize_world("w", 0, 2, WORLD_BACKEND, port=port, generation=1))
+            task.add_done_callback(settle)
+            return JoinOffer("w", 1, address=f"127.0.0.1:{relay.port}").to_json().encode()
 
-            leader.answer("127.0.0.1", port, offer)
+        leader.answer("127.0.0.1", port, offer)
+        try:
             async with member_of(port), asyncio.timeout(WAIT_S):
                 assert isinstance(await formed, World)
                 assert relay.connections >= 2, "the control connection and the peer connection"
                 assert asked[0].host == "gpu7"
                 leader.remove_world("w")
+        finally:
+            await relay.close()
