@@ -12,7 +12,6 @@ Errors of the library are raised in the test as in the member.
 import asyncio
 import atexit
 import contextlib
-import gc
 import json
 import os
 import resource
@@ -102,11 +101,6 @@ class Script(TorturePart, ElasticPart):
     async def send(self, world: str, dst: int, value: float = 1.0, count: int = 4, tag: int = 0) -> None:
         await self.manager.communicator.send(torch.full((count,), value), dst, world, tag=tag)
 
-    async def send_in_place(self, world: str, dst: int, value: float, count: int) -> None:
-        """Send a message whose payload lies in shared memory."""
-        tensor = self.manager.allocate((count,), torch.float32).fill_(value)
-        await self.manager.worlds[world].start_send_message(b"", tensor, dst).finish()
-
     async def recv_slowly(self, world: str, src: int, seconds: float) -> None:
         """Receive a message with a callback that blocks; signals its start so that a test can observe it."""
 
@@ -133,10 +127,6 @@ class Script(TorturePart, ElasticPart):
                 count += 1
         return count
 
-    async def reclaimed(self, world: str) -> bool:
-        """Whether all resources of this ended world are freed. Waits for it for at most `PATIENCE_S`."""
-        return await asyncio.to_thread(self.manager.worlds[world].reclaimed.wait, PATIENCE_S)
-
     async def freeze_while_connecting(self, connected: bool) -> None:
         """Stop this process once, before or after it has opened its first peer connection."""
         step = "_add" if connected else "_dial"
@@ -157,15 +147,6 @@ class Script(TorturePart, ElasticPart):
     async def close(self, world: str) -> None:
         await self.manager.close_world(world)
 
-    async def remove(self, world: str) -> None:
-        self.manager.remove_world(world)
-
-    async def cleanup(self) -> None:
-        self.manager.cleanup()
-
-    async def state(self, world: str) -> str:
-        return self.manager.worlds[world].state
-
     async def event(self, kind: str, world: str) -> list[Any]:
         """Wait for the event of this kind of this world and return it."""
         while True:
@@ -174,17 +155,10 @@ class Script(TorturePart, ElasticPart):
                     return event
             await asyncio.sleep(0.01)
 
-    async def forget_events(self) -> None:
-        self.events.clear()
-
     async def block(self, seconds: float) -> None:
         """Block the event loop; signals its start so that a test can observe it."""
         os.write(2, b"the loop stands still\n")
         time.sleep(seconds)  # noqa: ASYNC251
-
-    async def resources(self) -> dict[str, int]:
-        gc.collect()
-        return resources()
 
     async def flood(self, port: int, greetings: list[str], count: int) -> None:
         """Open connections to this port, send one of `greetings` (hex) on each, and keep them open until this process ends."""
@@ -233,10 +207,6 @@ class Script(TorturePart, ElasticPart):
         return pid
 
 
-class ScriptError(Exception):
-    """The exception with which a failing program ends."""
-
-
 def _describe(error: BaseException) -> dict[str, Any]:
     if isinstance(error, multiworld.MultiWorldError):
         return {"kind": type(error).__name__, "args": list(error.args)}
@@ -268,8 +238,6 @@ async def _perform(sock: socket.socket) -> None:
         call = json.loads(line)
         if call["command"] == "end":
             return
-        if call["command"] == "fail":
-            raise ScriptError
         if call["command"] == "cancel":
             running[call["arguments"]["number"]].cancel()
             continue
@@ -331,9 +299,9 @@ class Member:
             while not _stopped(self.pid):  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.005)
 
-    async def end(self, how: str = "end") -> int:
-        """Let the program end normally, or `fail`, without explicit clean-up. Returns the exit status."""
-        self._tell(0, how, {})
+    async def end(self) -> int:
+        """Let the program end normally, without explicit clean-up. Returns the exit status."""
+        self._tell(0, "end", {})
         return await self.ended()
 
     async def ended(self) -> int:

@@ -65,29 +65,6 @@ def test_world_breaks_with_timeout_when_an_operation_takes_too_long(
         crew.fresh(2, verified=verified)
 
 
-async def test_bootstrap_timeout_does_not_limit_operations() -> None:
-    """A member that starts an operation later than the bootstrap timeout is slow, not failed."""
-    bootstrap_timeout_s = 4.0
-    async with WorldManager() as first, WorldManager() as second:
-        port = first.listen()
-
-        async def work(manager: WorldManager, rank: int, verified: bool) -> None:
-            name, here = f"verified-{verified}", manager.communicator
-            await manager.initialize_world(
-                name, rank, 2, port=port, timeout=bootstrap_timeout_s, verify_collectives=verified
-            )
-            if rank == 1:
-                await asyncio.sleep(bootstrap_timeout_s + 0.5)
-            message = torch.zeros(2000)
-            exchange = here.recv(message, 1, name) if rank == 0 else here.send(message, 0, name)
-            await asyncio.gather(here.all_reduce(torch.zeros(2000), world_name=name), exchange)
-
-        members = enumerate((first, second))
-        await asyncio.gather(
-            *(work(manager, rank, verified) for rank, manager in members for verified in (False, True))
-        )
-
-
 @BOTH
 def test_tensors_are_released_when_their_operations_complete(crew: Crew, verified: bool) -> None:
     async def part(manager: WorldManager, world: World) -> list[weakref.ref[torch.Tensor]]:

@@ -29,21 +29,14 @@ GOOD = {
 }
 BAD = {
     "a surrogate in the name": ({**GOOD, "worker": "\ud800"}, "JoinRequest: "),
-    "an escape sequence in the name": ({**GOOD, "worker": "w\x1b[2J"}, "worker"),
-    "a space in the name": ({**GOOD, "worker": "w cause=left"}, "worker"),
     "an empty name": ({**GOOD, "worker": ""}, "worker"),
-    "a long name": ({**GOOD, "worker": "w" * 65}, "worker"),
     "a very long name": ({**GOOD, "worker": "w" * 40_000}, "worker"),
-    "a device that is no name": ({**GOOD, "device": "cpu\n"}, "device"),
-    "a host that is no name": ({**GOOD, "host": "h" * 254}, "host"),
     "a process that cannot be": ({**GOOD, "pid": -1}, "pid"),
     "an edge without an incarnation": (
         {**GOOD, "edge": "10.0.0.5:4000"},
         "edge",
     ),
-    "a long edge": ({**GOOD, "edge": "h" * 400 + ":1/a"}, "edge"),
     "parts that are none": ({**GOOD, "parts": "0,1"}, "parts"),
-    "too many parts": ({**GOOD, "parts": ",".join(["0123456789abcdef"] * 65)}, "parts"),
     "a number for a name": ({**GOOD, "worker": 1}, "JoinRequest: Expected `str`, got `int` - at `\\$.worker`"),
     "a field too many": ({**GOOD, "more": 1}, "unknown field `more`; do both sides run the same release"),
     "a field too few": (
@@ -55,11 +48,6 @@ BAD = {
         f"worker 'w' has release 0.0.1 with protocol {PROTOCOL - 1}, .* upgrade this worker",
     ),
     "a later protocol": ({**GOOD, "protocol": PROTOCOL + 1}, "upgrade this leader"),
-    "no protocol": (
-        {name: GOOD[name] for name in ("worker", "device", "host", "pid")},
-        "protocol 0.* upgrade this worker",
-    ),
-    "something else": ([], "Expected `object`"),
 }
 
 

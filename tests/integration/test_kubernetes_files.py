@@ -169,41 +169,6 @@ def test_pods_meet_the_restrictions_of_the_namespace(name: str) -> None:
     assert mounted == {mount["name"] for container in spec["containers"] for mount in container["volumeMounts"]}
 
 
-def selected(resources: list[Resource], labels: dict[str, str]) -> set[str]:
-    """The deployments and stateful sets whose pods have these labels."""
-    deployments = [each for each in resources if each["kind"] in ("Deployment", "StatefulSet")]
-    return {
-        each["metadata"]["name"]
-        for each in deployments
-        if labels.items() <= each["spec"]["template"]["metadata"]["labels"].items()
-    }
-
-
-def test_network_policies_allow_only_workers_and_frontends_to_join_and_only_at_leaders() -> None:
-    base = of_base()
-    leader = find(base, "NetworkPolicy", "multiworld-leader")["spec"]
-    monitoring = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
-    by_port = {rule["ports"][0]["port"]: rule.get("from") for rule in leader["ingress"]}
-    joining = [selected(base, each["podSelector"]["matchLabels"]) for each in by_port.pop("join")]
-    assert joining == [{"multiworld-worker"}, {"multiworld-frontend"}]
-    assert by_port == {"metrics": monitoring}
-    frontend = find(base, "NetworkPolicy", "multiworld-frontend")["spec"]
-    by_port = {rule["ports"][0]["port"]: rule.get("from") for rule in frontend["ingress"]}
-    fetching = [selected(base, each["podSelector"]["matchLabels"]) for each in by_port.pop(8004)]
-    assert fetching == [{"multiworld-worker"}]
-    assert by_port == {"http": None, "metrics": monitoring}, "HTTP is open"
-    worker = find(base, "NetworkPolicy", "multiworld-worker")["spec"]
-    assert worker["policyTypes"] == ["Ingress", "Egress"]
-    assert [port["port"] for rule in worker["ingress"] for port in rule["ports"]] == [8004, "metrics"]
-    joins, fetches = worker["egress"][:2]
-    for rule in (worker["ingress"][0]["from"], fetches["to"]):
-        peers = [selected(base, each["podSelector"]["matchLabels"]) for each in rule]
-        assert peers == [{"multiworld-worker"}, {"multiworld-frontend"}]
-    assert [each.edge_port for each in settings()[1:]] == [8004, 8004]
-    assert selected(base, joins["to"][0]["podSelector"]["matchLabels"]) == {"multiworld-leader"}
-    assert [port["port"] for port in joins["ports"]] == [settings()[0].join_port]
-
-
 OPERATOR = "monitoring.coreos.com/v1"
 
 

@@ -147,23 +147,3 @@ async def test_retry_loop_on_a_broken_world_yields_to_the_event_loop() -> None:
         except BrokenWorldException:
             continue
     assert other == 20
-
-
-async def test_cleanup_inside_the_loop_ends_pending_operations() -> None:
-    first, second = WorldManager(), WorldManager()
-    port = first.listen()
-    await asyncio.gather(
-        first.initialize_world("w", 0, 2, port=port), second.initialize_world("w", 1, 2, "gloo", "127.0.0.1", port)
-    )
-    pending = asyncio.create_task(first.communicator.recv(torch.zeros(1), 1, "w"))
-    left_behind = asyncio.create_task(second.communicator.all_reduce(torch.zeros(1), world_name="w"))
-    await asyncio.sleep(0.05)
-    first.cleanup()
-    assert first.communicator.is_broken("w")
-    with pytest.raises(multiworld.WorldClosedError):
-        await pending
-    with pytest.raises(BrokenWorldException, match="w broken: rank 0, cause left"):
-        await left_behind
-    assert second.communicator.is_broken("w")
-    second.remove_world("w")
-    second.cleanup()

@@ -89,55 +89,6 @@ def whole(holder: str, tensor: int, rows: int) -> BatchInputs:
     return BatchInputs(rows, (Source(holder, (RowRef(tensor, ALL_ROWS),), tuple(range(rows))),))
 
 
-async def test_output_goes_from_worker_to_worker_and_is_released(
-    stages: list[Stage], plan: tuple[StagePlan, ...]
-) -> None:
-    first, second = stages
-    batch = images(3)
-    async with edges("frontend") as frontend, edges("other") as other:
-        numbers = [frontend.store.put("r", batch[row : row + 1]) for row in (0, 2)]
-        theirs = other.store.put("r", batch[1:2])
-        assert theirs is not None
-        refs = tuple(RowRef(number, ALL_ROWS) for number in numbers if number is not None)
-        sources = (
-            Source(frontend.holder, refs, (0, 2)),
-            Source(other.holder, (RowRef(theirs, ALL_ROWS),), (1,)),
-        )
-        sent = send(first.link, 1, BatchInputs(3, sources), 1)
-        kept = await first.result()
-    assert kept.kind is MessageKind.KEPT
-    assert kept.payload is not None
-    number, _ = first.link.kept(kept, sent)
-    sent = send(second.link, 1, whole(first.edges.holder, number, 3), 1)
-    kept = await second.result()
-    assert kept.payload is not None
-    answer, row_shape = second.link.kept(kept, sent)
-    found = await first.edges.fetch(
-        second.edges.holder, [RowRef(answer, ALL_ROWS)], torch.float32, (3, *row_shape.dims), take=True
-    )
-    with torch.inference_mode():
-        expected = sent_stage(plan[1])(sent_stage(plan[0])(batch))
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-    assert len(first.edges.store) == 1
-    first.link.release(number)
-    await until(lambda: len(first.edges.store) == 0 and len(second.edges.store) == 0)
-
-
-async def test_relayed_rows_and_rows_of_ended_requests_are_part_of_the_batch(
-    stages: list[Stage], plan: tuple[StagePlan, ...]
-) -> None:
-    first, _ = stages
-    rows = images(2)
-    send(first.link, 1, BatchInputs(3, (), rows, (0, 2), keep=False), 1)
-    result = await first.result()
-    assert result.kind is MessageKind.RESULT
-    assert result.payload is not None
-    batch = torch.stack([rows[0], torch.zeros_like(rows[0]), rows[1]])
-    with torch.inference_mode():
-        expected = sent_stage(plan[0])(batch)
-    torch.testing.assert_close(result.payload, expected, rtol=1e-3, atol=1e-4)
-
-
 async def test_worker_reports_a_lost_input_and_serves_on(stages: list[Stage]) -> None:
     first, second = stages
     send(second.link, 1, whole(first.edges.holder, 77, 2), 1)

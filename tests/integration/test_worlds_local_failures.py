@@ -19,7 +19,7 @@ from multiworld.ops.operation import Collective, Operation
 from tests.integration.members import PATIENCE_S, form
 
 PATIENT_S = 20.0
-ERRORS = [MemoryError(), ValueError("refused"), TypeError("refused")]
+ERRORS = [MemoryError(), ValueError("refused")]
 
 MEMBER_SETTINGS = {"heartbeat_timeout_s": PATIENT_S}
 

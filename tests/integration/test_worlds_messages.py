@@ -1,4 +1,4 @@
-"""Point-to-point messages under concurrency, blocked receivers, failures during a transfer, and unauthenticated connections."""
+"""Messages of several event loops, blocked receivers, failures during a transfer, and unauthenticated connections."""
 
 import asyncio
 import contextlib
@@ -10,73 +10,20 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
+from multiworld import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldManager
 from multiworld.transport import connection
-from tests.integration.crew import Crew
 from tests.integration.members import PATIENCE_S, Member, Spawn, form
 from tests.waiting import until
 
-BIG = 10_000_000
-"""float32: 40 MB, larger than all buffers on the path."""
 PATIENT_S = 30.0
 PULSE_S = 2.0
 MEMBER_SETTINGS = {"heartbeat_timeout_s": PULSE_S}
-
-
-@pytest.fixture
-async def manager(request: pytest.FixtureRequest) -> AsyncIterator[WorldManager]:
-    shared_memory_bytes = getattr(request, "param", None)
-    async with WorldManager(heartbeat_timeout_s=PULSE_S, shared_memory_bytes=shared_memory_bytes) as made:
-        yield made
-
-
-# -- concurrent messages --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [3, BIG // 4], ids=["small", "large"])
-def test_messages_are_matched_by_tag_in_any_order(crew: Crew, count: int) -> None:
-    """Sent in one order and received in the opposite order, without blocking each other."""
-
-    async def part(manager: WorldManager, world: World) -> None:
-        here, name = manager.communicator, world.name
-        if world.rank == 0:
-            sends = [here.isend(torch.full((count,), float(tag)), 1, name, tag=tag) for tag in range(4)]
-            for operation in sends:
-                await operation
-        else:
-            for tag in (2, 3, 1, 0):
-                tensor = torch.zeros(count)
-                await here.recv(tensor, 0, name, tag=tag)
-                assert tensor[0] == tensor[-1] == tag
-
-    crew.run(2, part)
-
-
-def test_messages_without_a_receiver_are_not_buffered(crew: Crew) -> None:
-    async def part(manager: WorldManager, world: World) -> None:
-        here, name = manager.communicator, world.name
-        if world.rank == 0:
-            sends = [here.isend(torch.full((1,), float(tag)), 1, name, tag=tag) for tag in range(3000)]
-            await here.barrier(name)
-            assert not any(operation.done() for operation in sends)
-            await here.barrier(name)
-            for operation in sends:
-                await operation
-        else:
-            await here.barrier(name)
-            await here.barrier(name)
-            for tag in reversed(range(3000)):
-                tensor = torch.zeros(1)
-                await here.recv(tensor, 0, name, tag=tag)
-                assert tensor.item() == tag
-
-    crew.run(2, part)
 
 
 # -- event loops -------------------------------------------------------------------------------------------------------------

@@ -229,7 +229,11 @@ def _phase(rng: Random, size: int, backend: str, key: str) -> Phase:
 
 
 def _collective(rng: Random, size: int, backend: str, key: str) -> Collective:
-    kind = rng.choice(_OF_LINES if backend == "tcp" else COLLECTIVES)
+    return collective_of(rng, rng.choice(_OF_LINES if backend == "tcp" else COLLECTIVES), size, key)
+
+
+def collective_of(rng: Random, kind: str, size: int, key: str) -> Collective:
+    """A collective of this kind in a world of this size. The other properties are random."""
     op = rng.choice(list(REDUCED)) if kind in _REDUCING else ""
     dtype = rng.choice(REDUCED[op] if op else MOVED)
     return Collective(key, kind, dtype, _count(rng, dtype), rng.randrange(size), op)

@@ -9,10 +9,8 @@ from multiworld.elastic.protocol.messages import (
     MemberInfo,
     Message,
     MessageError,
-    NewMembersWait,
     NextViewRequest,
     View,
-    ViewInvalidated,
     decode,
 )
 from multiworld.errors import BrokenWorldException, Cause
@@ -55,61 +53,6 @@ def test_first_view_forms_with_enough_members_and_is_persisted_before_it_is_sent
     assert actions == [Persist(view), SendTo("a", view), SendTo("b", view)]
 
 
-def test_others_are_told_of_a_lost_member_and_form_the_next_view_when_all_have_asked() -> None:
-    coordinator = begun("a", "b", "c")
-    actions = coordinator.on_lost("a", 1.0)
-    assert actions == [SendTo("b", ViewInvalidated(1)), SendTo("c", ViewInvalidated(1))]
-    assert coordinator.on_message("b", broken(coordinator, committed=4), 1.1) == []
-    actions = coordinator.on_message("c", broken(coordinator, committed=5), 1.2)
-    assert messages_to(actions, "b") == [View(2, infos("b", "c"), 5)], (
-        "who is behind learns how many rounds are committed"
-    )
-
-
-def test_member_that_does_not_ask_in_time_is_evicted_and_the_others_continue() -> None:
-    coordinator = begun("a", "b", "c", regroup_timeout_s=10.0)
-    coordinator.on_message("a", broken(coordinator), 1.0)
-    coordinator.on_message("c", broken(coordinator), 2.0)
-    assert coordinator.deadline_s == 11.0
-    assert coordinator.on_tick(10.9) == []
-    actions = coordinator.on_tick(11.0)
-    assert isinstance(messages_to(actions, "b")[0], Evicted)
-    assert coordinator.view.ids() == ("a", "c")
-
-
-def test_newcomer_waits_for_a_boundary_and_is_not_admitted_after_a_failure() -> None:
-    coordinator = begun("a", "b")
-    assert coordinator.on_join(one("n"), 1.0) == [SendTo("a", NewMembersWait()), SendTo("b", NewMembersWait())]
-    coordinator.on_message("a", boundary(coordinator), 1.0)
-    actions = coordinator.on_message("b", broken(coordinator), 1.0)
-    assert coordinator.view.ids() == ("a", "b"), "one had an operation in flight"
-    assert messages_to(actions, "a") == [coordinator.view, NewMembersWait()], "the next boundary can admit it"
-    coordinator.on_message("a", boundary(coordinator), 2.0)
-    actions = coordinator.on_message("b", boundary(coordinator), 2.0)
-    assert coordinator.view.ids() == ("a", "b", "n")
-    assert messages_to(actions, "n") == [coordinator.view]
-
-
-def test_member_that_does_not_ask_at_a_boundary_is_evicted_and_the_newcomer_admitted() -> None:
-    coordinator = begun("a", "b", regroup_timeout_s=10.0)
-    coordinator.on_join(one("n"), 1.0)
-    coordinator.on_message("a", boundary(coordinator), 2.0)
-    assert coordinator.deadline_s == 12.0
-    coordinator.on_tick(12.0)
-    assert coordinator.view.ids() == ("a", "n")
-
-
-def test_messages_about_an_older_view_are_ignored() -> None:
-    coordinator = begun("a", "b")
-    old = broken(coordinator)
-    coordinator.on_message("a", old, 1.0)
-    coordinator.on_message("b", old, 1.0)
-    assert coordinator.view.number == 2
-    assert coordinator.on_message("a", old, 1.1) == []
-    assert coordinator.on_message("b", old, 1.1) == []
-    assert coordinator.view.number == 2
-
-
 def test_one_of_two_unreachable_members_is_evicted_after_some_attempts() -> None:
     coordinator = begun("a", "b", "c")
     for _ in range(MAX_FAILED_VIEWS):
@@ -133,30 +76,6 @@ def test_newest_member_is_evicted_when_no_suspect_is_known_and_progress_resets_t
         for name in ("a", "b"):
             coordinator.on_message(name, broken(coordinator, committed=2), 9.0)
     assert coordinator.view.ids() == ("a",)
-
-
-def test_members_rejoin_after_a_restart_and_missing_ones_are_evicted() -> None:
-    view = View(7, infos("a", "b", "c"), 3)
-    coordinator = Coordinator(initial_members=3, regroup_timeout_s=10.0, view=view, now_s=100.0)
-    assert coordinator.may_resume("a")
-    assert not coordinator.may_resume("stranger")
-    assert messages_to(coordinator.on_join(one("a"), 101.0), "a") == [view], "it may have missed the message"
-    coordinator.on_join(one("n"), 101.0)
-    assert messages_to(coordinator.on_join(one("b"), 101.0), "b") == [view, NewMembersWait()]
-    assert coordinator.on_message("a", broken(coordinator), 102.0) == []
-    assert coordinator.on_message("b", broken(coordinator), 102.0) == [], "c may still return"
-    coordinator.on_tick(110.0)
-    assert (coordinator.view.number, coordinator.view.ids()) == (8, ("a", "b"))
-    assert not coordinator.may_resume("c")
-
-
-def test_world_restarts_when_all_have_left_and_view_numbers_continue() -> None:
-    coordinator = begun("a", "b")
-    coordinator.on_lost("a", 1.0)
-    coordinator.on_lost("b", 1.0)
-    assert coordinator.on_join(one("c"), 2.0) == []
-    coordinator.on_join(one("d"), 2.0)
-    assert (coordinator.view.number, coordinator.view.ids()) == (2, ("c", "d"))
 
 
 @pytest.mark.parametrize(

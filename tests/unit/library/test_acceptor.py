@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import socket
-import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
@@ -318,24 +317,7 @@ def test_member_that_violates_the_protocol_is_lost(harness: AcceptorHarness, fra
     assert events.next() == ("failed", 1, Cause.EXIT)
 
 
-STALL_CHECKED = HeartbeatConfig(0.05, 3600.0, 0.5)
 MEMBER = Hello("w", 0, 2, 1)
-
-
-def test_member_with_a_constant_count_is_lost_as_stalled_and_told_so(harness: AcceptorHarness) -> None:
-    events = Events()
-    session = harness.monitor(events, STALL_CHECKED, MEMBER)
-    member = harness.client().enter()
-    assert events.next()[0] == "all joined"
-    while events.queue.empty():
-        member.sock.sendall(Heartbeat(7).encode())
-        time.sleep(0.02)
-    assert events.next() == ("failed", 1, Cause.STALLED)
-    assert member.next() == started(1)
-    notice = member.next()
-    assert isinstance(notice, MemberFailed)
-    assert (notice.rank, notice.cause) == (1, "stalled")
-    harness.on_control_loop(session.close)
 
 
 def test_silent_member_is_lost_and_told_so(harness: AcceptorHarness) -> None:

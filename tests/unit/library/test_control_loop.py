@@ -65,20 +65,6 @@ def ends(control_loop: ControlLoop) -> Iterator[Ends]:
     made.peer.close()
 
 
-def test_timers_run_in_order_and_cancelled_ones_never(control_loop: ControlLoop) -> None:
-    done: SimpleQueue[str] = SimpleQueue()
-
-    def plan() -> None:
-        control_loop.loop.call_later(0.06, done.put, "third")
-        control_loop.loop.call_later(0.02, done.put, "first")
-        control_loop.loop.call_later(0.03, done.put, "never").cancel()
-        control_loop.loop.call_later(0.04, done.put, "second")
-
-    control_loop.call_soon(plan)
-    assert [done.get(timeout=PATIENCE_S) for _ in range(3)] == ["first", "second", "third"]
-    assert done.empty()
-
-
 def test_failing_callback_is_logged_and_does_not_stop_others(
     control_loop: ControlLoop, caplog: pytest.LogCaptureFixture
 ) -> None:
