@@ -55,28 +55,18 @@ X = {"value": "x"}
 OPERATORS = {
     "unknown operator": call("aten.no_such_operator.default", [X]),
     "operator that is not allowed": call("aten.from_file.default", ["/etc/passwd"]),
-    "operator in place": call("aten.add_.Tensor", [X, X]),
-    "random numbers": call("aten.rand_like.default", [X]),
-    "memory without a value": call("aten.empty.memory_format", [[1, 4, 6, 6]]),
-    "another namespace": call("prims.add.default", [X, X]),
-    "attribute walk": call("aten.__class__.__init__", [X]),
     "module": call("os.system.default", ["id"]),
     "enormous name": call("aten." + "a" * 100_000 + ".default", [X]),
 }
 ARGUMENTS = {
     "unknown argument": call("aten.relu.default", [X], {"inplace": True}),
     "argument that is code": call("aten.relu.default", [X], {"x=__import__('os')": 1}),
-    "argument that is no identifier": call("aten.relu.default", [X], {"a.b": 1}),
     "argument twice": call("aten.add.Tensor", [X, X], {"other": X}),
     "too many arguments": call("aten.relu.default", [X, X, X]),
     "too few arguments": call("aten.add.Tensor", [X]),
-    "nested arguments": call("aten.cat.default", [[[[[[[[[[X]]]]]]]]]]),
-    "enormous list": call("aten.cat.default", [[X] * 100_000]),
     "enormous integer": call("aten.sum.dim_IntList", [X, [1 << 70]]),
     "unknown literal": call("aten.relu.default", [{"eval": "1"}]),
     "element type by attribute": call("aten.zeros_like.default", [X], {"dtype": {"dtype": "ops"}}),
-    "layout by attribute": call("aten.zeros_like.default", [X], {"layout": {"layout": "_mkldnn"}}),
-    "device by name": call("aten.zeros_like.default", [X], {"device": {"device": "cuda:7"}}),
     "float as JSON": call("aten.add.Scalar", [X, 0.5]),
 }
 ORDER = {
@@ -89,9 +79,6 @@ ORDER = {
     "value of its own": call("aten.relu.default", [{"value": "y"}]),
     "name twice": [*rows()[:2], rows()[1], *rows()[2:]],
     "output that is not computed": [*rows()[:-1], ["output", ["nothing"]]],
-    "output that is an integer": [*rows()[:-1], ["output", ["half"]]],
-    "no output": [*rows()[:-1], ["output", []]],
-    "output in the middle": [*rows()[:3], ["output", ["x"]], *rows()[3:]],
     "no rows": [],
     "enormous count": [["input", f"x{number}", "float32", IMAGE] for number in range(200_000)],
     "unknown dimension": [["input", "x", "float32", ["other", 4]], ["output", ["x"]]],
@@ -126,11 +113,8 @@ INTEGERS = {
     "enormous power": integer("pow", [10, 1 << 61]),
     "repeated squaring": integer("mul", [], times=100),
     "large exponent": integer("pow", [{"value": "n0"}, 100]),
-    "list times a number": integer("mul", [[1], 1 << 33]),
-    "format of a text": integer("mod", ["%9999999999d", 5]),
     "tensor": integer("mul", [X, 2]),
     "unknown": integer("__import__", [1, 2]),
-    "length of an integer": integer("length", [{"value": "n0"}, 0]),
 }
 HOSTILE = {
     f"{group}: {name}": content

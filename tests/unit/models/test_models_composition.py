@@ -2,13 +2,10 @@
 
 import pytest
 import torch
-from torch import Tensor
 from torchvision.models import ResNet18_Weights
 
-from multiworld_serving.models.errors import ModelError
 from multiworld_serving.models.export.torchvision_models import load_model
-from tests.resnets import plan_of, sent_stage
-from tests.unit.models.models_loaded import images, loaded
+from tests.unit.models.models_loaded import images
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
@@ -27,17 +24,3 @@ def test_classifier_equals_torchvision_transform_and_softmax() -> None:
     normalised = ResNet18_Weights.IMAGENET1K_V1.transforms(resize_size=224)(batch)
     with torch.inference_mode():
         assert torch.equal(model.classifier()(batch), model.module(normalised).softmax(dim=1))
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        pytest.param(torch.zeros(1, 3, 64, 64), id="float32"),
-        pytest.param(torch.zeros(3, 64, 64, dtype=torch.uint8), id="no batch dimension"),
-        pytest.param(torch.zeros(1, 1, 64, 64, dtype=torch.uint8), id="one channel"),
-        pytest.param(torch.zeros(1, 3, 32, 32, dtype=torch.uint8), id="another size"),
-    ],
-)
-def test_first_stage_rejects_input_that_is_not_a_uint8_rgb_batch(batch: Tensor) -> None:
-    with pytest.raises(ModelError, match="expected uint8"):
-        sent_stage(plan_of(loaded("resnet18"), 2)[0])(batch)

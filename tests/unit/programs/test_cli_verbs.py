@@ -1,6 +1,5 @@
 """The command line: arguments, output and exit status of each verb."""
 
-import contextlib
 import json
 import re
 import subprocess
@@ -9,24 +8,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from pydantic import SecretStr
 
 from multiworld_serving.cli.main import main
 from multiworld_serving.cli.options import seconds
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.settings import Settings, public_fields
-from multiworld_serving.deploy.processes.service import _Service
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 from tests.http_server import QuietHandler, serving
-
-S = TypeVar("S", bound=Settings)
 
 ANSWER = {
     "model": "resnet18",
@@ -164,39 +159,6 @@ def test_command_line_overrides_a_flag_of_the_environment(program: Recorder, mon
     assert program.arguments[0].access_log is True
     main(["serve", "--no-access-log"])
     assert program.arguments[0].access_log is False
-
-
-def test_worker_accepts_the_command_of_the_local_supervisor(program: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {
-        "http_port": 0,
-        "join_port": 0,
-        "metrics_port": 0,
-        "threads": 3,
-        "heartbeat_timeout_s": 2.5,
-    }
-    settings = ServeSettings(**given, local_token=SecretStr("of-this-service"), leaders=2)
-    with contextlib.ExitStack() as stack:
-        service = _Service(settings, {"resnet50": settings}, stack, print)
-        group = service.groups["resnet50"]
-        worker = received(program, service.command("worker", *group.process("worker", 1)[:2]), WorkerSettings)
-        leader = received(program, service.command("leader", *group.process("leader", 1)[:2]), LeaderSettings)
-        frontend = received(program, service.command("frontend", *service._frontend(0)[:2]), FrontendSettings)
-        addresses = tuple(f"127.0.0.1:{sock.getsockname()[1]}" for sock in group.joins)
-        of_model = frontend.models["resnet50"]
-        assert tuple(map(str, worker.leaders)) == tuple(map(str, of_model.leaders)) == addresses
-        assert leader.join_fd == group.joins[1].fileno()
-    assert (worker.name, worker.threads) == ("local-1", 3)
-    assert (leader.name, frontend.name) == ("leader-1", "frontend-0")
-    assert {each.secret for each in (worker, leader, frontend)} == {b"of-this-service"}
-    assert {each.heartbeat_timeout_s for each in (worker, leader, frontend)} == {2.5}
-
-
-def received(program: Recorder, command: list[str], cls: type[S]) -> S:
-    """The settings that a program gets from its command."""
-    assert main(command) == 0
-    [settings] = program.arguments
-    assert isinstance(settings, cls)
-    return settings
 
 
 @pytest.mark.parametrize(

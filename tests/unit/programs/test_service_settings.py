@@ -1,9 +1,7 @@
 """The settings that a service passes on to its processes, as JSON."""
 
 import contextlib
-import logging
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 from pydantic import SecretStr
 
 from multiworld import WorldManager
-from multiworld_serving.common.config.errors import SettingsError, UserError
+from multiworld_serving.common.config.errors import SettingsError
 from multiworld_serving.common.config.settings import Settings, to_json
 from multiworld_serving.common.config.sources import load
 from multiworld_serving.deploy.processes.programs import frontend_values, leader_values, settings_file
@@ -90,31 +88,6 @@ def test_grpc_port_is_refused_without_its_packages(
     with pytest.raises(SettingsError) as raised:
         load(cls, {**needed, "grpc_port": "8005"})
     assert str(raised.value) == "--grpc-port requires: pip install 'multiworld-serving[grpc]'"
-
-
-def test_service_keeps_the_grpc_port_for_its_frontends_and_refuses_that_of_another(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with service(load(ServeSettings, {**PORTS, "grpc_port": "0", "frontends": "2"})) as made:
-        found = FrontendSettings.model_validate_json(
-            Path(made.command("frontend", *made._frontend(1)[:2])[-1]).read_text()
-        )
-        assert made._grpc is not None
-        assert (found.grpc_port, found.grpc_fd) == (0, made._grpc.fileno())
-        assert found.grpc_fd in made._frontend(1)[2].values()
-        host, port = made._grpc.getsockname()
-        with socket.socket() as frontend:
-            frontend.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            frontend.bind((host, port))
-            frontend.listen()
-            with (
-                pytest.raises(UserError, match="choose another --grpc-port"),
-                service(load(ServeSettings, {**PORTS, "grpc_port": str(port)})),
-            ):
-                pass
-        with caplog.at_level(logging.INFO):
-            made._log_addresses()
-        assert f" grpc=127.0.0.1:{port}" in caplog.text
 
 
 @pytest.mark.parametrize("timeout_s", [0.2, 1.0, 30.0, 600.0])

@@ -57,22 +57,6 @@ def test_batches_grow_while_they_are_fast_and_shrink_when_they_are_slow() -> Non
     assert sizes(0.010)[-1] == 8
 
 
-def test_batch_waits_until_the_replica_is_nearly_free_with_adaptive_batching() -> None:
-    driver = SchedulerHarness(replicas=1, batch_timeout_s=0.002, max_batch_size=8, adaptive_batching=True)
-    for took_s in (0.12, *[0.1] * 7):  # the usual duration is known from here on
-        driver.done(only(driver.arrive(), SendBatch), after_s=took_s)
-    sent_s, first = driver.now_s, only(driver.arrive(), SendBatch)
-    driver.now_s += 0.01
-    assert driver.arrive() == []
-    driver.now_s += 0.04
-    assert driver.arrive() == []
-    assert driver.scheduler.next_wakeup_s() == pytest.approx(sent_s + 0.098)
-    assert only(driver.wait(0.048), SendBatch).requests == (10, 11)
-    assert driver.arrive() == [], "the window is full"
-    assert sends(driver.done(first)) == []
-    assert only(driver.wait(0.002), SendBatch).requests == (12,), "the duration of two samples is not known yet"
-
-
 def test_batch_is_sent_when_the_replica_is_nearly_free_with_adaptive_batching() -> None:
     driver = SchedulerHarness(replicas=1, batch_timeout_s=0.002, max_batch_size=8, adaptive_batching=True)
 

@@ -228,17 +228,3 @@ def test_links_are_kept_when_a_request_raises_on_every_replica() -> None:
             following = sends(actions)
             actions = driver.failed(following[0]) if following else []
             assert not of(actions, FailReplica)
-
-
-def test_retry_without_an_allowed_replica_does_not_block_the_next() -> None:
-    driver = SchedulerHarness(max_batch_size=1, window=1)
-    first, second = sends(driver.arrive(2))
-    assert (first.replica, second.replica) == ("s0r0", "s0r1")
-    driver.arrive(2)  # they wait and are sent when there is room
-    driver.failed(second)  # only allowed on s0r0, which is busy; s0r1 takes a waiting one
-    (busy,) = driver.on("s0r1")
-    driver.failed(first)  # only allowed on s0r1, which is busy; s0r0 takes the retry of the second
-    assert [send.batch for send in driver.on("s0r0")] == [second.batch]
-    driver.failed(driver.on("s0r0")[0]) if driver.on("s0r0")[0].batch != second.batch else None
-    again = sends(driver.done(busy))
-    assert [(send.batch, send.replica, send.kind) for send in again] == [(first.batch, "s0r1", "retry")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from multiworld_serving.server.scheduling.actions import FailReplica, FreeBatch, KeepOutput, ReleaseReplica, SendBatch
+from multiworld_serving.server.scheduling.actions import FailReplica, FreeBatch, ReleaseReplica, SendBatch
 from multiworld_serving.server.scheduling.events import RequestCancelled
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, sends
 
@@ -47,25 +47,6 @@ def test_batch_is_rerouted_with_its_input_when_the_holder_is_alive() -> None:
     second = only(driver.done(only(driver.arrive(), SendBatch), kept=True), SendBatch)
     again = only(driver.broken(second.replica), SendBatch)
     assert (again.batch, again.stage, again.kind) == (second.batch, 1, "reroute")
-
-
-def test_loss_of_a_replica_does_not_matter_when_its_output_came_with_the_message() -> None:
-    driver = SchedulerHarness(stages=2)
-    first = only(driver.arrive(), SendBatch)
-    second = only(driver.done(first), SendBatch)
-    driver.broken(first.replica)
-    assert only(driver.broken(second.replica), SendBatch).kind == "reroute"
-
-
-def test_former_holder_does_not_matter_when_the_next_stage_is_done() -> None:
-    driver = SchedulerHarness(stages=3)
-    first = only(driver.arrive(), SendBatch)
-    second = only(driver.done(first, kept=True), SendBatch)
-    actions = driver.done(second, kept=True)
-    third = only(actions, SendBatch)
-    assert only(actions, KeepOutput).replica == second.replica
-    driver.broken(first.replica)
-    assert only(driver.broken(third.replica), SendBatch).kind == "reroute"
 
 
 def test_requests_start_again_when_a_replica_cannot_get_their_input() -> None:

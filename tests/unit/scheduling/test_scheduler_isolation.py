@@ -37,25 +37,6 @@ def test_only_the_poison_request_is_refused_when_it_kills_every_replica() -> Non
     assert deaths == 3, "exactly max_attempts worlds"
 
 
-def test_poison_of_a_later_stage_is_found_with_one_replica() -> None:
-    driver = SchedulerHarness(stages=2, replicas=1, max_batch_size=2, max_attempts=2)
-    pending = sends(driver.arrive(7))
-    deaths, outcome = 0, []
-    while pending:
-        send = pending.pop(0)
-        if send.stage == 1 and 3 in send.requests:
-            deaths += 1
-            pending = [other for other in pending if other.replica != send.replica]
-            actions = driver.broken(send.replica) + driver.ready(f"s1r{deaths}", 1)
-        else:
-            actions = driver.done(send)
-        outcome += actions
-        pending += sends(actions)
-    assert rejected(outcome) == {3: "poison"}
-    assert sorted(answered(outcome)) == [1, 2, 4, 5, 6, 7]
-    assert deaths == 2
-
-
 def test_batch_is_split_when_it_has_broken_all_but_one_of_its_worlds() -> None:
     driver = SchedulerHarness(replicas=4, max_batch_size=3, batch_timeout_s=1.0, max_attempts=3)
     first = only(driver.arrive(3), SendBatch)

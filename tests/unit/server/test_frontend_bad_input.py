@@ -47,27 +47,9 @@ BAD_BODIES: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "not an image": ({"content": b"hello, world", "headers": PNG}, 422, "invalid_image", "not an image"),
     "a GIF": ({"content": b"GIF89a" + bytes(99), "headers": PNG}, 422, "invalid_image", "neither JPEG nor PNG"),
     "truncated": ({"content": IMAGE[:-30], "headers": PNG}, 422, "invalid_image", "damaged"),
-    "truncated JPEG": (
-        {"content": image_bytes(file_format="JPEG")[:400], "headers": {"Content-Type": "image/jpeg"}},
-        422,
-        "invalid_image",
-        "damaged",
-    ),
     "1x1": ({"content": image_bytes(size=(1, 1)), "headers": PNG}, 422, "invalid_image", "at least 8x8"),
     "bomb": ({"content": png_header(20_000, 20_000), "headers": PNG}, 413, "image_too_large", "20000x20000"),
-    "wrong type": (
-        {"content": IMAGE, "headers": {"Content-Type": "text/plain"}},
-        415,
-        "unsupported_media_type",
-        "send",
-    ),
     "no type": ({"content": IMAGE}, 415, "unsupported_media_type", "there is no content type"),
-    "compressed": (
-        {"content": IMAGE, "headers": PNG | {"Content-Encoding": "gzip"}},
-        415,
-        "unsupported_media_type",
-        "gzip",
-    ),
     "empty": ({"content": b"", "headers": PNG}, 422, "invalid_body", "empty"),
     "too long": (
         {"content": bytes(MAX_BODY_BYTES + 1), "headers": PNG},
@@ -76,24 +58,14 @@ BAD_BODIES: dict[str, tuple[dict[str, Any], int, str, str]] = {
         f"limit of {MAX_BODY_BYTES} bytes",
     ),
     "other field": (form(("file", IMAGE)), 422, "invalid_body", "'file'; only 'image' is expected"),
-    "two images": (form(("image", IMAGE), ("image", IMAGE)), 422, "invalid_body", "more than one 'image'"),
     "option in form": (form(("image", IMAGE), ("top_k", b"3")), 422, "invalid_body", "options go into the query"),
     "no fields": (form(), 422, "invalid_body", "no field 'image'"),
-    "empty file": (form(("image", b"")), 422, "invalid_body", "is empty"),
-    "text in form": (form(("image", b"photo.jpg")), 422, "invalid_image", "not an image"),
     "cut form": (form(("image", IMAGE), end=b""), 422, "invalid_body", "truncated"),
-    "no form": (form(end=b"nonsense"), 422, "invalid_body", "not a well-formed"),
     "no boundary": (
         {"content": b"x", "headers": {"Content-Type": "multipart/form-data"}},
         422,
         "invalid_body",
         "has no boundary",
-    ),
-    "long boundary": (
-        {"content": b"x", "headers": {"Content-Type": "multipart/form-data; boundary=" + "b" * 2000}},
-        422,
-        "invalid_body",
-        "not a well-formed",
     ),
 }
 

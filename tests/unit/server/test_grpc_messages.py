@@ -126,32 +126,17 @@ DATA = ONE.numpy().tobytes()
 REFUSED: dict[str, tuple[Any, str]] = {
     "nothing": (infer(), "length >= 1 - at `$.inputs`"),
     "no values": (infer(image()), "has its values in no field; expected raw_input_contents or uint_contents"),
-    "more raw contents": (infer(image(), raw=[DATA, DATA]), "2 elements for 1 inputs; expected one for each"),
     "both": (infer(image(uint_contents=[1]), raw=[DATA]), "both `contents` and `raw_input_contents`"),
     "another field": (infer(image(int_contents=[1])), "has its values in int_contents; expected"),
-    "several fields": (infer(image(uint_contents=[1], fp32_contents=[1])), "in uint_contents and fp32_contents"),
-    "FP16 typed": (
-        infer(tensor("ids", "FP16", [1, 3], fp32_contents=[1]), TYPED[1], model_name="text"),
-        "in fp32_contents; expected raw_input_contents",
-    ),
     "unknown datatype": (infer(image("FP99", fp32_contents=[1])), "datatype 'FP99'; send UINT8"),
     "many dimensions": (infer(image(shape=[1] * 100_000), raw=[DATA]), "expected [N, 3, 16, 16]"),
     "stateful": (infer(image(), raw=[DATA], given={"sequence_id": 1}), "stateful"),
-    "shared memory": (
-        infer(tensor("input", "UINT8", SHAPE, {"shared_memory_region": "r"})),
-        "shared memory is not supported",
-    ),
     "a wrong timeout": (
         infer(image(), raw=[DATA], given={"timeout": "1"}),
         "Expected `int`, got `str` - at `$.parameters.timeout`",
     ),
-    "an unset parameter": (
-        infer(image(), raw=[DATA], outputs=[wanted("probabilities", classification="3")]),
-        "Expected `int`, got `str` - at `$.outputs[0]",
-    ),
     "many values": (infer(image(uint_contents=[0] * 1_000_001)), "1000001 values, at most 1000000; send `raw_input"),
     "many inputs": (infer(*[tensor("", "", [])] * 30_000), "more than 20000 inputs"),
-    "many parameters": (infer(given={str(number): True for number in range(10_000)}), "more than 20000 inputs"),
 }
 
 

@@ -65,20 +65,23 @@ def test_further_versions_have_the_same_stages(folder: Path) -> None:
     assert [stage.weights.sha256 for stage in found.stages] != [stage.weights.sha256 for stage in plan.stages]
 
 
-@pytest.mark.parametrize(
-    ("weights", "what"),
-    [
+def test_weights_that_do_not_fit_or_are_not_allowed_are_refused(folder: Path) -> None:
+    (folder / "link.safetensors").symlink_to("/etc/hostname")
+    (folder / "torn.safetensors").write_bytes((folder / "next.safetensors").read_bytes()[:100_000])
+    loader, plan = opened(folder)
+    for weights, what in (
         ("more.safetensors", "has other outputs and labels than the service"),
         ("auto", "name the weights"),
         ("../more.safetensors", "--weights-dir"),
+        ("link.safetensors", "not below"),
+        ("a\0b.pth", "invalid path"),
+        ("torn.safetensors", "not a whole safetensors file"),
         ("missing.pth", "cannot read weights"),
         ("BEST", "has no weights 'BEST'; expected one of DEFAULT"),
-    ],
-)
-def test_weights_that_do_not_fit_or_are_not_allowed_are_refused(folder: Path, weights: str, what: str) -> None:
-    loader, plan = opened(folder)
-    with pytest.raises(ModelError, match=what):
-        loader.load(weights, VersionTable(plan))
+        ("random:no", "seed"),
+    ):
+        with pytest.raises(ModelError, match=what):
+            loader.load(weights, VersionTable(plan))
 
 
 def test_files_are_refused_without_a_folder(folder: Path) -> None:

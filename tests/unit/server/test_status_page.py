@@ -6,12 +6,7 @@ import re
 from html.parser import HTMLParser
 from importlib.resources import files
 
-import httpx
-
-from multiworld_serving.server.api.app import create_admin_app
-from multiworld_serving.server.api.groups import Groups
-from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from tests.unit.server.frontend_app import Repository, group_of, running_frontend
+from tests.unit.server.frontend_app import running_frontend
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 PAGE = files("multiworld_serving.server.api") / "status_page"
@@ -78,15 +73,3 @@ def test_page_has_nothing_inline_and_every_reference_has_its_target() -> None:
         assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text), file.name
         for imported in re.findall(r'from "\./([\w.]+)"', text):
             assert (PAGE / imported).is_file(), (file.name, imported)
-
-
-async def test_admin_port_serves_the_page_and_says_that_it_offers_actions() -> None:
-    metrics = FrontendMetrics()
-    app = create_admin_app(metrics.scrape, Groups(group_of(Repository(), metrics)))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as client:
-        page = await client.get("/", headers={"Accept": BROWSER})
-        listing = await client.get("/", headers={"Accept": "application/json"})
-        script = await client.get("/status-page/main.js")
-    assert page.headers["Content-Type"] == "text/html; charset=utf-8"
-    assert "POST /admin/rolling-restart" in listing.json()["endpoints"]
-    assert script.status_code == 200

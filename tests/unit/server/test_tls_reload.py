@@ -30,18 +30,6 @@ async def answered(port: Port, context: ssl.SSLContext) -> None:
     assert await client.healthy()
 
 
-async def test_new_connections_get_the_replaced_certificate_and_old_ones_stay(tmp_path: Path) -> None:
-    former, newest = Authority(tmp_path, "former"), Authority(tmp_path, "newest")
-    trusts_former, trusts_newest = (ssl.create_default_context(cafile=str(each.file)) for each in (former, newest))
-    async with http_port(context=server_context(former)) as port:
-        old = await port.open(trusts_former)
-        port.server.reload_tls(server_context(newest))
-        await answered(port, trusts_newest)
-        with pytest.raises(ssl.SSLError):
-            await port.open(trusts_former)
-        assert await old.healthy()
-
-
 async def test_new_connections_need_a_certificate_of_the_replaced_authority(tmp_path: Path) -> None:
     services, former, newest = (Authority(tmp_path, name) for name in ("services", "former", "newest"))
 
