@@ -14,7 +14,7 @@ from tests.waiting import wait_until
 def small_service(**settings: Any) -> LocalService:
     """One stage with one replica of a ResNet-18 with random weights, for images of 32 x 32 pixels; `settings` change or add to that.
 
-    All tensors travel over edges, although they are small.
+    All tensors travel over edges, although they are small. A process of a busy machine may stand still for a second.
     """
     small = {
         "model": "resnet18",
@@ -23,6 +23,7 @@ def small_service(**settings: Any) -> LocalService:
         "stages": 1,
         "replicas": 1,
         "edge_min_bytes": 0,
+        "heartbeat_timeout_s": 3,
     }
     return LocalService(**{**small, **settings})
 

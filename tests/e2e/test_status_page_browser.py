@@ -17,6 +17,7 @@ from PIL import Image
 
 from multiworld_serving.common.config.keys import hash_key
 from multiworld_serving.testing.local_service import LocalService
+from tests import services
 from tests.chaos.clients import run_load
 
 if TYPE_CHECKING:
@@ -35,9 +36,7 @@ def small_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSer
     keys = tmp_path_factory.mktemp("keys") / "admin.keys"
     keys.write_text(f"ops:{hash_key(KEY)}\n")
     keys.chmod(0o600)
-    with LocalService(
-        model="resnet18", weights="random:0", stages=2, replicas=2, image_size=32, admin_keys_file=keys
-    ) as service:
+    with services.small_service(stages=2, replicas=2, admin_keys_file=keys) as service:
         yield service
 
 

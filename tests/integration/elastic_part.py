@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from multiworld.collectives.channel import CollectiveChannel
 from multiworld.elastic import ElasticManager, ElasticWorld
@@ -40,18 +39,11 @@ class ElasticPart:
         world: str,
         weight: float,
         counts: list[int],
-        op: str = "SUM",
-        max_in_flight: int = 16,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
         """Reduce tensors; tensor i is filled with `weight * (i + 1)`."""
         self._tensors = [torch.full((count,), weight * (index + 1)) for index, count in enumerate(counts)]
-        outcome = await self.elastic.world(world).all_reduce_multiple_with_retry(
-            self._tensors,
-            getattr(ReduceOp, op),
-            max_in_flight=max_in_flight,
-            timeout_s=timeout_s,
-        )
+        outcome = await self.elastic.world(world).all_reduce_multiple_with_retry(self._tensors, timeout_s=timeout_s)
         return {
             "success": outcome.success,
             "retries": outcome.retries,

@@ -71,19 +71,6 @@ async def test_survivors_finish_with_identical_bits_when_one_of_four_is_killed(
         assert holder.view("w").number == 2
 
 
-async def test_averages_use_the_number_of_contributors_when_one_is_killed(spawn: Spawn) -> None:
-    async with rendezvous(initial_members=3) as holder:
-        everybody = await joined(spawn, 3, holder.port)
-        await everybody[1].do("elastic_fault", signum=signal.SIGKILL, messages=4)
-        tasks = reduce_all(everybody, op="AVG", counts=[300_000] * 3)
-        outcomes = await asyncio.gather(tasks[0], tasks[2])
-        assert outcomes[0]["bits"] == outcomes[1]["bits"]
-        for index, (value, size) in enumerate(zip(outcomes[0]["values"], outcomes[0]["contributors"], strict=True)):
-            taking_part = [1.0, 100.0] if size == 2 else [1.0, 10.0, 100.0]
-            assert value == pytest.approx(sum(taking_part) / size * (index + 1), rel=1e-6)
-        assert 2 in outcomes[0]["contributors"]
-
-
 async def test_frozen_member_is_evicted_and_rejoins_at_a_boundary_when_it_wakes(
     spawn: Spawn,
 ) -> None:
