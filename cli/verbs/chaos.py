@@ -23,7 +23,6 @@ EPILOG = epilog(
     "multiworld chaos --faults kill,freeze --rounds 20 --json chaos.json",
     "multiworld chaos --duration 30m --model my.bundle",
     "multiworld serve 2> serve.log & multiworld chaos --url http://127.0.0.1:8000",
-    "docker compose up -d --wait && multiworld chaos --compose multiworld",
     exit_status="0 no request was lost or answered twice and every fault had the expected effect, 1 otherwise, 2 invalid usage.",
 )
 
@@ -33,8 +32,6 @@ class TestedService(Options):
 
     url: str | None = value(None, "The service")
     """URL of a running service on this machine; by default one is started."""
-    compose: str | None = value(None, "The service", metavar="PROJECT")
-    """Name of the Docker Compose project of a running service."""
     model: str | None = value(None, "The service")
     """Model of the started service, by default resnet18. With --url the model under test, if that service has several."""
     weights: str = value("random:0", "The service")
@@ -54,24 +51,16 @@ class TestedService(Options):
 
     def open(self, credentials: "ClientCredentials") -> "AbstractContextManager[RunningService]":
         """Return the service, for the duration of a block. Raises UserError for options that exclude each other."""
-        from multiworld_serving.testing.chaos.system.containers import ComposeProject
         from multiworld_serving.testing.chaos.system.system_under_test import RunningService
         from multiworld_serving.testing.local_service import LocalService
 
-        if self.url is not None and self.compose is not None:
-            raise UserError("--url and --compose are mutually exclusive: the URL of a Compose project is found")
-        if self.url is None and self.compose is None:
-            named = {
-                name: getattr(self, name) for name in TestedService.model_fields.keys() - {"sets", "url", "compose"}
-            }
+        if self.url is None:
+            named = {name: getattr(self, name) for name in TestedService.model_fields.keys() - {"sets", "url"}}
             named["model"] = self.model or "resnet18"
             # All tensors travel over edges, also small ones, so that faults of edges have an effect.
             return LocalService(credentials=credentials, **{"edge_min_bytes": 0} | named | assignments(self.sets))
         if self.sets:
-            raise UserError("--set applies to a service that this command starts: omit --url and --compose")
-        if self.compose is not None:
-            return nullcontext(ComposeProject(self.compose, credentials=credentials))
-        assert self.url is not None
+            raise UserError("--set applies to a service that this command starts: omit --url")
         return nullcontext(RunningService(self.url, credentials=credentials, model=self.model))
 
 
@@ -97,17 +86,15 @@ class ChaosOptions(Access, LoadOptions, TestedService):
 def chaos(options: ChaosOptions) -> int:
     """Kill, freeze, slow down and partition processes of a service under load, and report the effect on the clients.
 
-    Without --url or --compose, starts a service and stops it at the end. Requests are generated for the model that the service serves, or
+    Without --url, starts a service and stops it at the end. Requests are generated for the model that the service serves, or
     read from --file. Every answer is compared with the answer of the service before the first fault.
     """
     import httpx
 
     from multiworld_serving.testing.chaos.campaign import Plan, run
-    from multiworld_serving.testing.chaos.faults import ALL_FAULTS, PROCESS_FAULTS
     from multiworld_serving.testing.chaos.observer import NotRecoveredError
     from multiworld_serving.testing.chaos.report import summarize, to_json
     from multiworld_serving.testing.chaos.schedule import chosen_faults
-    from multiworld_serving.testing.chaos.system.containers import ContainerError
     from multiworld_serving.testing.load.requests import body_file
     from multiworld_serving.testing.local_service import ServiceFailedError
 
@@ -118,7 +105,7 @@ def chaos(options: ChaosOptions) -> int:
         raise UserError(f"{json_file} cannot be written: {json_file.parent} is not a writable directory")
     plan = Plan(
         files=[body_file(path) for path in options.files],
-        faults=chosen_faults(options.faults, PROCESS_FAULTS if options.compose is None else ALL_FAULTS),
+        faults=chosen_faults(options.faults),
         clients=options.clients,
         rate_hz=options.rate,
         rounds=options.rounds,
@@ -134,7 +121,7 @@ def chaos(options: ChaosOptions) -> int:
         with options.open(options.credentials()) as system:
             journal = None if json_file is None else json_file.with_name(f"{json_file.name}.part")
             result = run(system, plan, journal=journal, log=lambda line: print(line, flush=True))
-    except (ServiceFailedError, NotRecoveredError, ContainerError, httpx.HTTPError) as error:
+    except (ServiceFailedError, NotRecoveredError, httpx.HTTPError) as error:
         raise ServiceError(str(error) or type(error).__name__) from error
     report = summarize(result)
     _show(result, report)
@@ -145,10 +132,10 @@ def chaos(options: ChaosOptions) -> int:
 
 def _list() -> None:
     from multiworld_serving.cli.console import console, table
-    from multiworld_serving.testing.chaos.faults import ALL_FAULTS
+    from multiworld_serving.testing.chaos.faults import FAULTS
 
     rows = table("fault", "scope", "description", "expected world failures", "available")
-    for fault in ALL_FAULTS:
+    for fault in FAULTS.values():
         causes = "any" if fault.causes is None else ", ".join(sorted(fault.causes)) or "none"
         rows.add_row(fault.name, fault.scope, fault.description, causes, fault.unavailable_reason() or "yes")
     console().print(rows)

@@ -18,11 +18,6 @@ from multiworld_serving.testing.chaos.injection import Injection
 from multiworld_serving.testing.chaos.journal import Journal
 from multiworld_serving.testing.chaos.observer import NotRecoveredError, Observer, Replica, Snapshot
 from multiworld_serving.testing.chaos.schedule import choose_targets, missing_targets_reason, order
-from multiworld_serving.testing.chaos.system.containers import (
-    ComposeProject,
-    ContainerError,
-    processes_unavailable_reason,
-)
 from multiworld_serving.testing.chaos.system.processes import Resources, resources
 from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 from multiworld_serving.testing.load.clients import Load, run_load
@@ -144,7 +139,7 @@ def run(
 def _resources(system: RunningService) -> dict[str, Resources]:
     """Return threads, descriptors and memory of the processes of the service that run now, by name and process id."""
     found: dict[str, Resources] = {}
-    with suppress(httpx.HTTPError, ContainerError):
+    with suppress(httpx.HTTPError):
         pids = {("supervisor", system.pid), *system.worker_pids().items()}
         for kind in ("leader", "frontend"):
             pids |= {(f"{kind}-{slot}", pid) for slot, pid in system.child_pids(kind).items()}
@@ -157,21 +152,15 @@ def _resources(system: RunningService) -> dict[str, Resources]:
 
 def unavailable_reason(fault: Fault, system: RunningService, now: Snapshot) -> str:
     """Return why this fault is not possible on this machine and service now; empty if it is."""
-    in_containers = isinstance(system, ComposeProject)
     if why := fault.unavailable_reason() or missing_targets_reason(fault, now):
         return why
-    if fault.of == "container":
-        return "" if in_containers else "needs containers: give their project with --compose"
     if fault.scope in ("leader", "frontend") and not system.child_pids(fault.scope):
         return f"no {fault.scope} on this machine is a process of `multiworld serve`"
     if fault.scope not in NEEDS:
         return ""
-    if in_containers and (why := processes_unavailable_reason()):
-        return why
     known = system.worker_pids()
     unknown = sorted(str(r.worker) for r in now.replicas.values() if str(r.worker) not in known)
-    hint = "their containers run on another machine" if in_containers else "they do not run on this machine"
-    return f"the processes of {', '.join(unknown)} are not known: {hint}" if unknown else ""
+    return f"the processes of {', '.join(unknown)} do not run on this machine" if unknown else ""
 
 
 def _inject_all(
@@ -257,7 +246,7 @@ def _inject_and_wait(fault: Fault, context: FaultContext) -> Snapshot | None:
             context.wait_broken()
     except (ProcessLookupError, KeyError) as error:
         context.unexpected.append(f"a target process had ended before the injection: {error!r}")
-    except (NotRecoveredError, ContainerError) as error:
+    except NotRecoveredError as error:
         context.unexpected.append(str(error))
     except (OSError, subprocess.SubprocessError) as error:
         context.unexpected.append(f"the fault could not be injected: {error}")

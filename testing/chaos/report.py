@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from multiworld_serving.testing.chaos.campaign import CampaignResult
-from multiworld_serving.testing.chaos.faults import BY_NAME
+from multiworld_serving.testing.chaos.faults import FAULTS
 from multiworld_serving.testing.chaos.injection import Injection
 from multiworld_serving.testing.load.clients import Sample
 from multiworld_serving.testing.load.statistics import Spread
@@ -94,7 +94,7 @@ def _is_excused(sample: Sample, result: CampaignResult) -> bool:
 
 def _excuses(injection: Injection, grace_s: float, sample: Sample) -> bool:
     """Whether the fault excuses that the request failed. It excuses a 503 if a stage had no replica for longer than the recovery grace."""
-    is_outage = BY_NAME[injection.fault].scope in ("stage", "all") and injection.ended_s - injection.at_s >= grace_s
+    is_outage = FAULTS[injection.fault].scope in ("stage", "all") and injection.ended_s - injection.at_s >= grace_s
     statuses = {*injection.excused, *([503] if is_outage else [])}
     return interrupted(sample, statuses, injection.at_s, injection.ended_s)
 

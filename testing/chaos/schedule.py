@@ -5,22 +5,21 @@ import random
 from collections.abc import Iterator, Sequence
 
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.testing.chaos.faults import PROCESS_FAULTS
+from multiworld_serving.testing.chaos.faults import FAULTS
 from multiworld_serving.testing.chaos.faults.fault import NEEDS, Fault, Scope
 from multiworld_serving.testing.chaos.observer import Replica, Snapshot
 
 
-def chosen_faults(names: str | None, catalogue: Sequence[Fault] = PROCESS_FAULTS) -> list[Fault]:
-    """Return the faults of a list such as "kill,freeze" (all if None), in the order of the catalogue. Raises UserError."""
+def chosen_faults(names: str | None) -> list[Fault]:
+    """Return the faults of a list such as "kill,freeze" (all if None), in the order of their declaration. Raises UserError."""
     if names is None:
-        return list(catalogue)
+        return list(FAULTS.values())
     wanted = [name.strip() for name in names.split(",") if name.strip()]
-    known = {fault.name: fault for fault in catalogue}
-    if unknown := [name for name in wanted if name not in known]:
-        raise UserError(f"--faults {','.join(unknown)}: there is no such fault; expected {', '.join(known)}")
+    if unknown := [name for name in wanted if name not in FAULTS]:
+        raise UserError(f"--faults {','.join(unknown)}: there is no such fault; expected {', '.join(FAULTS)}")
     if not wanted:
         raise UserError("--faults: expected at least one fault")
-    return [fault for fault in catalogue if fault.name in wanted]
+    return [fault for name, fault in FAULTS.items() if name in wanted]
 
 
 def order(faults: Sequence[Fault], generator: random.Random) -> Iterator[Fault]:

@@ -1,7 +1,7 @@
 """Injects one fault of `multiworld chaos` in a test."""
 
 from multiworld_serving.testing.chaos.campaign import inject
-from multiworld_serving.testing.chaos.faults import PROCESS_FAULTS
+from multiworld_serving.testing.chaos.faults import FAULTS
 from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
 from multiworld_serving.testing.chaos.injection import Injection
 from multiworld_serving.testing.chaos.observer import Observer, ReplicaKey
@@ -9,7 +9,6 @@ from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.load.requests import ReferenceRequest
 from multiworld_serving.testing.local_service import LocalService
 
-FAULTS = {fault.name: fault for fault in PROCESS_FAULTS}
 HEARTBEAT_TIMEOUT_S = 3.0
 """Long enough that no other worker counts as frozen on a busy machine."""
 

@@ -54,7 +54,6 @@ def test_chaos_exits_with_1_when_requests_were_lost(tmp_path: Path, capsys: pyte
         (("--duration", "soon"), "--duration soon: must be a number with a unit of"),
         (("--set", "nonsense"), "--set nonsense: must be NAME=VALUE"),
         (("--url", "http://127.0.0.1:1", "--set", "stages=3"), "--set applies to a service that this command starts"),
-        (("--url", "http://127.0.0.1:1", "--compose", "shop"), "mutually exclusive"),
     ],
 )
 def test_wrong_usage_prints_one_line(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.testing.chaos.system.containers import ContainerError, docker, docker_unavailable_reason
 from tests.containers.deployment import Deployment, Row, table
+from tests.containers.project import ContainerError, docker, docker_unavailable_reason
 
 ROWS = pytest.StashKey[list[Row]]()
 UP_S = pytest.StashKey[list[float]]()

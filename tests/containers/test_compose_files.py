@@ -13,8 +13,8 @@ from multiworld_serving.common.config.settings import Settings, public_fields
 from multiworld_serving.common.config.sources import OTHER_VARIABLES, variable
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings
-from multiworld_serving.testing.chaos.system.containers import docker
 from multiworld_serving.workers.settings import WorkerSettings
+from tests.containers.project import docker
 
 pytestmark = pytest.mark.usefixtures("compose_command")
 

@@ -22,8 +22,8 @@ FRONTEND_UP = 'sum(up{job="multiworld-frontend"})'
 SEEN_S = 60.0
 BEFORE_S = 11
 """Two intervals of scraping, because a scrape may be late."""
-OF_ONE_WORKER = ("container-kill", "container-pause", "cut")
-"""Other faults of processes are injected without containers, see `tests/chaos`, and other cuts between machines, see `tests/machines`."""
+OF_ONE_WORKER = ("container-kill", "container-pause")
+"""Faults of processes are injected without containers, see `tests/chaos`, and cuts between machines, see `tests/machines`."""
 
 
 def test_service_answers_after_docker_compose_up(deployment: Deployment) -> None:

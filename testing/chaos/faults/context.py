@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from multiworld_serving.testing.chaos.observer import Observer, Replica, ReplicaKey, Snapshot
-from multiworld_serving.testing.chaos.system.containers import ComposeProject, Container, ContainerError
 from multiworld_serving.testing.chaos.system.processes import Process
 from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 from multiworld_serving.testing.load.requests import ReferenceRequest
@@ -50,17 +49,6 @@ class FaultContext:
     def begin(self) -> None:
         """Record the time of the injection."""
         self.at_s = self.at_s or time.time()
-
-    @property
-    def project(self) -> ComposeProject:
-        """The Compose project of the service. Raises ContainerError if it does not run in containers."""
-        if not isinstance(self.system, ComposeProject):
-            raise ContainerError("the service does not run in containers")
-        return self.system
-
-    def container(self, target: Replica) -> Container:
-        """Return the container of the worker of this replica. Raises ContainerError."""
-        return self.project.container(str(target.worker))
 
     def processes(self, targets: Sequence[Replica] | None = None) -> contextlib.AbstractContextManager[list[Process]]:
         """Open the processes of all or some targets. Raises KeyError if one is not known."""
@@ -110,15 +98,6 @@ class FaultContext:
     def wait_complete(self) -> Snapshot:
         """Wait until every slot and every leader is ready. Raises NotRecoveredError."""
         return self.observer.wait(lambda now: now.complete, WAIT_S, "complete again")
-
-    def wait_leader_back(self, since: int) -> None:
-        """Wait until a leader was not ready in a snapshot from number `since` on and all are ready. Raises NotRecoveredError."""
-        seen = self.observer.snapshots
-        self.observer.wait(
-            lambda now: now.leaders_ready and not all(each.leaders_ready for each in seen[since:]),
-            WAIT_S,
-            "lost by a leader and served by all leaders again",
-        )
 
     def wait_leader_lost(self, pid: int) -> None:
         """Wait until the frontends have lost the leader with this process id. Raises NotRecoveredError."""

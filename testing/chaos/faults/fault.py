@@ -44,7 +44,6 @@ class Fault:
         inject: injects the fault and reverts it where possible.
         causes: allowed causes of broken worlds of the targets; empty if no world may break, None if any outcome is allowed.
         unavailable_reason: returns why the fault is not possible on this machine; empty if it is.
-        of: what the fault acts on: processes or containers.
         excused: statuses that requests may get from the injection to the recovery; 0 is a lost connection.
     """
 
@@ -54,7 +53,6 @@ class Fault:
     inject: Inject
     causes: frozenset[str] | None
     unavailable_reason: Callable[[], str] = _always
-    of: Literal["process", "container"] = "process"
     excused: frozenset[int] = frozenset()
 
 

@@ -31,7 +31,7 @@ def _edges(processes: Sequence[Process]) -> list[Connection]:
 )
 def _reset(context: FaultContext) -> None:
     with context.processes() as processes:
-        network.destroy_connections(_edges(processes), processes[0].pid)
+        network.destroy_connections(_edges(processes))
 
 
 @fault(
@@ -41,7 +41,7 @@ def _reset(context: FaultContext) -> None:
     unavailable_reason=network.packet_loss_unavailable_reason,
 )
 def _cut(context: FaultContext) -> None:
-    with context.processes() as processes, network.drop_packets(_edges(processes), "both", processes[0].pid):
+    with context.processes() as processes, network.drop_packets(_edges(processes)):
         context.hold(HOLD_S)
 
 

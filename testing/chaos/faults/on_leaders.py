@@ -36,7 +36,7 @@ def _freeze_leader(context: FaultContext) -> None:
 def _cut_leader(context: FaultContext) -> None:
     with context.child("leader") as leader:
         connections = leader.connections_as_client()
-        with network.drop_packets(connections, pid=leader.pid):
+        with network.drop_packets(connections):
             context.wait_leader_lost(leader.pid)
             context.hold(HOLD_S)
 

@@ -60,7 +60,7 @@ def _slow(context: FaultContext) -> None:
 def _reset(context: FaultContext) -> None:
     with context.processes() as processes:
         for process in processes:
-            network.destroy_connections(process.connections(), process.pid)
+            network.destroy_connections(process.connections())
 
 
 _cut_fault = partial(fault, causes=PARTITION_CAUSES, unavailable_reason=network.packet_loss_unavailable_reason)
@@ -70,7 +70,7 @@ _cut_fault = partial(fault, causes=PARTITION_CAUSES, unavailable_reason=network.
 def _cut(context: FaultContext, direction: network.Direction = "both") -> None:
     with context.processes() as processes:
         connections = [connection for process in processes for connection in process.connections()]
-    with network.drop_packets(connections, direction, processes[0].pid):
+    with network.drop_packets(connections, direction):
         context.wait_broken()
         context.hold(HOLD_S)
 

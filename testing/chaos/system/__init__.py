@@ -1,1 +1,1 @@
-"""The service under test on this machine: its processes, connections and containers. Start reading at `system_under_test.py`."""
+"""The service under test on this machine: its processes and connections. Start reading at `system_under_test.py`."""

@@ -1,7 +1,6 @@
 """Network faults: resets connections (`ss`) and drops packets (`iptables`).
 
-Each tool is first tried on a connection of this process. Faults on a process in a container are applied in its network namespace,
-so that no other container is affected.
+Each tool is first tried on a connection of this process.
 """
 
 import contextlib
@@ -23,43 +22,33 @@ _TOOL_S = 10.0
 _TRIAL_S = 0.5
 
 
-def destroy_connections(connections: Iterable[Connection], pid: int | None = None) -> None:
-    """Reset these connections at both ends, or at one end if the other is in another network namespace.
-
-    Args:
-        pid: process that owns them; this process if None.
-    """
+def destroy_connections(connections: Iterable[Connection]) -> None:
+    """Reset these connections at both ends, or at one end if the other is in another network namespace."""
     for found in connections:
         # ss may report errors for other tables although it succeeded, so its exit status is ignored.
         _run(
             *("ss", "-K", "-t", "src", found.local_host, "dst", found.remote_host),
             *("sport", "=", f":{found.local_port}", "dport", "=", f":{found.remote_port}"),
             check=False,
-            pid=pid,
         )
 
 
 @contextlib.contextmanager
-def drop_packets(
-    connections: Sequence[Connection], direction: Direction = "both", pid: int | None = None
-) -> Iterator[None]:
+def drop_packets(connections: Sequence[Connection], direction: Direction = "both") -> Iterator[None]:
     """Drop packets of these connections, and connection attempts to the same servers, while the block runs.
 
     All workers connect to the same port of the leader, so no worker in the same network can join until the block ends.
-
-    Args:
-        pid: process that owns them; this process if None.
     """
-    _remove_chain(pid)
+    _remove_chain()
     try:
-        _run("iptables", "-w", "-N", CHAIN, pid=pid)
+        _run("iptables", "-w", "-N", CHAIN)
         for rule in drop_rules(connections, direction):
-            _run("iptables", "-w", "-A", CHAIN, *rule, pid=pid)
+            _run("iptables", "-w", "-A", CHAIN, *rule)
         for hook in _HOOKS:
-            _run("iptables", "-w", "-I", hook, "-j", CHAIN, pid=pid)
+            _run("iptables", "-w", "-I", hook, "-j", CHAIN)
         yield
     finally:
-        _remove_chain(pid)
+        _remove_chain()
 
 
 def drop_rules(connections: Iterable[Connection], direction: Direction) -> list[list[str]]:
@@ -115,32 +104,19 @@ def _rule(source: tuple[str, str], target: tuple[str, str]) -> list[str]:
     return ["-p", "tcp", "-s", source[0], "--sport", source[1], "-d", target[0], "--dport", target[1], "-j", "DROP"]
 
 
-def _remove_chain(pid: int | None) -> None:
+def _remove_chain() -> None:
     """Remove the chain, including one left by an earlier run that was killed."""
     for hook in _HOOKS:
-        while _run("iptables", "-w", "-D", hook, "-j", CHAIN, check=False, pid=pid).returncode == 0:
+        while _run("iptables", "-w", "-D", hook, "-j", CHAIN, check=False).returncode == 0:
             pass
-    _run("iptables", "-w", "-F", CHAIN, check=False, pid=pid)
-    _run("iptables", "-w", "-X", CHAIN, check=False, pid=pid)
+    _run("iptables", "-w", "-F", CHAIN, check=False)
+    _run("iptables", "-w", "-X", CHAIN, check=False)
 
 
-def _within(pid: int | None) -> tuple[str, ...]:
-    """Return the command prefix that enters the network namespace of the process; empty if it is ours."""
-    if pid is None or os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net"):
-        return ()
-    return ("nsenter", f"--net=/proc/{pid}/ns/net")
-
-
-def _run(*command: str, check: bool = True, pid: int | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run a command in the network namespace of the process. Raises OSError if `check` and it fails."""
-    try:
-        within = _within(pid)
-    except FileNotFoundError:  # the process and its network namespace are gone
-        if check:
-            raise
-        return subprocess.CompletedProcess(command, 1, "", "")
+def _run(*command: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
+    """Run a command. Raises OSError if `check` and it fails."""
     done = subprocess.run(  # noqa: S603
-        (*within, *command), capture_output=True, text=True, timeout=_TOOL_S, check=False
+        command, capture_output=True, text=True, timeout=_TOOL_S, check=False
     )
     if check and done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip() or f'exit status {done.returncode}'}")

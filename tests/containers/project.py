@@ -1,23 +1,16 @@
-"""Access to the containers of a Docker Compose project, with the command `docker`.
-
-Worker processes are found only if the Docker engine runs on this machine.
-"""
+"""Access to the containers of a Docker Compose project, with the command `docker`."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, ClientCredentials
-from multiworld_serving.testing.chaos.system.processes import parent, status_fields
 from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 
 HTTP_PORT = "8000/tcp"
@@ -41,7 +34,6 @@ class Container:
         service: name in the Compose file.
         program: first argument of `multiworld`, such as "leader" or "worker"; empty if there is none.
         hostname: prefix of the names of its workers, HOSTNAME-PID.
-        pid: of its first process, on the host; 0 while it does not run.
         networks: its aliases by network.
         addresses: its IP address by network.
         http: HOST:PORT at which its HTTP API is published; empty if it is not.
@@ -53,7 +45,6 @@ class Container:
     service: str
     program: str
     hostname: str
-    pid: int
     networks: dict[str, tuple[str, ...]]
     addresses: dict[str, str]
     http: str
@@ -116,28 +107,16 @@ class ComposeProject(RunningService):
 
     Args:
         name: name of the project, as in `docker compose ls`.
-        environment: environment of `docker compose`; inherited if None.
-        credentials: credentials of requests to the service.
+        environment: environment of `docker compose`.
 
     Raises:
         ContainerError: Docker or the project does not exist, or no container publishes the HTTP API.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        environment: Mapping[str, str] | None = None,
-        credentials: ClientCredentials = NO_CREDENTIALS,
-    ) -> None:
+    def __init__(self, name: str, *, environment: Mapping[str, str]) -> None:
         self.name = name
         self._environment = environment
-        super().__init__(f"http://{self.frontend.http}", credentials=credentials)
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the first leader; None if it does not run on this machine."""
-        return next((pid for leader in self.leaders for pid in _children(leader.pid)), None)
+        super().__init__(f"http://{self.frontend.http}")
 
     @property
     def leaders(self) -> list[Container]:
@@ -173,18 +152,6 @@ class ComposeProject(RunningService):
                 return each
         raise ContainerError(f"project {self.name}: worker {worker} runs in none of its containers")
 
-    def worker_pids(self) -> dict[str, int]:
-        """See `RunningService.worker_pids`: the children of the first process of each container."""
-        return {
-            f"{container.hostname}-{inner}": pid
-            for container in self.containers()
-            for inner, pid in _inner_pids(container.pid)
-        }
-
-    def child_pids(self, kind: str) -> dict[int, int]:
-        """None are known."""
-        return {}
-
     def compose(self, *arguments: str) -> None:
         """Run `docker compose ARGUMENTS` with the Compose files of the project. Raises ContainerError."""
         labels = json.loads(docker("inspect", self.frontend.id))[0]["Config"]["Labels"]
@@ -199,9 +166,7 @@ def docker(*arguments: str, environment: Mapping[str, str] | None = None, timeou
     """Run one docker command and return its standard output. Raises ContainerError if it fails or times out."""
     command = ("docker", *arguments)
     try:
-        done = subprocess.run(  # noqa: S603 - arguments of this program
-            command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ContainerError(f"{' '.join(command[:3])}: {error}") from error
     if done.returncode:
@@ -232,7 +197,6 @@ def _container(found: dict[str, Any]) -> Container:
         service=config["Labels"].get(f"{_COMPOSE}.service", ""),
         program=next(iter(config.get("Cmd") or ()), ""),
         hostname=config["Hostname"],
-        pid=found["State"]["Pid"],
         networks={name: _aliases(network, found["Id"]) for name, network in networks.items()},
         addresses={name: network["IPAddress"] for name, network in networks.items()},
         http=_published(found["NetworkSettings"]["Ports"] or found["HostConfig"]["PortBindings"] or {}),
@@ -247,39 +211,5 @@ def _aliases(network: dict[str, Any], container_id: str) -> tuple[str, ...]:
 def _published(bindings: dict[str, Any]) -> str:
     for binding in bindings.get(HTTP_PORT) or ():
         host = binding["HostIp"] or "127.0.0.1"
-        return f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{binding['HostPort']}"  # noqa: S104 - translated
+        return f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{binding['HostPort']}"
     return ""
-
-
-def _children(pid: int) -> Iterator[int]:
-    """Yield the children of the first process of a container; the process itself if it has none."""
-    if not pid or _namespaced(pid)[1:] != [1]:
-        return  # ended, or on another machine
-    found = []
-    for path in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # ended just now
-            if path.name.isdigit() and parent(int(path.name)) == pid:
-                found.append(int(path.name))
-    yield from found or [pid]
-
-
-def _inner_pids(pid: int) -> Iterator[tuple[int, int]]:
-    """Yield pairs of process ids: inside the container and on this machine."""
-    for child in _children(pid):
-        if numbers := _namespaced(child)[1:]:
-            yield numbers[-1], child
-
-
-def _namespaced(pid: int) -> list[int]:
-    """Return the pids of a process in all nested pid namespaces, outermost first; empty if there is no such process."""
-    try:
-        return [int(number) for number in status_fields(pid)["NSpid"].split()]
-    except OSError:
-        return []
-
-
-def processes_unavailable_reason() -> str:
-    """Return why processes in containers cannot be signalled; empty if they can."""
-    if os.geteuid() != 0:
-        return "processes in containers belong to another user: needs root"
-    return "" if shutil.which("nsenter") else "the program `nsenter` (package util-linux) is not installed"
