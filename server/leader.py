@@ -193,5 +193,4 @@ def scheduler_config(settings: LeaderSettings, plan: VersionPlan) -> SchedulerCo
         recovery_grace_s=settings.recovery_grace_s,
         hang_timeout_s=settings.hang_timeout_s,
         hedge_factor=settings.hedge_factor or None,
-        target_latency_s=None if settings.target_latency_ms is None else settings.target_latency_ms / 1e3,
     )

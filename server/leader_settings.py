@@ -82,8 +82,6 @@ class LeaderSettings(ServiceSettings):
     """Maximum number of images in a batch; by default 8, and up to 32 while such a batch takes at most 50 ms."""
     batch_timeout_s: float = setting(0.002, "Batching", ge=0, le=60)
     """How long before a replica becomes free a batch is sent to it; while compute times are unknown, the longest wait of a row."""
-    target_latency_ms: float | None = setting(None, "Batching", gt=0, le=3_600_000)
-    """Latency objective in milliseconds: the number of replicas that a stage needs is computed for it; none counts throughput only."""
     hang_timeout_s: float = setting(10.0, "Failure", gt=0, le=3600)
     """Maximum time of a worker for one batch; after it, its link is closed as failed."""
     hedge_factor: float = setting(2.0, "Failure", ge=0, le=1000, allowed="0, or a number from 1 to 1000")

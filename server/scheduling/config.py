@@ -42,6 +42,3 @@ class SchedulerConfig:
     """No batch is late before this."""
     hedge_budget: float = 0.01
     """Maximum rows sent as hedges, as a fraction of all rows sent. Four full batches more are allowed at the start."""
-
-    target_latency_s: float | None = None
-    """Latency objective, for the number of replicas that are needed; None: only the throughput counts. Changes no other decision."""

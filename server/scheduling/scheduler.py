@@ -43,8 +43,6 @@ An event costs O(log n) in the number of replicas and open requests.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from multiworld_serving.server.scheduling.actions import Action, FailReplica
 from multiworld_serving.server.scheduling.admission import rejection
 from multiworld_serving.server.scheduling.batch_lifecycle import BatchLifecycle
@@ -118,8 +116,8 @@ class Scheduler:
         state, entry_pool = self._state, self._state.table.entry_pool
         usual = state.backlog.max_rows * (len(entry_pool.accepting) if entry_pool else 0)
         backlog = max(0, len(state.backlog.waiting) - usual)
-        config = replace(self.config, max_batch_size=state.backlog.max_rows)
-        return replicas_wanted(state.arrivals.per_s(now_s), backlog, state.service_times, config)
+        rate_per_s, rows = state.arrivals.per_s(now_s), state.backlog.max_rows
+        return replicas_wanted(rate_per_s, backlog, state.service_times, self.config.num_stages, rows)
 
     # -- statistics, O(number of versions) at most ---------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""How many replicas each stage needs for the measured load within the latency objective. Pure: no clock, no I/O.
+"""How many replicas each stage needs for the measured load. Pure: no clock, no I/O.
 
 Each leader knows the load that reaches it, so its figures are shares: `combine` adds those of all leaders, rounds up and applies the
 redundancy.
@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from math import ceil, sqrt
 
-from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.estimates.service_times import ServiceTimes
 
 UTILISATION = 0.7
@@ -59,40 +58,19 @@ class ArrivalRate:
         return max(proven, arrivals / known_s)
 
 
-def replicas_wanted(rate_per_s: float, backlog: int, times: ServiceTimes, config: SchedulerConfig) -> tuple[float, ...]:
+def replicas_wanted(
+    rate_per_s: float, backlog: int, times: ServiceTimes, num_stages: int, rows: int
+) -> tuple[float, ...]:
     """Replicas that each stage needs for this load, as fractions; 0 for a stage whose compute time is not known yet.
 
     Args:
         rate_per_s: arrivals, including those that were rejected because of overload.
         backlog: requests that wait and would not, if there were enough replicas.
         times: measured times of batches.
+        rows: of a full batch.
     """
-    rows = batch_size(times, config)
     load_per_s = rate_per_s + backlog / DRAIN_S
-    return tuple(
-        load_per_s * (times.compute_s(stage, rows) or 0.0) / rows / UTILISATION for stage in range(config.num_stages)
-    )
-
-
-def batch_size(times: ServiceTimes, config: SchedulerConfig) -> int:
-    """The largest batch with which a request is answered within the objective, at least 1; `max_batch_size` without an objective.
-
-    Larger batches cost less per request and take longer. In each stage a request waits for at most about one batch, and then for its own.
-    """
-    if config.target_latency_s is None:
-        return config.max_batch_size
-    sizes = {1 << power for power in range(config.max_batch_size.bit_length())} | {config.max_batch_size}
-    fitting = (
-        rows for rows in sorted(sizes, reverse=True) if _latency_s(rows, times, config) <= config.target_latency_s
-    )
-    return next(fitting, 1)
-
-
-def _latency_s(rows: int, times: ServiceTimes, config: SchedulerConfig) -> float:
-    stages = range(config.num_stages)
-    return config.batch_timeout_s + sum(
-        2 * (times.compute_s(stage, rows) or 0.0) + times.transfer_s(stage, rows) for stage in stages
-    )
+    return tuple(load_per_s * (times.compute_s(stage, rows) or 0.0) / rows / UTILISATION for stage in range(num_stages))
 
 
 def combine(leaders: Iterable[Sequence[float]], at_least: int) -> tuple[int, ...]:

@@ -78,25 +78,13 @@ class ServiceTimes:
         For a size without enough samples, an upper bound from the nearest one that has: a further row costs at most as much as the
         first, and a smaller batch takes at most as long as a larger one.
         """
-        found = self._nearest(stage, rows)
-        if found is None:
-            return None
-        bits, size_class = found
-        return size_class.per_row.median_s() * max(rows, 1 << (bits - 1))
-
-    def transfer_s(self, stage: int, rows: int) -> float:
-        """Median time to transfer input and output of a batch of about `rows`; 0 if no size has enough samples."""
-        found = self._nearest(stage, rows)
-        return found[1].transfer.median_s() if found else 0.0
-
-    def _nearest(self, stage: int, rows: int) -> tuple[int, _SizeClass] | None:
-        """The size class for `rows` with enough samples: this one, else the next smaller one, else the next larger one."""
         known = [bits for (of, bits), each in self._size_classes.items() if of == stage and each.per_row.has_enough]
         if not known:
             return None
+        # This size, else the next smaller one, else the next larger one.
         smaller = [bits for bits in known if bits <= rows.bit_length()]
         bits = max(smaller) if smaller else min(known)
-        return bits, self._size_classes[stage, bits]
+        return self._size_classes[stage, bits].per_row.median_s() * max(rows, 1 << (bits - 1))
 
     def p95_s(self, attempt: Attempt) -> float | None:
         """95th percentile of the service time of such batches; None with too few samples."""

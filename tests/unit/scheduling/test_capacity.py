@@ -1,4 +1,4 @@
-"""The number of replicas that a load needs: arrival rates, times by batch size, the objective, and several leaders."""
+"""The number of replicas that a load needs: arrival rates, times by batch size, and several leaders."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -8,11 +8,9 @@ import pytest
 from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.scheduling.actions import Reject
 from multiworld_serving.server.scheduling.batches import Attempt
-from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.estimates.capacity import (
     DRAIN_S,
     UTILISATION,
-    batch_size,
     replicas_wanted,
 )
 from multiworld_serving.server.scheduling.estimates.service_times import ServiceTimes
@@ -20,7 +18,7 @@ from multiworld_serving.server.scheduling.events import BatchDone, RequestArrive
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, only, sends
 
 
-def times_of(*measured: tuple[int, int, float], transfer_s: float = 0.0) -> ServiceTimes:
+def times_of(*measured: tuple[int, int, float]) -> ServiceTimes:
     """Ten samples of each (stage, rows, compute_s)."""
     times = ServiceTimes()
     for stage, rows, compute_s in measured:
@@ -28,7 +26,7 @@ def times_of(*measured: tuple[int, int, float], transfer_s: float = 0.0) -> Serv
             replica=SimpleNamespace(pool=SimpleNamespace(stage=stage)), batch=SimpleNamespace(rows=(None,) * rows)
         )
         for _ in range(10):
-            times.observe(cast(Attempt, attempt), compute_s + transfer_s, compute_s, transfer_s)
+            times.observe(cast(Attempt, attempt), compute_s, compute_s, 0.0)
     return times
 
 
@@ -41,23 +39,14 @@ def test_time_of_an_unknown_size_is_an_upper_bound() -> None:
     assert times.compute_s(1, 1) is None
 
 
-def test_batch_is_as_large_as_the_objective_allows() -> None:
-    times = times_of(*((stage, rows, 0.010 + 0.001 * rows) for stage in (0, 1) for rows in (1, 2, 4, 8)))
-
-    def size(target_s: float | None) -> int:
-        return batch_size(times, SchedulerConfig(2, target_latency_s=target_s, batch_timeout_s=0.0))
-
-    assert [size(target_s) for target_s in (None, 0.1, 0.06, 0.05, 0.001)] == [8, 8, 4, 2, 1]
-
-
 def test_replicas_are_load_times_cost_over_utilisation() -> None:
     times = times_of((0, 8, 0.080), (1, 8, 0.240))
-    assert replicas_wanted(100.0, 0, times, SchedulerConfig(2)) == pytest.approx((1 / UTILISATION, 3 / UTILISATION))
+    assert replicas_wanted(100.0, 0, times, 2, 8) == pytest.approx((1 / UTILISATION, 3 / UTILISATION))
 
 
 def test_a_backlog_adds_the_replicas_that_work_it_off() -> None:
     times = times_of((0, 8, 0.080))
-    (wanted,) = replicas_wanted(100.0, 60, times, SchedulerConfig(1))
+    (wanted,) = replicas_wanted(100.0, 60, times, 1, 8)
     assert wanted == pytest.approx((100 + 60 / DRAIN_S) * 0.010 / UTILISATION)
 
 
