@@ -9,11 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from multiworld_serving.testing.chaos.faults import FAULTS
 from multiworld_serving.testing.chaos.observer import ReplicaKey
 from multiworld_serving.testing.chaos.system.processes import resources
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import answers, assert_nothing_lost, run_load
-from tests.chaos.injections import FAULTS, make_fault
+from tests.chaos.injections import make_fault
 from tests.services import small_service
 from tests.waiting import wait_until
 
