@@ -82,6 +82,7 @@ def export(options: ExportOptions) -> int:
 
     steps, source, weights = progress_console(), options.source, options.weights
     dynamic = tuple(map(parse_dynamic, options.dynamic))
+    exporter.check_path(options.output)
     steps.print("loading the model")
     published: Preprocessing | None = None
     labels: tuple[str, ...] = ()

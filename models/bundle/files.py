@@ -93,7 +93,10 @@ def read_bundle(path: Path) -> Bundle:
             raise BundleError(f"cannot read the bundle {path}: {error.strerror or error}") from error
         except (zipfile.BadZipFile, zlib.error, EOFError, struct.error, RuntimeError) as error:
             raise BundleError(f"{path} is damaged ({str(error)[:200]!r}); copy it again") from error
-    raise BundleError(f"{path} is neither a folder nor a .zip file; expected what `multiworld export` writes")
+    raise BundleError(
+        f"{path} is neither a folder nor a .zip file; expected a bundle, which `multiworld export` writes, "
+        "with --weights FILE for other weights"
+    )
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -58,12 +58,12 @@ cumsum.default detach.default diagonal.default diff.default div.Scalar div.Scala
 einsum.default elu.default embedding.default eq.Scalar eq.Tensor erf.default erfc.default exp.default expand.default
 expand_as.default expm1.default eye.default fill.Scalar fill.Tensor flatten.using_ints flip.default floor.default floor_divide.Scalar
 floor_divide.default fmod.Scalar fmod.Tensor frobenius_norm.dim full.default full_like.default gather.default ge.Scalar ge.Tensor
-gelu.default ger.default glu.default grid_sampler_2d.default grid_sampler_3d.default group_norm.default gt.Scalar gt.Tensor
+gelu.default ger.default glu.default grid_sampler_2d.default grid_sampler_3d.default group_norm.default gru.input gt.Scalar gt.Tensor
 hardsigmoid.default hardswish.default hardtanh.default histc.default im2col.default index.Tensor index_add.default
 index_fill.int_Scalar index_put.default index_select.default instance_norm.default isin.Tensor_Tensor isinf.default isnan.default
 layer_norm.default le.Scalar le.Tensor leaky_relu.default lerp.Scalar lerp.Tensor lift_fresh_copy.default linalg_vector_norm.default
 linear.default linspace.default log.default log10.default log1p.default log2.default log_sigmoid.default log_softmax.int
-logaddexp.default logical_and.default logical_not.default logical_or.default logical_xor.default logsumexp.default lt.Scalar
+logaddexp.default logical_and.default logical_not.default logical_or.default logical_xor.default logsumexp.default lstm.input lt.Scalar
 lt.Tensor masked_fill.Scalar masked_fill.Tensor matmul.default max.default max.dim max.other max_pool1d.default max_pool2d.default
 max_pool2d_with_indices.default max_pool3d_with_indices.default maximum.default mean.default mean.dim meshgrid.indexing min.default
 min.dim min.other minimum.default mish.default mm.default movedim.int movedim.intlist mul.Scalar mul.Tensor mv.default
@@ -72,7 +72,8 @@ new_ones.default new_zeros.default norm.ScalarOpt_dim numpy_T.default one_hot.de
 pad.default permute.default pixel_shuffle.default pixel_unshuffle.default pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
 prelu.default prod.default prod.dim_int reciprocal.default reflection_pad1d.default reflection_pad2d.default
 reflection_pad3d.default relu.default relu6.default remainder.Scalar remainder.Tensor repeat.default repeat_interleave.self_int
-replication_pad2d.default replication_pad3d.default reshape.default rms_norm.default roll.default rot90.default round.default
+replication_pad2d.default replication_pad3d.default reshape.default rms_norm.default rnn_relu.input rnn_tanh.input roll.default
+rot90.default round.default
 rsqrt.default rsub.Scalar rsub.Tensor scalar_tensor.default scaled_dot_product_attention.default scatter.src scatter.value
 scatter_add.default scatter_reduce.two select.int select_scatter.default selu.default sgn.default sigmoid.default sign.default
 silu.default sin.default sinh.default slice.Tensor slice_scatter.default softmax.int softplus.default sort.default split.Tensor

@@ -142,9 +142,14 @@ def export_model(
     )
 
 
-def _check_options(example: Sequence[Tensor], path: Path, options: ExportOptions) -> None:
+def check_path(path: Path) -> None:
+    """Raises ExportError if something exists there."""
     if path.exists():
         raise ExportError(f"{path} exists; choose another path or remove it")
+
+
+def _check_options(example: Sequence[Tensor], path: Path, options: ExportOptions) -> None:
+    check_path(path)
     if not 2 <= options.max_batch_size <= MAX_BATCH_SIZE:
         raise ExportError(f"the largest batch is {options.max_batch_size}; expected 2 to {MAX_BATCH_SIZE} rows")
     if len(options.inputs) != len(example) or not example:

@@ -132,7 +132,7 @@ class ModelSource:
         path = _path_in(settings.weights_dir, weights)
         if not os.path.exists(path):  # Path.exists raises OSError if the name is too long
             raise BundleError(
-                f"there is no bundle {weights[:64]!r} in --weights-dir {settings.weights_dir}; give its path as seen from there"
+                f"there is no bundle {weights[:64]!r} in --weights-dir {settings.weights_dir}; give the path of a bundle as seen from there"
             )
         return _read_proven(path)
 
@@ -209,7 +209,7 @@ def _path_in(folder: Path | None, text: str) -> Path:
     if folder is None:
         raise WeightsError(
             "files and bundles are loaded from --weights-dir only, but the service was started without it; "
-            "start it with --weights-dir FOLDER, or name published weights or random:SEED"
+            "start it with --weights-dir FOLDER. Published weights and random:SEED exist for models of torchvision only"
         )
     if len(text) > _PATH_CHARACTERS or "\0" in text:
         raise WeightsError("invalid path of a weights file: it is too long or contains a NUL character")

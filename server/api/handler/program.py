@@ -92,7 +92,7 @@ def _outcome(work: Callable[[], T], *, may_refuse: bool) -> Outcome[T]:
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises goes to the log
         if may_refuse and isinstance(error, ValueError):
             return "invalid", str(error) or "the handler does not accept this body"
-        return "failed", f"the handler raised an error:\n{traceback.format_exc()}"
+        return "failed", f"the handler raised {_last_line(error)}\n{traceback.format_exc()}"
 
 
 def _arrays(given: Any) -> dict[str, np.ndarray[Any, Any]]:

@@ -53,6 +53,23 @@ class OtherOperators(nn.Module):
         return image
 
 
+class Recurrent(nn.Module):
+    """A classifier of token ids with recurrent layers of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(50, 8), nn.Linear(16, 4)
+        self.layers = nn.ModuleList([nn.GRU(8, 8, 2, batch_first=True), nn.LSTM(8, 8, batch_first=True)])
+        self.layers.append(nn.RNN(8, 8, batch_first=True, bidirectional=True))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.words(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)[0]
+        found: Tensor = self.head(hidden.mean(1))
+        return found
+
+
 def image(size: int) -> tuple[Tensor, ...]:
     return (torch.randn(2, 3, size, size),)
 
@@ -71,6 +88,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], tuple[str, 
     ),
     "text": (Text, tokens(), ("ids", "mask")),
     "other operators": (OtherOperators, image(8), ("image",)),
+    "recurrent": (Recurrent, tokens()[:1], ("ids",)),
 }
 
 
@@ -270,6 +288,23 @@ def test_model_is_refused_when_it_fails_at_the_largest_length(tmp_path: Path) ->
             with pytest.raises(ExportError, match=r"fails at ids_1 512: index out of range"):
                 export(Positions(), ids, path, options)
     assert [each.name for each in tmp_path.iterdir()] == ["fits"]
+
+
+class Halving(nn.Module):
+    """Adds a smaller image, enlarged, as a U-Net does. Its sizes fit for even lengths only."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        small = nn.functional.max_pool2d(image, 2)
+        return image + nn.functional.interpolate(small, scale_factor=2)
+
+
+def test_refusal_says_what_to_change_for_variable_lengths(tmp_path: Path) -> None:
+    lengths = ExportOptions("lengths", "1", ("ids",), dynamic=(Dynamic((("ids", 1),), 2, 64),))
+    with pytest.raises(ExportError, match=r"Recurrent layers .* have a fixed length"):
+        export(Recurrent(), tokens()[:1], tmp_path / "bundle", lengths)
+    sizes = ExportOptions("sizes", "1", ("image",), dynamic=(Dynamic((("image", 2),), 8, 64),))
+    with pytest.raises(ExportError, match="some lengths only, for example multiples of 4"):
+        export(Halving(), image(16), tmp_path / "bundle", sizes)
 
 
 @pytest.mark.parametrize(
