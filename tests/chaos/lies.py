@@ -12,7 +12,6 @@ from multiworld.ops.p2p import send_message
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.message import _CODES, _LAYOUT, _MAGIC, Message, MessageKind
 
-YEARS_NS = 10**17
 FIRST_BATCH = 1
 """The self-test, batch 0, is answered truly."""
 
@@ -79,8 +78,6 @@ LIES: dict[str, Lie] = {
     "garbage": lambda batch, output: [RawMessage(bytes([7]) * 48, None, 0)],
 }
 """Each of these breaks the link."""
-YEARS = "years"
-"""A correct result that claims a compute time of years."""
 
 
 def lying(lie: str) -> Callable[[Channel, Message], "asyncio.Future[None]"]:
@@ -92,9 +89,6 @@ def lying(lie: str) -> Callable[[Channel, Message], "asyncio.Future[None]"]:
             await send(self, message)
             return
         assert message.payload is not None
-        if lie == YEARS:
-            await send(self, Message(MessageKind.RESULT, message.batch, message.payload, YEARS_NS, YEARS_NS))
-            return
         messages = LIES[lie](message.batch, message.payload)
         await asyncio.gather(*(each.send(self.world, 0) for each in messages))
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+from examples.digits import train as digits
 from examples.segmentation.handler import SIZE, Handler
 from examples.text_classifier import model as text_model
 from examples.text_classifier.handler import tokens
@@ -130,3 +131,10 @@ def test_commands_of_the_readme_serve_the_model(
     settings = settings_of(serve[2:])
     with LocalService(**settings) as service:
         check(run(ask, service.url, capsys), Path(settings["model"]))
+
+
+def test_digits_are_learned(tmp_path: Path) -> None:
+    state, images, labels = digits.train(0, epochs=1)
+    assert digits.accuracy(state, images, labels) > 0.3, "by chance: 0.1"
+    digits.write(tmp_path, state, images, labels)
+    assert len((tmp_path / "held_out.csv").read_text().splitlines()) == 1 + len(images)

@@ -12,18 +12,20 @@ import pytest
 import torch
 
 from multiworld import BrokenWorldException, Cause, WorldManager
+from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import LostInput
-from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinOffer, StageAssignment
+from multiworld_serving.common.wire.join import WORLD_BACKEND, StageAssignment
 from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.server.replicas.worker import Ending, LinkEndedError, SelfTestError, SentBatch, SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.leader_order import LeaderPlace
 from multiworld_serving.workers.session import Session
 from tests.chaos.lies import LIES, RawMessage, claim, lying, whole
-from tests.resnets import resnet_plan, sent_stage, with_other_weights
+from tests.resnets import resnet_plan, with_other_weights
 from tests.sent_batches import send, worker_at
 from tests.unit.edges.edge_parts import unused_edges
 
@@ -96,13 +98,25 @@ class Pair:
         return link
 
     async def session(self, link: WorkerLink) -> Session:
-        offer = JoinOffer(*link.worker.id)
-        world = await self.worker.initialize_world(
-            offer.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=self.port, generation=offer.generation
-        )
-        session = Session(world, self.engine, unused_edges())
-        self.tasks.append(asyncio.create_task(session.run()))
-        return session
+        return await session_of(link, self.worker, self.port, self.tasks, self.engine)
+
+
+async def session_of(
+    link: WorkerLink,
+    worker: WorldManager,
+    port: int,
+    tasks: list[asyncio.Task[object]],
+    engine: Engine,
+    own: Edges | None = None,
+    place: LeaderPlace | None = None,
+) -> Session:
+    """The session of a worker that joins this link."""
+    world = await worker.initialize_world(
+        *(link.worker.id.world, 1, 2, WORLD_BACKEND), addr="127.0.0.1", port=port, generation=link.worker.generation
+    )
+    session = Session(world, engine, unused_edges() if own is None else own, place=place)
+    tasks.append(asyncio.create_task(session.run()))
+    return session
 
 
 @pytest.fixture
@@ -117,31 +131,6 @@ async def pair() -> AsyncIterator[Pair]:
             task.cancel()
         await asyncio.gather(*made.tasks, return_exceptions=True)
         made.engine.close()
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-async def test_ready_link_computes_the_reference_output(pair: Pair, plan: tuple[StagePlan, ...], stage: int) -> None:
-    link = pair.link(plan[stage])
-    await pair.session(link)
-    await pair.heard.until("ready")
-    batches = {
-        number: torch.randint(0, 256, (number, *plan[stage].spec.input_rows.dims)).to(plan[stage].spec.input_rows.dtype)
-        for number in (1, 2, 3)
-    }
-    for number, batch in batches.items():
-        send(link, number, batch, 1)
-    async with asyncio.timeout(WAIT_S):
-        answers = [await pair.heard.results.get() for _ in batches]
-    with torch.inference_mode():
-        for answer in answers:
-            expected = sent_stage(plan[stage])(batches[answer.batch])
-            assert answer.payload is not None
-            torch.testing.assert_close(answer.payload, expected, rtol=1e-3, atol=1e-4)
-            assert answer.compute_ns > 0
-
-
-def raising(*_: object) -> torch.Tensor:
-    raise RuntimeError("the device is gone")
 
 
 REFUSALS = {

@@ -11,20 +11,16 @@ import torch
 from torch import Tensor
 
 from multiworld import Cause, WorldManager
-from multiworld_serving.common.wire.join import WORLD_BACKEND
-from multiworld_serving.common.wire.message import Message, MessageKind
-from multiworld_serving.server.replicas.worker import AssignmentRefusedError, SentBatch, SlotId
+from multiworld_serving.server.replicas.worker import AssignmentRefusedError, SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers import session as worker_session
 from multiworld_serving.workers.compute.engine import Engine, LoadedStage, StageTask
 from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
-from multiworld_serving.workers.session import Session
 from multiworld_serving.workers.stage_loader import AssignedStage
-from tests.integration.test_links import ending_of
+from tests.integration.test_links import Heard, ending_of, session_of
 from tests.resnets import resnet_plan
 from tests.sent_batches import send, worker_at
-from tests.unit.edges.edge_parts import unused_edges
 
 IMAGE_SIZE = 32
 WAIT_S = 60.0
@@ -54,44 +50,32 @@ class LeaderSide:
     plan: StagePlan
     max_batch_size: int = 4
     place: LeaderPlace | None = None
-    states: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
-    results: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
+    heard: Heard = field(default_factory=Heard)
     tasks: list[asyncio.Task[object]] = field(default_factory=list)
 
     async def join(self) -> None:
         """Form the world and start to load the stage."""
         port = self.manager.listen("127.0.0.1", 0)
         slot = SlotId(self.plan.spec.index, 0)
-        self.link = WorkerLink(worker_at(slot), (self.plan,), self.on_state, self.on_batch)
+        self.link = WorkerLink(worker_at(slot), (self.plan,), self.heard.on_state, self.heard.on_batch)
         running = self.link.run(
             *(self.manager, "127.0.0.1", port), join_timeout_s=WAIT_S, max_batch_size=self.max_batch_size, window=2
         )
         self.tasks.append(asyncio.create_task(running))
-        world = await self.workers_manager.initialize_world(
-            *(slot.name, 1, 2, WORLD_BACKEND), addr="127.0.0.1", port=port, generation=1
+        self.session = await session_of(
+            self.link, self.workers_manager, port, self.tasks, self.engine, place=self.place
         )
-        self.session = Session(world, self.engine, unused_edges(), place=self.place)
-        self.tasks.append(asyncio.create_task(self.session.run()))
 
     async def until(self, state: str) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while await self.states.get() != state:
-                pass
+        await self.heard.until(state)
 
     async def compute(self, batch: int, version: int = 1) -> Tensor:
         send(self.link, batch, torch.ones(2, *self.plan.spec.input_rows.dims), version)
         async with asyncio.timeout(WAIT_S):
-            answer = await self.results.get()
+            answer = await self.heard.results.get()
         assert (answer.batch, answer.version) == (batch, version)
         assert answer.payload is not None
         return answer.payload
-
-    def on_state(self, link: WorkerLink) -> None:
-        self.states.put_nowait(link.worker.state)
-
-    def on_batch(self, link: WorkerLink, message: Message, sent: SentBatch) -> None:
-        assert message.kind is MessageKind.RESULT, message
-        self.results.put_nowait(message)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from multiworld import Cause, WorldManager
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, Source
-from multiworld_serving.common.wire.join import EDGE_DTYPES, WORLD_BACKEND, JoinRequest
+from multiworld_serving.common.wire.join import EDGE_DTYPES, JoinRequest
 from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.replicas.worker import SentBatch, SlotId
@@ -22,7 +22,7 @@ from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.session import Session
-from tests.integration.test_links import Heard, ending_of
+from tests.integration.test_links import Heard, ending_of, session_of
 from tests.resnets import resnet_plan, sent_stage
 from tests.sent_batches import send, worker_at
 from tests.unit.edges.edge_parts import edges
@@ -67,11 +67,7 @@ async def stages(plan: tuple[StagePlan, ...]) -> AsyncIterator[list[Stage]]:
             link = WorkerLink(worker_at(slot, request), (each,), heard.on_state, heard.on_batch)
             running = link.run(leader, "127.0.0.1", port, join_timeout_s=WAIT_S, max_batch_size=4, window=2)
             tasks.append(asyncio.create_task(running))
-            world = await worker.initialize_world(
-                link.worker.id.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=port, generation=1
-            )
-            session = Session(world, engine, own)
-            tasks.append(asyncio.create_task(session.run()))
+            session = await session_of(link, worker, port, tasks, engine, own)
             await heard.until("ready")
             made.append(Stage(link, heard, own, session))
         yield made

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from multiworld_serving.models.bundle.files import Bundle
@@ -58,15 +58,6 @@ def test_rewritten_stages_of_bundles_equal_the_reference(
         rows = stage.spec.example(ROWS)
         made = folded(stage, Workload(4, (1, 2)), dtype, fused=fused and fusable(CPU, dtype))
         check(stage, made, rows, dtype)
-
-
-def test_eager_computes_the_graph_as_it_is(tmp_path: Path) -> None:
-    stage = stages(classifier_bundle(tmp_path / "bundle"))[0]
-    rows = stage.spec.example(ROWS)
-    with torch.inference_mode():
-        expected = stage(rows)
-        made = optimize(stage, 2, Tuning(), CPU).module
-        assert torch.equal(made(rows), expected)
 
 
 # -- patterns ---------------------------------------------------------------------------------------------------------------
@@ -165,15 +156,6 @@ def test_rewritten_stage_does_not_keep_the_received_bytes_in_memory(
     assert received not in {each.untyped_storage().data_ptr() for each in made.buffers()}
     with torch.inference_mode():
         torch.testing.assert_close(plan.spec.output_rows.unpack(made(rows)), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_stage_keeps_its_graph_and_weights() -> None:
-    stage = patterns()
-    assert isinstance(stage.module, fx.GraphModule)
-    code, weights = stage.module.code, {name: each.clone() for name, each in stage.state_dict().items()}
-    folded(stage, Workload(4, (1,)), torch.bfloat16)
-    assert stage.module.code == code
-    assert all(torch.equal(each, weights[name]) for name, each in stage.state_dict().items())
 
 
 @pytest.mark.parametrize("fault", ["raises", "lies"])

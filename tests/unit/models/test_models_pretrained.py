@@ -91,23 +91,6 @@ def test_damaged_cache_file_is_named_in_the_error(cached: Path) -> None:
         load_model("resnet18", "DEFAULT")
 
 
-class Bomb:
-    """Would write a file when unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (Path.write_text, (self.path, "executed"))
-
-
-def test_code_in_a_cached_file_is_not_executed(cached: Path, tmp_path: Path) -> None:
-    torch.save({"conv1.weight": Bomb(tmp_path / "trace")}, cached)
-    with pytest.raises(WeightsError, match="delete that file"):
-        load_model("resnet18", "DEFAULT")
-    assert not (tmp_path / "trace").exists()
-
-
 @pytest.mark.usefixtures("no_network")
 def test_auto_falls_back_with_one_warning_when_offline_and_exports_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.deploy.processes.service import _check_handler
-
 PROGRAM = """
 import subprocess, sys
 from multiworld_serving.cli.main import main
@@ -65,16 +62,3 @@ def test_serve_prints_one_line_when_keys_certificates_or_a_handler_cannot_be_rea
 @pytest.mark.parametrize("options", [("--weights", "random:1"), ("--image-size", "32")])
 def test_serve_refuses_options_that_do_not_apply_to_a_bundle(options: tuple[str, str], tmp_path: Path) -> None:
     assert refusal("--model", str(tmp_path), *options).startswith(options[0])
-
-
-@pytest.mark.parametrize(
-    ("handler", "says"),
-    [
-        ("nowhere.py:Handler", "No such file"),
-        (f"{__file__}:Handler", "does not define Handler"),
-        ("Makefile:Handler", "cannot be read: invalid syntax"),
-    ],
-)
-def test_serve_prints_one_line_when_the_handler_cannot_be_used(handler: str, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        _check_handler(handler)

@@ -228,12 +228,3 @@ async def test_only_worker_that_must_have_an_output_is_relayed_when_it_has_none(
         assert not bench.taken(first)[1].keep
     bench.driver.close()
     await asyncio.gather(asked, return_exceptions=True)
-
-
-async def test_request_is_withdrawn_when_its_future_is_cancelled() -> None:
-    bench = Bench(pairs=True)  # the request waits for another one
-    asked = await bench.ask(RemoteInput(FRONTEND, 7))
-    assert bench.driver.scheduler.open_requests == 1
-    asked.cancel()
-    await asyncio.sleep(0)
-    assert (bench.driver.scheduler.open_requests, len(bench.driver.requests.pending)) == (0, 0)

@@ -23,7 +23,7 @@ from multiworld_serving.server.replicas.worker import SentBatch, SlotId, Worker
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.actions import Reject
 from multiworld_serving.server.scheduling.config import SchedulerConfig
-from multiworld_serving.server.scheduling.events import BatchDone, ReplicaLost, RequestArrived
+from multiworld_serving.server.scheduling.events import BatchDone, RequestArrived
 from multiworld_serving.server.versions.version_table import VersionTable
 from tests.cut_bundles import plan_without_stages
 from tests.unit.scheduling.pending import begin
@@ -223,27 +223,6 @@ async def test_requests_are_answered_when_an_observer_fails(caplog: pytest.LogCa
     assert_right(await bench.work(bench.ask(3)))
     told = [record.getMessage().partition(" failed;")[0] for record in caplog.records if record.exc_info]
     assert told == ["broken"], "it is logged once"
-    bench.driver.close()
-
-
-async def test_retries_and_reroutes_are_counted_apart() -> None:
-    bench = Bench()
-    first, second = bench.lines
-    asked = bench.ask(1)
-    async with asyncio.timeout(WAIT_S):
-        waits = {asyncio.create_task(line.sent.get()): line for line in (first, second)}
-        [done], [waiting] = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        batch, _ = done.result()
-        bench.report(waits[done], batch, Message.from_text(MessageKind.FAILED, "of this test", batch=batch.batch))
-        await waiting
-        assert bench.driver.scheduler.counters.retries[0] == 1
-        bench.driver.submit_event(ReplicaLost(waits[waiting].worker.replica(1), "exit"))
-        assert (await waits[done].sent.get())[0].batch == batch.batch
-    assert bench.driver.scheduler.counters.retries[0] == 1
-    assert bench.driver.scheduler.counters.reroutes[0] == 1
-    for task in asked:
-        task.cancel()
-    await asyncio.gather(*asked, return_exceptions=True)
     bench.driver.close()
 
 

@@ -127,16 +127,6 @@ async def test_follower_gets_each_point_and_event_once_until_the_service_drains(
     assert '"what":"left"' in messages[1]
 
 
-async def test_slow_follower_misses_old_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_feed, "_MESSAGE_INTERVAL_S", 0.0)
-    feed = EventFeed(FrontendMetrics().requests.of_model("m"))
-    slow = feed.follow(snapshot)
-    await anext(slow)
-    for number in range(150):
-        feed.observe(replace(snapshot(), version=str(number)))
-    assert (await anext(slow)).count(b"event: event") == 100
-
-
 async def test_events_are_a_stream_for_a_limited_number_of_clients_that_read(monkeypatch: pytest.MonkeyPatch) -> None:
     feed = EventFeed(FrontendMetrics().requests.of_model("m"))
     response = feed.response(snapshot)

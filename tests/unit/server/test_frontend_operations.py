@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
 from multiworld_serving.server.api.app import create_admin_app
@@ -55,25 +54,6 @@ async def test_status_shows_the_snapshot() -> None:
     assert (status["model"], status["ready"], status["uptime_s"]) == (MODEL.name, False, 1.5)
     assert [stage["replicas"][0]["state"] for stage in status["stages"]] == ["ready", "broken"]
     assert (status["state"], status["stages"][1]["replicas"][0]["world"]) == ("not_ready", "stage1-0")
-
-
-async def test_metrics_are_the_same_on_both_ports() -> None:
-    async with running_frontend() as frontend:
-        await frontend.assert_serves()
-        on_http_port = await frontend.client.get("/metrics")
-        transport = httpx.ASGITransport(create_admin_app(frontend.metrics.scrape, ADMIN))
-        async with httpx.AsyncClient(transport=transport, base_url="http://metrics") as client:
-            on_metrics_port = await client.get("/metrics")
-            nowhere = await client.get("/predict")
-    assert on_http_port.headers["Content-Type"].startswith("text/plain; version=")
-    ours = [
-        [line for line in response.text.splitlines() if line.startswith("multiworld_")]
-        for response in (on_http_port, on_metrics_port)
-    ]
-    assert ours[0] == ours[1]
-    assert nowhere.status_code == 404
-    families = {family.name for family in text_string_to_metric_families(on_http_port.text)}
-    assert {"multiworld_requests", "process_open_fds", "python_gc_collections"} <= families
 
 
 async def test_openapi_describes_every_route_but_the_files_of_the_status_page() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
-import httpx
 import pytest
 
 from multiworld_serving.server.snapshots import ReplicaState
 from tests.unit.server.frontend_app import MODEL, SIDE, ColourPredictor, image_bytes, running_frontend
-from tests.unit.server.v2_requests import INFER, binary_tensor, elements, pixels, request
+from tests.unit.server.v2_requests import INFER, binary_tensor, elements, request
 
 HERE = f"/v2/models/{MODEL.name}"
 
@@ -64,41 +61,3 @@ async def test_ready_is_503_with_the_reason_when_not_serving(
         (model,) = (await frontend.client.post("/v2/repository/index")).json()
         assert (model["name"], model["version"], model["state"]) == (MODEL.name, "1", "UNAVAILABLE")
         assert says in model["reason"]
-
-
-async def test_statistics_count_the_inferences_of_both_protocols() -> None:
-    data = pixels("red", "green", "blue")
-    before_ms = time.time() * 1e3
-    async with running_frontend() as frontend:
-
-        async def statistics() -> dict[str, dict[str, int]]:
-            (model,) = (await frontend.client.get(f"{HERE}/stats")).json()["model_stats"]
-            assert (await frontend.client.get("/v2/models/stats")).json()["model_stats"] == [model]
-            assert (model["name"], model["version"]) == (MODEL.name, "1")
-            counts = {name: model[name] for name in ("last_inference", "inference_count", "execution_count")}
-            return {"counts": counts, **model["inference_stats"]}
-
-        idle = await statistics()
-        assert all(value == 0 for figures in idle.values() for value in figures.values())
-        good: httpx.Response = await frontend.client.post(
-            INFER, **request(binary_tensor("UINT8", list(data.shape), data.numpy().tobytes()))
-        )
-        assert good.status_code == 200
-        await frontend.assert_serves()
-        await frontend.client.post(INFER, content=b"{}")
-        await frontend.client.post("/v2/models/other/infer", content=b"{}")
-        found = await statistics()
-    assert found["counts"]["inference_count"] == found["counts"]["execution_count"] == 4
-    assert before_ms <= found["counts"]["last_inference"] <= time.time() * 1e3 + 1
-    assert {phase: found[phase]["count"] for phase in ("success", "queue", "compute_infer", "fail", "cache_hit")} == {
-        "success": 2,
-        "queue": 2,
-        "compute_infer": 2,
-        "fail": 1,  # requests for other models do not count
-        "cache_hit": 0,
-    }
-    assert found["queue"]["ns"] == 2 * 1_000_000
-    assert found["compute_infer"]["ns"] == 2 * 2_000_000
-    assert found["compute_input"]["ns"] > 2 * 3_000_000  # transfers and decoding
-    assert found["success"]["ns"] > found["compute_output"]["ns"] > 0
-    assert found["fail"]["ns"] > 0
