@@ -95,11 +95,9 @@ def test_unknown_variable_is_refused_with_a_suggestion(monkeypatch: pytest.Monke
     [
         ("stages = 3", "unknown table stages in {path}; settings belong into a table, such as [serve]"),
         ("[serve]\nreplica = 3", "unknown setting replica in [serve] in {path}: did you mean replicas?"),
-        ("[worker]\nstages = 3", "unknown setting stages in [worker] in {path}"),
         ("[serve]\nlocal_token = 'x'", "unknown setting local_token in [serve] in {path}"),
         ("[wroker]\nthreads = 3", "unknown table wroker in {path}: did you mean worker?"),
         ("[serve]\nstages = 0", "stages = 0 in {path}: must be a whole number from 1 to 64"),
-        ("[serve]\nreplicas = '2'", "replicas = '2' in [serve] in {path}: must be a whole number from 1 to 256"),
         ("[serve]\nmodel = 2", "model = 2 in [serve] in {path}: must be text"),
     ],
 )
@@ -117,10 +115,7 @@ def test_missing_or_malformed_file_is_refused(toml: WriteToml, tmp_path: Path) -
     ("name", "value", "allowed"),
     [
         ("stages", "0", "a whole number from 1 to 64"),
-        ("stages", "two", "a whole number from 1 to 64"),
-        ("http_port", "65536", "a whole number from 0 to 65,535"),
         ("timeout_s", "0", "a number above 0 up to 3,600"),
-        ("timeout_s", "nan", "a number above 0 up to 3,600"),
         ("hang_timeout_s", "inf", "a number above 0 up to 3,600"),
         ("log_format", "xml", "one of text, json"),
         ("device", "gpu", "cpu, cuda or cuda:N"),
