@@ -128,6 +128,7 @@ async def test_follower_gets_each_point_and_event_once_until_the_service_drains(
 
 
 async def test_events_are_a_stream_for_a_limited_number_of_clients_that_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_feed, "_STALLED_S", 3600.0)  # clients of a slow machine read
     feed = EventFeed(FrontendMetrics().requests.of_model("m"))
     response = feed.response(snapshot)
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -139,6 +140,6 @@ async def test_events_are_a_stream_for_a_limited_number_of_clients_that_read(mon
         feed.response(snapshot)
     monkeypatch.setattr(event_feed, "_STALLED_S", 0.0)
     feed.response(snapshot)
-    monkeypatch.undo()
+    monkeypatch.setattr(event_feed, "_STALLED_S", 3600.0)
     await followers[0].aclose()
     feed.response(snapshot)
