@@ -322,7 +322,7 @@ MEMBER = Hello("w", 0, 2, 1)
 
 def test_silent_member_is_lost_and_told_so(harness: AcceptorHarness) -> None:
     events = Events()
-    strict = HeartbeatConfig(0.05, 0.3)
+    strict = HeartbeatConfig(0.05, PATIENCE_S / 7.5)  # a much later detection exceeds the patience of the test
     session = harness.monitor(events, strict, MEMBER)
     member = harness.client().enter()
     assert events.next()[0] == "all joined"
