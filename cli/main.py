@@ -25,11 +25,13 @@ from multiworld_serving.cli.verbs import (
     chaos,
     credentials,
     export,
+    models,
     predict,
     processes,
     status,
 )
 from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.config.process import STATUS_FIELD, notify
 from multiworld_serving.models.errors import ModelError
 
 EPILOG = """
@@ -75,6 +77,7 @@ _add(chaos.chaos, chaos.EPILOG)
 _add(admin.rolling_restart, admin.RESTART_EPILOG)
 _add(admin.load_version, admin.LOAD_EPILOG)
 _add(admin.unload, admin.UNLOAD_EPILOG)
+_add(models.models, models.EPILOG)
 _add(credentials.key, credentials.KEY_EPILOG)
 _add(credentials.token, credentials.TOKEN_EPILOG)
 
@@ -118,6 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         return _fail(_usage(error), 2)
     except (UserError, ModelError) as error:
+        notify(STATUS_FIELD + " ".join(str(error).split()))
         return _fail(str(error), 2)
     except ServiceError as error:
         return _fail(str(error), 1)

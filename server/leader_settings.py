@@ -96,6 +96,8 @@ class LeaderSettings(ServiceSettings):
     of their leaders too."""
     join_fd: int | None = setting(None, INTERNAL)
     """Descriptor of a listening socket for the join port."""
+    local_memory: bool = setting(False, INTERNAL)
+    """Refuse the model if the memory of this machine does not suffice for all its workers."""
     report_capacity: bool = setting(False, INTERNAL)
     """Report the replicas that the load needs to the supervisor."""
 

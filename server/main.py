@@ -12,6 +12,7 @@ import uvloop
 
 from multiworld_serving.common.config.errors import SettingsError, UserError
 from multiworld_serving.common.config.process import (
+    check_memory,
     notify,
     notify_systemd,
     on_stop_signal,
@@ -32,6 +33,8 @@ from multiworld_serving.server.versions.version_table import VersionPlan
 logger = logging.getLogger(__name__)
 
 _CAPACITY_INTERVAL_S = 0.5
+_COPIES_OF_WEIGHTS = 2
+"""Held by a worker while it loads: as in `workers.stage_loader`."""
 
 
 def run(settings: LeaderSettings) -> int:
@@ -57,9 +60,21 @@ def _prepare(settings: LeaderSettings) -> tuple[ServedModel, ModelSource, Versio
     source = ModelSource(settings)
     try:
         model, plan = source.open(Tuning(settings.precision, settings.optimize, settings.edge_dtype))
+        if settings.local_memory:
+            _check_memory(settings, plan)
         return model, source, plan
     finally:
         torch.set_num_threads(1)  # from now on only the workers compute
+
+
+def _check_memory(settings: LeaderSettings, plan: VersionPlan) -> None:
+    """Raise UserError if the workers, which all load at the same time, need more memory than this machine has left."""
+    copies = settings.replicas + settings.spares
+    try:
+        check_memory(_COPIES_OF_WEIGHTS * copies * sum(stage.weights.size for stage in plan.stages))
+    except MemoryError as error:
+        workers = f"{settings.stages} stages x {settings.replicas} replicas + {settings.spares} spares"
+        raise UserError(f"{settings.model_source} does not fit into the memory: {workers} {error}") from error
 
 
 async def _serve(settings: LeaderSettings, model: ServedModel, loader: ModelSource, plan: VersionPlan) -> int:

@@ -5,6 +5,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -97,8 +98,10 @@ class HttpSettings(ServiceSettings):
     """File with the metrics of the supervisor."""
     http_shares: int = setting(1, INTERNAL, ge=1)
     """Number of frontends that share the sockets and the limits."""
-    wait_until_ready: bool = setting(False, INTERNAL)
-    """Accept no connection before all models are ready: until then another service accepts them."""
+    changes_file: Path | None = setting(None, INTERNAL)
+    """File with the outcomes of changes of the models; see `model_change`."""
+    wait_until_ready: tuple[str, ...] | None = setting(None, INTERNAL)
+    """Accept no connection before these models are ready and the others are known: until then other frontends accept them."""
 
     @property
     def admin_host(self) -> str:
@@ -177,6 +180,8 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     """Leaders, frontends and workers have names of their own."""
     models: tuple[dict[str, Any], ...] = setting((), INTERNAL, allowed="tables [[models]]")
     """The tables [[models]] of the settings file."""
+    models_file: Path | None = setting(None, INTERNAL)
+    """The settings file that has these tables."""
 
     leaders: int = setting(1, "Pipeline", ge=1, le=16)
     """Number of leader processes. With two, the service survives the loss of one without a failed request. Leader N listens for workers
@@ -213,18 +218,17 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
             if len(sources) == 1:
                 return (self,)
             return tuple(self._of_model({}, source, is_first=not index) for index, source in enumerate(sources))
-        found = []
-        for index, table in enumerate(self.models):
-            own = dict(table)
-            name, source = own.pop("name", None), own.pop("source", None)
-            if not isinstance(name, str) or not re.fullmatch(MODEL_NAME, name):
-                raise ValueError(f"name = {name!r} of a table [[models]]: must be {MODEL_NAME_ALLOWED}")
-            if not source:
-                raise ValueError(
-                    f"source of the model {name} is missing: the path of a bundle, or a name such as resnet50"
-                )
-            found.append(self._of_model(own, f"{name}={source}", is_first=not index))
-        return tuple(found)
+        return tuple(self.group_of(table, is_first=not index) for index, table in enumerate(self.models))
+
+    def group_of(self, table: Mapping[str, Any], *, is_first: bool = False) -> Self:
+        """The settings of the model of a table [[models]]. The first one has the join port. Raises ValueError."""
+        own = dict(table)
+        name, source = own.pop("name", None), own.pop("source", None)
+        if not isinstance(name, str) or not re.fullmatch(MODEL_NAME, name):
+            raise ValueError(f"name = {name!r} of a table [[models]]: must be {MODEL_NAME_ALLOWED}")
+        if not source:
+            raise ValueError(f"source of the model {name} is missing: the path of a bundle, or a name such as resnet50")
+        return self._of_model(own, f"{name}={source}", is_first=is_first)
 
     def _of_model(self, own: dict[str, Any], model: str, *, is_first: bool) -> Self:
         """Validate the settings of one model: the common ones, replaced by its own ones. Raises ValueError."""

@@ -68,6 +68,12 @@ class StageSnapshot:
         """How many replicas are ready now."""
         return sum(replica.state == "ready" for replica in self.replicas)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether no replica is ready, and the last failure of each was an error that it has reported."""
+        failures = [replica.last_failure for replica in self.replicas]
+        return bool(failures) and not self.ready_replicas and all(each and each.cause == "error" for each in failures)
+
 
 @dataclass(frozen=True)
 class LeaderSnapshot:
@@ -157,6 +163,11 @@ class PipelineSnapshot:
     def missing_stages(self) -> tuple[int, ...]:
         """The stages without a ready replica."""
         return tuple(stage.index for stage in self.stages if not stage.ready_replicas)
+
+    @property
+    def failure(self) -> str:
+        """Why it will not become ready: all replicas of a stage have reported errors. Empty if it may."""
+        return next((_missing(stage) for stage in self.stages if stage.has_failed), "")
 
     @property
     def redundancy(self) -> int:

@@ -10,7 +10,7 @@ import resource
 import select
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -19,6 +19,8 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = "max"
 _PR_SET_PDEATHSIG = 1
+STATUS_FIELD = "STATUS="
+"""Begins a message with the error of a program that ends; see sd_notify(3)."""
 SAME_STOP_S = 0.5
 """Signals to stop within this time of the first one are one request: timeout(1) signals a process and then its process group."""
 
@@ -74,6 +76,16 @@ def on_stop_signal(stop: Callable[[], object]) -> None:
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, receive, signum)
+
+
+async def first_of(*waits: Awaitable[object]) -> None:
+    """Return when one of them has ended. The others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def check_memory(needed_bytes: int) -> None:
@@ -142,11 +154,12 @@ async def notify_systemd() -> AsyncIterator[None]:
             notify("STOPPING=1")
 
 
-def notify(state: str) -> None:
-    """Send a message to systemd or the supervisor, see sd_notify(3). Does nothing without one."""
-    if address := _notify_address():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sock:
-            _notify(sock, address, state)
+def notify(state: str) -> bool:
+    """Send a message to systemd or the supervisor, see sd_notify(3). Returns whether there is one, and the message was sent."""
+    if not (address := _notify_address()):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sock:
+        return _notify(sock, address, state)
 
 
 def _notify_address() -> str:
@@ -161,8 +174,10 @@ async def _send_heartbeats(sock: socket.socket, address: str, interval_s: float)
         await asyncio.sleep(interval_s)
 
 
-def _notify(sock: socket.socket, address: str, state: str) -> None:
+def _notify(sock: socket.socket, address: str, state: str) -> bool:
     try:
         sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
     except OSError as error:
         logger.warning("cannot notify systemd of %s at %s: %s", state, address, error)
+        return False
+    return True

@@ -71,8 +71,16 @@ def load(
         return f"{variable(name)}={value}" if name in in_environment else f"{name} = {value} in {path}"
 
     if MODELS in cls.model_fields and MODELS in content:
-        in_file[MODELS] = content[MODELS]
+        in_file |= {MODELS: content[MODELS], "models_file": path}
     return validated(cls, {**in_file, **in_environment, **on_command_line}, as_written)
+
+
+def tables_of_models(path: Path) -> list[Any]:
+    """The tables [[models]] of a settings file as it is now. Raises SettingsError."""
+    tables = _content(path).get(MODELS)
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise SettingsError(f"{path} has no tables [[models]]")
+    return tables
 
 
 def validated(cls: type[M], values: Mapping[str, Any], as_written: Callable[[str, object], str]) -> M:

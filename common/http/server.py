@@ -22,6 +22,9 @@ KEEP_ALIVE_S = 75
 """A connection without a request is closed after this time. A proxy must close its idle connections earlier."""
 _CLOSE_S = 3
 """Enough if all requests already have their responses."""
+_POLL_S = 0.02
+_LAST_REQUEST_POLLS = 50
+"""When a server stops, it waits for one more request of each connection for a second."""
 _MAX_JOINED_BYTES = 1 << 16
 
 
@@ -123,6 +126,16 @@ class HttpServer(uvicorn.Server):
         """Called in each handshake, also without a server name."""
         assert self._newest_context is not None
         connection.context = self._newest_context
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more connections, and end the open ones with their next response: a client may have sent its request just now."""
+        for server in self.servers:
+            server.close()
+        self.server_state.default_headers.append((b"connection", b"close"))
+        for _ in range(_LAST_REQUEST_POLLS):  # a pause of the whole machine counts as one
+            if self.server_state.connections:
+                await asyncio.sleep(_POLL_S)
+        await super().shutdown(sockets)
 
     async def run_until_stopped(self) -> None:
         """Serve until `should_exit` is set, then set `stopped`."""

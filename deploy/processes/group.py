@@ -4,9 +4,10 @@ import contextlib
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from ipaddress import ip_address
-from typing import Protocol, Self
+from typing import Protocol
 
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.sources import option
@@ -23,7 +24,7 @@ from multiworld_serving.deploy.processes.programs import (
     stop_timeout_s,
     worker_values,
 )
-from multiworld_serving.deploy.processes.supervisor import Supervisor
+from multiworld_serving.deploy.processes.supervisor import ProcessSet, Supervisor
 from multiworld_serving.deploy.scaling.autoscaler import REPORT_AGE_S, Autoscaler, limits_of
 from multiworld_serving.deploy.scaling.policy import ScalingPolicy
 from multiworld_serving.server.capacity_report import CapacityReport
@@ -48,17 +49,15 @@ class Service(Protocol):
         """The number of restarts of a process has changed."""
 
 
-class Group:
-    """The leaders and workers of one model. They run inside its `async with` block; leaving stops the leaders first.
+class Group(ProcessSet):
+    """The leaders and workers of one model.
 
     Args:
         prefix: first part of the names of its processes.
         workers: number of workers of all models, which share the cores.
         cores: a file, and the position of this group's first worker in it; see `SharedCores`.
+        is_new: whether it must fit into the memory that other models leave.
         stack: closes the sockets.
-
-    Attributes:
-        supervisors: of its workers and of its leaders.
     """
 
     def __init__(
@@ -70,8 +69,10 @@ class Group:
         prefix: str = "",
         workers: int,
         cores: tuple[str, int],
+        is_new: bool = False,
     ) -> None:
         self.settings = settings
+        self._is_new = is_new
         self.threads = compute_threads(settings, workers)
         self._service = service
         self._prefix = prefix
@@ -83,13 +84,13 @@ class Group:
             for index in range(settings.leaders)
         ]
         local_workers = 0 if settings.external_workers else settings.num_workers
-        self.supervisors: dict[Role, Supervisor] = {
-            "worker": self._supervisor("worker", local_workers, _WORKER_STOP_S, WORKER_BLOCKED_S),
-            "leader": self._supervisor(
-                "leader", settings.leaders, stop_timeout_s(settings), blocked_timeout_s(settings)
-            ),
-        }
-        self._running = contextlib.AsyncExitStack()
+        leader_s = stop_timeout_s(settings), blocked_timeout_s(settings)
+        super().__init__(
+            {
+                "worker": self._supervisor("worker", local_workers, _WORKER_STOP_S, WORKER_BLOCKED_S),
+                "leader": self._supervisor("leader", settings.leaders, *leader_s),
+            }
+        )
 
     def _supervisor(self, role: Role, count: int, stop_s: float, blocked_s: float) -> Supervisor:
         return Supervisor(
@@ -102,15 +103,10 @@ class Group:
             on_restart=self._service.write_restarts,
         )
 
-    async def __aenter__(self) -> Self:
-        for supervisor in self.supervisors.values():
-            await self._running.enter_async_context(supervisor)
-        if (limits := limits_of(self.settings)) is not None:
-            await self._running.enter_async_context(Autoscaler(self, ScalingPolicy(limits)))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._running.aclose()
+    def others(self) -> Iterable[AbstractAsyncContextManager[object]]:
+        """The autoscaler."""
+        limits = limits_of(self.settings)
+        return () if limits is None else (Autoscaler(self, ScalingPolicy(limits)),)
 
     @property
     def is_reachable(self) -> bool:
@@ -128,7 +124,8 @@ class Group:
         name, settings = self._name(role, slot), self.settings
         if role == "leader":
             fds = {"join_fd": self.joins[slot].fileno()}
-            return name, {**leader_values(settings, slot), "name": name, **fds}, fds, 1
+            checks = self._is_new and settings.device == "cpu" and not settings.external_workers
+            return name, {**leader_values(settings, slot), "name": name, "local_memory": checks, **fds}, fds, 1
         own: Values = {
             "leader": self.leaders,
             "name": name,

@@ -9,10 +9,14 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Self
 
+import msgspec
+
+from multiworld_serving.common.config.process import STATUS_FIELD
 from multiworld_serving.server.capacity_report import CAPACITY_FIELD, CapacityReport
+from multiworld_serving.server.model_change import CHANGE_FIELD, ModelChange
 
 WATCHDOG_S = 2.0
 """The event loops of the children send twice in this time."""
@@ -28,6 +32,7 @@ class NotifyListener:
     Attributes:
         environment: variables that a child needs.
         first_heard: set when a child has sent its first message.
+        on_change: called with the changes of models that frontends pass on.
     """
 
     def __init__(self) -> None:
@@ -41,6 +46,8 @@ class NotifyListener:
             "WATCHDOG_USEC": str(round(WATCHDOG_S * 1e6)),
         }
         self.first_heard = asyncio.Event()
+        self.on_change: Callable[[ModelChange], object] = lambda _: None
+        self._errors: dict[int, str] = {}
         self._heard_s: dict[int, float] = {}
         self._reports: dict[int, tuple[float, CapacityReport]] = {}
 
@@ -74,10 +81,12 @@ class NotifyListener:
         """Whether a child has ever sent a message: it does so when it has started."""
         return pid in self._heard_s
 
-    def forget(self, pid: int) -> None:
-        """Forget a child that has ended: its pid may be reused."""
+    def forget(self, pid: int) -> str:
+        """Forget a child that has ended: its pid may be reused. Returns the error with which it ended, if it sent one."""
+        self._receive()
         self._heard_s.pop(pid, None)
         self._reports.pop(pid, None)
+        return self._errors.pop(pid, "")
 
     def _receive(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -87,13 +96,18 @@ class NotifyListener:
                     if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
                         pid, uid, _ = _CREDENTIALS.unpack(data[: _CREDENTIALS.size])
                         if uid == os.getuid():
-                            if pid not in self._heard_s:
-                                self.first_heard.set()
-                            self._heard_s[pid] = now_s = time.monotonic()
-                            if (report := _report(message)) is not None:
-                                self._reports[pid] = (now_s, report)
+                            self._take(pid, message.decode(errors="replace"))
 
-
-def _report(message: bytes) -> CapacityReport | None:
-    text = message.decode(errors="replace")
-    return CapacityReport.from_json(text.removeprefix(CAPACITY_FIELD)) if text.startswith(CAPACITY_FIELD) else None
+    def _take(self, pid: int, text: str) -> None:
+        if text.startswith(STATUS_FIELD):  # the last message of a program that could not start
+            self._errors[pid] = text.removeprefix(STATUS_FIELD)
+            return
+        if pid not in self._heard_s:
+            self.first_heard.set()
+        self._heard_s[pid] = now_s = time.monotonic()
+        if text.startswith(CAPACITY_FIELD):
+            if (report := CapacityReport.from_json(text.removeprefix(CAPACITY_FIELD))) is not None:
+                self._reports[pid] = (now_s, report)
+        elif text.startswith(CHANGE_FIELD):
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeError):  # it was cut off
+                self.on_change(msgspec.json.decode(text.removeprefix(CHANGE_FIELD), type=ModelChange))

@@ -13,18 +13,20 @@ import re
 import signal
 import socket
 import symtable
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.keys import read_keys
-from multiworld_serving.common.config.process import notify_systemd, on_stop_signal, raise_descriptor_limit
+from multiworld_serving.common.config.process import first_of, notify_systemd, on_stop_signal, raise_descriptor_limit
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.deploy.processes.child_process import ChildProcess
 from multiworld_serving.deploy.processes.group import NAMES, Group, external_host_of, local_host_of
+from multiworld_serving.deploy.processes.models import Frontends, Models, Table
 from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.processes.programs import (
     PROGRAM,
@@ -38,9 +40,10 @@ from multiworld_serving.deploy.processes.programs import (
     settings_file,
     stop_timeout_s,
 )
-from multiworld_serving.deploy.processes.supervisor import INVALID_INPUT, Supervisor
+from multiworld_serving.deploy.processes.supervisor import INVALID_INPUT, ProcessSet, Supervisor
 from multiworld_serving.deploy.processes.upgrade import Predecessor, become_forwarder, hold_signals, start_successor
 from multiworld_serving.server.http.tls import server_context
+from multiworld_serving.server.model_change import ModelChange
 from multiworld_serving.server.settings import MODEL_NAME, MODEL_NAME_ALLOWED, ServeSettings
 from multiworld_serving.server.versions.model_files import available_weights, check_model_files, served_name
 
@@ -59,7 +62,8 @@ def run(settings: ServeSettings, program: Callable[[Sequence[str]], object]) -> 
     settings = settings.model_copy(update={"local_token": new_token()})
     settings.accepted_secrets  # noqa: B018 - raises if the token file is invalid
     _check_files(settings)
-    models = _prepared(settings.groups)
+    changes = {} if predecessor is None else predecessor.changes
+    models = _prepared(_changed(settings, changes))
     if predecessor is not None:  # its leaders still use their ports, and all workers are on this machine
         models = {name: each.model_copy(update={"join_port": 0}) for name, each in models.items()}
     raise_descriptor_limit()
@@ -73,6 +77,12 @@ def run(settings: ServeSettings, program: Callable[[Sequence[str]], object]) -> 
     if service.successor is not None:
         become_forwarder(service.successor)
     return status
+
+
+def _changed(settings: ServeSettings, changes: Mapping[str, Table | None]) -> list[ServeSettings]:
+    """The settings of each model, with the models that commands have added to the service that this one replaces, or removed."""
+    kept = [each for each in settings.groups if served_name(each) not in changes]
+    return kept + [settings.group_of(table) for table in changes.values() if table is not None]
 
 
 def _prepared(groups: Sequence[ServeSettings]) -> dict[str, ServeSettings]:
@@ -131,6 +141,7 @@ class _Service:
     Attributes:
         notify: receives the signs of life of all processes.
         groups: the leaders and workers of each model.
+        frontends: those that serve.
         successor: the supervisor that has replaced this one.
     """
 
@@ -146,7 +157,9 @@ class _Service:
         self._program = program
         self._predecessor = predecessor
         self.successor: ChildProcess | None = None
-        self._upgrading: asyncio.Task[None] | None = None
+        self._changing: asyncio.Task[None] | None = None
+        """An upgrade, or a change of the models. There is one at a time."""
+        self._file_changed = False
         self._sockets: dict[str, socket.socket] = {}
         self._can_fork = False
         self._stack = stack
@@ -157,8 +170,10 @@ class _Service:
         if settings.grpc_port is not None:
             self._grpc = self._socket(settings.host, settings.grpc_port, "grpc_port", reserve=True)
         self._restarts_file = memory_file(stack, "metrics", "")
-        self._files: dict[str, str] = {}
-        """The settings of each process by its name."""
+        self._changes_file = memory_file(stack, "changes", "{}")
+        changes = {} if predecessor is None else predecessor.changes
+        self._models = Models(settings, self, changes, Path(self._changes_file))
+        self._generations: list[Frontends] = []
         self._stop = asyncio.Event()
         cores_file = f"/proc/{os.getpid()}/fd/{os.memfd_create('cores')}"  # disappears with this process
         workers, first = sum(each.max_workers for each in models.values()), 0
@@ -168,15 +183,8 @@ class _Service:
             cores = cores_file, first
             self.groups[name] = Group(each, self, stack, prefix=prefix, workers=workers, cores=cores)
             first += each.max_workers
-        self._frontends = Supervisor(
-            lambda slot: self.start("frontend", *self._frontend(slot)),
-            settings.frontends,
-            kind="frontend",
-            stop_timeout_s=stop_timeout_s(settings),
-            notify=self.notify,
-            blocked_timeout_s=blocked_timeout_s(settings),
-            on_restart=self.write_restarts,
-        )
+        self.frontends = self.new_frontends(self.groups, None if predecessor is None else tuple(models))
+        self.notify.on_change = self._change_models
 
     def import_programs(self) -> None:
         """Import what the processes need. A signal meanwhile ends this process: nothing runs yet."""
@@ -195,33 +203,25 @@ class _Service:
             self.write_restarts()
             self._reload_on_hangup()
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._begin_upgrade)
-            for name, group in self.groups.items():
-                counts = " ".join(f"{role}s={each.count}" for role, each in group.supervisors.items())
-                logger.info("starting model=%s %s", name, counts)
-            supervisors = [
-                self._frontends,
-                *(each for group in self.groups.values() for each in group.supervisors.values()),
-            ]
-            async with contextlib.AsyncExitStack() as running:
-                # Leaving stops the last one first: frontends answer their requests, then leaders and workers stop.
-                for group in self.groups.values():
-                    await running.enter_async_context(group)
-                await running.enter_async_context(self._frontends)
-                await running.enter_async_context(notify_systemd())
-                if self._predecessor is not None:
-                    self._upgrading = asyncio.create_task(self._replace(self._predecessor))
-                ends = [self._stop, *(each.invalid_input for each in supervisors)]
-                waits = [asyncio.create_task(end.wait()) for end in ends]
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                for wait in waits:
-                    wait.cancel()
-                if self._upgrading is not None:
-                    self._upgrading.cancel()
-                    await asyncio.wait({self._upgrading})
+            initial: list[ProcessSet] = [*self.groups.values(), self.frontends]
+            async with asyncio.TaskGroup() as self.tasks:
+                for each in initial:
+                    each.start(self.tasks)
+                async with notify_systemd():
+                    if self._predecessor is not None:
+                        self._begin(self._replace(self._predecessor))
+                    await first_of(self._stop.wait(), *(each.invalid_input() for each in initial))
+                    if self._changing is not None:
+                        self._changing.cancel()
+                        await asyncio.wait({self._changing})
+                # Frontends answer their requests before leaders and workers stop.
+                for running in (self._generations, self.groups.values()):
+                    await asyncio.gather(*(each.stop() for each in running))
             if self.successor is not None:
                 hold_signals()
             logger.info("stopped")
-            return INVALID_INPUT if any(each.invalid_input.is_set() for each in supervisors) else 0
+            invalid = (each.invalid_input.is_set() for every in initial for each in every.supervisors.values())
+            return INVALID_INPUT if any(invalid) else 0
 
     def _begin_stop(self) -> None:
         logger.info("stopping; a second signal ends all processes at once")
@@ -234,79 +234,141 @@ class _Service:
             logger.error(
                 "no upgrade: workers of other machines may join the leaders; restart the programs one at a time"
             )
-        elif self.successor is not None or (self._upgrading is not None and not self._upgrading.done()):
-            logger.error("no upgrade: the last one has not ended")
+        elif self._busy:
+            logger.error("no upgrade: the last one, or a change of the models, has not ended")
         else:
-            self._upgrading = asyncio.create_task(self._upgrade())
+            self._begin(self._upgrade())
+
+    @property
+    def _busy(self) -> bool:
+        return self.successor is not None or self._changing is not None
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._changing = asyncio.create_task(self._end(work))
+
+    async def _end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run an upgrade or a change, then read the file with the models if SIGHUP has arrived meanwhile."""
+        try:
+            await work
+            while self._file_changed and self.successor is None:
+                self._file_changed = False
+                await self._models.read_file()
+        except Exception:
+            logger.exception("an upgrade or a change of the models has failed")
+        finally:
+            self._changing = None
+            self.write_restarts()
 
     async def _upgrade(self) -> None:
         """Start a new service. Stop this one when the new one serves."""
-        self.successor = await start_successor(self._sockets)
+        self.successor = await start_successor(self._sockets, self._models.changes)
         if self.successor is not None:
             logger.info("upgraded: the new supervisor serves pid=%d", self.successor.pid)
+            if self._file_changed:
+                self.successor.send(signal.SIGHUP)
             os.environ.pop("NOTIFY_SOCKET", None)  # for systemd, the service does not stop
             self._stop.set()
 
     async def _replace(self, predecessor: Predecessor) -> None:
         """Wait until all frontends serve. Then let the predecessor stop."""
-
-        def serve() -> bool:
-            pids = self._frontends.pids
-            return len(pids) == self._frontends.count and all(map(self.notify.heard, pids.values()))
-
-        while not serve():
-            self.notify.first_heard.clear()
-            await self.notify.first_heard.wait()
-        # A frontend that restarts later accepts requests before all models are ready.
-        for slot in self._frontends.pids:
-            del self._files[self._frontend(slot)[0]]
+        await self.frontends.serve(self.notify)
         self._predecessor = None
         predecessor.replace()
 
+    def _change_models(self, change: ModelChange) -> None:
+        if self._busy:
+            self._models.end(change, "an upgrade or another change of the models runs; try again when it has ended")
+        else:
+            self._begin(self._models.run(change))
+
     def _reload_on_hangup(self) -> None:
-        """Forward SIGHUP to the processes that read keys, certificates or tokens from files; it would end the others."""
+        """At SIGHUP, processes read keys, certificates and tokens of files again, and this one the models of its settings file."""
         settings = self._settings
         files = (settings.token_file, settings.api_keys_file, settings.admin_keys_file, settings.tls_cert_file)
 
-        def forward() -> None:
+        def reload() -> None:
             if settings.token_file:
                 for group in self.groups.values():
                     group.supervisors["leader"].signal_all(signal.SIGHUP)
-            self._frontends.signal_all(signal.SIGHUP)
+            if any(files):  # it would end the others
+                for frontends in self._generations:
+                    frontends.supervisors["frontend"].signal_all(signal.SIGHUP)
+            if settings.models_file is not None:
+                self._file_changed = True
+                if not self._busy:
+                    self._begin(asyncio.sleep(0))
 
-        if any(files):
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, forward)
+        if any((*files, settings.models_file)):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
     # -- processes -------------------------------------------------------------------------------------------------------------
 
-    def command(self, role: Role, name: str, values: Values) -> list[str]:
-        """The command line of a process. Its settings are written at its first start."""
-        if name not in self._files:
-            self._files[name] = settings_file(self._stack, values)
-        return [role, "--name", name, "--settings-json", self._files[name]]
+    def command(self, role: Role, name: str, values: Values, stack: contextlib.ExitStack) -> tuple[list[str], int]:
+        """The command line of a process, and the descriptor of its settings, which it must inherit."""
+        fd = int(settings_file(stack, values).rpartition("/")[2])
+        return [role, "--name", name, "--settings-json", f"/dev/fd/{fd}"], fd
 
     def start(self, role: Role, name: str, values: Values, fds: Mapping[str, int], threads: int) -> ChildProcess:
         """See `group.Service`."""
-        command = self.command(role, name, values)
-        environment, inherited = environment_of(threads, self.notify.environment), list(fds.values())
-        if self._can_fork:
-            title = " ".join(["multiworld", *command])
-            return ChildProcess.fork(title, partial(self._program, command), environment, inherited)
-        return ChildProcess.spawn([*PROGRAM, *command], environment, inherited)
+        with contextlib.ExitStack() as stack:
+            command, own = self.command(role, name, values, stack)
+            environment, inherited = environment_of(threads, self.notify.environment), [*fds.values(), own]
+            if self._can_fork:
+                title = " ".join(["multiworld", *command])
+                return ChildProcess.fork(title, partial(self._program, command), environment, inherited)
+            return ChildProcess.spawn([*PROGRAM, *command], environment, inherited)
 
-    def _frontend(self, slot: int) -> tuple[str, Values, Mapping[str, int], int]:
+    def new_group(self, name: str, settings: ServeSettings, stack: contextlib.ExitStack) -> Group:
+        """The processes of a further model, not started. Its workers treat those of other groups like other programs.
+
+        Args:
+            stack: closes its sockets and files.
+        Raises:
+            UserError, ModelError: a file is missing, or its join port is in use.
+        """
+        check_model_files(settings)
+        if settings.handler is not None:
+            _check_handler(settings.handler)
+        workers = sum(group.settings.max_workers for group in self.groups.values()) + settings.max_workers
+        cores = memory_file(stack, "cores", ""), 0
+        group = Group(settings, self, stack, prefix=f"{name}-", workers=workers, cores=cores, is_new=True)
+        if settings.external_workers:
+            self._log_external(name, group)
+        return group
+
+    def new_frontends(self, groups: Mapping[str, Group], wait_until_ready: tuple[str, ...] | None) -> Frontends:
+        """Frontends of these models that may run beside those that serve, not started. Leaders know frontends by their names."""
+        settings = self._settings
+        first = settings.frontends - self.frontends.first if self._generations else 0
+        supervisor = Supervisor(
+            lambda slot: self.start("frontend", *self._frontend(first + slot, groups, made.wait_until_ready)),
+            settings.frontends,
+            kind="frontend",
+            stop_timeout_s=stop_timeout_s(settings),
+            notify=self.notify,
+            blocked_timeout_s=blocked_timeout_s(settings),
+            on_restart=self.write_restarts,
+        )
+        made = Frontends(supervisor, first, wait_until_ready)
+        self._generations = [*(each for each in self._generations if not each.has_ended), made]
+        return made
+
+    def _frontend(
+        self, number: int, groups: Mapping[str, Group], wait_until_ready: tuple[str, ...] | None
+    ) -> tuple[str, Values, Mapping[str, int], int]:
         """Name, settings, descriptors and threads of a frontend."""
         sockets = {"http_fd": self._http, "metrics_fd": self._admin, "grpc_fd": self._grpc}
         fds = {setting: sock.fileno() for setting, sock in sockets.items() if sock is not None}
         own = {
             "http_shares": self._settings.frontends,
-            "wait_until_ready": self._predecessor is not None,
+            "wait_until_ready": wait_until_ready,
             "supervisor_metrics_file": self._restarts_file,
-            "leader": ",".join(f"{name}={group.leaders}" for name, group in self.groups.items()),
-            "model_settings": {name: self._of_model(group) for name, group in self.groups.items()},
+            "changes_file": self._changes_file,
+            "leader": ",".join(f"{name}={group.leaders}" for name, group in groups.items()),
+            "model_settings": {name: self._of_model(group) for name, group in groups.items()},
         }
-        values = {**frontend_values(self._settings, slot), **own, **fds}
-        return f"{NAMES['frontend']}-{slot}", values, fds, 1
+        values = {**frontend_values(self._settings, number), **own, **fds}
+        return f"{NAMES['frontend']}-{number}", values, fds, 1
 
     @staticmethod
     def _of_model(group: Group) -> Values:
@@ -316,7 +378,9 @@ class _Service:
 
     def write_restarts(self) -> None:
         """Write the numbers of restarts into a file in memory. The frontends add them to their metrics."""
-        restarts: dict[str, Mapping[Role, Mapping[int, int]]] = {"": {"frontend": self._frontends.restarts}}
+        restarts: dict[str, Mapping[Role, Mapping[int, int]]] = {
+            "": {"frontend": self.frontends.supervisors["frontend"].restarts}
+        }
         restarts |= {
             name: {role: each.restarts for role, each in group.supervisors.items()}
             for name, group in self.groups.items()

@@ -6,12 +6,15 @@ import logging
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Self
 
+from multiworld_serving.common.config.process import first_of
 from multiworld_serving.deploy.processes.child_process import ChildProcess, status_text
 from multiworld_serving.deploy.processes.notify import NotifyListener
+from multiworld_serving.deploy.processes.programs import Role
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +73,7 @@ class Supervisor:
         blocked_timeout_s: seconds without a sign of life after which a process is killed.
         on_restart: called after each restart.
         invalid_input: set when a process ended with status 2 at its first start: its settings are invalid, and it is not restarted.
+        error: the last error that a process has reported when it ended.
     """
 
     start: Callable[[int], ChildProcess]
@@ -81,6 +85,7 @@ class Supervisor:
     blocked_timeout_s: float = float("inf")
     on_restart: Callable[[], None] = lambda: None
     invalid_input: asyncio.Event = field(default_factory=asyncio.Event)
+    error: str = ""
 
     def __post_init__(self) -> None:
         self._slots = {index: _Slot(index) for index in range(self.count)}
@@ -202,9 +207,54 @@ class Supervisor:
             stopping.cancel()
             slot.child = None
             if self.notify is not None:
-                self.notify.forget(child.pid)
+                self.error = self.notify.forget(child.pid) or self.error
             status = status_text(child.reap())
         return status
+
+
+class ProcessSet:
+    """Supervisors whose processes start together and stop together.
+
+    Attributes:
+        supervisors: by role, in the order in which they start. They stop in the reverse order.
+    """
+
+    def __init__(self, supervisors: dict[Role, Supervisor]) -> None:
+        self.supervisors = supervisors
+        self._stopping = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+
+    def others(self) -> Iterable[AbstractAsyncContextManager[object]]:
+        """What else runs beside the processes."""
+        return ()
+
+    def start(self, tasks: asyncio.TaskGroup, resources: contextlib.ExitStack | None = None) -> None:
+        """Start the processes. `resources` are closed when they have ended."""
+        self._running = tasks.create_task(self._run(resources or contextlib.ExitStack()))
+
+    async def stop(self) -> None:
+        """Stop the processes in order. Returns when they have ended."""
+        self._stopping.set()
+        if self._running is not None:
+            await asyncio.wait({self._running})
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all processes have ended after they were started."""
+        return self._running is not None and self._running.done()
+
+    async def invalid_input(self) -> str:
+        """Wait until a process refuses its settings. Returns its error."""
+        await first_of(*(each.invalid_input.wait() for each in self.supervisors.values()))
+        errors = (each.error for each in self.supervisors.values() if each.invalid_input.is_set())
+        return next(filter(None, errors), "a process exited with status 2; see its error in the log")
+
+    async def _run(self, resources: contextlib.ExitStack) -> None:
+        with resources:
+            async with contextlib.AsyncExitStack() as running:
+                for each in (*self.supervisors.values(), *self.others()):
+                    await running.enter_async_context(each)
+                await self._stopping.wait()
 
 
 class _Silence:

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from multiworld_serving.common.config.process import exit_with_parent
 from multiworld_serving.deploy.processes import forwarder
@@ -22,8 +22,8 @@ from multiworld_serving.deploy.processes.child_process import ChildProcess, stat
 
 logger = logging.getLogger(__name__)
 
-_VARIABLE = "SUPERVISOR_DESCRIPTORS"
-"""In the environment of a successor: a JSON object with its inherited descriptors by name."""
+_VARIABLE = "SUPERVISOR_STATE"
+"""In the environment of a successor: a JSON object with the arguments of `Predecessor`."""
 _READY = "ready"
 """Name of the pipe into which the successor writes when it serves."""
 _START_TIMEOUT_S = 900.0
@@ -35,20 +35,22 @@ class Predecessor:
 
     Args:
         fds: inherited descriptors by name.
+        changes: of its models by commands; see `Models`.
     """
 
-    def __init__(self, fds: dict[str, int]) -> None:
+    def __init__(self, fds: dict[str, int], changes: dict[str, Any]) -> None:
         self._fds = fds
+        self.changes = changes
         for fd in fds.values():
             os.set_inheritable(fd, False)
 
     @classmethod
     def of_environment(cls) -> Self | None:
         """The service that has started this process as its successor; None if none has. Raises SystemExit if it has ended."""
-        if (fds := os.environ.pop(_VARIABLE, None)) is None:
+        if (given := os.environ.pop(_VARIABLE, None)) is None:
             return None
         exit_with_parent()
-        return cls(json.loads(fds))
+        return cls(**json.loads(given))
 
     def socket(self, name: str) -> socket.socket | None:
         """Its socket of this name; None if it has none."""
@@ -63,17 +65,18 @@ class Predecessor:
         self._fds.clear()
 
 
-async def start_successor(sockets: Mapping[str, socket.socket]) -> ChildProcess | None:
+async def start_successor(sockets: Mapping[str, socket.socket], changes: Mapping[str, object]) -> ChildProcess | None:
     """Start the command line of this process again, and wait until the new process serves.
 
     Args:
         sockets: by name; the new process inherits them.
+        changes: of the models; the new process makes them too.
     Returns:
         The new process. None if it could not be started, has ended, or was not ready in time: the log says why.
     """
     reader, writer = os.pipe()
     fds = {**{name: sock.fileno() for name, sock in sockets.items()}, _READY: writer}
-    environment = {**os.environ, _VARIABLE: json.dumps(fds)}
+    environment = {**os.environ, _VARIABLE: json.dumps({"fds": fds, "changes": changes})}
     environment.pop("WATCHDOG_PID", None)  # of systemd, for this process
     with os.fdopen(reader, "rb", buffering=0) as pipe:
         try:

@@ -1,5 +1,7 @@
 """The routes of the admin port that change the service: rolling restart, and Triton's model repository extension.
 
+POST /admin/models                          {"action": "add", "name": "detector", "source": "detector.bundle", "settings": {"stages": "1"}}
+GET  /admin/models
 POST /admin/rolling-restart
 POST /v2/repository/index
 POST /v2/repository/models/{model}/load     {"parameters": {"weights": "random:1"}}, or `config` as sent by Triton's clients
@@ -12,6 +14,8 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
 
 import msgspec
 from msgspec import Struct
@@ -19,15 +23,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from multiworld_serving.common.config.process import notify
 from multiworld_serving.server.administration import (
     OperationInProgressError,
     RestartFailedError,
 )
 from multiworld_serving.server.api.groups import Group, Groups
 from multiworld_serving.server.api.oip.metadata import repository_index
-from multiworld_serving.server.errors import BodyTooLargeError, InferenceRequestError, MediaTypeError
+from multiworld_serving.server.errors import BodyTooLargeError, InferenceRequestError, MediaTypeError, NotReadyError
 from multiworld_serving.server.http.open_request import while_connected
 from multiworld_serving.server.http.route import Endpoint, route
+from multiworld_serving.server.model_change import CHANGE_FIELD, MAX_BYTES, ModelChange
 from multiworld_serving.server.predictor import RestartStep
 
 logger = logging.getLogger(__name__)
@@ -79,11 +85,14 @@ class AdminRoutes:
     """The routes. `Application` authorizes requests before they arrive here."""
 
     groups: Groups
+    changes_file: Path | None = None
 
     def routes(self) -> list[Route]:
         """The routes, for the application of the admin port."""
         models = "/v2/repository/models/{model}"
         return [
+            route("/admin/models", self.change_models, "POST"),
+            route("/admin/models", self.changes),
             route("/admin/rolling-restart", self.rolling_restart, "POST"),
             route("/v2/repository/index", _json_endpoint(self._index), "POST"),
             route(f"{models}/load", _json_endpoint(self._load), "POST"),
@@ -95,13 +104,31 @@ class AdminRoutes:
 
         If the client disconnects, the restart stops after the current worker.
         """
-        # CSRF: another site's page in a browser can post a form to this machine, but not JSON without a CORS preflight.
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise MediaTypeError(
-                "the content type is not application/json; send Content-Type: application/json and the body {}"
-            )
+        _check_json(request)
         chosen = [self.groups.chosen(request)] if "model" in request.query_params else list(self.groups)
         return StreamingResponse(_lines(_restarts(chosen)), media_type="application/x-ndjson")
+
+    async def change_models(self, request: Request) -> Response:
+        """Have the supervisor add or remove a model. The response names the change, whose outcome `changes` tells."""
+        _check_json(request)
+        try:
+            change = msgspec.json.decode(await _read(request), type=ModelChange)
+        except msgspec.MsgspecError as error:
+            raise InferenceRequestError(
+                f"the body is invalid: {error}; send action, name, and source of a model"
+            ) from error
+        if self.changes_file is None:
+            raise InferenceRequestError("this frontend was not started by `multiworld serve`, which starts models")
+        change = msgspec.structs.replace(change, id=uuid4().hex)
+        message = CHANGE_FIELD + msgspec.json.encode(change).decode()
+        if len(message) > MAX_BYTES or not notify(message):
+            raise NotReadyError("the supervisor does not take the change; try again, with a shorter one")
+        return JSONResponse({"change": change.id}, 202)
+
+    async def changes(self, request: Request) -> Response:
+        """The changes that have ended, by their ids: why they were refused, or an empty text."""
+        found = b"" if self.changes_file is None else self.changes_file.read_bytes()
+        return Response(found or b"{}", media_type="application/json")  # empty: it is being written
 
     async def _index(self, request: Request, body: _Body) -> object:
         snapshots = (group.pool.snapshot() for group in self.groups)
@@ -155,7 +182,17 @@ def _json_endpoint(handler: Callable[[Request, _Body], Awaitable[object]]) -> En
     return endpoint
 
 
+def _check_json(request: Request) -> None:
+    """CSRF: another site's page in a browser can post a form to this machine, but not JSON without a CORS preflight."""
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise MediaTypeError("the content type is not application/json; send Content-Type: application/json")
+
+
 async def _body(request: Request) -> _Body:
+    return msgspec.json.decode(await _read(request), type=_Body)
+
+
+async def _read(request: Request) -> bytes:
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -163,4 +200,4 @@ async def _body(request: Request) -> _Body:
             raise BodyTooLargeError(
                 f"the body is larger than {_MAX_BODY_BYTES} bytes; send the name of the weights, not the weights"
             )
-    return msgspec.json.decode(body or b"{}", type=_Body)
+    return bytes(body) or b"{}"

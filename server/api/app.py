@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -198,6 +199,8 @@ _ADMIN_ENDPOINTS = {
     "GET /": "this list; for browsers, the status page with operator actions",
     "GET /events": "state and events as server-sent events",
     "GET /metrics": "Prometheus metrics",
+    "POST /admin/models": "add a model to the service, or remove one",
+    "GET /admin/models": "the outcomes of such changes",
     "POST /admin/rolling-restart": "restart all workers in turn; ?model=MODEL restarts those of one model",
     "POST /v2/repository/index": "the versions of all models",
     "POST /v2/repository/models/MODEL/load": "load a version",
@@ -211,6 +214,7 @@ def create_admin_app(
     authorizer: Authorizer | None = None,
     own: Scrape | None = None,
     http_port: int | None = None,
+    changes_file: Path | None = None,
 ) -> Application:
     """Create the application of the admin port: metrics and admin endpoints.
 
@@ -218,6 +222,7 @@ def create_admin_app(
         scrape: returns the metrics of all processes.
         own: returns the metrics of this process alone, for `GET /metrics?own=true`.
         http_port: number of the port of the HTTP API, for requests that belong there.
+        changes_file: see `FrontendSettings`.
     """
 
     async def metrics(request: Request) -> Response:
@@ -226,7 +231,7 @@ def create_admin_app(
     return Application(
         [
             route("/metrics", metrics),
-            *AdminRoutes(groups).routes(),
+            *AdminRoutes(groups, changes_file).routes(),
             *status_page_routes(groups, lambda: _ADMIN_ENDPOINTS),
         ],
         requests=Requests(ProgramMetrics()),

@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -19,7 +19,7 @@ import uvloop
 
 from multiworld_serving.common.config.addresses import local_host
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.common.config.process import notify_systemd, on_stop_signal, raise_descriptor_limit
+from multiworld_serving.common.config.process import first_of, notify_systemd, on_stop_signal, raise_descriptor_limit
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.edges.metrics import EdgeMetrics
@@ -89,16 +89,6 @@ def _start_handler(settings: FrontendSettings, stack: contextlib.ExitStack) -> H
     return stack.enter_context(HandlerProcesses(settings.handler, _HANDLER_TIMEOUT_S))
 
 
-async def _first(*waits: Awaitable[object]) -> None:
-    """Return when one of them has ended. The others are cancelled."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
 class _Ports(NamedTuple):
     """The sockets of a frontend: listening, and that of gRPC reserved."""
 
@@ -139,7 +129,6 @@ class _Frontend:
         leaders = [leader for each in models.values() for leader in each.leaders]
         self.edges = Edges(settings.name, local_host(leaders), settings, EdgeMetrics(self.metrics))
         self.groups = Groups()
-        self.known = asyncio.Event()
         self.started_s = time.monotonic()
         self.models = [_Model(self, name, each, handlers[name]) for name, each in models.items()]
 
@@ -156,7 +145,10 @@ class _Frontend:
             async with self.edges, asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(each) for model in self.models for each in model.run()]
                 try:
-                    await _first(self._stop.wait(), self._can_serve())
+                    await first_of(self._stop.wait(), self._can_serve())
+                    for model in self.models:
+                        if model.failure:
+                            raise UserError(f"the model {model.pool.name} cannot serve: {model.failure}")
                     if not self._stop.is_set():
                         running.append(tasks.create_task(self._every_second()))
                         await self._serve_http()
@@ -169,11 +161,13 @@ class _Frontend:
         return 0
 
     async def _can_serve(self) -> None:
-        """Wait until a model is known and, in a service that replaces another, until all models are ready."""
-        await self.known.wait()
-        if self._settings.wait_until_ready:
-            for model in self.models:
-                await model.ready.wait()
+        """Wait until a model is known; if other frontends still serve, until all are, and some are ready."""
+        wanted = self._settings.wait_until_ready
+        if wanted is None:
+            await first_of(*(model.known.wait() for model in self.models))
+            return
+        for model in self.models:
+            await (model.ready if model.pool.name in wanted else model.known).wait()
 
     async def _serve_http(self) -> None:
         settings, metrics, ports = self._settings, self.metrics, self._ports
@@ -185,6 +179,7 @@ class _Frontend:
             scrape,
             self.groups,
             authorizer,
+            changes_file=settings.changes_file,
             own=metrics.scrape,
             http_port=ports.http.getsockname()[1],
         )
@@ -207,7 +202,7 @@ class _Frontend:
         reload_on_sighup(settings, apply)
         async with serving(admin), serving(http), grpc or contextlib.nullcontext(), notify_systemd():
             logger.info("%s serves http=%s:%d", settings.name, *ports.http.getsockname()[:2])
-            await _first(self._stop.wait(), http.stopped.wait(), admin.stopped.wait())
+            await first_of(self._stop.wait(), http.stopped.wait(), admin.stopped.wait())
             logger.info("stopping: waiting for %d open requests", sum(pool.open_requests for pool in pools))
             http.should_exit = True  # both at once
             if grpc is not None:
@@ -248,7 +243,8 @@ class _Model:
         self._settings = settings
         self._handler = handler
         self._group: Group | None = None
-        self.ready = asyncio.Event()
+        self.known, self.ready = asyncio.Event(), asyncio.Event()
+        self.failure = ""
         self.pool = LeaderPool(settings.recovery_grace_s, frontend.metrics, self._on_change, frontend.edges, name)
         for number, address in enumerate(settings.leaders):
             self.pool.links.append(LeaderLink(address, settings, self.pool, number))
@@ -268,7 +264,7 @@ class _Model:
         group.requests.declare(model.version, self._frontend.protocols)
         async with inference.threads:
             group.open(inference, self._handler)
-            self._frontend.known.set()
+            self.known.set()
             await asyncio.Event().wait()
 
     def _add_group(self) -> Group:
@@ -280,7 +276,12 @@ class _Model:
     def _on_change(self, snapshot: PipelineSnapshot) -> None:
         if self._group is not None:
             self._group.feed.observe(snapshot)
-        if snapshot.ready and not self.ready.is_set():
+        if self.ready.is_set():
+            return
+        if snapshot.ready:
             self.ready.set()
             after_s = time.monotonic() - self._frontend.started_s
             logger.info("ready model=%s version=%s after_s=%.1f", snapshot.model, snapshot.version, after_s)
+        elif snapshot.failure and self.pool.name in (self._settings.wait_until_ready or ()):
+            self.failure = snapshot.failure
+            self.ready.set()

@@ -129,7 +129,7 @@ class ModelSource:
             return _like(first, self._read(settings.weights if weights is None else self._allowed(weights)))
         if weights is None:
             return self._read(settings.weights)
-        path = _path_in(settings.weights_dir, weights)
+        path = path_in(settings.weights_dir, weights)
         if not os.path.exists(path):  # Path.exists raises OSError if the name is too long
             raise BundleError(
                 f"there is no bundle {weights[:64]!r} in --weights-dir {settings.weights_dir}; give the path of a bundle as seen from there"
@@ -150,7 +150,7 @@ class ModelSource:
         if weights == "auto":
             raise WeightsError("auto is not allowed here, because it may choose random weights; name the weights")
         if "/" in weights or "\\" in weights or Path(weights).suffix.lower() in SUFFIXES:
-            return str(_path_in(self._settings.weights_dir, weights))
+            return str(path_in(self._settings.weights_dir, weights))
         return weights  # a name of torchvision or random:SEED; everything else is rejected when it is loaded
 
 
@@ -200,7 +200,7 @@ def _shown(model: ServedModel, fields: list[str]) -> str:
     return ", ".join(shown)
 
 
-def _path_in(folder: Path | None, text: str) -> Path:
+def path_in(folder: Path | None, text: str) -> Path:
     """The path that an administrator names: below `--weights-dir`, so that the admin key does not grant access to the leader's disk.
 
     Raises:

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from multiworld_serving.deploy.processes import notify
 from multiworld_serving.deploy.processes.notify import NotifyListener
+from multiworld_serving.server.model_change import CHANGE_FIELD, ModelChange
 
 SEND = """
 import os, socket, sys
@@ -84,3 +86,23 @@ async def test_children_are_told_apart_by_the_kernel_and_not_by_what_they_say(cl
         clock.now_s += 2
         assert listener.silent_s(child.pid) == 2
         assert listener.silent_s(os.getpid()) == 0
+
+
+async def test_error_of_a_child_is_no_sign_of_life_and_is_told_once(sock: socket.socket) -> None:
+    with NotifyListener() as listener, listener.receiving():
+        sock.sendto(b"STATUS=the file is missing", address(listener))
+        assert listener.silent_s(os.getpid()) == 0
+        assert not listener.heard(os.getpid())
+        assert [listener.forget(os.getpid()) for _ in range(2)] == ["the file is missing", ""]
+
+
+async def test_only_valid_changes_of_models_are_taken(sock: socket.socket) -> None:
+    changes: list[ModelChange] = []
+    with NotifyListener() as listener, listener.receiving():
+        listener.on_change = changes.append
+        change = ModelChange("add", "second", "resnet18", {"stages": "1"}, id="7")
+        valid = msgspec.json.encode(change).decode()
+        for text in (valid, "{", '{"action": "drop", "name": "second"}', valid[:-1]):
+            sock.sendto((CHANGE_FIELD + text).encode(), address(listener))
+        listener.silent_s(0)
+    assert changes == [change]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
+import pytest
 
 from multiworld_serving.common.config.keys import KeySet, hash_key, parse_keys
 from multiworld_serving.server.api.app import create_admin_app, create_api
@@ -114,3 +116,27 @@ async def test_operations_go_to_the_named_model() -> None:
         assert (await client.post("/v2/repository/models/c/unload")).status_code == 404
         assert (await client.post("/admin/rolling-restart?model=c", json={})).status_code == 404
     assert (first.loaded, first.unloaded, second.loaded, second.unloaded) == ([], False, ["random:2"], True)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "file", "status", "says"),
+    [
+        ({}, '{"action": "remove", "name": "a"}', True, 503, "the supervisor does not take the change"),
+        ({}, '{"action": "remove", "name": "a"}', False, 400, "not started by `multiworld serve`"),
+        ({}, '{"action": "drop", "name": "a"}', True, 400, "the body is invalid"),
+        ({"content-type": "text/plain"}, '{"action": "remove", "name": "a"}', True, 415, "content type"),
+    ],
+)
+async def test_change_of_models_is_refused_when_no_supervisor_can_take_it(
+    tmp_path: Path, headers: dict[str, str], body: str, file: bool, status: int, says: str
+) -> None:
+    metrics, path = FrontendMetrics(), tmp_path / "changes"
+    path.write_text('{"7": "too large"}')
+    groups = Groups(group_of(Repository(), metrics, name="a"))
+    app = create_admin_app(metrics.scrape, groups, changes_file=path if file else None)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        response = await client.post(
+            "/admin/models", content=body, headers={"content-type": "application/json", **headers}
+        )
+        assert (response.status_code, says in response.json()["error"]) == (status, True), response.text
+        assert (await client.get("/admin/models")).json() == ({"7": "too large"} if file else {})

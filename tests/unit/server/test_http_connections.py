@@ -54,6 +54,17 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert ["alive" if "alive" in answer else "ready" for answer in answers] == ["alive", "ready"] * 4
 
 
+async def test_connection_ends_with_its_next_response_when_the_server_stops() -> None:
+    async with http_port() as port:
+        client = await port.open()
+        assert await client.healthy()
+        port.server.should_exit = True
+        await until(lambda: (b"connection", b"close") in port.server.server_state.default_headers)
+        assert await client.healthy(), "the client has sent it before it knows that the server stops"
+        assert await client.rest() == b""
+        await asyncio.wait_for(port.server.stopped.wait(), 60)
+
+
 class Sent(asyncio.Transport):
     """Records what is sent. Raises on a closed connection, as uvloop does."""
 

@@ -61,3 +61,14 @@ def test_state_follows_from_replicas_and_leaders(
     snapshot: PipelineSnapshot, state: ServiceState, reasons: tuple[str, ...]
 ) -> None:
     assert (snapshot.state, snapshot.reasons) == (state, reasons)
+
+
+def test_pipeline_has_failed_when_all_replicas_of_a_stage_have_reported_errors() -> None:
+    def failure(*replicas: ReplicaSnapshot) -> str:
+        return PipelineSnapshot("m", "v", False, False, 1.0, 0, 0, (StageSnapshot(0, (), replicas),)).failure
+
+    assert "index out of range" in failure(REFUSED, REFUSED)
+    lost = ReplicaSnapshot(1, "broken", last_failure=FailureSnapshot("exit", "it has ended", 0.0))
+    for other in (ReplicaSnapshot(1, "loading"), ReplicaSnapshot(1, "ready"), lost):
+        assert not failure(REFUSED, other)
+    assert not failure()

@@ -1,0 +1,156 @@
+"""Models that are added to a running service and removed from it, by `multiworld models` and by SIGHUP, while another model has load."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+
+from multiworld_serving.cli.main import main
+from multiworld_serving.testing.load.clients import run_load
+from multiworld_serving.testing.load.requests import served_requests
+from multiworld_serving.testing.local_service import LocalService, LogLine, start_program
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+FILE = """
+[serve]
+weights = "random:0"
+image_size = 32
+stages = 1
+replicas = 1
+threads = 1
+grpc_port = 0
+
+[[models]]
+name = "first"
+source = "resnet18"
+"""
+TABLE = """
+[[models]]
+name = "{}"
+source = "resnet18"
+"""
+INFER = {"inputs": [{"name": "input", "datatype": "UINT8", "shape": [1, 3, 32, 32], "data": [7] * 3072}]}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "service.toml"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.fixture
+def service(file: Path) -> Iterator[LocalService]:
+    with LocalService(config=file) as running:
+        yield running
+
+
+def infer(service: LocalService, model: str) -> int:
+    return httpx.post(f"{service.url}/v2/models/{model}/infer", json=INFER, timeout=60).status_code
+
+
+def descriptors(service: LocalService) -> int:
+    return len(os.listdir(f"/proc/{service.pid}/fd"))
+
+
+def says(service: LocalService, text: str, after: int = 0) -> LogLine:
+    return service.wait_for(lambda line: text in line.message, 120.0, after=after)
+
+
+def test_models_are_added_and_removed_while_another_one_serves(
+    service: LocalService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--url", service.url]
+    requests = served_requests(service.url, model="first", rows=1)
+    with run_load(service.url, requests, clients=2) as load:
+        before = descriptors(service)
+        for _ in range(2):
+            assert main(["models", "add", "second=resnet18", "--set", "queue_limit=64", *options]) == 0
+            assert "second 1 READY" in capsys.readouterr().out
+            assert infer(service, "second") == 200
+            assert main(["models", "remove", "second", *options]) == 0
+            assert "second" not in capsys.readouterr().out
+            assert infer(service, "second") == 404
+            wait_until(lambda: descriptors(service) <= before)
+    # A client that is idle for a second may find its connection closed.
+    assert not [each for each in load.failed if "disconnected" not in each.error], load.failed[:3]
+
+
+REFUSALS = (
+    (["add", "first=resnet18"], "there is a model 'first' already"),
+    (["add", "deep=resnet18", "--set", "stages=64"], "at most 11"),
+    (["add", "other=unknown"], "no model 'unknown'"),
+    (["add", "other=../other.bundle"], "--weights-dir"),
+    (["add", "other=resnet18", "--set", "handler=a.py:A"], "name files"),
+    (["add", "other=resnet18", "--set", "colour=1"], "colour"),
+    (["remove", "other"], "there is no model 'other'"),
+    (["remove", "first"], "the last model"),
+)
+
+
+def test_change_of_models_is_refused_with_its_reason(
+    service: LocalService, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for change, reason in REFUSALS:
+        assert main(["models", *change, "--url", service.url]) == 1
+        assert reason in capsys.readouterr().err
+    assert main(["models", "list", "--url", service.url]) == 0
+    assert capsys.readouterr().out == "first 1 READY\n"
+
+    file.write_text("no TOML")
+    os.kill(service.pid, signal.SIGHUP)
+    says(service, "the models are unchanged")
+    assert infer(service, "first") == 200
+
+
+def test_models_of_the_settings_file_serve_after_sighup_and_commands_outlast_an_upgrade(
+    monkeypatch: pytest.MonkeyPatch, file: Path
+) -> None:
+    monkeypatch.setattr(LocalService, "start_program", staticmethod(start_program))  # a fork has no command line
+    with LocalService(config=file) as service:
+        change_and_upgrade(service, file)
+
+
+def change_and_upgrade(service: LocalService, file: Path) -> None:
+    file.write_text(FILE + TABLE.format("second") + TABLE.format("bad") + "stages = 64\n")
+    os.kill(service.pid, signal.SIGHUP)
+    says(service, "added model=second")
+    says(service, "model 'bad' is unchanged")
+    image = tritonclient.grpc.InferInput("input", [1, 3, 32, 32], "UINT8")
+    image.set_data_from_numpy(np.full((1, 3, 32, 32), 7, np.uint8))
+    assert main(["models", "add", "third=resnet18", "--url", service.url]) == 0
+    with tritonclient.grpc.InferenceServerClient(service.grpc_address) as client:
+        index = client.get_model_repository_index(as_json=True)["models"]
+        assert {each["name"] for each in index} == {"first", "second", "third"}
+        outputs = [client.infer(each, [image]).as_numpy("probabilities") for each in ("first", "second", "third")]
+        np.testing.assert_allclose(outputs[1:], [outputs[0]] * 2, rtol=1e-3)
+    address = service.metrics_url.removeprefix("http://").removesuffix("/metrics")
+    with tritonclient.http.InferenceServerClient(address) as operator:
+        operator.unload_model("second")
+        assert (infer(service, "second"), infer(service, "third")) == (503, 200)
+        operator.load_model("second")
+        assert infer(service, "second") == 200
+
+    file.write_text(FILE + TABLE.format("second"))
+    seen = len(service.lines)
+    os.kill(service.pid, signal.SIGUSR2)
+    says(service, "upgraded", seen)
+    says(service, "stopped", seen)
+    assert [infer(service, each) for each in ("first", "second", "third")] == [200, 200, 200]
+
+    seen = len(service.lines)
+    file.write_text(FILE)
+    os.kill(service.pid, signal.SIGHUP)
+    says(service, "removed model=second", seen)
+    says(service, "removed model=third", seen)
+    assert [infer(service, each) for each in ("first", "second", "third")] == [200, 404, 404]
