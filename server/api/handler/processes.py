@@ -39,10 +39,10 @@ class _Process:
         """Call this function of `program` there."""
         return self._executor.submit(function, *arguments)
 
-    def kill(self) -> None:
-        """End the process."""
+    def kill(self, *, wait: bool = False) -> None:
+        """End the process. With `wait` its semaphores are removed before the method returns."""
         self._child.kill()
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._executor.shutdown(wait, cancel_futures=True)
 
 
 class HandlerProcesses:
@@ -82,7 +82,7 @@ class HandlerProcesses:
     ) -> None:
         """End all processes."""
         for process in self._all:
-            process.kill()
+            process.kill(wait=True)
 
     async def call(self, function: Callable[..., Outcome[T]], *arguments: object) -> T:
         """Call `program.decode` or `program.encode` in a process. If cancelled, the process completes the call.
