@@ -104,7 +104,7 @@ def predictions(response: httpx.Response, tries: int) -> list[Prediction]:
         labels = _labels_of_predict(body) if "predictions" in body else _labels_of_infer(body)
         model = str(body["model"] if "predictions" in body else body["model_name"])
         headers = response.headers
-        path = tuple(unquote(world) for world in headers["x-path"].partition(";")[0].split(","))
+        path = tuple(unquote(world) for world in headers["x-path"].split(","))
         common = (model, unquote(headers["x-model-version"]), headers["x-request-id"], path, int(headers["x-attempts"]))
         return [Prediction(each, *common, tries) for each in labels]
 

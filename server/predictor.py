@@ -116,7 +116,7 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=Tr
     model: str
     version: str
     queue_s: float
-    """Seconds spent waiting in the leader, summed over the stages."""
+    """Seconds that were neither compute nor transfer: waiting in the leader and in workers, and lost attempts."""
     compute_s: float
     """Seconds of compute at the workers, summed over the stages; of the slowest batch if the samples were in several."""
     transfer_s: float
@@ -126,12 +126,12 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=Tr
     path: tuple[str, ...]
     """The world that computed each stage, in order; for the sample that was answered last."""
     batch_size: int = 1
-    """Samples of all requests that the last stage answered together, at most."""
+    """The most samples that the last stage answers together: those of one batch."""
     version_number: int = 1
     """See `ModelVersion.number`."""
     version_digest: str = ""
     """See `ModelVersion.digest`."""
     kept: tuple[Source, ...] = ()
-    """Between leader and frontend: rows of the output that workers keep, and which samples they answer. The frontend fetches them."""
+    """Rows of the output that workers keep, with the samples that they answer. The leader sends them, and the frontend fetches the rows."""
     row_bytes: int = 0
     """Length of these rows if the lengths of outputs vary; otherwise 0."""

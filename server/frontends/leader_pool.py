@@ -60,7 +60,7 @@ _KEEP_S = 5.0
 _REFUSE_S = 0.02
 """How long requests are refused without being decoded after a leader had no room for one: a leader's queue empties little in this time."""
 _SIMILAR = 1.25
-"""Requests whose time is at most this many times as long are refused too: the time of the first one had passed in part."""
+"""Further requests are refused whose remaining time is at most this many times that of the request which found no room."""
 
 
 class _Overload(NamedTuple):
@@ -147,7 +147,7 @@ class LeaderPool:
             request_id: identifies this request in the log.
         Raises:
             RequestRejected: a subclass says why (multiworld_serving.server.errors). The leaders continue to serve.
-        Leaders reject a request at its deadline. The caller cancels some time later, in case that the leader does not reply.
+        Leaders reject a request at its deadline. If the leader does not reply, the caller cancels soon after the deadline.
         Cancelling withdraws the request: it is not sent again, and a late output is dropped.
         """
         row_bytes = rows.shape[1] if self.model.result().input_rows.row_shape is None else 0

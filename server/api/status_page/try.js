@@ -150,7 +150,7 @@ async function send(button, path, options, show) {
 
 // The path of the request, from the headers of its response.
 function route(headers, tookMs) {
-  const worlds = (headers.get("X-Path") ?? "").split(";")[0].split(",").filter(Boolean).map(decodeURIComponent);
+  const worlds = (headers.get("X-Path") ?? "").split(",").filter(Boolean).map(decodeURIComponent);
   const attempts = Number(headers.get("X-Attempts") ?? 1);
   const names = worlds.map((world) => world.replace(/[@:].*$/, ""));
   light(names);

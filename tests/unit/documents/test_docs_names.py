@@ -1,5 +1,6 @@
 """Settings, environment variables, options, metrics, identifiers and files that the documentation names exist."""
 
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -141,3 +142,9 @@ def test_tables_of_metrics_are_complete_and_right() -> None:
     for name, labels in documented_metrics():
         assert labels <= metrics()[name], name
         assert metrics()[name] - ADDED_LABELS <= labels, name
+
+
+def test_response_headers_of_the_openapi_document_are_described() -> None:
+    document = json.loads((ROOT / "server/api/openapi.json").read_text())
+    described = spans(PAGES["docs/http.md"].read_text())
+    assert set(document["components"]["headers"]) - {"WWW-Authenticate"} <= described
