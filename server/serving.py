@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+from multiworld.texts import one_line
 from multiworld_serving.server.administration import Desired, OperationInProgressError, VersionFailedError
 from multiworld_serving.server.errors import NotReadyError, RequestRejected
 from multiworld_serving.server.operations import Operations
@@ -49,6 +50,7 @@ class Serving:
         self.served = self.desired = Desired(0, versions.current.version)
         self.obstacle = ""
         self.closed: RequestRejected | None = None
+        self._registry = registry
         self._versions = versions
         self._requests = requests
         self._inform = inform
@@ -131,11 +133,16 @@ class Serving:
             except OperationInProgressError:
                 await asyncio.sleep(_FIRST_PAUSE_S)
             except Exception as error:  # noqa: BLE001 - whatever it is, other leaders serve
-                self.obstacle = f"cannot serve version {desired.version.name} of the other leaders: {error}"
+                self._set_obstacle(f"cannot serve version {desired.version.name} of the other leaders: {error}")
                 logger.warning("this leader %s", self.obstacle)
-                self._on_change()
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        self._set_obstacle("")  # also if the other leaders serve now what this one serves
+
+    def _set_obstacle(self, obstacle: str) -> None:
+        self.obstacle = obstacle
+        self._registry.tell_obstacle(one_line(obstacle))
+        self._on_change()
 
     def _take_out_of_service(self, desired: Desired) -> None:
         self.served = desired
@@ -146,11 +153,11 @@ class Serving:
     def _into_service(self, desired: Desired) -> None:
         """The version of `desired` serves from now on."""
         self.served = desired
-        self.desired, self.obstacle = max(self.desired, desired, key=lambda each: each.rank), ""
+        self.desired = max(self.desired, desired, key=lambda each: each.rank)
         if isinstance(self.closed, NotReadyError):
             self.closed = None
             logger.info("the model is in service again")
-        self._on_change()
+        self._set_obstacle("")
 
 
 def _check_content(desired: Desired, plan: VersionPlan) -> Desired:

@@ -1,7 +1,8 @@
 """Which leader a worker obeys, and what it holds: known to the connections of one worker to all leaders.
 
-The leaders of a group have an order. A worker obeys the first one in it that it is linked to. It loads what that leader assigns, and of
-the other leaders' assignments only what it holds already: so these can send batches when frontends turn to them.
+The leaders of a group have an order. A worker obeys the first one in it that it is linked to and that can serve what the group serves. If
+none can, it obeys the first one. It loads what that leader assigns, and of the other leaders' assignments only what it holds already. So
+these can send batches when frontends turn to them.
 """
 
 import asyncio
@@ -54,8 +55,8 @@ class LeaderOrder(Collector):
 
     def obeyed(self, number: int) -> str:
         """The name of the leader that this worker obeys instead of the one with this number; empty if there is none."""
-        first = min(self.links, default=number)
-        return self.links[first].name if first < number else ""
+        first = min({number, *self.links}, key=lambda each: (each in self.links and self.links[each].unable, each))
+        return self.links[first].name if first != number else ""
 
     def collect(self) -> Iterator[Metric]:
         """The metric that shows which leader this worker obeys. See `Collector`."""
@@ -77,12 +78,14 @@ class LeaderPlace:
 
     Attributes:
         stages: the stages that this leader has assigned and not unloaded, by version and index.
+        unable: whether the leader has said that it cannot serve what the other leaders serve.
         leave: ends the link; set by the session.
     """
 
     def __init__(self, order: LeaderOrder, number: int, name: str) -> None:
         self.name = name
         self.stages: dict[tuple[int, int], AssignedStage] = {}
+        self.unable = False
         self.leave: Callable[[], object] = lambda: None
         self._order = order
         self._number = number

@@ -135,7 +135,7 @@ class Session:
                 message.require_batch(torch.uint8, (), 1, self._stage(message).max_inputs_bytes)
             case MessageKind.RELEASE:
                 message.require_batch(torch.int64, (), 1, MAX_RELEASED)
-            case MessageKind.ASSIGN:
+            case MessageKind.ASSIGN | MessageKind.UNABLE:
                 message.require_text()
             case MessageKind.WEIGHTS:
                 message.require_batch(torch.uint8, (), 1, self._stage(message).missing_bytes)
@@ -161,6 +161,9 @@ class Session:
                 self._stage(message).add(chunk)
             case MessageKind.RELEASE, torch.Tensor() as outputs:
                 self._edges.store.release(outputs.tolist(), self)
+            case MessageKind.UNABLE, _:
+                self._place.unable = bool(why := message.reason())
+                logger.info("world=%s leader=%s %s", self._world.name, self._place.name, why or "can serve again")
             case MessageKind.UNLOAD, _:
                 logger.info("world=%s unloaded version number %d", self._world.name, message.version)
                 self._place.unloaded(message.version)

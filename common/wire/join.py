@@ -20,7 +20,7 @@ WORLD_BACKEND = "tcp"
 
 RELEASE = version("multiworld-serving")
 """Sent in join requests, for messages to people. Different releases work together if their protocols are equal."""
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of all messages between processes: increase it with every change of them."""
 
 MAX_HOLDER_CHARS = MAX_HOST_CHARS + MAX_NAME_CHARS

@@ -44,6 +44,7 @@ class MessageKind(IntEnum):
     LEAVING = 7  # worker → leader: send no new batches, and close the world after the last answer
     RESTART = 8  # leader → worker: leave and exit; the supervisor starts the process again
     UNLOAD = 9  # leader → worker: unload the stages of this version
+    UNABLE = 10  # leader → worker: why the leader cannot serve what the other leaders serve (text); empty: it can
     FETCH_WEIGHTS = 20  # worker → leader: send the weights of the assigned stage; without it, the worker has the stage
     OBEYS = 23  # worker → leader: the name of the leader that the worker obeys instead of this one; empty: this one
     REFUSED = 24  # worker → leader: it obeys another leader, which has not assigned this stage (text)

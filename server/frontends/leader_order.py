@@ -64,7 +64,7 @@ class LeaderOrder:
                 link.connected().send(Follow(self.desired))
         able = [(link, state) for link, state in connected if state.served == self.desired]
         unable = [(link, state) for link, state in connected if state.obstacle]
-        # If workers obey a leader that cannot serve what is desired, the other leaders get no workers. So that leader serves.
+        # If the file of the able leaders was overwritten, they cannot send its weights to new workers. Then the others serve.
         ready = [any(state.snapshot.ready for _, state in each) for each in (able, unable)]
         self.current = [link for link, _ in (unable if not able or ready == [False, True] else able)]
         self.acting = min(

@@ -28,7 +28,7 @@ _WORKERS_RETURN_S = 6.0
 """After a leader has started, workers of other leaders join within this time: the longest pause between their attempts is 5 s. Until then
 they keep what they hold."""
 _RETRY_UNASSIGNED_S = 0.25
-"""When a worker that obeys another leader, which has assigned it no stage yet, asks again."""
+"""When a worker that obeys another leader asks again, if that leader has assigned it no stage yet, or if this one cannot serve."""
 
 
 class Joining:
@@ -37,6 +37,7 @@ class Joining:
         manager: hosts the worlds of the workers.
         port: where workers join; final after `listen`.
         closed: whether no worker may join any more.
+        obstacle: why this leader cannot serve what the other leaders serve; empty if it can. Workers that obey another leader must wait.
         breaker: counts the failures of each worker.
     """
 
@@ -46,6 +47,7 @@ class Joining:
         self.manager = manager
         self.port = settings.join_port
         self.closed = False
+        self.obstacle = ""
         self.breaker = Breaker()
         self._versions = versions
         self._settings = settings
@@ -68,7 +70,7 @@ class Joining:
         former = self._placement.live_worker(request.worker)
         if former is None:
             if request.obeys:
-                return 0.0 if self._held(request) else _RETRY_UNASSIGNED_S
+                return 0.0 if self._held(request) and not self.obstacle else _RETRY_UNASSIGNED_S
             if self.breaker.given_up(request.worker, self._attempt(request)):
                 return _GIVEN_UP_S
             if not all(map(self._placement.num_workers, range(self._placement.num_stages))):

@@ -87,6 +87,13 @@ class WorkerRegistry:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def tell_obstacle(self, obstacle: str) -> None:
+        """Tell all workers, also those that join later, why this leader cannot serve what the other leaders serve; empty: it can."""
+        if obstacle != self.joining.obstacle:
+            self.joining.obstacle = obstacle
+            for link in self._links.values():
+                link.tell_obstacle(obstacle)
+
     # -- joining -------------------------------------------------------------------------------------------------------------
 
     def offer(self, request: JoinRequest, host: str) -> JoinOffer:
@@ -107,6 +114,7 @@ class WorkerRegistry:
         self.placement.take(slot, worker)
         plans = self._versions.current.stages_for(slot.id.stage)
         link = self._links[worker.id] = WorkerLink(worker, plans, self._on_state, self._driver.on_batch)
+        link.tell_obstacle(self.joining.obstacle)
         logger.info(
             "world=%s generation=%d stage=%s replica=%d worker=%s device=%s host=%s pid=%d joining",
             *(*worker.id, "-" if slot.id.stage is None else slot.id.stage, slot.id.index),

@@ -93,6 +93,7 @@ class WorkerLink:
         self._world: World | None = None
         self._channel: Channel | None = None
         self._joining: asyncio.Task[World] | None = None
+        self._obstacle = ""
         self._in_flight: dict[int, SentBatch] = {}
         self._loading = StageLoading(worker, plans, self._in_flight, self._receive, self._enter)
         self._unused = UnusedOutputs(self._post)
@@ -191,6 +192,12 @@ class WorkerLink:
         self.worker.loaded.discard(version)
         self._loading.forget(version)
 
+    def tell_obstacle(self, obstacle: str) -> None:
+        """Tell the worker, now or as soon as it has joined, why this leader cannot serve what the other leaders serve; empty: it can."""
+        self._obstacle = obstacle
+        if self._channel is not None:
+            self._post(Message.from_text(MessageKind.UNABLE, obstacle))
+
     def request_restart(self) -> None:
         """Ask the worker to leave and to restart its process."""
         self._post(Message(MessageKind.RESTART))
@@ -222,6 +229,8 @@ class WorkerLink:
         )
         self._world = await self._joining
         self._channel = Channel(self._world, _WORKER_RANK, self._check)
+        if self._obstacle:
+            self.tell_obstacle(self._obstacle)
 
     # -- serving -------------------------------------------------------------------------------------------------------------
 

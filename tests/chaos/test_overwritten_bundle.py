@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -31,6 +32,47 @@ pytestmark = pytest.mark.timeout(DURATION_S + 300)
 def overwrite(path: Path, content: Path) -> None:
     """File by file, so that a leader may read a mixture."""
     shutil.copytree(content, path, dirs_exist_ok=True)
+
+
+def test_first_leader_leaves_its_workers_to_the_one_that_has_the_content_of_the_group(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    first, _ = (classifier_bundle(tmp_path / path, seed).digest for seed, path in enumerate(("served", "other/served")))
+    body = png(torch.zeros(3, SIZE, SIZE, dtype=torch.uint8))
+    with (
+        LocalService(model=tmp_path / "served", stages=2, replicas=2, leaders=2) as service,
+        httpx.Client(timeout=60) as client,
+    ):
+
+        def leaders() -> list[tuple[str, bool]]:
+            """State, and whether it has other content."""
+            return [(each["state"], bool(each["obstacle"])) for each in service.status()["leaders"]]
+
+        def is_replaced(worker: str, pid: int) -> bool:
+            replicas = [replica for stage in service.status()["stages"] for replica in stage["replicas"]]
+            return any(
+                each["worker"] == worker and each["state"] == "ready" and each["pid"] != pid for each in replicas
+            )
+
+        (tmp_path / "served").rename(tmp_path / "before")  # the second leader can still read it
+        (tmp_path / "other/served").rename(tmp_path / "served")
+        kill(service, 0)
+        wait_until(lambda: leaders() == [("not_ready", True), ("ready", False)])
+        for name, pid in service.worker_pids().items():
+            os.kill(pid, signal.SIGKILL)
+            wait_until(partial(is_replaced, name, pid))
+            service.wait_until_complete(150)
+            response = client.post(f"{service.url}/predict", content=body, headers={"content-type": "image/png"})
+            assert response.headers["x-model-digest"] == first
+        assert leaders() == [("not_ready", True), ("ready", False)]
+
+
+def kill(service: LocalService, *slots: int) -> None:
+    """Kill these leaders, and wait until the supervisor has started others."""
+    pids = service.child_pids("leader")
+    for slot in slots:
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself: it has read a mixture
+            os.kill(pids[slot], signal.SIGKILL)
+    wait_until(lambda: all(service.child_pids("leader")[slot] != pids[slot] for slot in slots))
 
 
 def test_no_response_is_of_another_content_than_its_digest_when_the_bundle_is_overwritten(tmp_path: Path) -> None:
@@ -64,13 +106,6 @@ def test_no_response_is_of_another_content_than_its_digest_when_the_bundle_is_ov
                 right = dict(enumerate(expected[digest][number].tolist()))
                 if found != pytest.approx(right, abs=1e-3):
                     wrong.append(f"{response.headers['x-model-version']} {digest}: {found}, expected {right}")
-
-    def kill(service: LocalService, *slots: int) -> None:
-        pids = service.child_pids("leader")
-        for slot in slots:
-            with contextlib.suppress(ProcessLookupError):  # it has ended by itself: it has read a mixture
-                os.kill(pids[slot], signal.SIGKILL)
-        wait_until(lambda: all(service.child_pids("leader")[slot] != pids[slot] for slot in slots))
 
     def wait_for_responses(*wanted: str) -> None:
         seen = sum(digests[digest] for digest in wanted)

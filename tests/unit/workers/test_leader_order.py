@@ -37,6 +37,22 @@ def test_worker_obeys_the_first_leader_that_it_is_linked_to() -> None:
         assert second.obeyed == ""
 
 
+def test_worker_obeys_a_leader_that_can_serve_and_the_first_one_if_none_can() -> None:
+    order = LeaderOrder()
+    with order.linked(0, "first") as first:
+        first.unable = True
+        assert first.obeyed == "", "it serves while nobody else does"
+        assert order.obeyed(1) == "", "the second leader may place the worker when it joins"
+        with order.linked(1, "second") as second:
+            assert (first.obeyed, second.obeyed) == ("second", "")
+            assert second.accepts("new")
+            assert not first.accepts("other")
+            second.unable = True
+            assert (first.obeyed, second.obeyed) == ("", "first")
+            first.unable = second.unable = False
+            assert (first.obeyed, second.obeyed) == ("", "first")
+
+
 def test_leader_that_is_not_obeyed_may_assign_only_what_the_worker_holds() -> None:
     order = LeaderOrder()
     with order.linked(1, "second") as second:
