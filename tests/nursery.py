@@ -22,7 +22,8 @@ from setproctitle import setproctitle
 from multiworld_serving.cli.main import run
 from multiworld_serving.deploy.processes.programs import THREAD_VARIABLES, import_programs
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 150.0
+"""Longest wait for a fork: the import of torch takes longer than a minute on a machine with much other work."""
 _REPOSITORY = Path(__file__).parents[1]
 _MESSAGE_BYTES = 1 << 18
 
