@@ -23,6 +23,7 @@ from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.capacity_report import CAPACITY_FIELD
+from multiworld_serving.server.frontends.scrape import merge_metrics
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
@@ -95,8 +96,12 @@ async def _serve(settings: LeaderSettings, model: ServedModel, loader: ModelSour
         _reload_tokens_on_sighup(settings, leader)
         if settings.metrics_port is not None:
             host = settings.metrics_host or "127.0.0.1"
+
+            async def scrape() -> bytes:
+                return merge_metrics([("", model.name, (await metrics.scrape()).decode())]).encode()
+
             await stack.enter_async_context(
-                metrics_port(host, settings.metrics_port, metrics, lambda: leader.ready, required=True)
+                metrics_port(host, settings.metrics_port, scrape, lambda: leader.ready, required=True)
             )
         logger.info(
             "leader %s listens join=%s:%d and waits until each of its %d stages has a worker",

@@ -142,4 +142,4 @@ async def _start_metrics_port(
     def ready() -> bool:
         return any(connection.serving for connection in connections)
 
-    await stack.enter_async_context(metrics_port(settings.metrics_host, settings.metrics_port, metrics, ready))
+    await stack.enter_async_context(metrics_port(settings.metrics_host, settings.metrics_port, metrics.scrape, ready))

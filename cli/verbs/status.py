@@ -84,8 +84,8 @@ def render_status(snapshot: dict[str, Any]) -> "RenderableType":
 
     lists = {
         "spares": [f"{each['worker']} ({each['state']})" for each in snapshot["spares"]],
-        "leaders": [f"{each['name'] or each['address']} ({each['state']})" for each in snapshot["leaders"]],
-        "frontends": [each["name"] for each in snapshot["frontends"]],
+        "leaders": [f"{each['name'] or each['address']} ({_state(each)})" for each in snapshot["leaders"]],
+        "frontends": [f"{each['name']} ({_state(each)})" for each in snapshot["frontends"]],
         "models": [f"{name} ({state})" for name, state in snapshot.get("models", {}).items()],
     }
     lines = (Text(f"{kind}: {', '.join(names)}") for kind, names in lists.items() if names)
@@ -129,6 +129,11 @@ def _table(stages: list[dict[str, Any]]) -> "Table":
                 Text(_failure(replica["last_failure"])),
             )
     return rows
+
+
+def _state(process: dict[str, Any]) -> str:
+    pid = f"pid {process['pid']}" if process.get("pid") else ""
+    return ", ".join(filter(None, (process.get("state"), pid)))
 
 
 def _failure(failure: dict[str, Any] | None) -> str:

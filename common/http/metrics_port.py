@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving
-from multiworld_serving.common.metrics import CONTENT_TYPE, ProgramMetrics
+from multiworld_serving.common.metrics import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _CLOSE_S = 1
 async def metrics_port(
     host: str,
     port: int | None,
-    metrics: ProgramMetrics,
+    scrape: Callable[[], Awaitable[bytes]],
     ready: Callable[[], bool] = lambda: False,
     *,
     required: bool = False,
@@ -36,6 +36,7 @@ async def metrics_port(
 
     Args:
         port: 0 takes any free one; None serves nothing.
+        scrape: returns the metrics in Prometheus' text format.
         ready: returns whether the process serves now; called for each `GET /readyz`.
         required: whether to raise if the port cannot be bound.
     Raises:
@@ -54,7 +55,7 @@ async def metrics_port(
         return
     with sock:
         server = HttpServer(
-            _app(metrics, ready),
+            _app(scrape, ready),
             sock,
             max_connections=_MAX_CONNECTIONS,
             keep_alive_s=_KEEP_ALIVE_S,
@@ -66,9 +67,9 @@ async def metrics_port(
             yield found
 
 
-def _app(metrics: ProgramMetrics, ready: Callable[[], bool]) -> ASGIApp:
-    async def scrape(_: Request) -> Response:
-        return Response(await metrics.scrape(), headers={"Content-Type": CONTENT_TYPE})
+def _app(scrape: Callable[[], Awaitable[bytes]], ready: Callable[[], bool]) -> ASGIApp:
+    async def metrics(_: Request) -> Response:
+        return Response(await scrape(), headers={"Content-Type": CONTENT_TYPE})
 
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("alive\n")
@@ -78,4 +79,4 @@ def _app(metrics: ProgramMetrics, ready: Callable[[], bool]) -> ASGIApp:
             return PlainTextResponse("serves\n")
         return PlainTextResponse("this process does not serve now; wait until workers have joined leaders\n", 503)
 
-    return Router([Route("/metrics", scrape), Route("/healthz", healthz), Route("/readyz", readyz)])
+    return Router([Route("/metrics", metrics), Route("/healthz", healthz), Route("/readyz", readyz)])

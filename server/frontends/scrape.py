@@ -55,12 +55,12 @@ def merge_metrics(texts: Iterable[tuple[str, str, str]]) -> str:
     """Merge expositions in Prometheus' text format.
 
     Args:
-        texts: name of a process, the model that it serves if it serves one, and its metrics.
+        texts: name of a process, the model that it serves if it serves one, and its metrics. An empty name or model adds no label.
     """
     families: dict[str, list[str]] = {}
     for process, model, text in texts:
         family = ""
-        own, of_model = _label("process", process), model and "," + _label("model", model)
+        own, of_model = (text and _label(name, text) for name, text in (("process", process), ("model", model)))
         for line in text.splitlines():
             if line.startswith("# HELP "):
                 family = line.split(" ", 3)[2]
@@ -70,8 +70,9 @@ def merge_metrics(texts: Iterable[tuple[str, str, str]]) -> str:
                     families[family].append(line)
             elif line and not line.startswith("#") and (match := _SAMPLE.fullmatch(line)) is not None:
                 name, labels, value = match.groups()
-                label = own if labels and _HAS_MODEL.search(labels) else own + of_model
-                families.setdefault(family, []).append(f"{name}{{{label}{',' + labels if labels else ''}}} {value}")
+                has_model = labels and _HAS_MODEL.search(labels)
+                found = ",".join(filter(None, (own, "" if has_model else of_model, labels)))
+                families.setdefault(family, []).append(f"{name}{{{found}}} {value}")
     return "".join(f"{line}\n" for lines in families.values() for line in lines)
 
 

@@ -12,7 +12,7 @@ import pytest
 from multiworld_serving.common.config.settings import LOOP_STALL_TIMEOUT_S, Settings
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.settings import FrontendSettings
+from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.leader_connection import DRAIN_S
 from multiworld_serving.workers.settings import WorkerSettings
 
@@ -21,6 +21,7 @@ PROGRAM = "/opt/multiworld/bin/multiworld"
 PROGRAMS: dict[str, tuple[str, type[Settings]]] = {
     "multiworld-leader.service": ("leader", LeaderSettings),
     "multiworld-frontend.service": ("frontend", FrontendSettings),
+    "multiworld-serve.service": ("serve", ServeSettings),
     "multiworld-worker@.service": ("worker", WorkerSettings),
 }
 NAMES = tuple(PROGRAMS)
@@ -72,7 +73,7 @@ def test_watchdog_timeouts_exceed_the_stall_detection_of_peers() -> None:
 
 def test_stop_timeouts_cover_draining() -> None:
     drain_s = LeaderSettings.model_fields["drain_timeout_s"].default
-    for name, at_least_s in zip(NAMES, (drain_s, drain_s, DRAIN_S), strict=True):
+    for name, at_least_s in zip(NAMES, (drain_s, drain_s, drain_s, DRAIN_S), strict=True):
         assert int(value(name, "TimeoutStopSec")) >= at_least_s + 10
     assert {value(name, "Restart") for name in NAMES} == {"always"}, (
         "a worker that is told to restart exits with status 0"

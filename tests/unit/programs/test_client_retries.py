@@ -34,7 +34,7 @@ from tests.http_server import QuietHandler, serving
 JPEG = b"\xff\xd8\xff"
 FAST_RETRIES = Retries(max_tries=4, first_pause_s=0.01, max_pause_s=0.02)
 ANSWER = {"predictions": [{"label": "cat", "class_id": 3, "probability": 0.5}], "model": "m", "version": "v"}
-GOOD = (200, {"X-Model-Version": "a%20b", "X-Path": "s0.r1,s1.r0;s0.r0,s1.r0", "X-Attempts": "2"}, json.dumps(ANSWER))
+GOOD = (200, {"X-Model-Version": "a%20b", "X-Path": "s0.r1,s1.r0", "X-Attempts": "2"}, json.dumps(ANSWER))
 
 
 def rejection(status: int, reason: str, **headers: str) -> tuple[int, dict[str, str], str]:

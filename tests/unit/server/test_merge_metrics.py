@@ -72,3 +72,7 @@ def test_process_that_says_nothing_or_nonsense_spoils_nothing() -> None:
     expected = merge_metrics([("a", "", LEADER)])
     assert merge_metrics([("b", "", ""), ("a", "", LEADER), ("c", "", "nonsense\n\n# EOF\n{} 3\n")]) == expected
     assert merge_metrics([]) == ""
+
+
+def test_leader_that_is_scraped_alone_has_a_label_of_the_model_and_none_of_the_process() -> None:
+    assert samples(merge_metrics([("", "m", LEADER)]))["up_seconds", frozenset({("model", "m")})] == 1500

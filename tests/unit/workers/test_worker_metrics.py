@@ -57,7 +57,7 @@ def test_unknown_stages_of_a_leader_share_one_series(metrics: WorkerMetrics) -> 
 
 
 async def test_free_port_answers_scrapes_only(metrics: WorkerMetrics) -> None:
-    async with metrics_port("127.0.0.1", 0, metrics) as port, httpx.AsyncClient() as client:
+    async with metrics_port("127.0.0.1", 0, metrics.scrape) as port, httpx.AsyncClient() as client:
         url = f"http://127.0.0.1:{port}"
         answer = await client.get(f"{url}/metrics")
         assert answer.status_code == 200
@@ -76,7 +76,7 @@ async def test_busy_port_is_an_error_if_it_is_required(metrics: WorkerMetrics) -
         socket.create_server(("127.0.0.1", 0)) as other,
         pytest.raises(UserError, match=r"cannot listen on 127\.0\.0\.1:"),
     ):
-        async with metrics_port("127.0.0.1", other.getsockname()[1], metrics, required=True):
+        async with metrics_port("127.0.0.1", other.getsockname()[1], metrics.scrape, required=True):
             pass
 
 
