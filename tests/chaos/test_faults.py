@@ -87,8 +87,9 @@ def test_kill_of_a_worker_is_told_in_few_lines_which_name_it_equally(service: Lo
     worker, logged = service.worker_at(*FIRST), len(service.lines)
 
     def told() -> list[str]:
+        """Of stage 0. Each leader numbers the replicas of a stage in the order in which they join it."""
         lines = service.lines[logged:]
-        return [line.message for line in lines if line["level"] == "warning" and "world=s0.r0" in line.message]
+        return [line.message for line in lines if line["level"] == "warning" and "world=s0.r" in line.message]
 
     make_fault(service, "kill", FIRST)
     wait_until(lambda: len([line for line in told() if f"worker={worker} ready->broken" in line]) == 2)
