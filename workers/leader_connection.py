@@ -139,7 +139,7 @@ class LeaderConnection:
             if not offer.world:
                 return False
             world = await offer.join(self._manager, self._leader, self._settings.join_timeout_s)
-            with self._worker.order.linked(self._number, offer.leader) as place:
+            with self._worker.order.linked(self._number, offer.leader, world.name) as place:
                 return await self._serve_in(world, place)
 
     async def _serve_in(self, world: World, place: LeaderPlace) -> bool:
@@ -178,6 +178,7 @@ class LeaderConnection:
                 self._worker.order.parts,
                 self._worker.order.obeyed(self._number),
                 self._worker.edges.holder,
+                self._worker.order.world,
             ).to_json()
 
         try:

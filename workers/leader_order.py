@@ -38,9 +38,9 @@ class LeaderOrder(Collector):
             del self.attempts[number]
 
     @contextlib.contextmanager
-    def linked(self, number: int, name: str) -> Iterator["LeaderPlace"]:
-        """Covers the time in which this worker is linked to the leader with this name."""
-        place = self.links[number] = LeaderPlace(self, number, name)
+    def linked(self, number: int, name: str, world: str = "") -> Iterator["LeaderPlace"]:
+        """Covers the time in which this worker is linked to the leader with this name, in this world."""
+        place = self.links[number] = LeaderPlace(self, number, name, world)
         try:
             yield place
         finally:
@@ -68,22 +68,34 @@ class LeaderOrder(Collector):
 
     @property
     def parts(self) -> str:
-        """`parts` of a JoinRequest: what the first leader that has assigned stages has assigned."""
-        held = next((place.parts for _, place in sorted(self.links.items()) if place.parts), ())
-        return ",".join(sorted(held)[:MAX_PARTS])
+        """`parts` of a JoinRequest."""
+        return ",".join(sorted(self._assigning.parts)[:MAX_PARTS]) if self._assigning else ""
+
+    @property
+    def world(self) -> str:
+        """`world` of a JoinRequest."""
+        return self._assigning.world if self._assigning else ""
+
+    @property
+    def _assigning(self) -> "LeaderPlace | None":
+        """The first leader that has assigned stages."""
+        return next((place for _, place in sorted(self.links.items()) if place.parts), None)
 
 
 class LeaderPlace:
     """The place of one linked leader in the order.
 
     Attributes:
+        name: of the leader.
+        world: name of the link.
         stages: the stages that this leader has assigned and not unloaded, by version and index.
         unable: whether the leader has said that it cannot serve what the other leaders serve.
         leave: ends the link; set by the session.
     """
 
-    def __init__(self, order: LeaderOrder, number: int, name: str) -> None:
+    def __init__(self, order: LeaderOrder, number: int, name: str, world: str = "") -> None:
         self.name = name
+        self.world = world
         self.stages: dict[tuple[int, int], AssignedStage] = {}
         self.unable = False
         self.leave: Callable[[], object] = lambda: None

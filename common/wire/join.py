@@ -68,6 +68,7 @@ class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     Attributes:
         host, pid: where the worker runs, for operators; `host` is its --advertise-host.
         edge: where others fetch its tensors, HOST:PORT/INCARNATION; empty if it uses no edges.
+        world: its world of the leader that has assigned these stages, so that all leaders give it the same name.
         parts: comma-separated `BundleStageSpec.part`s of the stages that it holds, as assigned by the leader that it obeys.
         obeys: name of the leader that it obeys instead of this one; empty if it obeys this one.
         protocol: must be the leader's.
@@ -81,6 +82,7 @@ class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     parts: Annotated[str, Meta(pattern=rf"^([0-9a-f]{{16}}(,[0-9a-f]{{16}}){{0,{MAX_PARTS - 1}}})?\Z")] = ""
     obeys: NoName = ""
     edge: NoHolder = ""
+    world: NoName = ""
     protocol: int = PROTOCOL
     release: Name = RELEASE
 

@@ -100,7 +100,7 @@ class Joining:
         if held and (request.obeys or time.monotonic() < returning_until_s):
             if not request.obeys:
                 self._goal.settle_until_s = returning_until_s
-            return self._placement.slot_holding(held)
+            return self._placement.slot_holding(held, request.world)
         destined = self._goal.destined.pop(request.worker, None)
         return self._placement.free_slot(self._placement.choose_stage(request.host, held, destined))
 

@@ -98,9 +98,6 @@ class WorkerLink:
         self._loading = StageLoading(worker, plans, self._in_flight, self._receive, self._enter)
         self._unused = UnusedOutputs(self._post)
 
-    def __repr__(self) -> str:
-        return f"<WorkerLink {self.worker.id} {self.worker.state}>"
-
     async def run(
         self, manager: WorldManager, host: str, port: int, *, join_timeout_s: float, max_batch_size: int, window: int
     ) -> None:

@@ -203,8 +203,8 @@ def test_placement_is_fully_replicated_when_every_stage_has_its_replicas_and_no_
     assert slots.fully_replicated
 
 
-def returns(slots: Placement, worker: str, *held: int) -> str:
-    return fill(slots, slots.slot_holding(held), worker)
+def returns(slots: Placement, worker: str, *held: int, name: str = "") -> str:
+    return fill(slots, slots.slot_holding(held, name), worker)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.permutations(range(14)), st.permutations(range(14)))
@@ -219,6 +219,15 @@ def test_restarted_leader_has_the_layout_of_the_other_one_when_all_workers_have_
             stage = places[worker].split(".")[0]
             held = range(num_stages) if stage == "spare0" else [int(stage[1:])]
             assert returns(other, str(worker), *held).split(".")[0] == stage
+
+
+@given(st.permutations(range(6)), st.permutations(range(6)))
+def test_leaders_call_a_worker_the_same_in_whatever_order_it_joins_them(first: list[int], second: list[int]) -> None:
+    one, other = Placement(2, 3), Placement(2, 3)
+    places = {worker: join(one, str(worker)) for worker in first}
+    for worker in second:
+        name = places[worker]
+        assert returns(other, str(worker), int(name[1]), name=name) == name
 
 
 def test_worker_that_holds_a_stage_gets_it_if_it_has_a_free_slot_and_every_stage_has_a_worker() -> None:
