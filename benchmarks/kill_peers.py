@@ -1,7 +1,8 @@
 """Repeated `kill -9` of a worker under load: LitServe, mosec and this service with the same model.
 
     python -m venv .venv-peers && .venv-peers/bin/pip install -e '.[peers]'
-    .venv/bin/python -m benchmarks.kill_peers --python .venv-peers/bin/python
+    .venv/bin/python -m benchmarks.kill_peers --python .venv-peers/bin/python --json kills.json
+    .venv/bin/python docs/plot_kills.py kills.json docs/img/kills.svg
 
 Each server has two workers per stage, one compute thread per worker and batches of up to 8. The load is a closed loop of clients. A request
 without an answer within 30 s counts as hung, not as failed. Time until normal: seconds from the kill to the end of the last window of 3 s,
@@ -9,6 +10,7 @@ before the next kill, in which a request failed or the answers per second were b
 """
 
 import argparse
+import json
 import math
 import os
 import signal
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from benchmarks import servers
 from benchmarks.servers import Running
@@ -121,12 +124,25 @@ def report(outcomes: Sequence[Outcome]) -> None:
             print(f"{each.name}: {kind}")
 
 
+def write(outcomes: Sequence[Outcome], file: Path) -> None:
+    """Write the times of the kills and of all requests, in seconds: [sent, took, whether it failed or hung]."""
+    found = {
+        each.name: {
+            "kills": each.kills,
+            "samples": [(sample.done_s - sample.took_s, sample.took_s, sample.failed) for sample in each.load.samples],
+        }
+        for each in outcomes
+    }
+    file.write_text(json.dumps(found), encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable, help="interpreter of the environment that has the peers")
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--every-s", type=float, default=20.0)
+    parser.add_argument("--json", type=Path, help="write each request to this file")
     options = parser.parse_args()
     compared: dict[str, Callable[[], AbstractContextManager[Running]]] = {
         "LitServe, 2 workers": lambda: peer(options.python, "litserve_server", as_json=True),
@@ -141,6 +157,8 @@ def main() -> int:
         print(f"== {name}", flush=True)
         outcomes.append(measure(name, server(), kills=options.kills, clients=options.clients, every_s=options.every_s))
     report(outcomes)
+    if options.json:
+        write(outcomes, options.json)
     return 0
 
 
