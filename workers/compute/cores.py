@@ -24,6 +24,8 @@ _PLACES = 256
 """For remembered stages. Two of them may have the same place; then only the last one is remembered."""
 _PERIOD_S = 0.25
 """How often the CPU time of other processes is measured."""
+_OUTDATED_S = 1.0
+"""After this time without a batch, what other programs used says nothing about now: all cores count as free."""
 _ROUNDED_UP = 0.45
 """A core of which more than 55 % is free counts as free."""
 
@@ -97,10 +99,14 @@ class SharedCores:
         with suppress(OSError):  # another process has the same index; the others count both as one
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._index)
         try:
+            outdated = time.monotonic() - self._measured[0] > _OUTDATED_S
             self._measure()
+            if outdated:
+                self._free = float(self._total)
             shares = 1 if threads == "one" else 1 + self._busy_others()
             yield 1 if threads == "one" else max(1, int(self._free / shares + _ROUNDED_UP))
         finally:
+            self._measure()
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._index)
 
     def recall(self, stage: bytes) -> BatchThreads | None:

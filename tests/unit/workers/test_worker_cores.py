@@ -94,6 +94,18 @@ def test_cores_that_other_programs_use_are_left_to_them(
     assert threads(shared) == expected
 
 
+def test_all_cores_count_as_free_after_a_pause(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    shared = SharedCores(file, 0, 1, 4, lambda: 3.5 * now_s)  # of other programs
+    with shared.acquire_cores():
+        now_s += 2.0  # a slow batch
+    assert threads(shared) == 1
+    now_s += 1.5
+    assert threads(shared) == 4
+
+
 def test_one_thread_computes_the_batches_for_which_it_is_faster(file: str) -> None:
     shared, threads_of = SharedCores(file, 0, 1, 4, idle), BatchThreads("one", "share")
     taken = []
