@@ -61,7 +61,7 @@ class Models:
 
     Args:
         changes: those of commands since the settings were read: the table of an added model, None for a removed one.
-        outcomes: a file for the reasons of refused changes by their id; empty for those that are done.
+        outcomes: a JSON file with the result of each change by its id: why it was refused, or an empty text if it was made.
     """
 
     def __init__(

@@ -141,7 +141,7 @@ class _Service:
     Attributes:
         notify: receives the signs of life of all processes.
         groups: the leaders and workers of each model.
-        frontends: those that serve.
+        frontends: the frontends that accept requests now.
         successor: the supervisor that has replaced this one.
     """
 
@@ -337,7 +337,7 @@ class _Service:
         return group
 
     def new_frontends(self, groups: Mapping[str, Group], wait_until_ready: tuple[str, ...] | None) -> Frontends:
-        """Frontends of these models that may run beside those that serve, not started. Leaders know frontends by their names."""
+        """Return new frontends for these models, not started. Their names are unused, so they can run beside the present ones."""
         settings = self._settings
         first = settings.frontends - self.frontends.first if self._generations else 0
         supervisor = Supervisor(

@@ -88,7 +88,7 @@ class WorkerRegistry:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def tell_obstacle(self, obstacle: str) -> None:
-        """Tell all workers, also those that join later, why this leader cannot serve what the other leaders serve; empty: it can."""
+        """Tell all present and later workers why this leader cannot serve. An empty text means that it can serve."""
         if obstacle != self.joining.obstacle:
             self.joining.obstacle = obstacle
             for link in self._links.values():

@@ -190,7 +190,7 @@ class WorkerLink:
         self._loading.forget(version)
 
     def tell_obstacle(self, obstacle: str) -> None:
-        """Tell the worker, now or as soon as it has joined, why this leader cannot serve what the other leaders serve; empty: it can."""
+        """Tell the worker, as soon as it has joined, why this leader cannot serve. An empty text means that it can serve."""
         self._obstacle = obstacle
         if self._channel is not None:
             self._post(Message.from_text(MessageKind.UNABLE, obstacle))
