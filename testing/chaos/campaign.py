@@ -192,7 +192,7 @@ def _inject_all(
         ended = found.load.samples[written:]
         written += len(ended)
         journal.append(journal.elapsed_s + time.time() - found.started_s, injection, ended)
-        failed = f"  {len(found.load.failed)} FAILED so far" if found.load.failed else ""
+        failed = f"  {len(found.load.failed)} failed so far, excused ones included" if found.load.failed else ""
         log(f"{injection.at_s - found.started_s:7.1f} s  {_describe(injection)}{failed}")
         if not injection.recovered:
             raise NotRecoveredError(f"the service has not recovered from {injection.fault}")
