@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import torch
 from torch import Tensor
 
-from multiworld import AskError, Transport, World, WorldError
+from multiworld import AskError, Cause, Transport, World, WorldError
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import RowRef, row_refs_tensor
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 _PRODUCER_RANK = 0
 _FETCH_S = 4.0
 """Longest time for one transfer over an open edge. A frozen producer is noticed earlier, by its heartbeats."""
+_LATE_S = 0.25
+"""A transfer that is needed by a client is late after this time. A network may be slow, so the heartbeats must be late as well."""
 _MAX_QUEUED = 4096
 """Fetches that wait for one producer."""
 _EXPECTED = (AskError, WorldError, ValueError, OSError)
@@ -36,7 +38,11 @@ class HolderUnreachableError(EdgeError):
 
 
 class EdgeBrokenError(HolderUnreachableError):
-    """An open edge broke. A new one may work."""
+    """An open edge broke, and not because its producer was silent. A new one may work."""
+
+
+class ProducerSilentError(EdgeError):
+    """The producer may be frozen. Others may still reach it."""
 
 
 class TensorGoneError(EdgeError):
@@ -51,13 +57,13 @@ class RowsLostError(Exception):
 
     Attributes:
         holders: these producers.
-        unreachable: those of them that this process cannot reach; the others do not have the rows any more.
+        unreachable: those of them that this process cannot reach; the others are silent, or do not have the rows any more.
     """
 
     def __init__(self, failed: Sequence[tuple[str, EdgeError]]) -> None:
         super().__init__("; ".join(str(error) for _, error in failed))
         self.holders = tuple(holder for holder, _ in failed)
-        self.unreachable = tuple(holder for holder, error in failed if not isinstance(error, TensorGoneError))
+        self.unreachable = tuple(holder for holder, error in failed if isinstance(error, HolderUnreachableError))
 
 
 class Edge:
@@ -67,6 +73,7 @@ class Edge:
         holder: the producer, as it announced itself: HOST:PORT/INCARNATION.
         open_world: joins a new world with the producer, or raises an error.
         on_ended: called with the world of the edge when it has ended, before its fetches fail; None: it was never open.
+        silent_s: a producer may be frozen when no heartbeat has arrived for this time.
 
     Attributes:
         tasks: of the fetches.
@@ -78,6 +85,7 @@ class Edge:
         open_world: Callable[[str], Awaitable[World]],
         on_ended: Callable[[Edge, World | None], object],
         metrics: EdgeMetrics,
+        silent_s: float,
     ) -> None:
         self.holder = holder
         self.transport = Transport.TCP
@@ -85,6 +93,7 @@ class Edge:
         self._open_world = open_world
         self._on_ended = on_ended
         self._metrics = metrics
+        self._silent_s = silent_s
         self._turn = asyncio.Lock()
         self._channel: Channel | None = None
         self._ending: EdgeError | None = None
@@ -97,8 +106,16 @@ class Edge:
             raise HolderUnreachableError(f"{_MAX_QUEUED} fetches wait for {self.holder}")
         task = asyncio.create_task(self._fetch(refs, dtype, shape, take=take))
         self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(self._fetched)
+        while take and not (await asyncio.wait((task,), timeout=_LATE_S))[0]:
+            if self._channel is not None and self._channel.world.silence_s() > self._silent_s:
+                raise ProducerSilentError(f"{self.holder} is silent")
         return await asyncio.shield(task)
+
+    def _fetched(self, task: asyncio.Task[Tensor]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody may wait for it any more
 
     async def _fetch(self, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool) -> Tensor:
         async with self._turn:
@@ -115,8 +132,10 @@ class Edge:
                 why = str(error) or type(error).__name__
                 if self._channel is None:
                     self._ending = HolderUnreachableError(f"no edge to {self.holder}: {why}")
-                else:
+                elif isinstance(error, WorldError) and getattr(error, "cause", None) is not Cause.HANG:
                     self._ending = EdgeBrokenError(f"the edge to {self.holder} broke: {why}")
+                else:
+                    self._ending = HolderUnreachableError(f"the edge to {self.holder} broke: {why}")
                 self._on_ended(self, None if self._channel is None else self._channel.world)
                 raise self._ending from error
         if tensor is None:

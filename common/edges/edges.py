@@ -24,6 +24,7 @@ from multiworld_serving.common.edges.edge import (
     EdgeBrokenError,
     EdgeError,
     HolderUnreachableError,
+    ProducerSilentError,
     RowsLostError,
     TensorGoneError,
 )
@@ -46,6 +47,8 @@ _SEND_S = 20.0
 _POLL_S = 0.02
 _TOTAL_S = 6.0
 """Longest time for a fetch. Shorter than the leader's `hang_timeout_s`, so that a consumer is not blamed for a slow producer."""
+_SILENT_HEARTBEATS = 1.25
+"""A producer that does not answer a client's fetch is silent when its heartbeat is late by a quarter of its interval."""
 _MAX_KEPT_BYTES = 1 << 30
 """Of tensors that a process keeps for others to fetch. Above it, tensors go through a leader."""
 
@@ -82,6 +85,7 @@ class Edges:
         self._incarnation = secrets.token_hex(8)
         self._name = name
         self._bind_host = bind_host
+        self._silent_s = _SILENT_HEARTBEATS * settings.heartbeats["heartbeat_interval_s"]
         self._secrets = settings.edge_secrets
         self._manager = WorldManager(
             secret=self._secrets[0],
@@ -192,10 +196,10 @@ class Edges:
             holder: the producer, as it announced itself: HOST:PORT/INCARNATION.
             refs: at most 1024.
             shape: of the result: [rows, *sample shape].
-            take: these rows are needed by nobody else; the producer may free them.
+            take: a client waits for these rows, and nobody else needs them; the producer may free them.
         If the edge breaks, the fetch is repeated once over a new one.
         Raises:
-            HolderUnreachableError, TensorGoneError: other producers are not affected.
+            HolderUnreachableError, ProducerSilentError, TensorGoneError: other producers are not affected. The second only with `take`.
         Cancelling does not end the edge. A large result may lie in shared memory of the producer, which uses this memory again when all
         tensors over it are dropped. It may be written: this changes only the memory of this process.
         """
@@ -209,6 +213,9 @@ class Edges:
         except TensorGoneError:
             self._metrics.fetches["gone"].inc()
             raise
+        except ProducerSilentError:
+            self._metrics.fetches["unreachable"].inc()
+            raise
         except (HolderUnreachableError, TimeoutError) as error:
             self._metrics.fetches["unreachable"].inc()
             raise HolderUnreachableError(str(error) or f"{holder} did not send it within {_TOTAL_S:g} s") from error
@@ -221,7 +228,7 @@ class Edges:
     ) -> tuple[Tensor, Transport]:
         edge = self._edges.get(holder)
         if edge is None:
-            edge = self._edges[holder] = Edge(holder, self._open_world, self._forget, self._metrics)
+            edge = self._edges[holder] = Edge(holder, self._open_world, self._forget, self._metrics, self._silent_s)
         return await edge.fetch(refs, dtype, shape, take=take), edge.transport
 
     async def _open_world(self, holder: str) -> World:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from torch import Tensor
 
 from multiworld import WorldManager
 from multiworld_serving.common.edges import edge
-from multiworld_serving.common.edges.edge import HolderUnreachableError, TensorGoneError
+from multiworld_serving.common.edges.edge import HolderUnreachableError, ProducerSilentError, TensorGoneError
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, row_refs_tensor
@@ -84,6 +87,27 @@ async def test_fetch_is_repeated_over_a_new_edge_when_the_edge_breaks() -> None:
         for world in consumer._manager.worlds.values():
             world.close()
         assert torch.equal(await fetch(consumer, producer.holder, number), ROWS)
+
+
+async def test_client_does_not_wait_for_a_frozen_producer() -> None:
+    program = Path(__file__).with_name("producer_program.py")
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, program, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert child.stdout is not None
+    try:
+        holder, number = (await child.stdout.readline()).decode().split()
+        async with edges("c", heartbeat_timeout_s=10.0) as consumer:
+            await fetch(consumer, holder, int(number))
+            os.kill(child.pid, signal.SIGSTOP)
+            with pytest.raises(ProducerSilentError):
+                await fetch(consumer, holder, int(number), take=True)
+            os.kill(child.pid, signal.SIGCONT)
+            with pytest.raises(TensorGoneError):
+                await fetch(consumer, holder, int(number))
+    finally:
+        child.kill()
+        await child.wait()
 
 
 async def test_cancelled_fetch_leaves_the_edge_to_the_others() -> None:
