@@ -13,7 +13,8 @@ _HEAD = """\
 `multiworld serve --print-settings` the values in effect.
 
 The command line takes precedence over the environment, the environment over the TOML file, and the file over the defaults. Unknown
-names are errors. `--config FILE` or `MULTIWORLD_CONFIG` names the file. It has a table for each program:
+names are errors. `--config FILE` or `MULTIWORLD_CONFIG` names the file. It has a table for each program. Relative paths start at the
+working directory of the program:
 
 ```toml
 [serve]
