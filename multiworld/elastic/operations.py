@@ -21,13 +21,14 @@ from multiworld.collectives.reductions import AnyReduceOp, all_reduce
 from multiworld.elastic.protocol.rounds import Round
 from multiworld.errors import Cause, WorldError
 from multiworld.ops.buffers import RecvBuffer, check_dense
-from multiworld.ops.operation import Operation
 from multiworld.ops.validation import check_distinct
 from multiworld.world import World
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
 BUCKET_BYTES = 1 << 20
 """Maximum bytes of a bucket with several tensors: large enough to share one transfer, small enough to repeat little after a failure."""
+TAG_LIMIT = 1 << 28
+"""Tags of `all_reduce_async` are below this limit. The numbers of the buckets of a call follow."""
 Status = Literal["pending", "done", "failed"]
 _OPS = {"SUM": ReduceOp.SUM, "AVG": ReduceOp.AVG, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX, "PRODUCT": ReduceOp.PRODUCT}
 
@@ -184,22 +185,21 @@ class AllReduceCall:
         sizes = [(str(bucket.dtype), [tensor.numel() for tensor in bucket.tensors]) for bucket in self.buckets]
         return f"{self._op} {sizes}"
 
-    def start(self, world: World, index: int, number: int | None = None) -> Operation:
-        """Start to reduce a copy of one bucket of all members.
+    async def reduce(self, world: World, index: int, number: int) -> None:
+        """Reduce a copy of one bucket of all members. `unpack` copies the result into its tensors.
 
-        Each start has memory of its own, because operations of a view that broke may still write to theirs.
+        Each call has memory of its own, because operations of a view that broke may still write to theirs.
 
         Args:
-            number: identifies the operation; None: the members start their operations in the same order.
+            number: identifies the operation among those of this view that are in flight.
         Raises BrokenWorldException when the view has ended; the result is undefined then.
         """
+        if ending := world.ending():
+            raise ending
         result = self._results[index] = self.buckets[index].copy()
         plan = all_reduce(world.facts, result, ReduceOp.SUM if self._is_truncated(index) else _OPS[self._op])
         plan.number = number
-        return world.start(plan)
-
-    def on_finished(self, world: World, index: int) -> None:
-        """Count a bucket that finished on this member."""
+        await world.start(plan).finish()
         self.contributors[index] = world.size
         moved = bytes_sent(self.buckets[index].nbytes, world.size)
         self.counters.sent += moved
@@ -212,29 +212,20 @@ class AllReduceCall:
         """
         self.runs += 1
         window = asyncio.Semaphore(max_in_flight)
-        started: dict[int, Operation] = {}
-        failure: BaseException | None = None
-        try:
-            try:
-                for index in round_.unfinished:
-                    await window.acquire()
-                    started[index] = operation = self.start(world, index)
-                    operation.add_done_callback(lambda _: window.release())
-            except WorldError as error:
-                failure = error
-            if started:
-                await asyncio.wait([operation.future for operation in started.values()])
-        except BaseException:
-            world.fail(Cause.ABORTED, world.rank, "the call of this member ended")
-            raise
-        for index, operation in started.items():
-            if operation.status == "done":
-                self.on_finished(world, index)
+
+        async def reduce(index: int) -> None:
+            async with window:
+                try:
+                    await self.reduce(world, index, TAG_LIMIT + index)
+                except BaseException as error:
+                    if not isinstance(error, WorldError):
+                        world.fail(Cause.ABORTED, world.rank, "the call of this member ended")
+                    raise
                 round_.finished[index] = True
-            else:
-                failure = operation.future.exception()
-        if failure is not None:
-            raise failure
+
+        for error in await asyncio.gather(*map(reduce, round_.unfinished), return_exceptions=True):
+            if error is not None:
+                raise error
 
     def unpack(self, index: int) -> None:
         """Copy a result into its tensors. The operation has finished on all members."""

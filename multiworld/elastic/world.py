@@ -10,13 +10,10 @@ from torch.distributed import ReduceOp
 from multiworld.collectives.reductions import AnyReduceOp
 from multiworld.elastic.agent import MemberAgent
 from multiworld.elastic.errors import DesyncError, ElasticError, ViewChangeError
-from multiworld.elastic.operations import AllReduceCall, AllReduceHandle, AllReduceOutcome
+from multiworld.elastic.operations import TAG_LIMIT, AllReduceCall, AllReduceHandle, AllReduceOutcome
 from multiworld.elastic.protocol.commit_protocol import agree, pass_boundary, run_round
 from multiworld.elastic.protocol.rounds import Round, RoundMismatch
 from multiworld.errors import WorldError
-
-_TAG_LIMIT = 1 << 28
-"""Tags of `all_reduce_async` are below this limit."""
 
 
 class ElasticWorld:
@@ -166,8 +163,8 @@ class ElasticWorld:
             ElasticError: this process is no longer a member.
             TypeError, ValueError: invalid arguments, for example a tag that is in use; nothing was sent.
         """
-        if not 0 <= tag < _TAG_LIMIT:
-            raise ValueError(f"all_reduce_async: a tag must be from 0 to {_TAG_LIMIT - 1}, got {tag}")
+        if not 0 <= tag < TAG_LIMIT:
+            raise ValueError(f"all_reduce_async: a tag must be from 0 to {TAG_LIMIT - 1}, got {tag}")
         if (running := (self.view_number, tag)) in self._async_tags:
             raise ValueError(
                 f"all_reduce_async: an all-reduce with tag {tag} is in flight; await it or choose another tag"
@@ -181,8 +178,7 @@ class ElasticWorld:
             try:
                 with self._agent.world_of(view_number) as world:
                     if world is not None:
-                        await call.start(world, 0, tag).finish()
-                        call.on_finished(world, 0)
+                        await call.reduce(world, 0, tag)
                         call.unpack(0)
             finally:
                 self._async_tags.discard(running)
