@@ -50,13 +50,12 @@ from multiworld.execution.threads import WorkerThread
 from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.forming import Forming
 from multiworld.ops import p2p
-from multiworld.ops.operation import Collective, Operation, Receive, Send
+from multiworld.ops.operation import Collective, Message, Operation, Receive, Send
 from multiworld.ops.validation import WorldFacts
 from multiworld.ops.views import View
 from multiworld.transport.connection import PeerConnection, SocketPayloads
 from multiworld.transport.poller import Poller, poller_of
 from multiworld.transport.shared import SharedPayloads
-from multiworld.transport.transfer import Transfer
 from multiworld.transport.wire import HEAD, MESSAGE, encode_signature, message_head
 
 logger = logging.getLogger(__name__)
@@ -330,32 +329,29 @@ class World:
     def _start_send(self, operation: Send) -> None:
         """Queue a send on its connection. It is queued before its data is copied from a device, to keep the order of messages."""
         if operation.header is None:
-            head = message_head(operation.signature, operation.tag, operation.size_bytes)
+            operation.head = message_head(operation.signature, operation.tag, operation.size_bytes)
         else:
-            head = HEAD.pack(MESSAGE, operation.tag, operation.size_bytes, operation.header)
-        transfer = Transfer(operation, head, lent=operation.header is not None)
+            operation.head = HEAD.pack(MESSAGE, operation.tag, operation.size_bytes, operation.header)
         if not operation.staged:
-            transfer.set_data(operation.buffer())
-        self._connections[operation.peer].send(transfer, operation.tag)
+            operation.set_data(operation.buffer())
+        self._connections[operation.peer].send(operation)
         if operation.staged:
-            self._copying.run(partial(self._run_step, operation, partial(self._load, operation, transfer)))
+            self._copying.run(partial(self._run_step, operation, partial(self._load, operation)))
 
-    def _load(self, operation: Send, transfer: Transfer) -> None:
+    def _load(self, operation: Send) -> None:
         """Copy the data of a send from its device, then send it."""
         data = operation.buffer()
         with self._lock:
-            transfer.set_data(data)
+            operation.set_data(data)
             if connection := self._connections.get(operation.peer):
                 connection.send_ready(operation.tag)
 
     def _start_receive(self, operation: Receive) -> None:
         """Post a receive on its connection."""
-        transfer = Transfer(
-            operation, encode_signature(operation.signature), accept=operation.accept, view=operation.view
-        )
+        operation.head = encode_signature(operation.signature)
         if operation.buffer is not None:
-            transfer.set_data(operation.buffer())
-        self._connections[operation.peer].receive(transfer, operation.tag)
+            operation.set_data(operation.buffer())
+        self._connections[operation.peer].receive(operation)
 
     # -- collectives -------------------------------------------------------------------------------------------------------------
 
@@ -407,14 +403,16 @@ class World:
 
     def on_transferred(self, operation: Operation) -> None:
         """A transfer, or the algorithm of a collective, completed: copy the results back if necessary and complete the operation."""
-        if operation.collective is not None:
+        if isinstance(operation, Message):
+            operation.memory = operation.data = None  # the caller may keep the operation
+        if isinstance(operation, Message) and operation.collective is not None:
             operation.resolve(None)
         elif operation.copy_back is None:
             self._complete(operation)
         else:
             self._run_on_thread(operation, partial(self._finish, operation))
 
-    def on_connection_lost(self, peer: int, pending: list[Operation], reason: str) -> None:
+    def on_connection_lost(self, peer: int, pending: list[Message], reason: str) -> None:
         operations = list(dict.fromkeys(each.collective or each for each in pending))
         if operations:  # without pending transfers, a later operation reports the loss; the control connection may know the reason by then
             self._fail_operations(operations, peer, ConnectionLostError(reason))

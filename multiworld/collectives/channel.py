@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from multiworld.ops.operation import Operation
+from multiworld.ops.operation import Collective, Message
 from multiworld.transport.connection import PeerConnection
-from multiworld.transport.transfer import Transfer
 from multiworld.transport.wire import encode_signature, message_head
 
 _FIRST_TAG = 1 << 31
@@ -41,7 +40,7 @@ class CollectiveChannel:
 
     def __init__(
         self,
-        operation: Operation,
+        operation: Collective,
         connections: Mapping[int, PeerConnection],
         number: int,
         lock: threading.RLock,
@@ -76,16 +75,15 @@ class CollectiveChannel:
         return self._post(PeerConnection.receive, peer, data, encode_signature(self._signature(data, what)), kind)
 
     def _post(
-        self, start: Callable[[PeerConnection, Transfer, int], None], peer: int, data: Tensor, head: bytes, kind: int
+        self, start: Callable[[PeerConnection, Message], None], peer: int, data: Tensor, head: bytes, kind: int
     ) -> asyncio.Future[None]:
-        whole, future = self._operation, asyncio.get_running_loop().create_future()
-        message = Operation(signature=whole.signature, posted=True, collective=whole)
-        message.future = future
-        transfer = Transfer(message, head)
-        transfer.set_data(data)
+        whole = self._operation
+        message = Message(signature=whole.signature, tag=self._tag + kind, head=head, posted=True, collective=whole)
+        message.future = future = asyncio.get_running_loop().create_future()
+        message.set_data(data)
         with self._lock:
             self._check()
-            start(self._connections[peer], transfer, self._tag + kind)
+            start(self._connections[peer], message)
         return future
 
     def _signature(self, data: Tensor, what: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Work
 
+from multiworld.ops.buffers import byte_view
 from multiworld.ops.views import View
 
 logger = logging.getLogger(__name__)
@@ -56,8 +57,6 @@ class Operation:
     """Whether `World.start` has returned the operation to its caller."""
     stream: Any = None
     """The CUDA stream that was current at the start of an operation on CUDA tensors; else None."""
-    collective: "Operation | None" = None
-    """For one message of a collective: the collective."""
 
     @property
     def name(self) -> str:
@@ -124,16 +123,41 @@ class Operation:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Send(Operation):
-    """A send.
+class Message(Operation):
+    """A message to send or to receive: one of a collective, or a `Send` or `Receive`.
 
     Attributes:
-        tag, size_bytes: tag, and size of the data.
-        buffer: returns the contiguous tensor to send from, on the host if `staged`.
-        header: header of a message that travels in place of the signature; see multiworld/ops/p2p.py.
+        tag: messages with the same tag arrive in order.
+        head: for a send, the complete head; for a receive, the expected signature (multiworld/transport/wire.py).
+        memory: bytes of the sent or receiving tensor; keeps the tensor alive. None while the data is being copied from a device, and for
+            a receive of unknown size.
+        data: the tensor that `memory` belongs to.
+        collective: for one message of a collective: the collective.
     """
 
     tag: int
+    head: bytes = b""
+    memory: memoryview | None = None
+    data: Tensor | None = None
+    collective: "Collective | None" = None
+
+    def set_data(self, data: Tensor) -> None:
+        """Use the memory of `data`, a contiguous tensor on the host."""
+        self.data = data
+        self.memory = byte_view(data)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Send(Message):
+    """A send.
+
+    Attributes:
+        size_bytes: size of the data.
+        buffer: returns the contiguous tensor to send from, on the host if `staged`.
+        header: header of a message that travels in place of the signature; see multiworld/ops/p2p.py. A tensor of `allocate` may not be
+            changed then until it is dropped, so a send in place is complete when it is announced.
+    """
+
     size_bytes: int
     buffer: Callable[[], Tensor]
     header: bytes | None = None
@@ -144,15 +168,15 @@ class Send(Operation):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Receive(Operation):
+class Receive(Message):
     """A receive.
 
     Attributes:
         buffer: returns the contiguous tensor to receive into; None for a message of unknown size.
-        accept, view: for a message of unknown size; see multiworld/ops/p2p.py.
+        accept: for a message of unknown size, returns its memory when its head has arrived; see multiworld/ops/p2p.py.
+        view: for a message of unknown size that is received as a view.
     """
 
-    tag: int
     buffer: Callable[[], Tensor] | None = None
     accept: Callable[[bytes, int], Tensor] | None = None
     view: View | None = None

@@ -16,16 +16,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
+from typing import Protocol
 
 from torch import Tensor
 
 from multiworld.errors import Cause
 from multiworld.execution.failures import ConnectionLostError, described
-from multiworld.ops.operation import Operation
+from multiworld.ops.operation import Message, Receive
 from multiworld.ops.views import View
 from multiworld.transport.poller import Poller
-from multiworld.transport.transfer import ConnectionOwner, Output, Transfer
-from multiworld.transport.wire import HEAD, MESSAGE, RECV_READY, credit_head, decode_signature
+from multiworld.transport.wire import HEAD, MESSAGE, RECV_READY, Output, credit_head, decode_signature
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,22 @@ SENDMSG_BUFFERS = 16
 """Maximum number of buffers for one call of `sendmsg`."""
 
 
+class ConnectionOwner(Protocol):
+    """Receives the results of messages. All methods are called under the world's lock."""
+
+    def on_transferred(self, operation: Message) -> None:
+        """A sent message is completely in the kernel's buffer, or a message was completely received. May use the connection."""
+
+    def on_connection_lost(self, peer: int, pending: list[Message], reason: str) -> None:
+        """The connection failed while these messages were pending."""
+
+    def on_error(self, peer: int, cause: Cause, detail: str) -> None:
+        """The world must break. ERROR: the peer violated the protocol, or its message does not match the receive.
+
+        LOCAL: this member failed to handle the received data, for example because memory is short.
+        """
+
+
 class SocketPayloads:
     """Carries the bytes of messages through the socket, each after its head. `SharedPayloads` carries them in other ways.
 
@@ -55,13 +71,13 @@ class SocketPayloads:
 
     waiting = False
 
-    def enqueue(self, connection: "PeerConnection", transfer: Transfer) -> None:
+    def enqueue(self, connection: "PeerConnection", message: Message) -> None:
         """Queue the outputs of a message."""
-        if transfer.memory:
-            connection.outbox.append(Output(transfer.head, joined=True))
-            connection.outbox.append(Output(transfer.memory, transfer.operation))
+        if message.memory:
+            connection.outbox.append(Output(message.head, joined=True))
+            connection.outbox.append(Output(message.memory, message))
         else:
-            connection.outbox.append(Output(transfer.head, transfer.operation))
+            connection.outbox.append(Output(message.head, message))
 
     def write(self, connection: "PeerConnection") -> int:
         """Write the first outputs. Returns how many bytes. Raises BlockingIOError when they have to wait."""
@@ -75,8 +91,8 @@ class SocketPayloads:
         """Handle a frame that is neither a credit nor a message. Raises ValueError if it is invalid."""
         raise ValueError(f"it sent invalid data: a head of kind {kind}")
 
-    def stop(self) -> list[Operation]:
-        """The connection has ended: free everything. Returns the operations that were pending and are in no queue of the connection."""
+    def stop(self) -> list[Message]:
+        """The connection has ended: free everything. Returns the messages that were pending and are in no queue of the connection."""
         return []
 
 
@@ -109,8 +125,8 @@ class PeerConnection:
         self._lock = lock
         self._poller = poller
         self._mask = select.EPOLLIN
-        self._receives: dict[int, deque[Transfer]] = {}
-        self._sends: dict[int, deque[Transfer]] = {}
+        self._receives: dict[int, deque[Message]] = {}
+        self._sends: dict[int, deque[Message]] = {}
         self._credits: dict[int, int] = {}  # tag → unused receive credits from the peer
         self._total_credits = 0
         self._queued: deque[bytes] = deque()  # frames of `queue_frame`
@@ -120,7 +136,7 @@ class PeerConnection:
         self._scratch_view = memoryview(self._scratch)
         self._head_bytes = 0  # bytes of an incomplete head in the scratch buffer
         self._reading = False
-        self._incoming: Transfer | None = None
+        self._incoming: Message | None = None
         self._filled = 0
         self._unacknowledged_since_s: float | None = None
         sock.setblocking(False)
@@ -132,31 +148,32 @@ class PeerConnection:
 
     # -- messages ------------------------------------------------------------------------------------------------------------
 
-    def receive(self, transfer: Transfer, tag: int) -> None:
+    def receive(self, message: Message) -> None:
         """Receive the next message with this tag. Raises ConnectionLostError when the connection has ended."""
         self._raise_if_ended()
-        self._receives.setdefault(tag, deque()).append(transfer)
-        self.write_first(credit_head(tag))
+        self._receives.setdefault(message.tag, deque()).append(message)
+        self.write_first(credit_head(message.tag))
 
-    def send(self, transfer: Transfer, tag: int) -> None:
-        """Queue a message; it is written when the peer has granted a credit and `transfer.memory` is set.
+    def send(self, message: Message) -> None:
+        """Queue a message; it is written when the peer has granted a credit and `message.memory` is set.
 
         Raises ConnectionLostError when the connection has ended.
         """
         self._raise_if_ended()
-        self._sends.setdefault(tag, deque()).append(transfer)
-        if transfer.memory is not None and tag not in self._credits:
+        tag = message.tag
+        self._sends.setdefault(tag, deque()).append(message)
+        if message.memory is not None and tag not in self._credits:
             self._read()  # a credit may have arrived already
         self.send_ready(tag)
 
     def send_ready(self, tag: int) -> None:
         """Write the queued messages with this tag that have a credit and their memory."""
-        transfers = self._sends.get(tag)
-        while transfers and tag in self._credits and transfers[0].memory is not None:
-            transfer = transfers.popleft()
+        messages = self._sends.get(tag)
+        while messages and tag in self._credits and messages[0].memory is not None:
+            message = messages.popleft()
             self._add_credits(tag, -1)
-            self._payloads.enqueue(self, transfer)
-        if transfers is not None and not transfers:
+            self._payloads.enqueue(self, message)
+        if messages is not None and not messages:
             del self._sends[tag]
         self.flush()
 
@@ -280,16 +297,16 @@ class PeerConnection:
 
     def _on_received(self, count: int) -> None:
         """Handle `count` received bytes."""
-        transfer = self._incoming
-        if transfer is not None:
-            assert transfer.memory is not None
-            taken = min(count, len(transfer.memory) - self._filled)
+        message = self._incoming
+        if message is not None:
+            assert message.memory is not None
+            taken = min(count, len(message.memory) - self._filled)
             self._filled += taken
             count -= taken
-            if self._filled < len(transfer.memory):
+            if self._filled < len(message.memory):
                 return
             self._incoming = None
-            self.owner.on_transferred(transfer.operation)
+            self.owner.on_transferred(message)
         at, end = 0, self._head_bytes + count
         while self.end_reason is None and self._incoming is None and end - at >= HEAD.size:
             kind, tag, size, signature = HEAD.unpack_from(self._scratch, at)
@@ -314,52 +331,52 @@ class PeerConnection:
 
     def _start_message(self, tag: int, size: int, signature: bytes, following: memoryview) -> int:
         """Start to receive a message. `following` has the bytes read after its head. Returns how many of them belong to the message."""
-        transfer = self.match(tag, size, signature)
-        if transfer is None:
+        message = self.match(tag, size, signature)
+        if message is None:
             return 0
-        assert transfer.memory is not None
+        assert message.memory is not None
         taken = min(size, len(following))
         if taken:
-            transfer.memory[:taken] = following[:taken]
+            message.memory[:taken] = following[:taken]
         if taken == size:
-            self.owner.on_transferred(transfer.operation)
+            self.owner.on_transferred(message)
         else:
-            self._incoming, self._filled = transfer, taken
+            self._incoming, self._filled = message, taken
         return taken
 
     def match(
         self, tag: int, size: int, signature: bytes, place: Callable[[View], Tensor] = View.allocate
-    ) -> Transfer | None:
+    ) -> Message | None:
         """Take the receive of an announced message, with its memory. Returns None after a violation of the protocol.
 
         Args:
             place: returns the memory of a receive that takes a view.
         """
-        transfers = self._receives.get(tag)
-        if not transfers:
+        messages = self._receives.get(tag)
+        if not messages:
             self._break(f"it sent a message with tag {tag}, for which no receive is pending")
             return None
-        transfer = transfers[0]
-        if transfer.memory is None:
+        message = messages[0]
+        if isinstance(message, Receive) and message.memory is None:
             try:
-                if transfer.view is not None:
-                    transfer.view.accept(signature, size)
-                    transfer.set_data(place(transfer.view))
-                elif transfer.accept is not None:
-                    transfer.set_data(transfer.accept(signature, size))
+                if message.view is not None:
+                    message.view.accept(signature, size)
+                    message.set_data(place(message.view))
+                elif message.accept is not None:
+                    message.set_data(message.accept(signature, size))
             except ValueError as error:
                 self._break(str(error))
                 return None
-            transfer.head = signature
-        assert transfer.memory is not None
-        if size != len(transfer.memory) or signature != transfer.head:
-            sent, expected = decode_signature(signature), decode_signature(transfer.head)
+            message.head = signature
+        assert message.memory is not None
+        if size != len(message.memory) or signature != message.head:
+            sent, expected = decode_signature(signature), decode_signature(message.head)
             self._break(f"it sent {sent} where {expected} was expected")
             return None
-        transfers.popleft()
-        if not transfers:
+        messages.popleft()
+        if not messages:
             del self._receives[tag]
-        return transfer
+        return message
 
     def _add_credits(self, tag: int, more: int) -> None:
         count = self._credits.pop(tag, 0) + more
@@ -402,14 +419,14 @@ class PeerConnection:
                 output = outbox.popleft()
                 self._partly_written = output.joined
                 sent -= len(output.data)
-                if output.operation is not None:
-                    completed.append(output.operation)
+                if output.message is not None:
+                    completed.append(output.message)
             if sent:
                 output = outbox[0]
-                outbox[0] = Output(memoryview(output.data)[sent:], output.operation, output.joined)
+                outbox[0] = Output(memoryview(output.data)[sent:], output.message, output.joined)
                 self._partly_written = True
-            for operation in completed:  # after the outbox is updated, because the owner may send more
-                self.owner.on_transferred(operation)
+            for message in completed:  # after the outbox is updated, because the owner may send more
+                self.owner.on_transferred(message)
         mask = select.EPOLLIN | select.EPOLLOUT if outbox and not self._payloads.waiting else select.EPOLLIN
         if mask != self._mask and self.end_reason is None:
             self._mask = mask
@@ -432,20 +449,19 @@ class PeerConnection:
             self.owner.on_error(self.peer, cause, detail)
 
     def _fail(self, reason: str) -> None:
-        """The connection failed. Report the pending operations to the owner and close the socket."""
+        """The connection failed. Report the pending messages to the owner and close the socket."""
         if self.end_reason is None:
             self.end_reason = reason
             self.owner.on_connection_lost(self.peer, self._stop(), reason)
             self.sock.close()
 
-    def _stop(self) -> list[Operation]:
-        """Stop polling and drop all transfers, but keep the socket open. Returns the operations that were pending."""
+    def _stop(self) -> list[Message]:
+        """Stop polling and drop all messages, but keep the socket open. Returns those that were pending."""
         self._poller.unregister(self.sock.fileno())
-        transfers = [self._incoming] if self._incoming is not None else []
+        pending = [self._incoming] if self._incoming is not None else []
         for queue in (*self._receives.values(), *self._sends.values()):
-            transfers += queue
-        pending = [transfer.operation for transfer in transfers]
-        pending += [output.operation for output in self.outbox if output.operation is not None]
+            pending += queue
+        pending += [output.message for output in self.outbox if output.message is not None]
         pending += self._payloads.stop()
         self._incoming = None
         for dropped in (self._receives, self._sends, self._credits, self.outbox):

@@ -21,12 +21,11 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from multiworld.ops.operation import Operation
+from multiworld.ops.operation import Message, Receive, Send
 from multiworld.ops.views import View
 from multiworld.transport.connection import SENDMSG_BUFFERS, PeerConnection, SocketPayloads
 from multiworld.transport.segments import MIN_BYTES, Segment, SegmentPool, check_segment
-from multiworld.transport.transfer import Output, Transfer
-from multiworld.transport.wire import HEAD, IN_PLACE, IN_RING, NUMBERS, PIECE, PIECE_DONE, PLACE, RELEASE, RING
+from multiworld.transport.wire import HEAD, IN_PLACE, IN_RING, NUMBERS, PIECE, PIECE_DONE, PLACE, RELEASE, RING, Output
 
 SLOT_BYTES = 1 << 19
 SLOTS = 4
@@ -46,10 +45,10 @@ class _RingMessage(Output):
 
     __slots__ = ("memory", "written")
 
-    def __init__(self, transfer: Transfer) -> None:
-        super().__init__(b"", transfer.operation)
-        assert transfer.memory is not None
-        self.memory = transfer.memory
+    def __init__(self, message: Message) -> None:
+        super().__init__(b"", message)
+        assert message.memory is not None
+        self.memory = message.memory
         self.written = 0
 
 
@@ -65,50 +64,51 @@ class SharedPayloads(SocketPayloads):
         self._ring: Segment | None = None
         self._ring_view = memoryview(b"")
         self._pieces_sent = self._pieces_done = 0
-        # Sent in place, not released by the peer; with the operation that completes then.
-        self._leases: dict[int, tuple[Segment, Operation | None]] = {}
+        # Sent in place, not released by the peer; with the message that completes then.
+        self._leases: dict[int, tuple[Segment, Message | None]] = {}
         self._last_lease = 0
         self._fds: deque[int] = deque()
         self._peer_ring: memoryview | None = None
         self._pieces_received = 0
-        self._slotted: Transfer | None = None  # the message whose pieces arrive
+        self._slotted: Message | None = None  # the message whose pieces arrive
         self._slotted_bytes = 0
         self._place: tuple[int, int, int] | None = None  # descriptor, lease and offset of the next message in place
 
     # -- sending -----------------------------------------------------------------------------------------------------------------
 
-    def enqueue(self, connection: PeerConnection, transfer: Transfer) -> None:
-        memory = transfer.memory
+    def enqueue(self, connection: PeerConnection, message: Message) -> None:
+        memory = message.memory
         assert memory is not None
         # A collective may overwrite a tensor as soon as it is sent, so only sends leave their tensor in place.
         if len(memory) < MIN_BYTES:
-            super().enqueue(connection, transfer)
-        elif transfer.operation.collective is None and self._enqueue_in_place(connection, transfer, len(memory)):
+            super().enqueue(connection, message)
+        elif isinstance(message, Send) and self._enqueue_in_place(connection, message, len(memory)):
             pass
         else:
-            self._enqueue_copied(connection, transfer)
+            self._enqueue_copied(connection, message)
 
-    def _enqueue_copied(self, connection: PeerConnection, transfer: Transfer) -> None:
+    def _enqueue_copied(self, connection: PeerConnection, message: Message) -> None:
         """Send through the ring, or through the socket without memory for a ring."""
         if self._ring is not None or self._open_ring(connection):
-            connection.outbox.append(Output(_with_kind(IN_RING, transfer.head)))
-            connection.outbox.append(_RingMessage(transfer))
+            connection.outbox.append(Output(_with_kind(IN_RING, message.head)))
+            connection.outbox.append(_RingMessage(message))
         else:
-            super().enqueue(connection, transfer)
+            super().enqueue(connection, message)
 
-    def _enqueue_in_place(self, connection: PeerConnection, transfer: Transfer, size: int) -> bool:
+    def _enqueue_in_place(self, connection: PeerConnection, message: Send, size: int) -> bool:
         """Send a tensor that lies in a segment. Returns False if it does not, or is too large."""
-        assert transfer.data is not None
-        found = self._pool.find(transfer.data)
+        assert message.data is not None
+        found = self._pool.find(message.data)
         if found is None or size > _MAX_IN_PLACE_BYTES or len(self._leases) >= _MAX_LEASES:
             return False
         segment, offset = found
         self._pool.lease(segment)
         self._last_lease += 1
-        self._leases[self._last_lease] = segment, None if transfer.lent else transfer.operation
+        lent = message.header is not None  # complete when it is announced
+        self._leases[self._last_lease] = segment, None if lent else message
         place = HEAD.pack(PLACE, 0, self._last_lease, NUMBERS.pack(offset))
-        connection.outbox.append(Output(place, fd=segment.fd, in_place=transfer))
-        announcement = Output(_with_kind(IN_PLACE, transfer.head), transfer.operation if transfer.lent else None)
+        connection.outbox.append(Output(place, fd=segment.fd, in_place=message))
+        announcement = Output(_with_kind(IN_PLACE, message.head), message if lent else None)
         connection.outbox.append(announcement)
         return True
 
@@ -147,7 +147,7 @@ class SharedPayloads(SocketPayloads):
         passing.fd = -1
         return sent
 
-    def _copy_instead(self, connection: PeerConnection, place: Output, transfer: Transfer) -> None:
+    def _copy_instead(self, connection: PeerConnection, place: Output, message: Message) -> None:
         """Send a message in place by copying: the user has as many descriptors in flight as open files are allowed."""
         outbox = connection.outbox
         at = next(index for index, output in enumerate(outbox) if output is place)
@@ -155,9 +155,9 @@ class SharedPayloads(SocketPayloads):
         _, _, lease, _ = HEAD.unpack(place.data)
         self._pool.release(self._leases.pop(lease)[0])
         if self._ring is None:  # its descriptor would be refused, too
-            super().enqueue(connection, transfer)
+            super().enqueue(connection, message)
         else:
-            self._enqueue_copied(connection, transfer)
+            self._enqueue_copied(connection, message)
         outbox.extend(following[2:])  # without PLACE and IN_PLACE
 
     def _write_piece(self, connection: PeerConnection, message: _RingMessage) -> None:
@@ -172,7 +172,7 @@ class SharedPayloads(SocketPayloads):
         self._pieces_sent += 1
         message.written += len(piece)
         if message.written == len(message.memory):
-            frame.operation = connection.outbox.popleft().operation
+            frame.message = connection.outbox.popleft().message
         connection.outbox.appendleft(frame)
 
     # -- receiving ---------------------------------------------------------------------------------------------------------------
@@ -222,21 +222,21 @@ class SharedPayloads(SocketPayloads):
         self._slotted, self._slotted_bytes = connection.match(tag, size, signature), 0
 
     def _on_piece(self, connection: PeerConnection) -> None:
-        transfer, ring = self._slotted, self._peer_ring
-        if transfer is None or ring is None:
+        message, ring = self._slotted, self._peer_ring
+        if message is None or ring is None:
             raise ValueError("it sent a piece of no message")
-        assert transfer.memory is not None
+        assert message.memory is not None
         start = self._slotted_bytes
-        end = self._slotted_bytes = min(start + SLOT_BYTES, len(transfer.memory))
+        end = self._slotted_bytes = min(start + SLOT_BYTES, len(message.memory))
         at = self._pieces_received % SLOTS * SLOT_BYTES
-        transfer.memory[start:end] = ring[at : at + end - start]
+        message.memory[start:end] = ring[at : at + end - start]
         self._pieces_received += 1
-        complete = end == len(transfer.memory)
+        complete = end == len(message.memory)
         if complete:
             self._slotted = None
         connection.write_first(HEAD.pack(PIECE_DONE, 0, 0, b""))
         if complete:
-            connection.owner.on_transferred(transfer.operation)
+            connection.owner.on_transferred(message)
 
     def _on_piece_done(self, connection: PeerConnection) -> None:
         if self._pieces_done == self._pieces_sent:
@@ -257,25 +257,25 @@ class SharedPayloads(SocketPayloads):
         (fd, lease, offset), self._place = self._place, None
         try:
             check_segment(fd, offset, size)
-            transfer = connection.match(tag, size, signature, lambda view: _map(connection, view, fd, lease, offset))
-            if transfer is None:
+            message = connection.match(tag, size, signature, lambda view: _map(connection, view, fd, lease, offset))
+            if message is None:
                 return
-            if transfer.view is None or not transfer.view.shared:
-                assert transfer.memory is not None
-                if os.preadv(fd, [transfer.memory], offset) != size:
+            if not isinstance(message, Receive) or message.view is None or not message.view.shared:
+                assert message.memory is not None
+                if os.preadv(fd, [message.memory], offset) != size:
                     raise ValueError(f"it sent a segment that cannot be read at {offset}")
                 connection.write_first(HEAD.pack(RELEASE, 0, lease, b""))
         finally:
             os.close(fd)
-        connection.owner.on_transferred(transfer.operation)
+        connection.owner.on_transferred(message)
 
     def _on_release(self, connection: PeerConnection, lease: int) -> None:
         if lease not in self._leases:
             raise ValueError(f"it released lease {lease}, which it does not have")
-        segment, operation = self._leases.pop(lease)
+        segment, message = self._leases.pop(lease)
         self._pool.release(segment)
-        if operation is not None:
-            connection.owner.on_transferred(operation)
+        if message is not None:
+            connection.owner.on_transferred(message)
 
     def _take_fd(self) -> int:
         if not self._fds:
@@ -284,19 +284,19 @@ class SharedPayloads(SocketPayloads):
 
     # -- ending ------------------------------------------------------------------------------------------------------------------
 
-    def stop(self) -> list[Operation]:
+    def stop(self) -> list[Message]:
         pending = []
         if self._slotted is not None:
-            pending.append(self._slotted.operation)
+            pending.append(self._slotted)
         if self._place is not None:
             self._fds.append(self._place[0])
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
-        for segment, operation in self._leases.values():
+        for segment, message in self._leases.values():
             self._pool.release(segment, retire=True)
-            if operation is not None:
-                pending.append(operation)
+            if message is not None:
+                pending.append(message)
         self._leases.clear()
         if self._ring is not None:
             self._pool.drop(self._ring)

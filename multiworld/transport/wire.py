@@ -2,6 +2,9 @@
 
 import functools
 import struct
+from dataclasses import dataclass
+
+from multiworld.ops.operation import Message
 
 HEAD = struct.Struct("!B3xIQ48s")
 """Kind, tag, number of bytes that follow, and the signature of the message."""
@@ -53,3 +56,21 @@ def message_head(signature: str, tag: int, size_bytes: int) -> bytes:
 def credit_head(tag: int) -> bytes:
     """A head that grants one receive credit for `tag`."""
     return HEAD.pack(RECV_READY, tag, 0, b"")
+
+
+@dataclass(slots=True, eq=False)
+class Output:
+    """Bytes to write.
+
+    Attributes:
+        message: completes when the bytes are written.
+        joined: the next output must follow directly (head and message).
+        fd: descriptor to pass with the bytes; -1 for none.
+        in_place: for the PLACE of a message: the message, which is copied if the kernel passes no more descriptors.
+    """
+
+    data: bytes | memoryview
+    message: Message | None = None
+    joined: bool = False
+    fd: int = -1
+    in_place: Message | None = None

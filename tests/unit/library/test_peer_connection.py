@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from multiworld.errors import Cause
-from multiworld.ops.operation import Operation
+from multiworld.ops.operation import Message, Operation
 from multiworld.ops.p2p import recv, send
 from multiworld.ops.validation import WorldFacts
 from multiworld.transport.connection import MAX_CREDITS, PeerConnection, SocketPayloads
 from multiworld.transport.poller import poller_of
-from multiworld.transport.transfer import Transfer
 from multiworld.transport.wire import HEAD, MESSAGE, RECV_READY, encode_signature, message_head
 from tests.waiting import until
 
@@ -30,7 +29,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.completed: list[Operation] = []
-        self.lost: list[tuple[list[Operation], str]] = []
+        self.lost: list[tuple[list[Message], str]] = []
         self.protocol_errors: list[str] = []
         self.errors: list[str] = []
         self.then: Callable[[], object] = lambda: None
@@ -39,7 +38,7 @@ class Owner:
         self.completed.append(operation)
         self.then()
 
-    def on_connection_lost(self, peer: int, pending: list[Operation], reason: str) -> None:
+    def on_connection_lost(self, peer: int, pending: list[Message], reason: str) -> None:
         self.lost.append((pending, reason))
 
     def on_error(self, peer: int, cause: Cause, detail: str) -> None:
@@ -58,19 +57,19 @@ class End:
     def send(self, tensor: torch.Tensor, tag: int = 0) -> Operation:
         operation = send(FACTS, tensor, 1, tag)
         operation.future = asyncio.get_running_loop().create_future()
-        transfer = Transfer(operation, message_head(operation.signature, tag, operation.size_bytes))
-        transfer.set_data(tensor)
+        operation.head = message_head(operation.signature, tag, operation.size_bytes)
+        operation.set_data(tensor)
         with self.lock:
-            self.connection.send(transfer, tag)
+            self.connection.send(operation)
         return operation
 
     def receive(self, tensor: torch.Tensor, tag: int = 0) -> Operation:
         operation = recv(FACTS, tensor, 1, tag)
         operation.future = asyncio.get_running_loop().create_future()
-        transfer = Transfer(operation, encode_signature(operation.signature))
-        transfer.set_data(tensor)
+        operation.head = encode_signature(operation.signature)
+        operation.set_data(tensor)
         with self.lock:
-            self.connection.receive(transfer, tag)
+            self.connection.receive(operation)
         return operation
 
     async def until_completed(self, *operations: Operation) -> None:
@@ -213,7 +212,7 @@ async def test_protocol_error_is_reported_once_and_its_data_is_dropped(
     assert not made.owner.lost
     assert tensor.tolist() == [7.0] * 4
     with pytest.raises(RuntimeError), made.lock:
-        made.connection.receive(Transfer(made.owner.completed, b""), 0)  # type: ignore[arg-type]
+        made.connection.receive(recv(FACTS, torch.zeros(1), 1, 0))
 
 
 @pytest.mark.parametrize("come", [0, 1, HEAD.size, HEAD.size + 1000, HEAD.size + 100_000])

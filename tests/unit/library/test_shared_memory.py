@@ -26,7 +26,6 @@ from multiworld.transport.connection import PeerConnection
 from multiworld.transport.poller import poller_of
 from multiworld.transport.segments import MIN_BYTES, SegmentPool
 from multiworld.transport.shared import RING_BYTES, SLOT_BYTES, SharedPayloads
-from multiworld.transport.transfer import Transfer
 from multiworld.transport.wire import (
     HEAD,
     IN_PLACE,
@@ -68,10 +67,10 @@ class LocalEnd(End):
     def send_message(self, payload: Tensor) -> Operation:
         operation = send_message(FACTS, b"header", payload, 1, 0)
         operation.future = asyncio.get_running_loop().create_future()
-        transfer = Transfer(operation, HEAD.pack(MESSAGE, 0, payload.nbytes, b"header"), lent=True)
-        transfer.set_data(payload)
+        operation.head = HEAD.pack(MESSAGE, 0, payload.nbytes, b"header")
+        operation.set_data(payload)
         with self.lock:
-            self.connection.send(transfer, 0)
+            self.connection.send(operation)
         return operation
 
     def view(self) -> tuple[View, Operation]:
@@ -79,7 +78,7 @@ class LocalEnd(End):
         operation = recv_view(FACTS, view, 1, 0)
         operation.future = asyncio.get_running_loop().create_future()
         with self.lock:
-            self.connection.receive(Transfer(operation, b"", view=view), 0)
+            self.connection.receive(operation)
         return view, operation
 
 
