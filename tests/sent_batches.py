@@ -17,7 +17,8 @@ def worker_at(slot: SlotId, request: JoinRequest | None = None) -> Worker:
 
 def send(link: WorkerLink, batch: int, payload: Tensor | BatchInputs, version: int = 1) -> SentBatch:
     """Send a batch of rows that belong to no request."""
-    rows = len(payload) if isinstance(payload, Tensor) else payload.rows
-    sent = SentBatch(batch, link.worker.stage, version, (0,) * rows, "replica", time.monotonic())
+    if isinstance(payload, Tensor):
+        payload = BatchInputs(len(payload), (), payload, tuple(range(len(payload))), keep=False)
+    sent = SentBatch(batch, link.worker.stage, version, (0,) * payload.rows, "replica", time.monotonic())
     link.send(sent, payload)
     return sent

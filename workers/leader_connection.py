@@ -107,7 +107,7 @@ class LeaderConnection:
                 logger.info("leader=%s leaving: waiting until it has rerouted its batches", self._leader)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(DRAIN_S):
-                        await session.leave()
+                        session.leave()
                         await asyncio.wait({staying})
         finally:
             stop.cancel()

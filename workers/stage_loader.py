@@ -7,16 +7,17 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from multiworld_serving.common.config.process import check_memory, release_free_memory
-from multiworld_serving.common.wire.inputs import MAX_INPUTS_HEAD_BYTES
-from multiworld_serving.common.wire.join import StageAssignment
-from multiworld_serving.common.wire.message import Message, RowShape
+from multiworld_serving.common.wire.inputs import BatchInputs
+from multiworld_serving.common.wire.link import rows_of_payload
+from multiworld_serving.common.wire.message import WireError
+from multiworld_serving.common.wire.work import StageAssignment
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.errors import CompileError, StageError
 from multiworld_serving.models.optimize.tuning import Tuning
@@ -35,24 +36,19 @@ _compiling: set[asyncio.Task[None]] = set()
 
 
 class AssignedStage:
-    """A stage that a leader has assigned. Its weights follow in WEIGHTS messages after FETCH_WEIGHTS.
-
-    Args:
-        message: the ASSIGN message.
+    """A stage that a leader has assigned. Its weights follow in Weights messages after FetchWeights.
 
     Attributes:
-        reply: makes a message to the leader about this stage.
         key: version and index.
-        dtype, row_shape: of its input, as that travels.
+        dtype: of its input, as that travels.
         float32_as: as which a float32 output travels.
         loaded: the stage in memory; None: it is not loaded yet.
     Raises:
-        WireError, models.StageError: the message is invalid.
+        models.StageError: the assignment is invalid.
     """
 
-    def __init__(self, message: Message) -> None:
-        self.reply = message.reply
-        self.assignment = assignment = StageAssignment.from_json(message.text())
+    def __init__(self, assignment: StageAssignment) -> None:
+        self.assignment = assignment
         self.spec = spec = BundleStageSpec.from_json(assignment.spec)
         if assignment.max_batch_size * spec.input_rows.max_row_bytes > _MAX_BATCH_BYTES:
             raise StageError(
@@ -62,7 +58,6 @@ class AssignedStage:
         self.key = assignment.version, spec.index
         self.digest = assignment.digest
         self.dtype = spec.input_rows.dtype if spec.is_first else assignment.travels_as(spec.input_rows.dtype)
-        self.row_shape = RowShape(spec.input_rows.dims, spec.input_rows.varies)
         self.float32_as = torch.float32 if spec.is_last else assignment.travels_as(torch.float32)
         self.loaded: LoadedStage | None = None
         self._weights: Tensor | None = None
@@ -76,20 +71,30 @@ class AssignedStage:
         return 0 if self._weights is None else self.assignment.weights_bytes - self._arrived
 
     @property
-    def max_inputs_bytes(self) -> int:
-        """Most bytes of an INPUTS message for this stage."""
-        row_bytes = math.prod(self.row_shape.dims) * self.dtype.itemsize
-        return MAX_INPUTS_HEAD_BYTES + self.assignment.max_batch_size * row_bytes
+    def max_batch_bytes(self) -> int:
+        """Most bytes of the rows of a batch."""
+        return self.assignment.max_batch_size * math.prod(self.spec.input_rows.dims) * self.dtype.itemsize
 
-    def add(self, chunk: Tensor) -> None:
-        """Append a chunk of weights, at most `missing_bytes`."""
-        assert self._weights is not None, "weights are expected"
-        self._weights[self._arrived : self._arrived + len(chunk)] = chunk
-        self._arrived += chunk.nbytes
+    def input_of(self, inputs: BatchInputs, payload: memoryview) -> tuple[tuple[int, ...], Tensor | None]:
+        """The shape of the rows of a batch, and those that are in its message. Raises ValueError if the batch is invalid."""
+        inputs.check(self.assignment.max_batch_size)
+        expected = self.spec.input_rows
+        row_shape = inputs.row_shape(expected.dims)
+        if not expected.accepts(row_shape):
+            raise WireError(f"a batch with rows of {row_shape}; expected {expected.dims}")
+        relayed = rows_of_payload(payload, len(inputs.relayed_at), self.dtype, row_shape)
+        return row_shape, relayed if inputs.relayed_at else None
+
+    def add(self, chunk: memoryview) -> None:
+        """Append a chunk of weights. Raises WireError if it is not expected."""
+        if self._weights is None or not 0 < len(chunk) <= self.missing_bytes:
+            raise WireError(f"{len(chunk)} bytes of weights; expected 1 to {self.missing_bytes}")
+        self._weights[self._arrived : self._arrived + len(chunk)] = torch.frombuffer(chunk, dtype=torch.uint8)
+        self._arrived += len(chunk)
         if not self.missing_bytes:
             self._complete.set()
 
-    async def load(self, engine: Engine, owner: object, fetch: Callable[[], Awaitable[None]]) -> float:
+    async def load(self, engine: Engine, owner: object, fetch: Callable[[], None]) -> float:
         """Load it, unless it is in memory. Other sessions serve it too from then on. Returns the seconds that loading took.
 
         Args:
@@ -108,7 +113,7 @@ class AssignedStage:
             if stages:  # the kernel's OOM killer would end the stages that serve as well
                 check_memory(_COPIES_OF_WEIGHTS * assignment.weights_bytes)
             self._weights = weights = torch.empty(assignment.weights_bytes, dtype=torch.uint8)
-            await fetch()
+            fetch()
             await self._complete.wait()
             began_s = time.monotonic()
             self._weights = None

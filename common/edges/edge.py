@@ -159,8 +159,8 @@ class Edge:
     def _check(self, message: Message) -> None:
         """Reject an answer that was not asked for, before memory is allocated for it. Raises WireError."""
         number, dtype, shape = self._expected
-        if message.batch != number or message.kind not in (MessageKind.ROWS, MessageKind.GONE):
-            raise WireError(f"unexpected {message.kind.name} {message.batch} from a producer")
+        if message.number != number or message.kind not in (MessageKind.ROWS, MessageKind.GONE):
+            raise WireError(f"unexpected {message.kind.name} {message.number} from a producer")
         if message.kind is MessageKind.GONE:
             message.require_no_payload()
         else:

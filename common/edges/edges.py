@@ -298,9 +298,9 @@ class Edges:
             found = self.store.rows(refs, allocate)
             async with asyncio.timeout(_SEND_S):
                 if found is None:
-                    await channel.send(Message(MessageKind.GONE, message.batch))
+                    await channel.send(Message(MessageKind.GONE, message.number))
                     continue
-                await channel.send(Message(MessageKind.ROWS, message.batch, found))
+                await channel.send(Message(MessageKind.ROWS, message.number, found))
             self._metrics.bytes["sent", world.transport].inc(found.nbytes)
             if message.kind is MessageKind.TAKE_ROWS:
                 self.store.take(refs)

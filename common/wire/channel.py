@@ -12,7 +12,7 @@ _NO_PAYLOAD = torch.empty(0, dtype=torch.uint8)
 
 
 class Channel:
-    """One end of a leader-worker link. Any number of tasks may send; one task receives.
+    """One end of a world of two. Any number of tasks may send; one task receives.
 
     Args:
         peer: the other end's rank.
@@ -42,7 +42,7 @@ class Channel:
         except WorldError:
             raise
         except Exception as error:
-            detail = f"{message.kind.name} {message.batch} cannot be sent: {type(error).__name__}: {error}"
+            detail = f"{message.kind.name} {message.number} cannot be sent: {type(error).__name__}: {error}"
             self.world.fail(Cause.ABORTED, self.world.rank, detail)
             raise BrokenWorldException(self.world.name, Cause.ABORTED, self.world.rank, detail) from error
 

@@ -1,7 +1,5 @@
-"""Messages for joining: a worker sends a JoinRequest, the leader answers with a JoinOffer, and in that world sends StageAssignments."""
+"""Messages for joining: a worker or frontend sends a join request, and the leader responds with a JoinOffer."""
 
-import hashlib
-import json
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Annotated, Self
@@ -20,7 +18,7 @@ WORLD_BACKEND = "tcp"
 
 RELEASE = version("multiworld-serving")
 """Sent in join requests, for messages to people. Different releases work together if their protocols are equal."""
-PROTOCOL = 12
+PROTOCOL = 13
 """Version of all messages between processes: increase it with every change of them."""
 
 MAX_HOLDER_CHARS = MAX_HOST_CHARS + MAX_NAME_CHARS
@@ -193,40 +191,3 @@ class JoinOffer(JsonMessage, frozen=True, forbid_unknown_fields=True):
                 f"{error.message}; the leader announced {address}: its --advertise-host must be an address that this machine "
                 f"can reach",
             ) from error
-
-
-class StageAssignment(JsonMessage, frozen=True, forbid_unknown_fields=True):
-    """A stage that the worker must load and serve. Sent first in a new world, once per stage. Later assignments bring stages of other
-    versions of the model; they are kept next to the others until UNLOAD.
-
-    Attributes:
-        spec: a models.BundleStageSpec as JSON.
-        weights_bytes: number of bytes that follow in WEIGHTS messages, if the worker asks for it with FETCH_WEIGHTS.
-        weights_sha256: hash of these bytes in hexadecimal digits.
-        window: most batches that the leader keeps in flight.
-        version: the leader's number of this model version; batches refer to it.
-        precision, optimize, edge_dtype: see models.Tuning.
-    """
-
-    spec: str
-    weights_bytes: Annotated[int, Meta(ge=1, lt=1 << 48)]
-    weights_sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-    max_batch_size: Annotated[int, Meta(ge=1, le=1024)]
-    window: Annotated[int, Meta(ge=1, le=64)]
-    version: Annotated[int, Meta(ge=1, lt=1 << 32)]
-    precision: str = "float32"
-    optimize: str = "eager"
-    edge_dtype: Annotated[str, Meta(pattern=rf"^({'|'.join(EDGE_DTYPES)})\Z")] = "float32"
-
-    @property
-    def digest(self) -> str:
-        """Hash of everything that the loaded stage depends on: assignments with equal digests can share one stage.
-
-        It includes the largest batch size, for which stages are optimized.
-        """
-        loading = (self.spec, self.max_batch_size, self.precision, self.optimize, self.edge_dtype, self.weights_sha256)
-        return hashlib.sha256(json.dumps(loading).encode()).hexdigest()
-
-    def travels_as(self, dtype: torch.dtype) -> torch.dtype:
-        """dtype as which a tensor of this dtype travels between stages."""
-        return EDGE_DTYPES[self.edge_dtype] if dtype == torch.float32 else dtype

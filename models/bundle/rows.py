@@ -75,10 +75,16 @@ class RowFormat:
             return self._shapes(())[0]
         return None if self._variable else (self._bytes(()),)
 
-    @property
+    @cached_property
     def dims(self) -> tuple[int, ...]:
         """Shape of one row; if it varies, the number of bytes of the longest row."""
         return self.row_shape or (self.max_row_bytes,)
+
+    def accepts(self, row_shape: tuple[int, ...]) -> bool:
+        """Whether rows may have this shape. If it varies, the rows of a batch have equal lengths, which other batches may not have."""
+        if self.varies:
+            return len(row_shape) == 1 and 0 < row_shape[0] <= self.max_row_bytes
+        return row_shape == self.dims
 
     @cached_property
     def max_row_bytes(self) -> int:

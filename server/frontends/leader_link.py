@@ -14,9 +14,9 @@ from multiworld import AskError, World, WorldError, WorldManager
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer
+from multiworld_serving.common.wire.link import Link, LinkLostError, Received
 from multiworld_serving.common.wire.message import WireError
-from multiworld_serving.server.frontends.link import Link, LinkLostError, Received
-from multiworld_serving.server.frontends.messages import LeaderState, Metrics, Scrape
+from multiworld_serving.server.frontends.messages import FRONTEND_PROTOCOL, MAX_BYTES, LeaderState, Metrics, Scrape
 from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.server.snapshots import LeaderSnapshot
 
@@ -145,7 +145,7 @@ class LeaderLink:
         self.address = self._settings.leader_at(self._number, self.address)
         offer = await self._ask()
         world = await offer.join(manager, self.address, self._settings.join_timeout_s)
-        self._link = Link(world, _LEADER_RANK, self._receive)
+        self._link = Link(world, _LEADER_RANK, FRONTEND_PROTOCOL, self._receive, MAX_BYTES)
         watching = asyncio.create_task(self._watch(world)) if len(self._settings.leaders) > 1 else None
         try:
             lost = await self._link.run()

@@ -30,6 +30,7 @@ import msgspec
 from torch import Tensor
 
 from multiworld_serving.common.edges.edges import Edges
+from multiworld_serving.common.wire.link import LinkLostError, Received, rows_payload
 from multiworld_serving.server.errors import (
     DeadlineError,
     NotReadyError,
@@ -37,7 +38,6 @@ from multiworld_serving.server.errors import (
 )
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_order import LeaderOrder
-from multiworld_serving.server.frontends.link import LinkLostError, Received
 from multiworld_serving.server.frontends.messages import (
     Done,
     Operation,
@@ -45,7 +45,6 @@ from multiworld_serving.server.frontends.messages import (
     Predict,
     Step,
     parse_rows,
-    rows_payload,
 )
 from multiworld_serving.server.frontends.resending import FAILURES, Resending
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics

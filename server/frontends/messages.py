@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import math
+import logging
 from typing import Annotated, Literal
 
-import msgspec
-import torch
 from msgspec import Meta
 from torch import Tensor
 
+from multiworld_serving.common.wire.link import Body, Failure, Protocol, rows_of_payload
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError, ModelError
 from multiworld_serving.server.administration import Desired
 from multiworld_serving.server.errors import RequestRejected
-from multiworld_serving.server.predictor import ModelVersion, Prediction, RestartStep, ServedModel
+from multiworld_serving.server.predictor import MAX_ROW_BYTES, ModelVersion, Prediction, RestartStep, ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot
+
+logger = logging.getLogger(__name__)
 
 _INTERNAL = "internal"
 OperationName = Literal["load-version", "unload", "rolling-restart"]
 MAX_KEY_CHARS = 1000
 _MAX_ROW = 1 << 31
 _MAX_ROWS = 1 << 16
-
-
-class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """The body of a message. Its class is the tag `type`."""
 
 
 class Predict(Body, frozen=True):
@@ -51,7 +48,7 @@ class Predict(Body, frozen=True):
     unreachable: str | None = None
 
 
-class Rejection(Body, frozen=True):
+class Rejection(Failure, frozen=True):
     """The reply that is an exception."""
 
     reason: str
@@ -64,16 +61,11 @@ class Rejection(Body, frozen=True):
             return cls(error.reason, error.detail, error.retry_after_s)
         if isinstance(error, ModelError):
             return cls("invalid_weights", str(error))
+        logger.error("a message failed", exc_info=error)
         return cls(_INTERNAL, f"the leader failed ({type(error).__name__}); see its log")
 
-    @property
-    def is_internal(self) -> bool:
-        """Whether it is an unexpected exception."""
-        return self.reason == _INTERNAL
-
     def error(self) -> Exception:
-        """The exception."""
-        if self.is_internal:
+        if self.reason == _INTERNAL:
             return RuntimeError(self.detail)
         return RequestRejected.for_reason(self.reason, self.detail, retry_after_s=self.retry_after_s)
 
@@ -139,29 +131,22 @@ class LeaderState(Body, frozen=True):
     model: ServedModel | None = None
 
 
-AnyBody = LeaderState | Predict | Prediction | Rejection | Operation | Step | Done | Follow | Scrape | Metrics
-
-
-def rows_payload(rows: Tensor) -> memoryview:
-    """The bytes of rows [N, …]."""
-    return rows.contiguous().view(-1).view(torch.uint8).numpy().data
+FRONTEND_PROTOCOL = Protocol.of(
+    LeaderState | Predict | Prediction | Rejection | Operation | Step | Done | Follow | Scrape | Metrics, Rejection.of
+)
+MAX_BYTES = 8 * MAX_ROW_BYTES
+"""Maximum payload of one message."""
 
 
 def parse_rows(payload: memoryview, count: int, rows: RowFormat) -> Tensor:
-    """The inverse of `rows_payload`, sharing memory with `payload`. Raises ValueError if it is not `count` rows of this format."""
-    shape = rows.row_shape
-    if shape is None:
-        if not payload or len(payload) % count:
-            raise ValueError(f"{count} rows have {len(payload)} bytes")
-        found = torch.frombuffer(payload, dtype=torch.uint8).view(count, -1)
-        try:
-            rows.unpack(found)
-        except (BundleError, RuntimeError) as error:
-            raise ValueError(str(error)) from error
-        return found
-    expected = count * math.prod(shape) * rows.dtype.itemsize
-    if len(payload) != expected:
-        raise ValueError(f"{count} rows have {len(payload)} bytes; expected {expected}")
-    if not expected:
-        return torch.empty((count, *shape), dtype=rows.dtype)
-    return torch.frombuffer(payload, dtype=rows.dtype).view(count, *shape)
+    """The rows of a payload, sharing memory with it. Raises ValueError if it is not `count` rows of this format."""
+    if rows.row_shape is not None:
+        return rows_of_payload(payload, count, rows.dtype, rows.row_shape)
+    if not payload:
+        raise ValueError(f"{count} rows have no bytes")
+    found = rows_of_payload(payload, count, rows.dtype, (len(payload) // count,))
+    try:
+        rows.unpack(found)
+    except (BundleError, RuntimeError) as error:
+        raise ValueError(str(error)) from error
+    return found

@@ -8,10 +8,10 @@ import logging
 import msgspec
 
 from multiworld_serving.common.edges.edge import RowsLostError
+from multiworld_serving.common.wire.link import LinkLostError
 from multiworld_serving.server.errors import InputUnreachableError, PoisonError, RequestRejected
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_order import LeaderOrder
-from multiworld_serving.server.frontends.link import LinkLostError
 from multiworld_serving.server.frontends.messages import Predict
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 

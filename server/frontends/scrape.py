@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from multiworld_serving.common.wire.link import LinkLostError
 from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.frontends.link import LinkLostError
 from multiworld_serving.server.frontends.messages import Scrape
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 

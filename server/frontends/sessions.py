@@ -20,10 +20,12 @@ import msgspec
 from multiworld import AskError, JoinError, World, WorldError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer, JoinRequest, parse_join_request
+from multiworld_serving.common.wire.link import Kind, Link, LinkLostError, Received, Reply, encode, rows_payload
 from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.server.errors import StageError
-from multiworld_serving.server.frontends.link import MAX_BYTES, Kind, Link, LinkLostError, Received, Reply, encode
 from multiworld_serving.server.frontends.messages import (
+    FRONTEND_PROTOCOL,
+    MAX_BYTES,
     Done,
     Follow,
     LeaderState,
@@ -33,7 +35,6 @@ from multiworld_serving.server.frontends.messages import (
     Scrape,
     Step,
     parse_rows,
-    rows_payload,
 )
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
@@ -189,7 +190,7 @@ class FrontendSession:
 
     def __init__(self, sessions: FrontendSessions, who: FrontendJoinRequest, world: World) -> None:
         self.who = who
-        self.link = Link(world, _FRONTEND_RANK, self._receive)
+        self.link = Link(world, _FRONTEND_RANK, FRONTEND_PROTOCOL, self._receive, MAX_BYTES)
         self._sessions = sessions
 
     def snapshot(self) -> FrontendSnapshot:

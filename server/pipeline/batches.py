@@ -10,10 +10,10 @@ from torch import Tensor
 
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.pipeline.inputs import KeptOutput, batch_input, relayed_bytes, relayed_inputs
+from multiworld_serving.server.pipeline.inputs import batch_input, relayed_bytes, relayed_inputs
 from multiworld_serving.server.pipeline.requests import Requests
 from multiworld_serving.server.replicas.worker import SentBatch, Worker
-from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.replicas.worker_link import KeptOutput, WorkerLink
 from multiworld_serving.server.scheduling.actions import Answer, KeepOutput, SendBatch
 from multiworld_serving.server.scheduling.events import InputLost, ReplicaId
 from multiworld_serving.server.versions.version_table import VersionPlan
@@ -69,12 +69,12 @@ class _Batch:
         path: names of the worlds that computed the stages so far.
     """
 
-    input: Tensor | BatchInputs | KeptOutput | None
+    input: BatchInputs | KeptOutput | None
     compute_s: float = 0.0
     transfer_s: float = 0.0
     path: tuple[str, ...] = ()
 
-    def replace(self, following: Tensor | KeptOutput | None) -> None:
+    def replace(self, following: BatchInputs | KeptOutput | None) -> None:
         """Store the input of the next stage, and release the previous one if a worker keeps it."""
         previous, self.input = self.input, following
         if isinstance(previous, KeptOutput):
@@ -130,7 +130,8 @@ class Batches:
     def keep(self, action: KeepOutput, take_output: Callable[[], Tensor | KeptOutput]) -> None:
         """The output is the input of the next stage."""
         batch = self._batches[action.batch]
-        batch.replace(take_output())
+        output = take_output()
+        batch.replace(relayed_inputs(output) if isinstance(output, Tensor) else output)
         batch.path += (self._world_of(action.replica),)
 
     def answer(
@@ -184,23 +185,17 @@ class Batches:
             self.lose_input(action.batch, action.replica, action.requests, holders)
             return
         if worker.state != "broken":  # otherwise the scheduler is about to receive `ReplicaLost`
-            payload = self._payload(action, batch.input, worker)
             sent = SentBatch(action.batch, action.stage, plan.number, action.requests, action.replica, time.monotonic())
-            link.send(sent, payload)
+            link.send(sent, self._inputs(action, batch.input, worker))
             if nbytes := relayed_bytes(batch.input):
                 self._metrics.link(action.stage, worker.slot.index).sent_bytes.inc(nbytes)
         self._count_sent(action, worker)
 
-    def _payload(
-        self, action: SendBatch, stored: Tensor | BatchInputs | KeptOutput, worker: Worker
-    ) -> Tensor | BatchInputs:
+    def _inputs(self, action: SendBatch, stored: BatchInputs | KeptOutput, worker: Worker) -> BatchInputs:
         """What the worker receives: the input, or where it fetches it, and whether it keeps the output."""
         is_last = action.stage + 1 == self._num_stages
         keep = self._keeps_output(action, worker.request.edge, is_last=is_last)
-        if isinstance(stored, Tensor) and not (keep and action.stage == 0):
-            return stored
-        inputs = relayed_inputs(stored) if isinstance(stored, Tensor) else stored
-        inputs = inputs.inputs() if isinstance(inputs, KeptOutput) else inputs
+        inputs = stored.inputs() if isinstance(stored, KeptOutput) else stored
         return replace(inputs, keep=keep, expires_s=_UNCLAIMED_S if is_last else 0.0)
 
     def _keeps_output(self, action: SendBatch, holder: str, *, is_last: bool) -> bool:

@@ -13,17 +13,14 @@ from collections.abc import Callable
 from torch import Tensor
 
 from multiworld import Cause
-from multiworld_serving.common.wire.inputs import LostInput
-from multiworld_serving.common.wire.message import Message, MessageKind
+from multiworld.texts import one_line
+from multiworld_serving.common.wire.work import Computed, Failed, LostInput
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.batches import Batches
-from multiworld_serving.server.pipeline.inputs import (
-    KeptOutput,
-    relayed_bytes,
-)
+from multiworld_serving.server.pipeline.inputs import relayed_bytes
 from multiworld_serving.server.pipeline.requests import Requests
 from multiworld_serving.server.replicas.worker import SentBatch, Worker
-from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.replicas.worker_link import KeptOutput, Outcome, WorkerLink
 from multiworld_serving.server.scheduling.actions import (
     Action,
     Answer,
@@ -128,26 +125,24 @@ class SchedulerDriver:
         """Batches in flight at this worker."""
         return sum(self.scheduler.in_flight(worker.replica(version)) for version in worker.replicas)
 
-    def on_batch(self, link: WorkerLink, message: Message, sent: SentBatch) -> None:
-        """A message about a batch in flight at a worker, which has been checked. Raises WireError."""
-        if message.kind is MessageKind.FAILED:
-            self._on_failed(link.worker, sent, message.reason())
-        elif message.kind is MessageKind.INPUT_LOST:
-            self._on_input_lost(link.worker, sent, LostInput.from_json(message.text()))
-        else:
-            self._on_result(link, message, sent)
+    def on_batch(
+        self, worker: Worker, sent: SentBatch, outcome: Outcome, output: Tensor | KeptOutput | None = None
+    ) -> None:
+        """A batch has returned from a worker, with the output if it was computed."""
+        match outcome:
+            case Failed():
+                self._on_failed(worker, sent, str(outcome.error()))
+            case LostInput():
+                self._on_input_lost(worker, sent, outcome)
+            case Computed():
+                assert output is not None, "it was computed"
+                self._on_result(worker, sent, outcome, output)
 
-    def _on_result(self, link: WorkerLink, message: Message, sent: SentBatch) -> None:
-        assert message.payload is not None, "the link has checked it"
-        worker, kept = link.worker, message.kind is MessageKind.KEPT
-        output: Tensor | KeptOutput = message.payload
-        if kept:
-            tensor, row_shape = link.kept(message, sent)
-            output = KeptOutput(link, tensor, len(sent.requests), row_shape)
+    def _on_result(self, worker: Worker, sent: SentBatch, done: Computed, output: Tensor | KeptOutput) -> None:
         # The times reported by a worker are not trusted: limit them to the time since the batch was sent.
         took_s = time.monotonic() - sent.sent_s
-        compute_s = min(message.compute_ns / 1e9, took_s)
-        waited_s = min(message.waited_us / 1e6, took_s - compute_s)
+        compute_s = min(done.compute_ns / 1e9, took_s)
+        waited_s = min(done.waited_us / 1e6, took_s - compute_s)
         transfer_s = took_s - compute_s - waited_s
         of_slot, nbytes = self._metrics.link(sent.stage, worker.slot.index), relayed_bytes(output)
         of_slot.compute_s.observe(compute_s)
@@ -156,10 +151,12 @@ class SchedulerDriver:
             of_slot.received_bytes.inc(nbytes)
             self._metrics.relayed_from_workers.inc(nbytes)
         self.batches.computed(sent.batch, compute_s, transfer_s)
-        self.submit_event(BatchDone(sent.batch, sent.replica, compute_s, transfer_s, kept), output)
+        self.submit_event(
+            BatchDone(sent.batch, sent.replica, compute_s, transfer_s, isinstance(output, KeptOutput)), output
+        )
 
     def _on_input_lost(self, worker: Worker, sent: SentBatch, lost: LostInput) -> None:
-        logger.warning("world=%s batch=%d the input is lost: %s", worker.id.world, sent.batch, lost.detail)
+        logger.warning("world=%s batch=%d the input is lost: %s", worker.id.world, sent.batch, one_line(lost.detail))
         # A worker that does not have the output that it must have is relayed too.
         keeps_nothing = self.batches.is_kept_at(sent.batch, lost.holders)
         for holder in lost.holders if keeps_nothing else lost.unreachable:
@@ -225,7 +222,8 @@ class SchedulerDriver:
             logger.exception("%s failed", type(action).__name__)
             match action:
                 case SendBatch():
-                    self._not_sent(action, error)
+                    why = f"{type(error).__name__}: {error}"
+                    self.submit_event(BatchFailed(action.batch, action.replica, why, sent=False))
                 case KeepOutput():
                     self.batches.drop_input(action.batch)  # otherwise the next stage would get the input of this stage
                 case Answer():
@@ -233,9 +231,6 @@ class SchedulerDriver:
                         self.requests.leader_failed(request, error)
                 case Reject():
                     self.requests.leader_failed(action.request, error)
-
-    def _not_sent(self, action: SendBatch, error: Exception) -> None:
-        self.submit_event(BatchFailed(action.batch, action.replica, f"{type(error).__name__}: {error}", sent=False))
 
     def _wake_at(self, wakeup_s: float | None) -> None:
         """Set the timer. One that fires earlier is left as it is: its `Tick` sets the next one."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, Source
-from multiworld_serving.common.wire.message import RowShape
-from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.common.wire.inputs import BatchInputs, RowRef, Source
+from multiworld_serving.server.replicas.worker_link import KeptOutput
 
 
 class RemoteInput(NamedTuple):
@@ -33,39 +31,6 @@ RequestInput: TypeAlias = Tensor | RemoteInput
 """The input rows of a request, [N, …], or where they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptOutput:
-    """The output of a stage, which its worker keeps until it is released or the link ends."""
-
-    link: WorkerLink
-    tensor: int
-    rows: int
-    row_shape: RowShape
-
-    @property
-    def holder(self) -> str:
-        """The worker that keeps it."""
-        return self.link.worker.request.edge
-
-    def inputs(self) -> BatchInputs:
-        """The message for the worker of the next stage."""
-        source = Source(self.holder, (RowRef(self.tensor, ALL_ROWS),), tuple(range(self.rows)))
-        return BatchInputs(self.rows, (source,), row_bytes=self.row_bytes)
-
-    @property
-    def row_bytes(self) -> int:
-        """See `BatchInputs`."""
-        return self.row_shape.dims[0] if self.row_shape.varies else 0
-
-    def rows_at(self, rows: tuple[int, ...], at: tuple[int, ...]) -> Source:
-        """Rows for the frontend that fetches them; they answer the samples `at` of its request."""
-        return Source(self.holder, tuple(RowRef(self.tensor, row) for row in rows), at)
-
-    def release(self) -> None:
-        """Tell the worker that it is not needed any more."""
-        self.link.release(self.tensor)
-
-
 def rows_of(tensor: Tensor, rows: tuple[int, ...]) -> Tensor:
     """These rows of a tensor. Neighbours are a view, not a copy. Raises IndexError."""
     first, end = rows[0], rows[-1] + 1
@@ -74,7 +39,7 @@ def rows_of(tensor: Tensor, rows: tuple[int, ...]) -> Tensor:
     return tensor[first:end] if rows == tuple(range(first, end)) else tensor[list(rows)]
 
 
-def batch_input(rows: Sequence[tuple[RequestInput, int] | None]) -> Tensor | BatchInputs:
+def batch_input(rows: Sequence[tuple[RequestInput, int] | None]) -> BatchInputs:
     """The input of a batch for the first stage, from (input of the request, row of it).
 
     None stands for a request that was cancelled meanwhile. It gets the row of another one, of the same form.
@@ -100,7 +65,7 @@ def batch_input(rows: Sequence[tuple[RequestInput, int] | None]) -> Tensor | Bat
             relayed_at += (at for at, *_ in found)
     tensor = None if not relayed else relayed[0] if len(relayed) == 1 else torch.cat(relayed)
     if tensor is not None and not refs:
-        return tensor
+        return relayed_inputs(tensor)
     sources = tuple(
         Source(holder, tuple(ref for _, ref in found), tuple(at for at, _ in found)) for holder, found in refs.items()
     )
@@ -112,7 +77,7 @@ def _input_id(row: tuple[int, tuple[RequestInput, int]]) -> int:
 
 
 def relayed_inputs(tensor: Tensor) -> BatchInputs:
-    """The message for an input that the leader has."""
+    """An input that the leader has."""
     row_bytes = tensor.shape[1] if tensor.dtype == torch.uint8 and tensor.dim() == 2 else 0
     return BatchInputs(len(tensor), (), tensor, tuple(range(len(tensor))), row_bytes=row_bytes)
 

@@ -22,8 +22,9 @@ from multiworld_serving.server.errors import (
     StageError,
 )
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.pipeline.inputs import KeptOutput, RemoteInput, RequestInput, rows_of
+from multiworld_serving.server.pipeline.inputs import RemoteInput, RequestInput, rows_of
 from multiworld_serving.server.predictor import ModelVersion, Prediction
+from multiworld_serving.server.replicas.worker_link import KeptOutput
 from multiworld_serving.server.scheduling.actions import Answer, Reject
 from multiworld_serving.server.scheduling.events import RequestArrived, RequestCancelled
 from multiworld_serving.server.versions.version_table import VersionTable

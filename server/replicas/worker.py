@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.server.scheduling.events import ReplicaId
 from multiworld_serving.server.snapshots import ReplicaState
@@ -106,7 +105,6 @@ class SentBatch:
 
     Attributes:
         requests: the scheduler's id of each row.
-        inputs: where the worker fetches the rows; None: they were in the message.
     """
 
     batch: int
@@ -115,7 +113,6 @@ class SentBatch:
     requests: tuple[int, ...]
     replica: ReplicaId
     sent_s: float
-    inputs: BatchInputs | None = None
 
 
 class SelfTestError(Exception):

@@ -1,22 +1,46 @@
 """The leader's end of the world with one worker: load the stages, run the join self-test, then exchange batches until the world ends."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from functools import partial
 
-import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
+from multiworld import BrokenWorldException, Cause, JoinError, World, WorldManager
+from multiworld.texts import one_line
 from multiworld_serving.common.config.addresses import Address
-from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.inputs import BatchInputs
+from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, Source
 from multiworld_serving.common.wire.join import JoinOffer
-from multiworld_serving.common.wire.message import Message, MessageKind, RowShape, WireError
-from multiworld_serving.server.replicas.stage_loading import StageLoading
+from multiworld_serving.common.wire.link import Link, LinkLostError, Received, rows_of_payload, rows_payload
+from multiworld_serving.common.wire.message import WireError
+from multiworld_serving.common.wire.work import (
+    WORKER_PROTOCOL,
+    Batch,
+    Computed,
+    Failed,
+    FetchWeights,
+    Leaving,
+    Loaded,
+    LostInput,
+    Obeys,
+    Refused,
+    Release,
+    Restart,
+    Unable,
+    Unload,
+    Weights,
+    WorkFailedError,
+)
 from multiworld_serving.server.replicas.worker import (
+    AssignmentRefusedError,
     Ending,
     LinkEndedError,
     SelfTestError,
@@ -38,37 +62,40 @@ _RELEASE_S = 0.1
 """Outputs that a worker keeps are released when there are this many, or after this time if no batch is sent before."""
 
 
-class UnusedOutputs:
-    """Outputs that a worker keeps and nobody needs any more. They are released together.
+@dataclass(frozen=True, slots=True)
+class KeptOutput:
+    """The output of a stage, which its worker keeps until it is released or the link ends.
 
-    Args:
-        post: sends a message to the worker.
+    Attributes:
+        row_bytes: see `BatchInputs`.
     """
 
-    def __init__(self, post: Callable[[Message], None]) -> None:
-        self._post = post
-        self._numbers: list[int] = []
-        self._timer: asyncio.TimerHandle | None = None
+    link: WorkerLink
+    tensor: int
+    rows: int
+    row_bytes: int = 0
 
-    def add(self, number: int) -> None:
-        """Release this output with the next batch, or a little later."""
-        self._numbers.append(number)
-        if len(self._numbers) >= _MAX_UNUSED:
-            self._release()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_RELEASE_S, self._release)
+    @property
+    def holder(self) -> str:
+        """The worker that keeps it."""
+        return self.link.worker.request.edge
 
-    def take(self) -> tuple[int, ...]:
-        """The outputs to release with this batch."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        unused, self._numbers = tuple(self._numbers), []
-        return unused
+    def inputs(self) -> BatchInputs:
+        """The input of the next stage."""
+        source = Source(self.holder, (RowRef(self.tensor, ALL_ROWS),), tuple(range(self.rows)))
+        return BatchInputs(self.rows, (source,), row_bytes=self.row_bytes)
 
-    def _release(self) -> None:
-        if unused := self.take():
-            self._post(Message(MessageKind.RELEASE, payload=torch.tensor(unused)))
+    def rows_at(self, rows: tuple[int, ...], at: tuple[int, ...]) -> Source:
+        """Rows for the frontend that fetches them; they answer the samples `at` of its request."""
+        return Source(self.holder, tuple(RowRef(self.tensor, row) for row in rows), at)
+
+    def release(self) -> None:
+        """Tell the worker that it is not needed any more."""
+        self.link.release(self.tensor)
+
+
+Outcome = Computed | Failed | LostInput
+"""Of a batch."""
 
 
 class WorkerLink:
@@ -77,88 +104,79 @@ class WorkerLink:
     Args:
         plans: the stages that the worker loads on joining: the stage of its slot, or all stages for a spare.
         on_state: called after every change of `worker.state`.
-        on_batch: called with RESULT, KEPT, FAILED and INPUT_LOST of a batch in flight.
+        on_batch: called with the outcome of a batch, and the output if it was computed. May raise WireError.
     """
 
     def __init__(
         self,
         worker: Worker,
         plans: tuple[StagePlan, ...],
-        on_state: Callable[["WorkerLink"], None],
-        on_batch: Callable[["WorkerLink", Message, SentBatch], None],
+        on_state: Callable[[WorkerLink], None],
+        on_batch: Callable[[Worker, SentBatch, Outcome, Tensor | KeptOutput | None], None],
     ) -> None:
         self.worker = worker
+        self._plans = {(plan.number, plan.spec.index): plan for plan in plans}
+        """What the worker is to load or has loaded."""
+        self._limits = 0, 0
+        """Rows in a batch, and batches in flight."""
         self._on_state = on_state
         self._on_batch = on_batch
-        self._world: World | None = None
-        self._channel: Channel | None = None
+        self._link: Link | None = None
         self._joining: asyncio.Task[World] | None = None
         self._obstacle = ""
-        self._in_flight: dict[int, SentBatch] = {}
-        self._loading = StageLoading(worker, plans, self._in_flight, self._receive, self._enter)
-        self._unused = UnusedOutputs(self._post)
+        self._unused: list[int] = []
+        """Outputs that the worker keeps and nobody needs any more."""
+        self._release_timer: asyncio.TimerHandle | None = None
 
     async def run(
         self, manager: WorldManager, host: str, port: int, *, join_timeout_s: float, max_batch_size: int, window: int
     ) -> None:
         """Form the world, load the stages, serve. Returns when the link has ended; `cause` says why."""
-        worker, self._loading.limits = self.worker, (max_batch_size, window)
+        self._limits = max_batch_size, window
+        preparing: asyncio.Task[None] | None = None
         try:
-            async with asyncio.timeout(join_timeout_s):
-                await self._form_world(manager, host, port)
-                await self._loading.load(self._channel, tuple(self._loading.plans.values()))
-            worker.ready_at_s = time.monotonic()
-            self._enter("ready")
-            await self._serve()
+            offer, longest_s = JoinOffer(*self.worker.id), min(_JOIN_WORLD_S, join_timeout_s)
+            self._joining = asyncio.create_task(offer.form(manager, 0, Address(host, port), longest_s))
+            self._link = Link(await self._joining, _WORKER_RANK, WORKER_PROTOCOL, self._receive)
+            if self._obstacle:
+                self.tell_obstacle(self._obstacle)
+            preparing = asyncio.create_task(self._prepare(join_timeout_s))
+            self._lost(await self._link.run())
         except BrokenWorldException as ending:
-            leader_failed = ending.rank == LEADER_RANK and ending.cause != Cause.ERROR
-            self._end(ending.cause, ending.detail, leader_unresponsive=leader_failed)
-        except WorldClosedError:
-            self._end(Cause.LEFT, "closed by the leader")
-        except LinkEndedError as error:
-            self._end(Cause.LEFT, str(error))
+            self._broken(ending)
         except JoinError as error:  # the worker did not join the world that it was offered
             self._end(Cause.TIMEOUT, str(error))
-        except TimeoutError:
-            self._end(Cause.TIMEOUT, f"not ready within {join_timeout_s:g} s after it joined")
-        except (SelfTestError, WireError) as error:
-            self._end("error", str(error))
         except asyncio.CancelledError:
-            if worker.state != "broken":  # otherwise `fail` has cancelled the join
+            if self.worker.state != "broken":  # otherwise `fail` has cancelled the join
                 raise
         except Exception as error:
-            if self._world is not None:
-                logger.exception("world=%s the link failed", worker.id)
-            self._end("error", f"{type(error).__name__}: {error}")
+            if self._link is not None:
+                logger.exception("world=%s the link failed", self.worker.id)
+            self._end(Cause.ERROR, f"{type(error).__name__}: {error}")
         finally:
+            if preparing is not None:
+                preparing.cancel()
             await self._free(manager)
 
-    def send(self, sent: SentBatch, payload: Tensor | BatchInputs) -> None:
-        """Send a batch, or where the worker fetches it.
+    def send(self, sent: SentBatch, inputs: BatchInputs) -> None:
+        """Send a batch.
 
         Does not wait and does not raise when the link is broken; `on_state` reports the end of the link.
         """
-        self._in_flight[sent.batch] = sent
-        if isinstance(payload, Tensor):
-            message = Message(MessageKind.BATCH, sent.batch, payload, stage=sent.stage, version=sent.version)
-        else:
-            sent.inputs = replace(payload, release=self._unused.take())
-            message = sent.inputs.message(sent.batch, sent.stage, sent.version)
-        self._post(message)
-
-    def kept(self, message: Message, sent: SentBatch) -> tuple[int, RowShape]:
-        """The id of an output that the worker keeps, and the shape of one of its rows. Raises WireError."""
-        assert message.payload is not None, "`_check` requires a payload"
-        number, *dims = message.payload.tolist()
-        expected = self._loading.plan_of(sent).output_shape
-        if not expected.accepts(tuple(dims)):
-            raise WireError(f"KEPT with rows of {tuple(dims)}; expected {expected}")
-        return number, RowShape(tuple(dims), expected.varies)
+        assert self._link is not None, "the worker has joined"
+        relayed = b"" if inputs.relayed is None else rows_payload(inputs.relayed)
+        self._release()  # in the same transfer
+        with suppress(LinkLostError):
+            self._link.ask(Batch(sent.stage, sent.version, inputs), relayed, partial(self._returned, sent, inputs.keep))
 
     def release(self, output: int) -> None:
         """The kept output with this id is not needed any more. The worker is told with the next batch, or a little later."""
         if self.worker.state in ("ready", "draining"):
-            self._unused.add(output)
+            self._unused.append(output)
+            if len(self._unused) >= _MAX_UNUSED:
+                self._release()
+            elif self._release_timer is None:
+                self._release_timer = asyncio.get_running_loop().call_later(_RELEASE_S, self._release)
 
     async def load(self, plans: tuple[StagePlan, ...]) -> None:
         """Load another version on a serving worker and run the self-test. The worker serves its batches meanwhile.
@@ -169,12 +187,12 @@ class WorkerLink:
             TimeoutError: the caller's time limit expired. The link is in an undefined state: the caller must `fail` it.
         """
         worker = self.worker
-        if worker.state != "ready" or self._loading.is_busy:
+        if worker.state != "ready":
             raise LinkEndedError(f"{worker.name} is {worker.state}")
         try:
-            await self._loading.load_beside(self._channel, plans)
-        except (BrokenWorldException, WorldClosedError) as error:
-            raise LinkEndedError(f"{worker.name} was lost: {error}") from error
+            await self._load(plans)
+        except LinkLostError as error:
+            raise LinkEndedError(f"{worker.name} was lost while it loaded a version: {error}") from error
         except SelfTestError:
             self.unload(plans[0].number)  # also what it has loaded partly
             raise
@@ -185,24 +203,23 @@ class WorkerLink:
     def unload(self, version: int) -> None:
         """Tell the worker to free a version, also one that it has loaded only partly."""
         if self.worker.state in ("ready", "draining"):
-            self._post(Message(MessageKind.UNLOAD, version=version))
+            self._send(Unload(version))
         self.worker.loaded.discard(version)
-        self._loading.forget(version)
+        self._plans = {key: plan for key, plan in self._plans.items() if key[0] != version}
 
     def tell_obstacle(self, obstacle: str) -> None:
         """Tell the worker, as soon as it has joined, why this leader cannot serve. An empty text means that it can serve."""
         self._obstacle = obstacle
-        if self._channel is not None:
-            self._post(Message.from_text(MessageKind.UNABLE, obstacle))
+        self._send(Unable(obstacle))
 
     def request_restart(self) -> None:
         """Ask the worker to leave and to restart its process."""
-        self._post(Message(MessageKind.RESTART))
+        self._send(Restart())
 
     def fail(self, cause: Cause, detail: str) -> None:
         """Break this link at once from the leader's side."""
-        if self._world is not None:
-            self._world.fail(cause, _WORKER_RANK, detail)
+        if self._link is not None:
+            self._link.world.fail(cause, _WORKER_RANK, detail)
         self._end(cause, detail)
         if self._joining is not None:
             self._joining.cancel()
@@ -210,81 +227,144 @@ class WorkerLink:
     def drain(self) -> None:
         """Enter the state "draining": the leader sends no new batches."""
         if self.worker.state == "ready":
-            self._loading.end()
             self._enter("draining")
 
     def close(self) -> None:
         """Close the world. The link ends with cause "left"."""
-        if self._world is not None:
-            self._world.close()
+        if self._link is not None:
+            self._link.world.close()
 
-    # -- startup -------------------------------------------------------------------------------------------------------------
+    # -- loading -------------------------------------------------------------------------------------------------------------
 
-    async def _form_world(self, manager: WorldManager, host: str, port: int) -> None:
-        self._joining = asyncio.create_task(
-            JoinOffer(*self.worker.id).form(manager, 0, Address(host, port), _JOIN_WORLD_S)
-        )
-        self._world = await self._joining
-        self._channel = Channel(self._world, _WORKER_RANK, self._check)
-        if self._obstacle:
-            self.tell_obstacle(self._obstacle)
+    async def _prepare(self, join_timeout_s: float) -> None:
+        """Load the stages on a worker that has joined. Ends the link if it cannot serve them."""
+        try:
+            async with asyncio.timeout(join_timeout_s):
+                await self._load(tuple(self._plans.values()))
+        except LinkLostError:
+            return  # `run` knows why
+        except LinkEndedError as error:
+            self._abort(Cause.LEFT, str(error))
+        except TimeoutError:
+            self._abort(Cause.TIMEOUT, f"not ready within {join_timeout_s:g} s after it joined")
+        except (SelfTestError, WireError) as error:
+            self._abort(Cause.ERROR, str(error))
+        except Exception as error:
+            logger.exception("world=%s the stages cannot be sent", self.worker.id)
+            self._abort(Cause.ERROR, f"{type(error).__name__}: {error}")
+        else:
+            self.worker.ready_at_s = time.monotonic()
+            self._enter("ready")
+
+    async def _load(self, plans: tuple[StagePlan, ...]) -> None:
+        """Load these stages one after another.
+
+        Raises:
+            SelfTestError: the worker cannot load a stage, or computes a wrong output.
+            AssignmentRefusedError, LinkLostError, WireError: see `load`.
+        """
+        assert self._link is not None, "the world has formed"
+        for plan in plans:
+            try:
+                await self._assign(self._link, plan)
+            except WorkFailedError as error:
+                raise SelfTestError(f"{self.worker.name} cannot serve stage {plan.spec.index}: {error}") from error
+        self.worker.loaded |= {plan.number for plan in plans}
+
+    async def _assign(self, link: Link, plan: StagePlan) -> None:
+        """Send one stage to the worker, unless it has it already, and compare its output for the self-test input with the reference."""
+        self._enter_startup("loading")
+        number, stage, (max_batch_size, window) = plan.number, plan.spec.index, self._limits
+        self._plans[number, stage] = plan
+        row_bytes = math.prod(plan.spec.output_rows.dims) * plan.output_dtype.itemsize
+        link.max_bytes = max(link.max_bytes, max_batch_size * row_bytes)
+        async with aclosing(link.stream(plan.assignment(max_batch_size, window))) as replies:
+            async for reply in replies:
+                match reply:
+                    case FetchWeights():
+                        await self._send_weights(link, plan)
+                        self._enter_startup("warming")
+                    case Refused(why):
+                        self._enter("draining")
+                        raise AssignmentRefusedError(f"{self.worker.name} refuses stage {stage}: {one_line(why)}")
+                    case Loaded():
+                        pass
+                    case _:
+                        raise WireError(f"unexpected {type(reply).__name__} about stage {stage}")
+        self._enter_startup("checking")
+        rows = plan.sent_test_input
+        inputs = BatchInputs(len(rows), (), None, tuple(range(len(rows))), keep=False)
+        if plan.spec.input_rows.varies:
+            inputs = replace(inputs, row_bytes=rows.shape[1])
+        reply = await link.call(Batch(stage, number, inputs), rows_payload(rows), timeout_s=None)
+        if not isinstance(reply.body, Computed):
+            raise WireError(f"unexpected {type(reply.body).__name__} about the self-test of stage {stage}")
+        output = rows_of_payload(reply.payload, len(rows), plan.output_dtype, reply.body.row_shape)
+        if wrong := plan.check_self_test(output):
+            raise SelfTestError(f"stage {stage}: the join self-test failed: {wrong}")
+
+    async def _send_weights(self, link: Link, plan: StagePlan) -> None:
+        chunks = plan.weights.chunks()
+        while self.worker.state != "broken" and (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+            await link.wait_writable()
+            link.send(Weights(plan.spec.index, plan.number), rows_payload(chunk))
 
     # -- serving -------------------------------------------------------------------------------------------------------------
 
-    async def _serve(self) -> None:
-        while True:
-            message = await self._receive()
-            if message.kind is MessageKind.LEAVING:
+    def _receive(self, received: Received) -> None:
+        match received.body:
+            case Leaving() if self.worker.state in ("ready", "draining"):
                 self.drain()
-            elif message.batch:
-                if message.kind in (MessageKind.RESULT, MessageKind.KEPT):
-                    self.worker.batches_done += 1
-                self._on_batch(self, message, self._in_flight.pop(message.batch))
-            else:
-                self._loading.take(message)
+            case Leaving():
+                self._abort(Cause.LEFT, "the worker left before it was ready")
+            case Obeys(leader):
+                self.worker.obeys = one_line(leader)
+            case body:
+                raise WireError(f"unexpected {type(body).__name__} from a worker")
 
-    async def _receive(self) -> Message:
-        assert self._channel is not None
-        while (message := await self._channel.receive()).kind is MessageKind.OBEYS:
-            self.worker.obeys = message.reason()
-        return message
+    def _returned(self, sent: SentBatch, keep: bool, found: Received | LinkLostError) -> None:
+        """Take the reply to a batch. Raises WireError if it is not one."""
+        if isinstance(found, LinkLostError):
+            return  # the end of the link is reported to `on_state`
+        outcome, output = found.body, None
+        if isinstance(outcome, Computed):
+            self.worker.batches_done += 1
+            output = self._output(sent, outcome, found.payload, keep=keep)
+        elif not isinstance(outcome, Failed | LostInput):
+            raise WireError(f"unexpected {type(outcome).__name__} about a batch")
+        self._on_batch(self.worker, sent, outcome, output)
 
-    def _check(self, message: Message) -> None:
-        """Decide whether the worker may send this now, before memory is allocated for the payload; see `Channel`. Raises WireError."""
-        sent = self._in_flight.get(message.batch)
-        match message.kind:
-            case MessageKind.RESULT if sent is not None:
-                plan = self._loading.plan_of(sent)
-                message.require_batch(plan.output_dtype, plan.output_shape, len(sent.requests), len(sent.requests))
-            case MessageKind.KEPT if sent is not None and sent.inputs is not None and sent.inputs.keep:
-                count = 1 + len(self._loading.plan_of(sent).output_shape.dims)
-                message.require_batch(torch.int64, (), count, count)
-            case MessageKind.INPUT_LOST if sent is not None and sent.inputs is not None:
-                message.require_text()
-            case MessageKind.FAILED if sent is not None or not message.batch:
-                message.require_text()
-            case MessageKind.RESULT | MessageKind.KEPT | MessageKind.INPUT_LOST | MessageKind.FAILED:
-                raise WireError(
-                    f"{message.kind.name} of batch {message.batch}, which is not in flight here, or not for that"
-                )
-            case MessageKind.REFUSED | MessageKind.OBEYS if not message.batch:
-                message.require_text()
-            case MessageKind.READY | MessageKind.FETCH_WEIGHTS | MessageKind.LEAVING if not message.batch:
-                message.require_no_payload()
-            case _:
-                raise WireError(f"unexpected {message.kind.name} {message.batch} from a worker")
+    def _output(self, sent: SentBatch, done: Computed, payload: memoryview, *, keep: bool) -> Tensor | KeptOutput:
+        plan, rows, row_shape = self._plans.get((sent.version, sent.stage)), len(sent.requests), done.row_shape
+        if plan is None:
+            raise WireError(f"an output of stage {sent.stage} of version {sent.version}, which is not loaded")
+        expected = plan.spec.output_rows
+        if not expected.accepts(row_shape):
+            raise WireError(f"an output with rows of {row_shape}; expected {expected.dims}")
+        if done.tensor is None:
+            return rows_of_payload(payload, rows, plan.output_dtype, row_shape)
+        if not keep:
+            raise WireError("the worker keeps an output that it must send")
+        return KeptOutput(self, done.tensor, rows, row_shape[0] if expected.varies else 0)
 
-    def _post(self, message: Message) -> None:
-        """Start to send a message. Does nothing if the link has ended, which `run` reports."""
-        assert self._channel is not None
-        try:
-            self._channel.start(message)
-        except (BrokenWorldException, WorldClosedError):
-            logger.debug(
-                "world=%s %s %d was not sent: the link has ended", self.worker.id, message.kind.name, message.batch
-            )
+    def _release(self) -> None:
+        if self._release_timer is not None:
+            self._release_timer.cancel()
+            self._release_timer = None
+        if self._unused:
+            unused, self._unused = tuple(self._unused), []
+            self._send(Release(unused))
+
+    def _send(self, body: Release | Unload | Unable | Restart) -> None:
+        if self._link is not None:
+            self._link.send(body)
 
     # -- ending --------------------------------------------------------------------------------------------------------------
+
+    def _enter_startup(self, state: ReplicaState) -> None:
+        """Enter a state of the startup sequence; does nothing if the link has been ready before."""
+        if self.worker.ready_at_s is None and self.worker.state in _JOINING_STATES:
+            self._enter(state)
 
     def _enter(self, state: ReplicaState) -> None:
         worker, now_s = self.worker, time.monotonic()
@@ -303,18 +383,34 @@ class WorkerLink:
         )
         self._on_state(self)
 
-    def _end(self, cause: str, detail: str, *, leader_unresponsive: bool = False) -> None:
+    def _lost(self, lost: LinkLostError) -> None:
+        if lost.ending is not None:
+            self._broken(lost.ending)
+        else:
+            self._end(lost.cause, str(lost) if lost.failed else "closed by the leader")
+
+    def _broken(self, ending: BrokenWorldException) -> None:
+        leader_failed = ending.rank == LEADER_RANK and ending.cause != Cause.ERROR
+        self._end(ending.cause, ending.detail, leader_unresponsive=leader_failed)
+
+    def _abort(self, cause: Cause, detail: str) -> None:
+        """End the link, because the worker cannot serve."""
+        self._end(cause, detail)
+        if self._link is not None:
+            self._link.world.fail(Cause.ABORTED, LEADER_RANK, detail)
+
+    def _end(self, cause: Cause, detail: str, *, leader_unresponsive: bool = False) -> None:
         if self.worker.state == "broken":
             return
-        silent_s = None if self._world is None else self._world.undetected_s
+        silent_s = None if self._link is None else self._link.world.undetected_s
         self.worker.ending = Ending(str(cause), detail, silent_s, leader_unresponsive)
-        self._loading.end()
-        self._unused.take()
+        if self._release_timer is not None:
+            self._release_timer.cancel()
         self._enter("broken")
 
     async def _free(self, manager: WorldManager) -> None:
-        world = self._world
-        if world is not None:
-            world.fail(Cause.ABORTED, LEADER_RANK, self.worker.ending.detail if self.worker.ending else "")
+        if self._link is not None:
+            world, ending = self._link.world, self.worker.ending
+            world.fail(Cause.ABORTED, LEADER_RANK, ending.detail if ending else "")
             if manager.worlds.get(world.name) is world:
                 await manager.close_world(world.name)

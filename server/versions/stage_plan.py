@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.wire.join import EDGE_DTYPES, StageAssignment
-from multiworld_serving.common.wire.message import RowShape
+from multiworld_serving.common.wire.join import EDGE_DTYPES
+from multiworld_serving.common.wire.work import StageAssignment
 from multiworld_serving.models.bundle.cutting import cut_graph
 from multiworld_serving.models.bundle.files import Bundle
 from multiworld_serving.models.bundle.graph import Graph
@@ -103,11 +103,6 @@ class StagePlan:
             optimize=tuning.optimize,
             edge_dtype=tuning.edge_dtype,
         )
-
-    @property
-    def output_shape(self) -> RowShape:
-        """Of one row of the output."""
-        return RowShape(self.spec.output_rows.dims, self.spec.output_rows.varies)
 
     @property
     def sent_test_input(self) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from multiworld_serving.common.wire.message import Message, MessageKind
+from multiworld_serving.common.wire.link import rows_payload
 from multiworld_serving.models.bundle.stage import load_bundle_stage
 from multiworld_serving.models.errors import BundleError, CompileError, StageError
 from multiworld_serving.models.optimize.compiled import CompiledStage, batch_sizes
@@ -34,11 +34,11 @@ def compiled(plan: StagePlan, precision: str) -> CompiledStage:
 
 async def loaded(plan: StagePlan, engine: Engine) -> LoadedStage:
     """A stage that a worker has loaded and compiles in the background."""
-    stage = AssignedStage(Message.from_text(MessageKind.ASSIGN, plan.assignment(LARGEST, 2).to_json(), version=1))
+    stage = AssignedStage(plan.assignment(LARGEST, 2))
 
-    async def fetch() -> None:
+    def fetch() -> None:
         for chunk in plan.weights.chunks():
-            stage.add(chunk)
+            stage.add(rows_payload(chunk))
 
     await stage.load(engine, stage, fetch)
     assert stage.loaded is not None

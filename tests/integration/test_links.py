@@ -1,30 +1,42 @@
 """A leader's link and a worker's session over a real world: joining, computing, failing and leaving."""
 
 import asyncio
-import contextlib
 import dataclasses
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from multiworld import BrokenWorldException, Cause, WorldManager
+from multiworld import Cause, World, WorldManager
+from multiworld.ops.p2p import send_message
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.inputs import LostInput
-from multiworld_serving.common.wire.join import WORLD_BACKEND, StageAssignment
-from multiworld_serving.common.wire.message import Message, MessageKind
-from multiworld_serving.models.bundle.stage import BundleStageSpec
-from multiworld_serving.server.replicas.worker import Ending, LinkEndedError, SelfTestError, SentBatch, SlotId
-from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.common.wire.inputs import BatchInputs
+from multiworld_serving.common.wire.join import WORLD_BACKEND
+from multiworld_serving.common.wire.link import Body, Kind, Link, LinkLostError, Received, rows_payload
+from multiworld_serving.common.wire.message import _CODES, _LAYOUT, _MAGIC, Message, MessageKind
+from multiworld_serving.common.wire.work import (
+    WORKER_PROTOCOL,
+    Batch,
+    Computed,
+    Failed,
+    FetchWeights,
+    Loaded,
+    LostInput,
+    Restart,
+    StageAssignment,
+    Weights,
+    WorkFailedError,
+)
+from multiworld_serving.server.replicas.worker import Ending, LinkEndedError, SelfTestError, SentBatch, SlotId, Worker
+from multiworld_serving.server.replicas.worker_link import KeptOutput, Outcome, WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.leader_order import LeaderPlace
 from multiworld_serving.workers.session import Session
-from tests.chaos.lies import LIES, RawMessage, claim, lying, whole
 from tests.resnets import resnet_plan, with_other_weights
 from tests.sent_batches import send, worker_at
 from tests.unit.edges.edge_parts import unused_edges
@@ -49,12 +61,29 @@ def ending_of(link: WorkerLink) -> Ending:
     return link.worker.ending
 
 
+class Returned(NamedTuple):
+    """A computed batch."""
+
+    sent: SentBatch
+    output: torch.Tensor | KeptOutput
+
+    @property
+    def rows(self) -> torch.Tensor:
+        assert isinstance(self.output, torch.Tensor), "it is not kept"
+        return self.output
+
+    @property
+    def kept(self) -> KeptOutput:
+        assert isinstance(self.output, KeptOutput), "it is kept"
+        return self.output
+
+
 @dataclass
 class Heard:
     """A listener that records its calls."""
 
     states: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
-    results: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
+    results: asyncio.Queue[Returned] = field(default_factory=asyncio.Queue)
     failures: asyncio.Queue[tuple[int, str]] = field(default_factory=asyncio.Queue)
     lost: asyncio.Queue[tuple[int, LostInput]] = field(default_factory=asyncio.Queue)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,14 +93,17 @@ class Heard:
         if link.worker.state == "draining":
             self.leaving.set()
 
-    def on_batch(self, link: WorkerLink, message: Message, sent: SentBatch) -> None:
-        match message.kind:
-            case MessageKind.FAILED:
-                self.failures.put_nowait((message.batch, message.text()))
-            case MessageKind.INPUT_LOST:
-                self.lost.put_nowait((message.batch, LostInput.from_json(message.text())))
-            case _:
-                self.results.put_nowait(message)
+    def on_batch(
+        self, worker: Worker, sent: SentBatch, outcome: Outcome, output: torch.Tensor | KeptOutput | None
+    ) -> None:
+        match outcome:
+            case Failed(why):
+                self.failures.put_nowait((sent.batch, why))
+            case LostInput():
+                self.lost.put_nowait((sent.batch, outcome))
+            case Computed():
+                assert output is not None
+                self.results.put_nowait(Returned(sent, output))
 
     async def until(self, state: str) -> None:
         async with asyncio.timeout(WAIT_S):
@@ -133,102 +165,160 @@ async def pair() -> AsyncIterator[Pair]:
         made.engine.close()
 
 
-REFUSALS = {
-    "huge": r"expected torch.float32, 2 rows of \(128, 4, 4\)",
-    "no-payload": "got no payload",
-    "other-batch": "batch 1001, which is not in flight",
-    "twice": "batch 1, which is not in flight",
-    "failed-other-batch": "batch 1001, which is not in flight",
-    "failed-at-length": "expected torch.uint8, 0 to 65536 rows",
-    "not-text": "expected torch.uint8, 0 to 65536 rows",
-    "leader's": r"unexpected BATCH \d+ from a worker",
-    "garbage": "not a message of this version",
+async def claim(world: World, size_bytes: int, kind: MessageKind = MessageKind.FRAMES) -> None:
+    """Send the head of a message without the payload that it announces."""
+    header = _LAYOUT.pack(_MAGIC, kind, _CODES[torch.uint8] << 4 | 1, 0, size_bytes, 0, 0, 0)
+    plan = send_message(world.facts, header, None, 1 - world.rank, 0)
+    plan.size_bytes = size_bytes
+    await world.start(plan)
+
+
+async def garbage(world: World) -> None:
+    await Channel(world, 1 - world.rank, lambda _: None).send(
+        Message(MessageKind.FRAMES, payload=torch.full((64,), 7, dtype=torch.uint8))
+    )
+
+
+Lie = Callable[[Link, int, Computed, memoryview], object]
+"""Sends something instead of the result of a batch."""
+LIES: dict[str, tuple[Lie, str]] = {
+    "huge": (lambda link, *_: asyncio.ensure_future(claim(link.world, 2**32 - 1)), "expected torch.uint8, 1 to"),
+    "no payload": (lambda link, number, done, _: link.reply(number, done), "have 0 bytes"),
+    "other dtype": (lambda link, number, done, rows: link.reply(number, done, bytes(rows) * 2), "bytes; expected"),
+    "fewer rows": (
+        lambda link, number, done, rows: link.reply(number, done, rows[: len(rows) // 2]),
+        "bytes; expected",
+    ),
+    "other shape": (
+        lambda link, number, done, rows: link.reply(number, Computed(1, 1, done.row_shape[::-1]), rows),
+        r"an output with rows of \(4, 4, 128\); expected \(128, 4, 4\)",
+    ),
+    "kept": (
+        lambda link, number, done, rows: link.reply(number, Computed(1, 1, done.row_shape, 5)),
+        "keeps an output that it must send",
+    ),
+    "no result": (lambda link, number, done, rows: link.reply(number, Loaded()), "unexpected Loaded about a batch"),
+    "leader's": (lambda link, *_: link.send(Restart()), "unexpected Restart from a worker"),
+    "garbage": (lambda link, *_: asyncio.ensure_future(garbage(link.world)), "longer than its transfer"),
 }
+"""Each of these breaks the link."""
 
 
-@pytest.mark.parametrize("lie", LIES)
+def lying(session: Session, lie: Lie) -> None:
+    """Let the session send this instead of its next result."""
+    link = session._link
+
+    def reply(number: int, body: Body, payload: bytes | memoryview = b"", kind: Kind = Kind.REPLY) -> None:
+        if isinstance(body, Computed):
+            del link.reply
+            lie(link, number, body, memoryview(payload))
+        else:
+            Link.reply(link, number, body, payload, kind)
+
+    link.reply = reply  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("name", LIES)
 async def test_link_breaks_when_a_result_does_not_match_its_batch(
-    pair: Pair, plan: tuple[StagePlan, ...], lie: str, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, plan: tuple[StagePlan, ...], name: str
 ) -> None:
     link = pair.link(plan[0])
-    await pair.session(link)
+    session = await pair.session(link)
     await pair.heard.until("ready")
-    monkeypatch.setattr(Channel, "send", lying_worker(link, lie))
+    lie, refusal = LIES[name]
+    lying(session, lie)
     send(link, 1, images(2), 1)
     await pair.heard.until("broken")
     assert ending_of(link).cause == "error"
-    assert re.search(
-        REFUSALS.get(lie, r"RESULT: expected torch.float32, 2 rows of \(128, 4, 4\), got"), ending_of(link).detail
-    )
-    assert pair.heard.results.qsize() == (lie == "twice")
+    assert re.search(refusal, ending_of(link).detail)
+    assert pair.heard.results.empty()
     assert pair.heard.failures.empty()
 
 
-def lying_worker(link: WorkerLink, lie: str) -> Any:
-    """Replaces `Channel.send` for the worker only; the leader in the same process still sends correct messages."""
-    truth, lies = Channel.send, lying(lie)
+async def test_result_is_taken_once_and_only_for_its_batch(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
+    link = pair.link(plan[0])
+    session = await pair.session(link)
+    await pair.heard.until("ready")
 
-    async def send(self: Channel, message: Message) -> None:
-        await (truth if self is link._channel else lies)(self, message)
+    def thrice(own: Link, number: int, done: Computed, rows: memoryview) -> None:
+        encoded = bytes(rows)
+        for each in (number + 1000, number, number):
+            own.reply(each, done, encoded)
 
-    return send
+    lying(session, thrice)
+    send(link, 1, images(2), 1)
+    async with asyncio.timeout(WAIT_S):
+        await pair.heard.results.get()
+        send(link, 2, images(2), 1)
+        assert (await pair.heard.results.get()).sent.batch == 2
+    assert pair.heard.results.empty()
+    assert link.worker.state == "ready"
 
 
-BATCH = (MessageKind.BATCH, 1, torch.uint8)
-LEADERS_LIES: dict[str, tuple[RawMessage, str]] = {
-    "size 0": (claim(*BATCH, (1, 3, IMAGE_SIZE, IMAGE_SIZE), 0), "0 bytes are not torch.uint8"),
-    "more rows than ordered": (
-        claim(*BATCH, (5, 3, 32, 32), 5 * 3 * 32 * 32),
-        "expected torch.uint8, 1 to 4 rows",
-    ),
-    "no rows": (claim(*BATCH, (0, 3, 32, 32), 0), "expected torch.uint8, 1 to 4 rows"),
-    "other image size": (claim(*BATCH, (1, 3, 33, 33), 3 * 33 * 33), r"rows of \(3, 32, 32\), got"),
-    "other dtype": (
-        claim(MessageKind.BATCH, 1, torch.float32, (1, 3, 32, 32), 4 * 3 * 32 * 32),
-        "expected torch.uint8",
-    ),
-    "no payload": (whole(Message(MessageKind.BATCH, 1, version=1)), "got no payload"),
-    "stage that was not ordered": (
-        whole(Message(MessageKind.BATCH, 1, torch.zeros(1, 64, 8, 8), stage=1, version=1)),
-        "stage 1, version 1, which is not assigned",
-    ),
-    "weights without an order": (
-        claim(MessageKind.WEIGHTS, 0, torch.uint8, (1 << 30,), 1 << 30),
-        "expected torch.uint8, 1 to 0 rows",
-    ),
-    "long order": (claim(MessageKind.ASSIGN, 0, torch.uint8, (1 << 30,), 1 << 30), "0 to 65536 rows"),
-    "drop with a payload": (
-        claim(MessageKind.UNLOAD, 0, torch.uint8, (1 << 30,), 1 << 30),
-        "expected no payload",
-    ),
+async def ask(link: WorkerLink, stage: int, inputs: BatchInputs, payload: bytes) -> Received:
+    assert link._link is not None
+    return await link._link.call(Batch(stage, 1, inputs), payload, timeout_s=WAIT_S)
+
+
+BAD_BATCHES: dict[str, tuple[BatchInputs, int, str]] = {
+    "more rows than assigned": (BatchInputs(5, (), None, tuple(range(5))), 5 * 3 * 32 * 32, "a batch of 5 rows"),
+    "other image size": (BatchInputs(1, (), None, (0,)), 3 * 33 * 33, "3267 bytes; expected 3072"),
+    "no payload": (BatchInputs(1, (), None, (0,)), 0, "have 0 bytes"),
+    "packed rows": (BatchInputs(1, (), None, (0,), row_bytes=7), 7, r"rows of \(7,\)"),
+    "rows without a place": (BatchInputs(1, (), None), 3072, "3072 bytes; expected 0"),
 }
 
 
-@pytest.mark.parametrize("lie", LEADERS_LIES)
-async def test_session_ends_when_the_leader_sends_an_unannounced_batch(
-    pair: Pair, plan: tuple[StagePlan, ...], lie: str
+@pytest.mark.parametrize("name", BAD_BATCHES)
+async def test_batch_fails_when_it_is_not_one_of_its_stage(pair: Pair, plan: tuple[StagePlan, ...], name: str) -> None:
+    link = pair.link(plan[0])
+    await pair.session(link)
+    await pair.heard.until("ready")
+    inputs, size, why = BAD_BATCHES[name]
+    with pytest.raises(WorkFailedError, match=why):
+        await ask(link, 0, inputs, bytes(size))
+    await answered(pair, link, 1, version=1)
+
+
+def ask_often(link: Link) -> None:
+    for _ in range(4):
+        link.ask(Batch(0, 1, BatchInputs(1, ())), b"", lambda _: None)
+
+
+LEADERS_LIES: dict[str, tuple[Callable[[Link], object], str]] = {
+    "stage that was not assigned": (
+        lambda link: link.ask(Batch(1, 1, BatchInputs(1, ())), b"", lambda _: None),
+        "stage 1, version 1, which is not assigned",
+    ),
+    "weights without a request": (
+        lambda link: link.send(Weights(0, 1), b"1234"),
+        "4 bytes of weights; expected 1 to 0",
+    ),
+    "too many batches": (
+        ask_often,
+        "a batch while 3 others have no result",
+    ),
+    "worker's": (lambda link: link.send(Loaded()), "unexpected Loaded from a leader"),
+    "huge": (lambda link: asyncio.ensure_future(claim(link.world, 2**32 - 1)), "expected torch.uint8, 1 to"),
+}
+
+
+@pytest.mark.parametrize("name", LEADERS_LIES)
+async def test_session_ends_when_the_leader_sends_what_it_may_not(
+    pair: Pair, plan: tuple[StagePlan, ...], name: str
 ) -> None:
     link = pair.link(plan[0])
     await pair.session(link)
     await pair.heard.until("ready")
-    message, rejection = LEADERS_LIES[lie]
-    assert link._world is not None
-    with contextlib.suppress(BrokenWorldException):
-        await message.send(link._world, 1)
-    ending = await pair.tasks[-1]
-    assert isinstance(ending, BrokenWorldException)
-    assert ending.cause == Cause.ERROR
-    assert re.search(rejection, ending.detail)
-
-
-async def test_link_breaks_at_once_when_a_batch_cannot_be_sent(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
-    link = pair.link(plan[0])
-    await pair.session(link)
-    await pair.heard.until("ready")
-    send(link, 1, images().bool(), 1)
+    lie, refusal = LEADERS_LIES[name]
+    assert link._link is not None
+    lie(link._link)
+    async with asyncio.timeout(WAIT_S):
+        lost = await pair.tasks[-1]
+    assert isinstance(lost, LinkLostError)
+    assert lost.cause == Cause.ERROR
+    assert re.search(refusal, str(lost))
     await pair.heard.until("broken")
-    assert (ending_of(link).cause, ending_of(link).leader_unresponsive) == (Cause.ABORTED, True)
-    assert "BATCH 1 cannot be sent: ValueError: cannot send torch.bool" in ending_of(link).detail
 
 
 async def test_link_never_serves_when_the_join_self_test_fails(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
@@ -239,54 +329,52 @@ async def test_link_never_serves_when_the_join_self_test_fails(pair: Pair, plan:
     assert "self-test" in ending_of(link).detail
 
 
-async def take_order(channel: Channel) -> None:
-    """Read one assignment, fetch its weights as a worker does, and discard them."""
-    message = await channel.receive()
-    left = StageAssignment.from_json(message.text()).weights_bytes
-    await fetch(channel, message)
-    while left:
-        piece = (await channel.receive()).payload
-        assert piece is not None
-        left -= piece.nbytes
+@dataclass
+class Script:
+    """A worker that says what the test specifies."""
+
+    link: Link
+    came: asyncio.Queue[Received]
+    running: asyncio.Task[LinkLostError]
+
+    async def take_order(self) -> Received:
+        """Read one assignment, fetch its weights as a worker does, and discard them."""
+        order = await self.came.get()
+        assert isinstance(order.body, StageAssignment)
+        self.link.reply(order.number, FetchWeights(), kind=Kind.STEP)
+        left = order.body.weights_bytes
+        while left:
+            left -= len((await self.came.get()).payload)
+        return order
 
 
-async def fetch(channel: Channel, message: Message) -> None:
-    """Ask for the weights of this assignment."""
-    stage = BundleStageSpec.from_json(StageAssignment.from_json(message.text()).spec).index
-    await channel.send(Message(MessageKind.FETCH_WEIGHTS, stage=stage, version=message.version))
-
-
-async def scripted_worker(pair: Pair, link: WorkerLink) -> Channel:
-    """A worker that sends what the test specifies."""
+async def serving_script(pair: Pair, link: WorkerLink, plan: StagePlan) -> Script:
+    """A scripted worker that has become ready."""
     world = await pair.worker.initialize_world(
         link.worker.id.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=pair.port, generation=link.worker.generation
     )
-    return Channel(world, 0, lambda _: None)
-
-
-async def serving_script(pair: Pair, link: WorkerLink, plan: StagePlan) -> Channel:
-    """A scripted worker that has become ready."""
-    channel = await scripted_worker(pair, link)
-    await take_order(channel)
-    stage, version = plan.spec.index, plan.number
-    await channel.send(Message(MessageKind.READY, stage=stage, version=version))
-    await channel.receive()
-    await channel.send(Message(MessageKind.RESULT, payload=plan.self_test_output, stage=stage, version=version))
+    came: asyncio.Queue[Received] = asyncio.Queue()
+    own = Link(world, 0, WORKER_PROTOCOL, came.put_nowait)
+    script = Script(own, came, asyncio.create_task(own.run()))
+    pair.tasks.append(script.running)
+    own.reply((await script.take_order()).number, Loaded())
+    output = plan.self_test_output
+    own.reply((await came.get()).number, Computed(1, 1, tuple(output.shape[1:])), rows_payload(output))
     await pair.heard.until("ready")
-    return channel
+    return script
 
 
-@pytest.mark.parametrize(("stage", "version"), [(0, 1), (1, 2)])
-async def test_load_fails_when_the_worker_answers_about_another_stage_or_version(
-    pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...], stage: int, version: int
+@pytest.mark.parametrize("reply", [Restart(), Computed(1, 1, (5,))])
+async def test_load_fails_when_the_worker_answers_something_else(
+    pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...], reply: Body
 ) -> None:
     link = pair.link(plan[0])
-    channel = await serving_script(pair, link, plan[0])
+    script = await serving_script(pair, link, plan[0])
     loading = asyncio.create_task(link.load(second[:1]))
-    await take_order(channel)
-    await channel.send(Message(MessageKind.READY, stage=stage, version=version))
+    order = await script.take_order()
+    script.link.reply(order.number, reply)
     async with asyncio.timeout(WAIT_S):
-        with pytest.raises(LinkEndedError, match=r"READY of stage \d, version \d; expected stage 0, version 2"):
+        with pytest.raises(LinkEndedError, match=rf"unexpected {type(reply).__name__} about stage 0"):
             await loading
     assert ending_of(link).cause == "error"
 
@@ -295,7 +383,7 @@ async def test_link_reports_a_leaving_worker_and_closes_when_told(pair: Pair, pl
     link = pair.link(plan[0])
     session = await pair.session(link)
     await pair.heard.until("ready")
-    await session.leave()
+    session.leave()
     async with asyncio.timeout(WAIT_S):
         await pair.heard.leaving.wait()
     assert link.worker.state == "draining"
@@ -333,9 +421,8 @@ async def answered(pair: Pair, link: WorkerLink, batch: int, version: int) -> to
     send(link, batch, images(), version)
     async with asyncio.timeout(WAIT_S):
         answer = await pair.heard.results.get()
-    assert answer.batch == batch
-    assert answer.payload is not None
-    return answer.payload
+    assert answer.sent.batch == batch
+    return answer.rows
 
 
 async def test_link_serves_two_versions_until_one_is_dropped(

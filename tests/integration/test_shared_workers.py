@@ -73,9 +73,8 @@ class LeaderSide:
         send(self.link, batch, torch.ones(2, *self.plan.spec.input_rows.dims), version)
         async with asyncio.timeout(WAIT_S):
             answer = await self.heard.results.get()
-        assert (answer.batch, answer.version) == (batch, version)
-        assert answer.payload is not None
-        return answer.payload
+        assert (answer.sent.batch, answer.sent.version) == (batch, version)
+        return answer.rows
 
 
 @dataclass
@@ -119,7 +118,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     add = AssignedStage.add
 
-    def counted(self: AssignedStage, chunk: Tensor) -> None:
+    def counted(self: AssignedStage, chunk: memoryview) -> None:
         sizes.append(chunk.nbytes)
         add(self, chunk)
 

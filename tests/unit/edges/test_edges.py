@@ -130,7 +130,7 @@ async def test_cancelled_fetch_leaves_the_edge_to_the_others() -> None:
         Message(MessageKind.ROWS, 2, ROWS),
         Message(MessageKind.ROWS, 1),
         Message(MessageKind.GONE, 1, ROWS),
-        Message(MessageKind.RESULT, 1, ROWS),
+        Message(MessageKind.FRAMES, 1, ROWS),
         None,
     ],
 )

@@ -42,7 +42,7 @@ def test_single_tensor_is_packed_when_messages_cannot_be_like_it(shape: tuple[in
     batch = torch.randn(2, *shape).to(DTYPES[dtype])
     packed = rows.pack([batch])
     assert rows.row_shape == tuple(packed.shape[1:])
-    Message(MessageKind.BATCH, payload=packed).header()
+    Message(MessageKind.ROWS, payload=packed).header()
     (unpacked,) = rows.unpack(packed)
     assert torch.equal(unpacked, batch)
 

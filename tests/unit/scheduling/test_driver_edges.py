@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, LostInput, RowRef, Source
+from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, Source
 from multiworld_serving.common.wire.join import JoinRequest
-from multiworld_serving.common.wire.message import Message, MessageKind, RowShape
+from multiworld_serving.common.wire.work import Computed, LostInput
 from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.inputs import RemoteInput, RequestInput
 from multiworld_serving.server.predictor import Prediction
 from multiworld_serving.server.replicas.worker import SentBatch, SlotId, Worker
-from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.replicas.worker_link import KeptOutput, Outcome, WorkerLink
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.versions.version_table import VersionTable
 from tests.cut_bundles import plan_without_stages
@@ -36,18 +36,14 @@ class Line:
         request = JoinRequest(f"w{stage}{index}", "cpu", "here", 1, edge=edge)
         self.worker = Worker(request, SlotId(stage, index), 1, state="ready")
         self.edge = edge
-        self.sent: list[tuple[SentBatch, Tensor | BatchInputs]] = []
+        self.sent: list[tuple[SentBatch, BatchInputs]] = []
         self.released: list[int] = []
 
-    def send(self, sent: SentBatch, payload: Tensor | BatchInputs) -> None:
-        self.sent.append((sent, payload))
+    def send(self, sent: SentBatch, inputs: BatchInputs) -> None:
+        self.sent.append((sent, inputs))
 
     def release(self, output: int) -> None:
         self.released.append(output)
-
-    def kept(self, message: Message, sent: SentBatch) -> tuple[int, RowShape]:
-        assert message.payload is not None
-        return int(message.payload[0]), RowShape((5,))
 
 
 class Bench:
@@ -77,18 +73,19 @@ class Bench:
         assert line.sent, "a batch was sent to this replica"
         return line.sent.pop(0)
 
-    def report(self, line: Line, sent: SentBatch, message: Message) -> None:
-        self.driver.on_batch(cast(WorkerLink, line), message, sent)
+    def report(self, line: Line, sent: SentBatch, outcome: Outcome, output: Tensor | KeptOutput | None = None) -> None:
+        self.driver.on_batch(line.worker, sent, outcome, output)
 
     def kept(self, line: Line, sent: SentBatch) -> int:
         """The worker has computed the batch and keeps the output. Returns its id."""
         self._tensor += 1
-        self.report(line, sent, Message(MessageKind.KEPT, sent.batch, torch.tensor([self._tensor, 5]), 5, 5))
+        output = KeptOutput(cast(WorkerLink, line), self._tensor, len(sent.requests))
+        self.report(line, sent, Computed(5, 5, (5,), self._tensor), output)
         return self._tensor
 
     def lost(self, line: Line, sent: SentBatch, *holders: str, unreachable: bool = True) -> None:
         lost = LostInput(holders, holders if unreachable else (), "why")
-        self.report(line, sent, Message.from_text(MessageKind.INPUT_LOST, lost.to_json(), batch=sent.batch))
+        self.report(line, sent, lost)
 
     @property
     def relayed(self) -> float:
@@ -162,9 +159,9 @@ async def test_batch_starts_again_and_is_relayed_when_workers_cannot_reach_each_
     assert first.released == [output]
     batch, inputs = bench.taken(first)
     assert not inputs.keep
-    bench.report(first, batch, Message(MessageKind.RESULT, batch.batch, torch.ones(1, 5)))
-    batch, payload = bench.taken(second)
-    assert torch.equal(payload, torch.ones(1, 5))
+    bench.report(first, batch, Computed(5, 5, (5,)), torch.ones(1, 5))
+    batch, inputs = bench.taken(second)
+    assert torch.equal(inputs.relayed, torch.ones(1, 5))
     other = await bench.ask(RemoteInput(FRONTEND, 8))
     _, inputs = bench.taken(first)
     assert not inputs.keep, "outputs of a worker that another one cannot reach are relayed"

@@ -14,7 +14,7 @@ from torch import Tensor
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import JoinRequest
-from multiworld_serving.common.wire.message import Message, MessageKind
+from multiworld_serving.common.wire.work import Computed
 from multiworld_serving.server.errors import RequestRejected, StageError
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
@@ -39,8 +39,8 @@ class Line:
         self.worker = Worker(JoinRequest("w", "cpu", "here", 1), slot, 1, state="ready")
         self.sent: asyncio.Queue[tuple[SentBatch, Tensor]] = asyncio.Queue()
 
-    def send(self, sent: SentBatch, payload: Tensor | BatchInputs) -> None:
-        self.sent.put_nowait((sent, payload.relayed if isinstance(payload, BatchInputs) else payload))
+    def send(self, sent: SentBatch, inputs: BatchInputs) -> None:
+        self.sent.put_nowait((sent, inputs.relayed))
 
 
 @dataclass
@@ -73,8 +73,9 @@ class Bench:
         rows = torch.stack([IMAGE + at for at in range(count)])
         return begin(self.driver, rows, count, deadline_s=time.monotonic() + 60, request_id="r")
 
-    def report(self, line: Line, sent: SentBatch, message: Message) -> None:
-        self.driver.on_batch(cast(WorkerLink, line), message, sent)
+    def report(self, line: Line, sent: SentBatch, output: Tensor, compute_ns: int = 0) -> None:
+        done = Computed(compute_ns, compute_ns, tuple(output.shape[1:]))
+        self.driver.on_batch(line.worker, sent, done, output)
 
     async def work(
         self, asked: list[asyncio.Future[Prediction]], *, compute_ns: int = 0
@@ -94,7 +95,7 @@ class Bench:
         while True:
             sent, payload = await line.sent.get()
             output = payload.float().flatten(1)[:, :1]
-            self.report(line, sent, Message(MessageKind.RESULT, sent.batch, output, compute_ns, compute_ns))
+            self.report(line, sent, output, compute_ns)
 
 
 def assert_right(answers: list[Prediction | BaseException]) -> None:
@@ -145,7 +146,7 @@ async def test_requests_get_an_error_when_their_answer_cannot_be_built() -> None
     async with asyncio.timeout(WAIT_S):
         batch, _ = await line.sent.get()
         scalar = torch.zeros(1, 1)  # one sample too few: the link would have refused it
-        bench.report(line, batch, Message(MessageKind.RESULT, batch.batch, scalar))
+        bench.report(line, batch, scalar)
         assert (await asked[0]).output.tolist() == [[0]]
         with pytest.raises(StageError, match="the leader failed: IndexError"):
             await asked[1]
@@ -164,7 +165,7 @@ async def test_stages_never_get_another_stages_input_when_an_output_could_not_be
     keep = bench.driver.batches.keep
     monkeypatch.setattr(bench.driver.batches, "keep", failing_times(1, keep))
     output = payload.float().flatten(1)[:, :1]
-    bench.report(first, batch, Message(MessageKind.RESULT, batch.batch, output))
+    bench.report(first, batch, output)
     assert second.sent.empty()
     assert_right(await bench.work(asked))
     bench.driver.close()

@@ -1,20 +1,21 @@
 """A link releases the outputs that its worker keeps, and takes each result of a batch once."""
 
 import asyncio
-from dataclasses import replace
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
 
-from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import JoinRequest
-from multiworld_serving.common.wire.message import Message, MessageKind, WireError
+from multiworld_serving.common.wire.link import Kind, Link, Received, rows_payload
+from multiworld_serving.common.wire.message import WireError
+from multiworld_serving.common.wire.work import Batch, Computed, Release, Restart
 from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.server.replicas import worker_link
 from multiworld_serving.server.replicas.worker import SentBatch, SlotId, Worker
-from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.replicas.worker_link import KeptOutput, WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from tests.bundles import PREVIEW
 from tests.cut_bundles import bundle_plan
@@ -22,52 +23,82 @@ from tests.waiting import until
 
 
 class Posted:
-    """A channel that only takes messages."""
+    """A link that only takes messages."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self.bodies: list[Any] = []
+        self.takes: list[Callable[[Received], object]] = []
 
-    def start(self, message: Message) -> None:
-        self.messages.append(message)
+    def send(self, body: Any) -> None:
+        self.bodies.append(body)
+
+    def ask(self, body: Any, _payload: memoryview, take: Callable[[Received], object]) -> None:
+        self.bodies.append(body)
+        self.takes.append(take)
 
 
-def ready_link(*plans: StagePlan) -> tuple[WorkerLink, list[Message]]:
+def ready_link(*plans: StagePlan) -> tuple[WorkerLink, Posted, list[Any]]:
+    """A link, what it sends, and the outputs that it has taken."""
     worker = Worker(JoinRequest("w", "cpu", "here", 1), SlotId(0, 0), 1, state="ready")
-    link, posted = WorkerLink(worker, plans, lambda _: None, lambda *_: None), Posted()
-    link._channel = cast(Channel, posted)
-    return link, posted.messages
+    outputs: list[Any] = []
+    posted = Posted()
+    link = WorkerLink(worker, plans, lambda _: None, lambda *found: outputs.append(found[3]))
+    link._link = cast(Link, posted)
+    return link, posted, outputs
 
 
 async def test_outputs_are_released_after_a_while_when_no_batch_takes_them_along(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_link, "_RELEASE_S", 0.0)
-    link, posted = ready_link()
+    link, posted, _ = ready_link()
     for number in (1, 2):
         link.release(number)
-        await until(lambda number=number: len(posted) == number)  # type: ignore[misc]
-    assert [each.payload.tolist() for each in posted if each.payload is not None] == [[1], [2]]
+        await until(lambda number=number: len(posted.bodies) == number)  # type: ignore[misc]
+    assert posted.bodies == [Release((1,)), Release((2,))]
     link.release(3)
-    sent = SentBatch(1, 0, 1, (0,), "r", 0.0)
-    link.send(sent, BatchInputs(1, (), torch.zeros(1, 3), (0,)))
-    assert sent.inputs is not None
-    assert sent.inputs.release == (3,)
+    link.send(SentBatch(1, 0, 1, (0,), "r", 0.0), BatchInputs(1, (), torch.zeros(1, 3), (0,)))
+    assert posted.bodies[2] == Release((3,))
+    assert isinstance(posted.bodies[3], Batch)
     await asyncio.sleep(0)
-    assert [each.kind for each in posted[2:]] == [MessageKind.INPUTS]
+    assert len(posted.bodies) == 4
 
 
-@pytest.mark.parametrize("kind", [MessageKind.KEPT, MessageKind.RESULT])
-def test_result_is_refused_when_its_batch_is_not_in_flight(kind: MessageKind) -> None:
+@pytest.mark.parametrize("keep", [True, False])
+def test_output_is_taken_when_it_is_kept_or_sent(keep: bool) -> None:
     plan = bundle_plan(read_bundle(PREVIEW), 2)[0]
-    link, _ = ready_link(plan)
-    rows = torch.zeros(1, *plan.output_shape.dims, dtype=plan.output_dtype)
-    place = torch.tensor([7, *plan.output_shape.dims])
-    payload = place if kind is MessageKind.KEPT else rows
-    message = Message(kind, 1, payload, stage=plan.spec.index, version=plan.number)
-    header = Message.parse(message.header(), payload.nbytes)
+    link, posted, outputs = ready_link(plan)
+    rows = torch.zeros(1, *plan.spec.output_rows.dims, dtype=plan.output_dtype)
+    link.send(SentBatch(1, 0, plan.number, (0,), "r", 0.0), BatchInputs(1, (), rows, (0,), keep=keep))
+    done = Computed(1, 1, plan.spec.output_rows.dims, 7 if keep else None)
+    posted.takes[0](Received(Kind.REPLY, 1, done, memoryview(b"" if keep else bytearray(rows_payload(rows)))))
+    (output,) = outputs
+    if keep:
+        assert isinstance(output, KeptOutput)
+        assert (output.tensor, output.rows) == (7, 1)
+    else:
+        assert torch.equal(output, rows)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    ["kept with other rows", "kept and not asked for", "other rows", "too few bytes", "other message", "unloaded"],
+)
+def test_output_is_refused_when_it_does_not_match_its_batch(lie: str) -> None:
+    plan = bundle_plan(read_bundle(PREVIEW), 2)[0]
+    link, posted, outputs = ready_link(plan)
+    dims, size = plan.spec.output_rows.dims, plan.output_dtype.itemsize * plan.spec.output_rows.dims[0]
+    link.send(SentBatch(1, 0, plan.number, (0,), "r", 0.0), BatchInputs(1, (), None, (), keep="not asked" not in lie))
+    if lie == "unloaded":
+        link.unload(plan.number)
+    found = {
+        "kept with other rows": Computed(1, 1, (*dims, 2), 5),
+        "kept and not asked for": Computed(1, 1, dims, 5),
+        "other rows": Computed(1, 1, (*dims, 2)),
+        "too few bytes": Computed(1, 1, dims),
+        "other message": Restart(),
+        "unloaded": Computed(1, 1, dims, 5),
+    }[lie]
     with pytest.raises(WireError):
-        link._check(header)
-    link.send(SentBatch(1, 0, plan.number, (0,), "r", 0.0), BatchInputs(1, (), rows, (0,)))
-    link._check(header)
-    with pytest.raises(WireError):
-        link._check(replace(header, batch=2))
+        posted.takes[0](Received(Kind.REPLY, 1, found, memoryview(bytearray(size - 1))))
+    assert not outputs

@@ -13,10 +13,10 @@ import msgspec
 import torch
 
 from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.wire.link import Kind, Link, LinkLostError, Received, rows_payload
 from multiworld_serving.server.administration import Desired
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.frontends.link import Kind, Link, LinkLostError, Received
 from multiworld_serving.server.frontends.messages import (
     Done,
     Follow,
@@ -25,7 +25,6 @@ from multiworld_serving.server.frontends.messages import (
     Predict,
     Scrape,
     Step,
-    rows_payload,
 )
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction

@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 
 import multiworld
 from multiworld import WorldManager
+from multiworld_serving.common.wire import link
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import RowRef, Source
 from multiworld_serving.common.wire.join import WORLD_BACKEND
+from multiworld_serving.common.wire.link import Kind, Link, LinkLostError, Received, encode, rows_payload
 from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.server.administration import Desired, RestartFailedError
 from multiworld_serving.server.errors import STATUS_OF_REASON, OverloadedError, RequestRejected
-from multiworld_serving.server.frontends import link
-from multiworld_serving.server.frontends.link import Kind, Link, LinkLostError, Received, decode, encode
 from multiworld_serving.server.frontends.messages import (
+    FRONTEND_PROTOCOL,
+    MAX_BYTES,
     Done,
     LeaderState,
     Operation,
@@ -32,12 +34,12 @@ from multiworld_serving.server.frontends.messages import (
     Scrape,
     Step,
     parse_rows,
-    rows_payload,
 )
 from multiworld_serving.server.predictor import ModelVersion, Prediction, RestartStep, ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot
 from tests.waiting import until
 
+decode = FRONTEND_PROTOCOL.decode
 HEAD = struct.Struct("!BQII7x")
 PIECE = bytes(2**20)
 
@@ -87,8 +89,8 @@ def test_payload_is_aligned_and_writable_and_of_its_own() -> None:
         message += encode(Kind.MESSAGE, size, Predict("b" * size, 1.0), bytes([size]) * size)
     for frame in decode(memoryview(message)):
         assert (
-            torch.frombuffer(frame.payload, dtype=torch.uint8).data_ptr() % 8
-            == torch.frombuffer(message, dtype=torch.uint8).data_ptr() % 8
+            torch.frombuffer(frame.payload, dtype=torch.uint8).data_ptr() % 64
+            == torch.frombuffer(message, dtype=torch.uint8).data_ptr() % 64
         )
         frame.payload[0] = 255
     assert [bytes(frame.payload).count(255) for frame in decode(memoryview(message))] == [1] * 19
@@ -156,7 +158,10 @@ async def linked(receive: Callable[[Received], None] | None = None) -> AsyncIter
         )
 
         ends = Ends(
-            (Link(worlds[0], 1, receive or came[0].append), Link(worlds[1], 0, came[1].append)),
+            (
+                Link(worlds[0], 1, FRONTEND_PROTOCOL, receive or came[0].append, MAX_BYTES),
+                Link(worlds[1], 0, FRONTEND_PROTOCOL, came[1].append, MAX_BYTES),
+            ),
             came,
         )
         try:
@@ -259,6 +264,7 @@ async def test_link_ends_when_a_frame_is_invalid() -> None:
         lost = await running
         assert lost.failed
         assert "invalid message" in str(lost)
+        ends.leader.world.close()
         await at_frontend
 
 

@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 import torch
 
+from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.server.errors import (
     DeadlineError,
     DrainingError,
@@ -22,7 +23,6 @@ from multiworld_serving.server.errors import (
     RequestRejected,
 )
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.frontends.link import Link, LinkLostError
 from multiworld_serving.server.frontends.messages import Predict
 from multiworld_serving.server.predictor import ImageSizes, Prediction
 from multiworld_serving.server.snapshots import ServiceState

@@ -10,10 +10,10 @@ import torch
 
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, Source
+from multiworld_serving.common.wire.link import Kind, Received, rows_payload
 from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.frontends.link import Kind, Received
-from multiworld_serving.server.frontends.messages import Predict, Rejection, Scrape, rows_payload
+from multiworld_serving.server.frontends.messages import Predict, Rejection, Scrape
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ImageSizes, Prediction
 from tests.unit.edges.edge_parts import edges

@@ -1,16 +1,17 @@
-"""The link of a frontend and a leader: messages over their world, and requests with their replies.
+"""The link of a leader with a frontend or a worker: messages over their world, and requests with their replies.
 
-A message is a header of fixed length, a body as JSON, which is one of the types of `messages`, and a payload. Messages that are queued
-while others are on their way travel together in one transfer, so the requests of a busy service share the cost of a transfer.
+A message is a header of fixed length, a body as JSON, which is one of the types of the link's `Protocol`, and a payload. Messages that
+are queued while others are on their way travel together in one transfer, so they share the cost of a transfer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
+import math
 import struct
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,22 +24,17 @@ from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from multiworld.texts import one_line
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.message import Message, MessageKind, WireError
-from multiworld_serving.server.frontends.messages import AnyBody, Rejection
-from multiworld_serving.server.predictor import MAX_ROW_BYTES
-
-logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("!BQII7x")
 """Kind, number, bytes of JSON, bytes of payload. Headers and payloads start at a multiple of `_ALIGNED_BYTES`."""
-_ALIGNED_BYTES = 8
-MAX_BYTES = 8 * MAX_ROW_BYTES
-"""Maximum payload of one message."""
+_ALIGNED_BYTES = 64
+_MAX_BODY_BYTES = 1 << 20
 _MAX_ERROR_CHARS = 200
 _TRANSFER_BYTES = 1 << 22
 """A transfer is closed when it has this size."""
 _MAX_UNSENT_BYTES = 1 << 22
 """Bytes queued for sending above which `Link.wait_writable` waits."""
-_MAX_BACKLOG_BYTES = 2 * MAX_BYTES
+_MAX_BACKLOG_BYTES = 1 << 31
 """Bytes queued for sending above which the link fails: some senders do not wait."""
 Reply = tuple[Any, bytes | memoryview]
 """Body and payload."""
@@ -55,8 +51,57 @@ def _decode_tensor(_type: type, _value: object) -> Tensor:
     return torch.empty(0)
 
 
-_DECODER = msgspec.json.Decoder(AnyBody, dec_hook=_decode_tensor)
 _ENCODER = msgspec.json.Encoder(enc_hook=_encode_tensor)
+
+
+class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The body of a message. Its class is the tag `type`."""
+
+
+class Failure(Body, frozen=True):
+    """A reply that is an exception."""
+
+    def error(self) -> Exception:
+        """The exception."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What the two ends of a link say to each other.
+
+    Attributes:
+        bodies: decodes the body of a message: a union of subclasses of `Body`.
+        failure: makes the reply for an exception. It logs those that are not expected.
+    """
+
+    bodies: msgspec.json.Decoder[Any]
+    failure: Callable[[Exception], Failure]
+
+    @classmethod
+    def of(cls, bodies: Any, failure: Callable[[Exception], Failure]) -> Protocol:
+        return cls(msgspec.json.Decoder(bodies, dec_hook=_decode_tensor), failure)
+
+    def decode(self, data: memoryview) -> Iterator[Received]:
+        """The messages of one transfer. Raises ValueError if it is invalid."""
+        at = 0
+        while at < len(data):
+            if len(data) - at < _HEAD.size:
+                raise ValueError("a message ends in its header")
+            kind, number, text_bytes, payload_bytes = _HEAD.unpack_from(data, at)
+            text = at + _HEAD.size
+            end = text + text_bytes + payload_bytes
+            if end > len(data):
+                raise ValueError(f"a message of {text_bytes} + {payload_bytes} bytes is longer than its transfer")
+            body = None
+            if kind != Kind.CANCEL:
+                try:
+                    body = self.bodies.decode(data[text : text + text_bytes])
+                except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+                    detail = one_line(str(error), _MAX_ERROR_CHARS)
+                    raise ValueError(f"{detail}; do both sides run the same release?") from error
+            yield Received(Kind(kind), number, body, data[text + text_bytes : end])
+            at = end + -end % _ALIGNED_BYTES
 
 
 class Kind(IntEnum):
@@ -90,17 +135,26 @@ class LinkLostError(Exception):
 
     Attributes:
         failed: whether the other process failed; False if it left, or this process failed.
+        ending: how the world broke; None if it was closed, or if the other end sent an invalid message, in which case it has failed.
     """
 
-    def __init__(self, detail: str, *, failed: bool) -> None:
+    def __init__(self, detail: str, *, failed: bool, ending: BrokenWorldException | None = None) -> None:
         super().__init__(detail)
         self.failed = failed
+        self.ending = ending
+
+    @property
+    def cause(self) -> Cause:
+        """Why the link ended."""
+        if self.ending is not None:
+            return self.ending.cause
+        return Cause.ERROR if self.failed else Cause.LEFT
 
 
 def encode(kind: Kind, number: int = 0, body: Any = None, payload: bytes | memoryview = b"") -> bytearray:
     """One message, padded so that the next one is aligned."""
     text = b"" if body is None else _ENCODER.encode(body)
-    text += b" " * (-len(text) % _ALIGNED_BYTES)
+    text += b" " * (-(_HEAD.size + len(text)) % _ALIGNED_BYTES)
     data = bytearray(_HEAD.pack(kind, number, len(text), len(payload)))
     data += text
     data += payload
@@ -108,39 +162,38 @@ def encode(kind: Kind, number: int = 0, body: Any = None, payload: bytes | memor
     return data
 
 
-def decode(data: memoryview) -> Iterator[Received]:
-    """The messages of one transfer. Raises ValueError if it is invalid."""
-    at = 0
-    while at < len(data):
-        if len(data) - at < _HEAD.size:
-            raise ValueError("a message ends in its header")
-        kind, number, text_bytes, payload_bytes = _HEAD.unpack_from(data, at)
-        text = at + _HEAD.size
-        end = text + text_bytes + payload_bytes
-        if end > len(data):
-            raise ValueError(f"a message of {text_bytes} + {payload_bytes} bytes is longer than its transfer")
-        body = None
-        if kind != Kind.CANCEL:
-            try:
-                body = _DECODER.decode(data[text : text + text_bytes])
-            except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-                raise ValueError(
-                    f"{one_line(str(error), _MAX_ERROR_CHARS)}; do both sides run the same release?"
-                ) from error
-        yield Received(Kind(kind), number, body, data[text + text_bytes : end])
-        at = end + -end % _ALIGNED_BYTES
+def rows_payload(rows: Tensor) -> memoryview:
+    """The bytes of rows [N, …], as a payload."""
+    return rows.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def rows_of_payload(payload: memoryview, count: int, dtype: torch.dtype, row_shape: tuple[int, ...]) -> Tensor:
+    """The inverse of `rows_payload`, sharing memory with `payload`. Raises WireError if it is not `count` rows of this shape."""
+    expected = count * math.prod(row_shape) * dtype.itemsize
+    if len(payload) != expected:
+        raise WireError(f"{count} rows of {dtype} {row_shape} have {len(payload)} bytes; expected {expected}")
+    if not expected:
+        return torch.empty((count, *row_shape), dtype=dtype)
+    return torch.frombuffer(payload, dtype=dtype).view(count, *row_shape)
 
 
 class Link:
-    """One end of the link of a frontend and a leader.
+    """One end of the link of a leader with a frontend or a worker.
 
     Args:
         receive: called with each message that is no reply. A ValueError of it, for an invalid message, ends the link.
+
+    Attributes:
+        max_bytes: longest payload that the other end may send now.
     """
 
-    def __init__(self, world: World, peer: int, receive: Callable[[Received], None]) -> None:
+    def __init__(
+        self, world: World, peer: int, protocol: Protocol, receive: Callable[[Received], None], max_bytes: int = 0
+    ) -> None:
         self.world = world
-        self._channel = Channel(world, peer, _check)
+        self.max_bytes = max_bytes
+        self._protocol = protocol
+        self._channel = Channel(world, peer, self._check)
         self._receive = receive
         self._numbers = itertools.count(1)
         self._replies: dict[int, Callable[[Received | LinkLostError], object]] = {}
@@ -159,9 +212,13 @@ class Link:
 
     # -- messages of this end ----------------------------------------------------------------------------------------------------
 
-    def send(self, body: Any) -> None:
+    def send(self, body: Any, payload: bytes | memoryview = b"") -> None:
         """Queue a message without a reply; does nothing if the link has ended."""
-        self.send_encoded(encode(Kind.MESSAGE, 0, body))
+        self.send_encoded(encode(Kind.MESSAGE, 0, body, payload))
+
+    def ask(self, body: Any, payload: bytes | memoryview, take: Callable[[Received | LinkLostError], object]) -> None:
+        """Queue a message; `take` is called with its reply, or when the link ends. Raises LinkLostError if it has ended."""
+        self.send_encoded(encode(Kind.MESSAGE, self._expect_reply(take), body, payload))
 
     async def call(self, body: Any, payload: bytes | memoryview = b"", *, timeout_s: float | None) -> Received:
         """Send a message and wait for its reply. Cancelling withdraws it.
@@ -181,7 +238,8 @@ class Link:
                 self.send_encoded(encode(Kind.MESSAGE, number, body, payload))
                 return await future
         finally:
-            del self._replies[number], self._calls[number]
+            self._replies.pop(number, None)
+            del self._calls[number]
             if future.cancelled() or not future.done():
                 self.send_encoded(encode(Kind.CANCEL, number))
 
@@ -206,7 +264,7 @@ class Link:
                 finished = isinstance(found, LinkLostError) or found.kind is Kind.REPLY
                 yield _result(found).body
         finally:
-            del self._replies[number]
+            self._replies.pop(number, None)
             if not finished:
                 self.send_encoded(encode(Kind.CANCEL, number))
 
@@ -224,10 +282,18 @@ class Link:
         self.send_encoded(encode(kind, number, body, payload))
 
     def handle(self, number: int, work: Coroutine[Any, Any, Any]) -> None:
-        """Run this work, and reply with the body that it returns or its exception. Cancelled as `expect_cancel` says, and raises as it."""
+        """Run this work, and reply with the body, or body and payload, that it returns, or its exception.
+
+        Cancelled as `expect_cancel` says, and raises as it.
+        """
         task = asyncio.ensure_future(work)
         self.expect_cancel(number, task.cancel)
-        task.add_done_callback(lambda done: self.finish(number, lambda: (done.result(), b"")))
+
+        def result() -> Reply:
+            found = task.result()
+            return found if isinstance(found, tuple) else (found, b"")
+
+        task.add_done_callback(lambda _: self.finish(number, result))
 
     def expect_cancel(self, number: int, cancel: Callable[[], object]) -> None:
         """Call `cancel` if the other end withdraws its message or the link ends, unless `finish` comes first.
@@ -252,10 +318,7 @@ class Link:
 
     def reply_error(self, number: int, error: Exception) -> None:
         """Reply with this exception."""
-        body = Rejection.of(error)
-        if body.is_internal:
-            logger.error("world=%s message %d failed", self.world.name, number, exc_info=error)
-        self.reply(number, body)
+        self.reply(number, self._protocol.failure(error))
 
     # -- transfers -------------------------------------------------------------------------------------------------------------
 
@@ -285,22 +348,15 @@ class Link:
             while True:
                 message = await self._channel.receive()
                 assert message.payload is not None
-                for received in decode(message.payload.numpy().data.cast("B")):
-                    if received.kind is Kind.MESSAGE:
-                        self._receive(received)
-                    elif received.kind is Kind.CANCEL:
-                        self._cancel(received.number)
-                    elif (take := self._replies.get(received.number)) is not None:
-                        take(received)
-        except (BrokenWorldException, WorldClosedError) as ending:
-            failed = isinstance(ending, BrokenWorldException) and (
-                ending.rank == self._channel.peer and ending.cause not in _HEALTHY
-            )
-            lost = LinkLostError(str(ending), failed=failed)
-        except ValueError as error:
-            # The other end may have another release or another model. A failure of the world would be logged at each attempt to join.
+                for received in self._protocol.decode(message.payload.numpy().data.cast("B")):
+                    self._take(received)
+        except WorldClosedError as closed:
+            lost = LinkLostError(str(closed), failed=False)
+        except BrokenWorldException as ending:
+            failed = ending.rank == self._channel.peer and ending.cause not in _HEALTHY
+            lost = LinkLostError(str(ending), failed=failed, ending=ending)
+        except ValueError as error:  # the other end may have another release or another model
             lost = LinkLostError(f"invalid message ({type(error).__name__}: {error!s:.300})", failed=True)
-            self.world.close()
         finally:
             self._end()
             for number in tuple(self._handling):
@@ -308,6 +364,24 @@ class Link:
             for take in tuple(self._replies.values()):
                 take(lost)
         return lost
+
+    def _take(self, received: Received) -> None:
+        number = received.number
+        match received.kind:
+            case Kind.MESSAGE:
+                self._receive(received)
+            case Kind.CANCEL:
+                self._cancel(number)
+            case kind:
+                take = self._replies.get(number) if kind is Kind.STEP else self._replies.pop(number, None)
+                if take is not None:
+                    take(received)
+
+    def _check(self, message: Message) -> None:
+        """See `Channel`. The last message of a transfer may be longer than a transfer."""
+        if message.kind is not MessageKind.FRAMES:
+            raise WireError(f"unexpected {message.kind.name} on a link")
+        message.require_batch(torch.uint8, (), 1, self.max_bytes + _MAX_BODY_BYTES + _TRANSFER_BYTES)
 
     def fail(self, detail: str) -> None:
         """Break the world."""
@@ -363,13 +437,7 @@ def _settle(future: asyncio.Future[Received], found: Received | LinkLostError) -
 def _result(found: Received | LinkLostError) -> Received:
     """Raises the exception that it is."""
     if isinstance(found, LinkLostError):
-        raise LinkLostError(str(found), failed=found.failed)
-    if isinstance(found.body, Rejection):
+        raise LinkLostError(str(found), failed=found.failed, ending=found.ending)
+    if isinstance(found.body, Failure):
         raise found.body.error()
     return found
-
-
-def _check(message: Message) -> None:
-    if message.kind is not MessageKind.FRAMES:
-        raise WireError(f"unexpected {message.kind.name} between frontend and leader")
-    message.require_batch(torch.uint8, (), 1, MAX_BYTES + (1 << 20))
