@@ -26,8 +26,7 @@ from multiworld.errors import (
 )
 from multiworld.events import WorldEvent
 from multiworld.manager import WorldManager
-from multiworld.ops.operation import Operation
-from multiworld.ops.views import View
+from multiworld.ops.operation import Operation, View
 from multiworld.world import Transport, World, WorldState
 
 __version__ = "0.1.0"

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -26,7 +27,6 @@ from multiworld.control.loop import ControlLoop
 from multiworld.errors import JoinError, WorldExistsError, WorldNotFoundError
 from multiworld.events import EventStream, WorldEvent
 from multiworld.membership.acceptor import Acceptor, Answerer, bind
-from multiworld.membership.generations import Generations
 from multiworld.membership.local_socket import bind_local, default_runtime_dir
 from multiworld.transport.segments import Register, SegmentPool
 from multiworld.world import World, WorldState
@@ -37,6 +37,8 @@ DEFAULT_PORT = 29500
 """The port of rank 0 when none is given. Many worlds may share it."""
 _MAX_ENDED = 1000
 """How many ended worlds are kept by name."""
+_MAX_GENERATIONS = 10_000
+"""Limit of names whose generation is remembered. Programs may use a new name for every job."""
 _SHARED_MEMORY_BYTES = 1 << 28
 _CLEANUP_S = 10.0
 _CONTROL_LOOP_S = 5.0
@@ -104,7 +106,7 @@ class WorldManager:
         self._worlds: dict[str, World] = {}
         self._announced: set[str] = set()
         self._created: weakref.WeakSet[World] = weakref.WeakSet()
-        self._generations = Generations()
+        self._generations = _Generations()
         self._secrets = [self._secret]  # shared with all acceptors
         # By IP address and port. That of the Unix socket by its folder and 0.
         self._acceptors: dict[tuple[str, int], Acceptor] = {}
@@ -424,6 +426,26 @@ class WorldManager:
         self._segments.close()
         self._events.publish(None)
         _open_managers.discard(self)
+
+
+class _Generations:
+    """The latest generation of each name that this process hosted as rank 0. The number only increases for a name.
+
+    Above the limit of names the oldest is forgotten. An unknown name starts after the highest generation of all forgotten names.
+    """
+
+    def __init__(self) -> None:
+        self._latest: OrderedDict[str, int] = OrderedDict()
+        self._forgotten = 0
+
+    def take(self, name: str, generation: int = 0) -> int:
+        """Return the generation of a new world: `generation` if it is not 0, else the latest of that name plus one."""
+        latest = self._latest.pop(name, self._forgotten)
+        generation = generation or latest + 1
+        self._latest[name] = max(generation, latest)
+        if len(self._latest) > _MAX_GENERATIONS:
+            self._forgotten = max(self._forgotten, self._latest.popitem(last=False)[1])
+        return generation
 
 
 def _listening_host(addr: str) -> str:

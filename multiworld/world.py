@@ -50,9 +50,8 @@ from multiworld.execution.threads import WorkerThread
 from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.forming import Forming
 from multiworld.ops import p2p
-from multiworld.ops.operation import Collective, Message, Operation, Receive, Send
+from multiworld.ops.operation import Collective, Message, Operation, Receive, Send, View
 from multiworld.ops.validation import WorldFacts
-from multiworld.ops.views import View
 from multiworld.transport.connection import PeerConnection, SocketPayloads
 from multiworld.transport.poller import Poller, poller_of
 from multiworld.transport.shared import SharedPayloads

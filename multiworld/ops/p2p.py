@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from multiworld.ops.buffers import RecvBuffer, contiguous
-from multiworld.ops.operation import Receive, Send
+from multiworld.ops.operation import Receive, Send, View
 from multiworld.ops.validation import WorldFacts, tensor_signature
-from multiworld.ops.views import View
 
 MAX_HEADER_BYTES = 48
 

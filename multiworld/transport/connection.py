@@ -22,8 +22,7 @@ from torch import Tensor
 
 from multiworld.errors import Cause
 from multiworld.execution.failures import ConnectionLostError, described
-from multiworld.ops.operation import Message, Receive
-from multiworld.ops.views import View
+from multiworld.ops.operation import Message, Receive, View
 from multiworld.transport.poller import Poller
 from multiworld.transport.wire import HEAD, MESSAGE, RECV_READY, Output, credit_head, decode_signature
 

@@ -21,8 +21,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from multiworld.ops.operation import Message, Receive, Send
-from multiworld.ops.views import View
+from multiworld.ops.operation import Message, Receive, Send, View
 from multiworld.transport.connection import SENDMSG_BUFFERS, PeerConnection, SocketPayloads
 from multiworld.transport.segments import MIN_BYTES, Segment, SegmentPool, check_segment
 from multiworld.transport.wire import HEAD, IN_PLACE, IN_RING, NUMBERS, PIECE, PIECE_DONE, PLACE, RELEASE, RING, Output

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from multiworld import WorldManager
 from multiworld.membership.local_socket import bind_local, default_runtime_dir
-from multiworld.ops.operation import Operation
+from multiworld.ops.operation import Operation, View
 from multiworld.ops.p2p import recv_view, send_message
-from multiworld.ops.views import View
 from multiworld.transport.connection import PeerConnection
 from multiworld.transport.poller import poller_of
 from multiworld.transport.segments import MIN_BYTES, SegmentPool
