@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +87,7 @@ class MemberAgent:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._forming: asyncio.Task[None] | None = None
+        self._world: World | None = None  # of the last view that formed; None in a view of one member
 
     # -- for the application -------------------------------------------------------------------------------------------
 
@@ -147,11 +148,8 @@ class MemberAgent:
         self.raise_if_ended()
         if not self.state.is_in(view_number):
             raise self.view_ended(view_number)
-        world = self._manager.world(self._name) if len(self.state.view.members) > 1 else None
-        if world is not None and world.generation != view_number:
-            raise self.view_ended(view_number)
         try:
-            yield world
+            yield self._world
         except WorldClosedError:
             self.raise_if_ended()
             raise self.view_ended(view_number) from None
@@ -179,11 +177,8 @@ class MemberAgent:
 
     async def _wait_for_view(self, after: int) -> None:
         """Wait until a view later than `after` is ready, or this process is no longer a member."""
-        await self._wait_until(lambda: self.state.view.number > after and self.state.is_in(self.state.view.number))
-
-    async def _wait_until(self, done: Callable[[], bool]) -> None:
-        """Wait until `done` is true, or this process is no longer a member."""
-        while self.error is None and not done():
+        state = self.state
+        while self.error is None and not (state.view.number > after and state.is_in(state.view.number)):
             self._changed.clear()
             await self._changed.wait()
 
@@ -196,8 +191,8 @@ class MemberAgent:
                 case Send(message):
                     if self._link is not None:
                         self._link.send(message)
-                case CloseView(view_number):
-                    self._close_view(view_number)
+                case CloseView():
+                    self._close_view()
                 case FormView(view):
                     self._forming = self._spawn(self._form_world(view, self._forming))
                 case EndMembership(error, detail):
@@ -208,12 +203,12 @@ class MemberAgent:
                         self._link.close()
         self._changed.set()
 
-    def _close_view(self, view_number: int) -> None:
+    def _close_view(self) -> None:
         if self._forming is not None:
             self._forming.cancel()
-        world = self._manager.worlds.get(self._name)
-        if world is not None and world.generation == view_number:
-            self._manager.remove_world(self._name)
+        if self._world is not None:
+            self._world.close()
+            self._world = None
 
     async def _form_world(self, view: View, previous: asyncio.Task[None] | None) -> None:
         """Form the world of `view` after the previous attempt has ended."""
@@ -222,7 +217,7 @@ class MemberAgent:
         rank, size, first = view.rank_of(self.state.id), len(view.members), view.members[0]
         try:
             if size > 1:
-                await self._manager.initialize_world(
+                self._world = await self._manager.initialize_world(
                     self._name, rank, size, "multiworld", first.host, first.port, self._config.form_timeout_s,
                     generation=view.number,
                 )  # fmt: skip
