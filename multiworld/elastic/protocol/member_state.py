@@ -96,7 +96,7 @@ class MemberState:
                 self.new_members_wait = True
             case Evicted(reason=reason):
                 detail = f"the rendezvous server evicted this member after view {current}: {one_line(reason)}"
-                return self._end(EvictedError, detail)
+                return self.leave(EvictedError, detail)
         return []
 
     def on_reconnected(self) -> list[Action]:
@@ -107,7 +107,7 @@ class MemberState:
         """The rendezvous server cannot be reached or does not know this member. The current view may continue, but no other follows."""
         self.rendezvous_error = detail
         self.new_members_wait = False
-        return [] if self.is_in(self.view.number) else self._end(RendezvousError, detail)
+        return [] if self.is_in(self.view.number) else self.leave(RendezvousError, detail)
 
     # -- from the world of the view ------------------------------------------------------------------------------------
 
@@ -136,14 +136,17 @@ class MemberState:
         return True
 
     def leave(self, error: type[ElasticError], detail: str) -> list[Action]:
-        """End the membership for a local reason. Idempotent."""
-        return self._end(error, detail)
+        """End the membership. Idempotent."""
+        if self.phase == "ended":
+            return []
+        self.phase = "ended"
+        return [*([CloseView(self.view.number)] if self.view.number else []), EndMembership(error, detail)]
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _install_view(self, view: View) -> list[Action]:
         if self.id not in view.ids():  # a protocol error: the rendezvous server sends a view only to its members
-            return self._end(EvictedError, f"view {view.number} does not include this member")
+            return self.leave(EvictedError, f"view {view.number} does not include this member")
         before, self.view, self.phase, self._request = self.view.number, view, "forming", None
         self.committed = max(self.committed, view.committed)
         self.new_members_wait = False
@@ -154,13 +157,7 @@ class MemberState:
 
     def _request_next_view(self, *, at_boundary: bool, suspect: str = "") -> list[Action]:
         if self.rendezvous_error is not None:
-            return self._end(RendezvousError, self.rendezvous_error)
+            return self.leave(RendezvousError, self.rendezvous_error)
         self._request = NextViewRequest(self.view.number, at_boundary, self.committed, suspect)
         self.phase = "requested"
         return [Send(self._request)]
-
-    def _end(self, error: type[ElasticError], detail: str) -> list[Action]:
-        if self.phase == "ended":
-            return []
-        self.phase = "ended"
-        return [*([CloseView(self.view.number)] if self.view.number else []), EndMembership(error, detail)]
