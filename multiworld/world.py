@@ -404,9 +404,10 @@ class World:
         """A transfer, or the algorithm of a collective, completed: copy the results back if necessary and complete the operation."""
         if isinstance(operation, Message):
             operation.memory = operation.data = None  # the caller may keep the operation
-        if isinstance(operation, Message) and operation.collective is not None:
-            operation.resolve(None)
-        elif operation.copy_back is None:
+            if operation.collective is not None:
+                operation.resolve(None)
+                return
+        if operation.copy_back is None:
             self._complete(operation)
         else:
             self._run_on_thread(operation, partial(self._finish, operation))
