@@ -137,47 +137,33 @@ async def notify_systemd() -> AsyncIterator[None]:
 
     With WatchdogSec=, the event loop sends WATCHDOG=1 twice in that time, so systemd restarts a process whose loop is blocked.
     """
-    address = _notify_address()
-    if not address:
+    notify("READY=1")
+    given = os.environ.get("WATCHDOG_USEC", "")
+    heartbeats = asyncio.create_task(_send_heartbeats(int(given) / 2e6)) if given.isdecimal() and int(given) else None
+    try:
         yield
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sock:
-        _notify(sock, address, "READY=1")
-        given = os.environ.get("WATCHDOG_USEC", "")
-        interval_s = int(given) / 2e6 if given.isdecimal() else 0.0
-        try:
-            with contextlib.ExitStack() as stack:
-                if interval_s:
-                    stack.callback(asyncio.create_task(_send_heartbeats(sock, address, interval_s)).cancel)
-                yield
-        finally:
-            notify("STOPPING=1")
+    finally:
+        if heartbeats is not None:
+            heartbeats.cancel()
+        notify("STOPPING=1")
 
 
 def notify(state: str) -> bool:
     """Send a message to systemd or the supervisor, see sd_notify(3). Returns whether there is one, and the message was sent."""
-    if not (address := _notify_address()):
-        return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sock:
-        return _notify(sock, address, state)
-
-
-def _notify_address() -> str:
     own_pid = str(os.getpid())
     is_own = os.environ.get("WATCHDOG_PID", own_pid) == own_pid  # otherwise it is set for the parent process
-    return os.environ.get("NOTIFY_SOCKET", "") if is_own else ""
-
-
-async def _send_heartbeats(sock: socket.socket, address: str, interval_s: float) -> None:
-    while True:
-        _notify(sock, address, "WATCHDOG=1")
-        await asyncio.sleep(interval_s)
-
-
-def _notify(sock: socket.socket, address: str, state: str) -> bool:
-    try:
-        sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
-    except OSError as error:
-        logger.warning("cannot notify systemd of %s at %s: %s", state, address, error)
+    if not is_own or not (address := os.environ.get("NOTIFY_SOCKET")):
         return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sock:
+        try:
+            sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+        except OSError as error:
+            logger.warning("cannot notify systemd of %s at %s: %s", state, address, error)
+            return False
     return True
+
+
+async def _send_heartbeats(interval_s: float) -> None:
+    while True:
+        notify("WATCHDOG=1")
+        await asyncio.sleep(interval_s)

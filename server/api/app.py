@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from multiworld_serving.server.auth.authorizer import (
     is_admin_path,
     is_inference_path,
 )
-from multiworld_serving.server.errors import RequestRejected
+from multiworld_serving.server.errors import DrainingError, RequestRejected
 from multiworld_serving.server.http.errors import (
     INTERNAL_ERROR,
     OtherPort,
@@ -94,10 +95,8 @@ class Application(FastAPI):
         """Respond to a request. Routes of GET also respond to HEAD, and uvicorn sends no body then."""
         protocol, name = (None, None) if self._groups is None else inference_protocol(scope["path"])
         group = None if self._groups is None else self._groups.find(name)
-        if group is None:
-            record = self._requests.begin(scope, "", protocol)
-        else:
-            record = self._requests.begin(scope, group.pool.version.name, protocol, group.requests)
+        version, counts = ("", None) if group is None else (group.pool.version.name, group.requests)
+        record = self._requests.begin(scope, version, protocol, counts)
         started, status = False, record.status
 
         async def send_with_id(message: Message) -> None:
@@ -117,6 +116,14 @@ class Application(FastAPI):
                     record.reason, record.status = "internal", 500
                     raise
                 await self._error_response(error, scope, record)(scope, receive, send_with_id)
+            except asyncio.CancelledError:
+                if started:
+                    raise
+                # The server has stopped, and uvicorn cancels what is left. It would respond with 500 and plain text.
+                rejection = DrainingError(
+                    "the server stopped before the response was ready; send the request to another one"
+                )
+                await rejection_response(rejection, record)(scope, receive, send_with_id)
             record.status = status
         finally:
             self._requests.end(scope, record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TypeVar
@@ -84,7 +84,7 @@ class Inference:
         opened: OpenRequest,
         receive: Callable[[], Awaitable[B]],
         parse: Callable[[B], InferRequest],
-        encode: Callable[[Prediction, InferRequest], Awaitable[T]],
+        encode: Callable[[Prediction, InferRequest], T | Coroutine[None, None, T]],
         is_quick: Callable[[B], bool] = lambda _: False,
     ) -> T:
         """Receive and answer a request.
@@ -92,7 +92,8 @@ class Inference:
         Args:
             receive: returns the body.
             parse: parses the body on a thread. The body is freed before the prediction.
-            encode: serializes the prediction for the request, which is given without its rows.
+            encode: serializes the prediction for the request, which is given without its rows. If the prediction is large, it runs on
+                a thread. May return a coroutine, which is awaited on the event loop.
             is_quick: whether parsing a body takes less than a thread costs.
         Raises:
             RequestRejected: the request is invalid, or at least one sample was rejected, and so the whole request is.
@@ -121,7 +122,9 @@ class Inference:
                 )
             predicted_s = time.monotonic()
             record.version = prediction.version
-            encoded = await encode(prediction, asked)
+            is_large = prediction.output.nbytes > _LARGE_BYTES
+            found = await asyncio.to_thread(encode, prediction, asked) if is_large else encode(prediction, asked)
+            encoded = await found if isinstance(found, Coroutine) else found
             record.prediction, record.output_s = prediction, time.monotonic() - predicted_s
             return encoded
 
@@ -152,11 +155,6 @@ def output_tensors(prediction: Prediction, model: ServedModel) -> tuple[Tensor, 
     if model.labels and not outputs[0].isfinite().all().item():
         raise StageError("the model returned probabilities that are not finite for this sample; check the weights")
     return outputs
-
-
-async def encoded(encode: Callable[[], T], prediction: Prediction) -> T:
-    """The result of `encode`, which serializes the prediction: on a thread if it is large."""
-    return await asyncio.to_thread(encode) if prediction.output.nbytes > _LARGE_BYTES else encode()
 
 
 def prediction_headers(prediction: Prediction) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.resources import files
+from mimetypes import guess_type
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -21,12 +22,6 @@ from multiworld_serving.server.observability.requests import RequestRecord
 Scrape = Callable[[], Awaitable[bytes]]
 """Returns metrics in Prometheus' text format."""
 
-_FILE_TYPES = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "jpg": "image/jpeg",
-}
 _FILES = {file.name: file for file in (files("multiworld_serving.server.api") / "status_page").iterdir()}
 _FILE_HEADERS = {
     # Only the page's own files, nothing inline: names of workers and models can never run as scripts.
@@ -100,14 +95,13 @@ def operations_routes(groups: Groups, scrape: Scrape) -> list[Route]:
 
 
 async def _file(request: Request) -> Response:
-    if (name := request.path_params["name"]) not in _FILES:
-        raise HTTPException(404)
-    return _file_response(name)
+    return _file_response(request.path_params["name"])
 
 
 def _file_response(name: str) -> Response:
-    kind = _FILE_TYPES[name.rpartition(".")[2]]
-    return Response(_FILES[name].read_bytes(), headers={**_FILE_HEADERS, "Content-Type": kind})
+    if name not in _FILES:
+        raise HTTPException(404)
+    return Response(_FILES[name].read_bytes(), headers=_FILE_HEADERS, media_type=guess_type(name)[0])
 
 
 async def metrics_response(scrape: Scrape) -> Response:

@@ -55,7 +55,7 @@ class PredictRoute:
         def parse(body: bytes) -> InferRequest:
             return InferRequest(self._decode(body, content_type))
 
-        async def encode(prediction: Prediction, _: InferRequest) -> Response:
+        def encode(prediction: Prediction, _: InferRequest) -> Response:
             return self._response(prediction, opened.record, top_k)
 
         return await inference.answer(opened, partial(opened.body, request.headers), parse, encode, decodes_quickly)

@@ -118,7 +118,8 @@ class Authorizer:
             raise ForbiddenError("an inference key does not permit admin requests; send a key of --admin-keys-file")
         if self.keys.admin:
             raise UnauthenticatedError("no valid admin key; send one as `Authorization: Bearer KEY`")
-        if not _is_local(scope) or any(name in headers for name in _BROWSER_AND_PROXY_HEADERS):
+        is_local = scope["client"] is not None and is_loopback(scope["client"][0])
+        if not is_local or any(name in headers for name in _BROWSER_AND_PROXY_HEADERS):
             raise ForbiddenError(
                 "without admin keys (--admin-keys-file), the service accepts admin requests only from programs on its own machine"
             )
@@ -154,8 +155,9 @@ def _presented_key(headers: Headers, method: str) -> bytes | None:
         return None
 
 
-def _is_local(scope: Scope) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether this address can be reached from its own machine only."""
     try:
-        return scope["client"] is not None and ipaddress.ip_address(scope["client"][0]).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False

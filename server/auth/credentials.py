@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import signal
 import ssl
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 from multiworld_serving.common.config.errors import SettingsError, UserError
 from multiworld_serving.common.config.keys import KeySet, read_keys
-from multiworld_serving.server.auth.authorizer import ApiKeys
+from multiworld_serving.server.auth.authorizer import ApiKeys, is_loopback
 from multiworld_serving.server.http.tls import TlsFiles, read_tls_files, server_context
 from multiworld_serving.server.settings import HttpSettings
 
@@ -48,19 +47,12 @@ def read_credentials(settings: HttpSettings) -> Credentials:
 
 def warn_if_unprotected(settings: HttpSettings, credentials: Credentials) -> None:
     """Log a warning if other machines can reach the service without authentication or encryption."""
-    if _is_loopback(settings.host):
+    if is_loopback(settings.host):
         return
     if not credentials.keys.inference:
         logger.warning("anyone who can reach %s can request inference; --api-keys-file requires keys", settings.host)
     elif settings.tls_cert_file is None:
         logger.warning("keys are sent unencrypted to %s; use --tls-cert-file or a TLS proxy", settings.host)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def reload_on_sighup(settings: HttpSettings, apply: Callable[[Credentials], None]) -> None:

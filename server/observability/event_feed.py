@@ -82,7 +82,6 @@ class EventFeed:
         self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self._points: deque[Point] = deque(maxlen=_MAX_POINTS)
         self._last: PipelineSnapshot | None = None
-        self._statuses = requests.statuses()
         self._tick_s = time.monotonic()
         self._next_id = 1
         self._followers: dict[object, float] = {}
@@ -146,9 +145,9 @@ class EventFeed:
 
     def _tick(self, snapshot: PipelineSnapshot) -> None:
         """Once a second."""
-        statuses, now_s = self._requests.statuses(), time.monotonic()
-        self._points.append(_point(statuses - self._statuses, now_s - self._tick_s, self._requests.take_durations()))
-        self._statuses, self._tick_s = statuses, now_s
+        now_s = time.monotonic()
+        self._points.append(_point(self._requests.take_recent(), now_s - self._tick_s))
+        self._tick_s = now_s
         self.observe(snapshot)
 
     def _compare(self, stage: int, before: ReplicaSnapshot | None, now: ReplicaSnapshot) -> None:
@@ -176,17 +175,18 @@ def _message(kind: str, content: object) -> bytes:
     return f"event: {kind}\ndata: ".encode() + msgspec.json.encode(content) + b"\n\n"
 
 
-def _point(statuses: Counter[str], seconds: float, took_s: list[float]) -> Point:
-    took_s.sort()
+def _point(ended: list[tuple[int, float]], seconds: float) -> Point:
+    statuses = Counter(status // 100 for status, _ in ended)
+    took_s = sorted(duration_s for status, duration_s in ended if status == 200)
 
     def quantile_ms(share: float) -> float | None:
         return round(1000 * took_s[int(share * (len(took_s) - 1))], 1) if took_s else None
 
     return Point(
         at_unix_s=time.time(),
-        answered=round(statuses["2"] / seconds, 1),
-        refused=round(statuses["4"] / seconds, 1),
-        failed=round(statuses["5"] / seconds, 1),
+        answered=round(statuses[2] / seconds, 1),
+        refused=round(statuses[4] / seconds, 1),
+        failed=round(statuses[5] / seconds, 1),
         p50_ms=quantile_ms(0.5),
         p99_ms=quantile_ms(0.99),
         slowest_ms=quantile_ms(1),

@@ -6,6 +6,7 @@ Counters and histograms are incremented where things happen. What follows from t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -44,11 +45,15 @@ class LinkMetrics(NamedTuple):
 
 
 class LeaderMetrics(ProgramMetrics):
-    """The counters, gauges and histograms of a leader. `Counter` and the others are thread-safe."""
+    """The counters, gauges and histograms of a leader. `Counter` and the others are thread-safe.
+
+    Attributes:
+        link: returns the series of a slot, by its stage and replica.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._links: dict[tuple[int, int], LinkMetrics] = {}
+        self.link = functools.cache(self._link)
         self._define_requests()
         self._define_stages()
         self._define_failures()
@@ -111,19 +116,16 @@ class LeaderMetrics(ProgramMetrics):
             self._detection_s.labels(cause)
             self.recovery_s.labels(cause)
 
-    def link(self, stage: int, replica: int) -> LinkMetrics:
-        """The series of a slot. Created, together with those of its failures, if they are missing."""
-        link = self._links.get((stage, replica))
-        if link is None:
-            for cause in CAUSES:
-                self._world_failures.labels(stage, replica, cause)
-            link = self._links[stage, replica] = LinkMetrics(
-                self._link_bytes.labels(stage, replica, "sent"),
-                self._link_bytes.labels(stage, replica, "received"),
-                self._stage_s.labels(stage, replica, "compute"),
-                self._stage_s.labels(stage, replica, "transfer"),
-            )
-        return link
+    def _link(self, stage: int, replica: int) -> LinkMetrics:
+        """Create the series of a slot, together with those of its failures."""
+        for cause in CAUSES:
+            self._world_failures.labels(stage, replica, cause)
+        return LinkMetrics(
+            self._link_bytes.labels(stage, replica, "sent"),
+            self._link_bytes.labels(stage, replica, "received"),
+            self._stage_s.labels(stage, replica, "compute"),
+            self._stage_s.labels(stage, replica, "transfer"),
+        )
 
     def world_broken(self, stage: int, replica: int, cause: str, detected_after_s: float | None) -> None:
         """A link failed. `detected_after_s` counts from the last sign of life; None = unknown."""

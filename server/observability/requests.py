@@ -6,7 +6,6 @@ import logging
 import random
 import re
 import time
-from collections import Counter as Tally
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ MAX_ERRORS_PER_S = 50
 """Lines about errors in one second without `log_all`: an overloaded service rejects thousands of requests per second."""
 MAX_VERSIONS = 8
 """Versions whose series are kept, as leaders keep the numbers of the latest eight."""
-_MAX_DURATIONS = 10_000
+_MAX_RECENT = 10_000
 _NOT_FOR_THE_MODEL = (404, 405)
 _GIVEN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _SCOPE_KEY = "multiworld.request"
@@ -109,6 +108,7 @@ class Requests:
 
     Attributes:
         traces: None = no tracing.
+        ended, images, duration: the metrics, which all models share.
         log_all: log all requests; False logs failed inference requests only, at most `MAX_ERRORS_PER_S`.
     """
 
@@ -116,15 +116,23 @@ class Requests:
         self.traces: RequestTraces | None = None
         self.log_all = False
         self._second = self._errors = 0
-        self._families = _Families(metrics)
-        self._unknown = ModelRequests("", self._families)
+        labels = ("model", "version", "protocol", "code", "reason")
+        self.ended = metrics.counter("requests", "Inference requests completed, by outcome.", labels)
+        self.images = metrics.counter("images", "Images in answered inference requests.", ("model", "version"))
+        self.duration = metrics.histogram(
+            "request_duration_seconds",
+            "Time from the first byte of the request to the last byte of the response, by outcome.",
+            _REQUEST_S,
+            ("model", "protocol", "code"),
+        )
+        self._unknown = ModelRequests("", self)
         self._in_flight = metrics.gauge("requests_in_flight", "Inference requests in flight.")
         self._count = suppress_errors(self._count_outcome)
         self._log = suppress_errors(self._log_request)
 
     def of_model(self, name: str) -> ModelRequests:
         """New counts of the requests for a model."""
-        return ModelRequests(name, self._families)
+        return ModelRequests(name, self)
 
     def begin(
         self, scope: Scope, version: str, protocol: InferenceProtocol | None, counts: ModelRequests | None = None
@@ -195,21 +203,6 @@ class Requests:
         (record.counts or self._unknown).add(record)
 
 
-class _Families:
-    """The metrics of requests, which all models of a frontend share."""
-
-    def __init__(self, metrics: ProgramMetrics) -> None:
-        labels = ("model", "version", "protocol", "code", "reason")
-        self.requests = metrics.counter("requests", "Inference requests completed, by outcome.", labels)
-        self.images = metrics.counter("images", "Images in answered inference requests.", ("model", "version"))
-        self.duration = metrics.histogram(
-            "request_duration_seconds",
-            "Time from the first byte of the request to the last byte of the response, by outcome.",
-            _REQUEST_S,
-            ("model", "protocol", "code"),
-        )
-
-
 class ModelRequests:
     """The requests for one model of a frontend.
 
@@ -217,14 +210,13 @@ class ModelRequests:
         model: its name.
     """
 
-    def __init__(self, model: str, families: _Families) -> None:
+    def __init__(self, model: str, families: Requests) -> None:
         self.model = model
         self._families = families
         self._protocols: Sequence[InferenceProtocol] = ()
         self._versions: list[str] = []
         """Those with series; the latest last."""
-        self._statuses: Tally[str] = Tally()
-        self._recent_s: deque[float] = deque(maxlen=_MAX_DURATIONS)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_MAX_RECENT)
         self._last_unix_s = 0.0
         self._inferences = 0
         self._success, self._fail = _Times(), _Times()
@@ -240,11 +232,9 @@ class ModelRequests:
         """Count a request that has ended."""
         code, duration_s = record.status, record.duration_s
         self._use(record.version)
-        self._families.requests.labels(self.model, record.version, record.protocol, code, record.reason).inc()
+        self._families.ended.labels(self.model, record.version, record.protocol, code, record.reason).inc()
         self._families.duration.labels(self.model, record.protocol, code).observe(duration_s)
-        self._statuses[str(code)[0]] += 1
-        if code == 200:
-            self._recent_s.append(duration_s)
+        self._recent.append((code, duration_s))
         if code not in _NOT_FOR_THE_MODEL:
             self._last_unix_s = time.time()
             times = self._success if code == 200 else self._fail
@@ -281,22 +271,18 @@ class ModelRequests:
         for protocol in self._protocols:
             self._families.duration.labels(self.model, protocol, 200)
             for reason, code in _OUTCOMES.items():
-                self._families.requests.labels(self.model, version, protocol, code, reason)
+                self._families.ended.labels(self.model, version, protocol, code, reason)
         if len(versions) > MAX_VERSIONS:
             former = {"model": self.model, "version": versions.pop(0)}
             self._families.images.remove_by_labels(former)
-            self._families.requests.remove_by_labels(former)
+            self._families.ended.remove_by_labels(former)
 
     # For the status page
 
-    def statuses(self) -> Tally[str]:
-        """The number of requests since the start, by the first digit of the status."""
-        return self._statuses.copy()
-
-    def take_durations(self) -> list[float]:
-        """Durations in seconds of the responses since the last call, at most the latest 10,000. For one caller."""
-        taken = list(self._recent_s)
-        self._recent_s.clear()
+    def take_recent(self) -> list[tuple[int, float]]:
+        """Status and duration in seconds of the requests that have ended since the last call, at most the latest 10,000. For one caller."""
+        taken = list(self._recent)
+        self._recent.clear()
         return taken
 
     # For the Open Inference Protocol

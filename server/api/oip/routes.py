@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from multiworld_serving.server.api.groups import Group, Groups
-from multiworld_serving.server.api.inference import InferRequest, encoded, prediction_headers
+from multiworld_serving.server.api.inference import InferRequest, prediction_headers
 from multiworld_serving.server.api.oip.compression import accepted_encoding, content_encoding, pack, unpack
 from multiworld_serving.server.api.oip.infer_request import parse_infer_request
 from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH, build_response
@@ -104,10 +104,7 @@ class V2Routes:
             media_type = "application/json" if binary_at is None else "application/octet-stream"
             return Response(body, media_type=media_type, headers=answer)
 
-        async def encode(prediction: Prediction, asked: InferRequest) -> Response:
-            return await encoded(partial(response, prediction, asked), prediction)
-
-        return await inference.answer(opened, partial(opened.body, headers, allow_empty=True), parse, encode)
+        return await inference.answer(opened, partial(opened.body, headers, allow_empty=True), parse, response)
 
 
 def server_metadata(extensions: Sequence[str]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,7 +24,7 @@ from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.http.server import KEEP_ALIVE_S
 from multiworld_serving.server.api.groups import Group, Groups
-from multiworld_serving.server.api.inference import InferRequest, encoded, prediction_headers
+from multiworld_serving.server.api.inference import InferRequest, prediction_headers
 from multiworld_serving.server.api.oip.metadata import repository_index
 from multiworld_serving.server.api.oip.routes import server_metadata
 from multiworld_serving.server.api.oip_grpc.codec import (
@@ -251,9 +250,9 @@ class GrpcPort:
         def parse(body: bytes) -> InferRequest:
             return parse_infer_message(body, signature, group.pool.version)
 
-        async def encode(prediction: Prediction, asked: InferRequest) -> tuple[bytes, Mapping[str, str]]:
-            message = await encoded(partial(infer_message, prediction, asked, signature=signature), prediction)
-            return message, {name.lower(): value for name, value in prediction_headers(prediction).items()}
+        def encode(prediction: Prediction, asked: InferRequest) -> tuple[bytes, Mapping[str, str]]:
+            trailers = {name.lower(): value for name, value in prediction_headers(prediction).items()}
+            return infer_message(prediction, asked, signature=signature), trailers
 
         return await inference.answer(opened, receive, parse, encode)
 

@@ -94,6 +94,7 @@ async def http_port(
     max_connections: int = 1000,
     keep_alive_s: int = 75,
     timeout_s: float = 10.0,
+    close_s: float = 3.0,
 ) -> AsyncIterator[Port]:
     """Serve with these limits. `app` replaces the application; with `context` the port uses TLS."""
     predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
@@ -101,7 +102,9 @@ async def http_port(
     app = app or create_api(Groups(group_of(predictor, metrics, inference)), metrics)
     sock = bind("127.0.0.1", 0, "--http-port")
     number: int = sock.getsockname()[1]
-    server = HttpServer(app, sock, max_connections=max_connections, keep_alive_s=keep_alive_s, context=context)
+    server = HttpServer(
+        app, sock, max_connections=max_connections, keep_alive_s=keep_alive_s, context=context, close_s=close_s
+    )
     async with inference.threads, serving(server):
         await until(lambda: server.started)
         port = Port(number, server, predictor, metrics)

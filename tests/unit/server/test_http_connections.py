@@ -65,6 +65,17 @@ async def test_connection_ends_with_its_next_response_when_the_server_stops() ->
         await asyncio.wait_for(port.server.stopped.wait(), 60)
 
 
+async def test_request_that_is_open_when_the_server_ends_gets_a_clear_503() -> None:
+    async with http_port(ColourPredictor(proceed=asyncio.Event()), close_s=1) as port:
+        client = await port.open()
+        await client.say(ASK % len(IMAGE), IMAGE)
+        await port.predictor.asked_times(1)
+        port.server.should_exit = True
+        status, body = await client.answer()
+        assert (status, body["reason"]) == (503, "draining")
+        assert await client.rest() == b""
+
+
 class Sent(asyncio.Transport):
     """Records what is sent. Raises on a closed connection, as uvloop does."""
 
