@@ -1,6 +1,7 @@
 """Fixtures shared by several layers of tests: whole services, and members of worlds."""
 
 import fcntl
+import functools
 import os
 import signal
 from collections import defaultdict
@@ -8,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 import safetensors.torch
 import torch
@@ -34,6 +36,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LocalService.start_program = staticmethod(start_program)
+# Each client of httpx reads all certificates of public authorities, which takes 50 ms of CPU time. Tests create thousands of clients.
+setattr(httpx._transports.default, "create_ssl_context", functools.cache(httpx.create_ssl_context))  # noqa: B010
 
 LAYERS = ("unit", "simulation", "ray", "slurm", "machines", "chaos", "e2e", "integration")
 """The order of the folders: fast tests first, then those with the longest files, so that no process is left with a long file at the end."""

@@ -14,6 +14,8 @@ from tests.waiting import wait_until
 def small_service(**settings: Any) -> LocalService:
     """One stage with one replica of a ResNet-18 with random weights, for images of 32 x 32 pixels; `settings` change or add to that.
 
+    Its workers start with little CPU time: they have one thread and do not optimize the model.
+
     All tensors travel over edges, although they are small. A process of a busy machine may stand still for a second.
     """
     small = {
@@ -22,6 +24,8 @@ def small_service(**settings: Any) -> LocalService:
         "image_size": 32,
         "stages": 1,
         "replicas": 1,
+        "threads": 1,
+        "optimize": "eager",
         "edge_min_bytes": 0,
         "heartbeat_timeout_s": 3,
     }

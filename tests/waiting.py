@@ -7,6 +7,8 @@ from collections.abc import Callable
 _PATIENCE_S = 150.0
 """Shorter than a test may take; long enough for the start of several processes on a machine with other work and cold files."""
 _PAUSE_S = 0.005
+_REQUEST_PAUSE_S = 0.02
+"""Longer, because most conditions ask a service, which has other work."""
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -22,4 +24,4 @@ def wait_until(holds: Callable[[], object]) -> None:
     while not holds():
         if time.monotonic() > deadline_s:
             raise TimeoutError
-        time.sleep(_PAUSE_S)
+        time.sleep(_REQUEST_PAUSE_S)

@@ -39,7 +39,7 @@ def test_first_leader_leaves_its_workers_to_the_one_that_has_the_content_of_the_
     first, _ = (classifier_bundle(tmp_path / path, seed).digest for seed, path in enumerate(("served", "other/served")))
     body = png(torch.zeros(3, SIZE, SIZE, dtype=torch.uint8))
     with (
-        LocalService(model=tmp_path / "served", stages=2, replicas=2, leaders=2) as service,
+        LocalService(model=tmp_path / "served", stages=1, replicas=2, leaders=2) as service,
         httpx.Client(timeout=60) as client,
     ):
 
@@ -94,7 +94,7 @@ def test_no_response_is_of_another_content_than_its_digest_when_the_bundle_is_ov
 
     def send(service: LocalService, number: int) -> None:
         with httpx.Client(timeout=60) as client:
-            while not stop.is_set():
+            while not stop.wait(0.05):
                 number = (number + 1) % len(images)
                 body, headers = png(images[number]), {"content-type": "image/png"}
                 response = client.post(f"{service.url}/predict?top_k={CLASSES}", content=body, headers=headers)

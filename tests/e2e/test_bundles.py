@@ -22,7 +22,7 @@ def kill_a_worker_of_each_stage(service: LocalService, call: Callable[[], None])
     answered, stop = list[None](), threading.Event()
 
     def load() -> None:
-        while not stop.is_set():
+        while not stop.wait(0.02):
             call()
             answered.append(None)
 

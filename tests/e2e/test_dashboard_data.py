@@ -57,7 +57,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         ) as prometheus,
     ):
         prometheus.wait_for("multiworld_redundancy == 1")
-        with run_load(service, clients=4), slow_load_on(other.url, QUESTIONS, rate_hz=2):
+        with run_load(service), slow_load_on(other.url, QUESTIONS, rate_hz=2):
             prometheus.wait_for("rate(multiworld_batch_size_count[5s]) > 0")
             prometheus.wait_for('rate(multiworld_worker_batches_total{outcome="answered"}[5s]) > 0')
             start_s = time.time()

@@ -88,7 +88,7 @@ def test_page_shows_a_frozen_worker_as_broken_and_its_replacement_as_ready(
     assert page.locator("#state").inner_text().startswith("ready")
     worker = small_service.worker_at(0, 0)
     assert worker is not None
-    with run_load(small_service, clients=4):
+    with run_load(small_service):
         playwright.expect(page.locator("#rate")).to_have_text(re.compile("[1-9]"), timeout=WAIT_MS)
         pid = small_service.worker_pids()[worker]
         os.kill(pid, signal.SIGSTOP)

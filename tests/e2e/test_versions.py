@@ -126,7 +126,7 @@ def load(service: LocalService, expected: dict[str, dict[int, int]], clients: in
     def ask(seed: int) -> None:
         with httpx.Client(timeout=60.0) as client:
             number = seed
-            while not stop.is_set():
+            while not stop.wait(0.05):
                 number = (number + 1) % 8
                 files = {"image": ("picture.png", picture(number))}
                 answers.take(number, client.post(f"{service.url}/predict", files=files))

@@ -101,23 +101,6 @@ def test_rows_of_different_lengths_are_not_compiled(tmp_path: Path) -> None:
         compiled(bundle_plan(text_bundle(tmp_path / "bundle"), 1)[0], "float32")
 
 
-async def test_stage_serves_while_it_is_compiled_and_then_changes_to_the_code(tmp_path: Path) -> None:
-    (plan,) = bundle_plan(classifier_bundle(tmp_path / "bundle"), 1, Tuning(optimize="compile"))
-    engine = Engine(CPU)
-    stage, served = await loaded(plan, engine), 0
-    assert str(stage.optimized.mode) == "fused/float32"
-    batch = plan.spec.example(2)
-    before = (await engine.compute(None, stage, batch)).output
-    while str(stage.optimized.mode) == "fused/float32":
-        async with asyncio.timeout(60):
-            assert torch.equal((await engine.compute(None, stage, batch)).output, before) or served
-        served += 1
-    assert served > 1
-    assert str(stage.optimized.mode) == "compiled/float32"
-    assert deviation((await engine.compute(None, stage, batch)).output, before) <= TOLERANCE["float32"]
-    engine.close()
-
-
 async def test_stage_is_not_compiled_without_enough_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

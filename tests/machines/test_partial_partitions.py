@@ -114,11 +114,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield made
 
 
-@pytest.mark.parametrize("cut", [["worker-0"], ["frontend"], ["worker-0", "frontend"]], ids="-and-".join)
+@pytest.mark.parametrize("cut", [["worker-0"], ["worker-0", "frontend"]], ids="-and-".join)
 def test_no_request_fails_when_processes_reach_only_the_second_leader(site: Site, cut: Sequence[str]) -> None:
     requests = served_requests(site.service.url, photos(4))
     logged = len(site.log("worker-0"))
-    with run_load(site.service.url, requests, clients=2) as load, Obedience() as obedience:
+    with run_load(site.service.url, requests, rate_hz=20) as load, Obedience() as obedience:
         with contextlib.ExitStack() as stack:
             for name in cut:
                 rules = f"INPUT -s {LEADERS[0]}", f"OUTPUT -d {LEADERS[0]}"

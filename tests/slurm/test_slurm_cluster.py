@@ -58,7 +58,7 @@ def test_service_on_slurm_survives_lost_tasks_and_nodes(cluster: SlurmCluster, d
     wait_until(lambda: ready_leaders(cluster, "node1") == 2)
     url = f"http://{cluster.addresses['node1']}:8000"
     requests = served_requests(url, [(photo(), "image/jpeg")])
-    with run_load(url, requests, clients=2) as load:
+    with run_load(url, requests, rate_hz=10) as load:
         [killed] = cluster.programs("node1", "/multiworld worker --name worker-0")
         os.kill(killed, signal.SIGKILL)
         wait_until(lambda: "worker-0" not in ready_workers(cluster, "node1"))
