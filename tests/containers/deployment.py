@@ -16,7 +16,6 @@ from multiworld_serving.testing.chaos.campaign import inject
 from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
 from multiworld_serving.testing.chaos.injection import Injection
 from multiworld_serving.testing.chaos.observer import Observer
-from multiworld_serving.testing.chaos.report import interrupted
 from multiworld_serving.testing.chaos.schedule import choose_targets
 from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.images import photos
@@ -53,8 +52,6 @@ class Row:
     injection: Injection
     requests: int
     failed: int
-    unled: int
-    """Requests without an answer while the leader was down."""
 
 
 class Deployment:
@@ -142,11 +139,9 @@ class Deployment:
 
     def judged(self, made: Injection, load: Load) -> Row:
         """The result of a fault, for the table."""
-        unled = [sample for sample in load.failed if interrupted(sample, made.excused, made.at_s, made.ended_s)]
-        failed = [sample for sample in load.failed if sample not in unled]
-        self.rows.append(row := Row(made, len(load.samples), len(failed), len(unled)))
+        self.rows.append(row := Row(made, len(load.samples), len(load.failed)))
         assert not made.unexpected, made.unexpected
-        assert not failed, failed[:3]
+        assert not load.failed, load.failed[:3]
         assert made.duplicates == 0
         return row
 
@@ -205,11 +200,11 @@ def _faster_prometheus(folder: Path) -> Path:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """The results of all faults, as Markdown."""
-    head = ["fault", "requests", "failed", "leader away", "double", "detect ms", "recover s", "cause"]
+    head = ["fault", "requests", "failed", "double", "detect ms", "recover s", "cause"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
         made = row.injection
         detect = "-" if made.detected_s is None else f"{made.detected_s * 1e3:.0f}"
-        cells = [made.fault, row.requests, row.failed, row.unled, made.duplicates, detect, f"{made.recovered_s:.1f}"]
+        cells = [made.fault, row.requests, row.failed, made.duplicates, detect, f"{made.recovered_s:.1f}"]
         lines.append("| " + " | ".join(map(str, [*cells, ", ".join(sorted(set(made.causes))) or "-"])) + " |")
     return lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -13,7 +13,6 @@ from multiworld_serving.testing.chaos.faults.fault import (
     HOLD_S,
     LEFT_CAUSES,
     NO_CAUSES,
-    NOT_SERVED,
     PARTITION_CAUSES,
     Fault,
 )
@@ -66,18 +65,13 @@ def _scale_to(project: ComposeProject, service: str, count: int) -> None:
 
 
 def _take_leaders_down(context: FaultContext, down: Down, hold_s: float) -> None:
-    for leader in _leaders(context):
-        with down(leader):
-            context.hold(hold_s)
-
-
-def _leaders(context: FaultContext) -> Iterator[Container]:
-    """Yield each leader. Waits after each until it was lost and all leaders are ready again."""
+    """Take each leader down in turn. Waits after each until it was lost and all leaders are ready again."""
     context.begin()
     snapshots = context.observer.snapshots
     for leader in _project(context).leaders:
         seen = len(snapshots)
-        yield leader
+        with down(leader):
+            context.hold(hold_s)
         context.observer.wait(
             lambda now, since=seen: (  # type: ignore[misc]  # mypy does not infer the type of a default
                 now.leaders_ready and not all(each.leaders_ready for each in snapshots[since:])
@@ -85,6 +79,10 @@ def _leaders(context: FaultContext) -> Iterator[Container]:
             WAIT_S,
             "lost by a leader and served by all leaders again",
         )
+
+
+def _of_leaders(name: str, down: Down, hold_s: float) -> Fault:
+    return Fault(name, "", "leader", partial(_take_leaders_down, down=down, hold_s=hold_s), NO_CAUSES)
 
 
 FAULTS = {
@@ -95,22 +93,8 @@ FAULTS = {
         Fault("unplug", "", "one", partial(_take_down, down=Container.unplugged), PARTITION_CAUSES),
         Fault("restart-workers", "", "all", _restart_workers, LEFT_CAUSES),
         Fault("scale", "", "none", _scale, NO_CAUSES),
-        Fault(
-            "leader-kill",
-            "",
-            "leader",
-            partial(_take_leaders_down, down=Container.killed, hold_s=HOLD_S),
-            NO_CAUSES,
-            excused=NOT_SERVED,
-        ),
-        Fault(
-            "leader-unplug",
-            "",
-            "leader",
-            partial(_take_leaders_down, down=Container.unplugged, hold_s=LEADER_AWAY_S),
-            NO_CAUSES,
-            excused=NOT_SERVED,
-        ),
+        _of_leaders("leader-kill", Container.killed, HOLD_S),
+        _of_leaders("leader-unplug", Container.unplugged, LEADER_AWAY_S),
     )
 }
 """By name."""

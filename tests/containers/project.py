@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,22 +50,21 @@ class Container:
     http: str
 
     @contextlib.contextmanager
-    def killed(self) -> Iterator[None]:
-        """Kill the container, and start it after the block: Docker does not restart a container after `docker kill`."""
-        docker("kill", self.id)
+    def down(self, command: str, undo: str) -> Iterator[None]:
+        """Run one command of Docker with the container before the block and one after it, such as `kill` and `start`."""
+        docker(command, self.id)
         try:
             yield
         finally:
-            docker("start", self.id)
+            docker(undo, self.id)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def killed(self) -> AbstractContextManager[None]:
+        """Kill the container, and start it after the block: Docker does not restart a container after `docker kill`."""
+        return self.down("kill", "start")
+
+    def paused(self) -> AbstractContextManager[None]:
         """Pause all processes of the container while the block runs."""
-        docker("pause", self.id)
-        try:
-            yield
-        finally:
-            docker("unpause", self.id)
+        return self.down("pause", "unpause")
 
     @contextlib.contextmanager
     def unplugged(self) -> Iterator[None]:

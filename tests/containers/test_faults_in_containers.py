@@ -74,10 +74,9 @@ def test_no_request_is_lost_when_workers_are_added_and_removed(deployment: Deplo
 @pytest.mark.parametrize("name", ["leader-kill", "leader-unplug"])
 def test_no_request_is_lost_when_each_leader_fails_in_turn(deployment: Deployment, name: str) -> None:
     before = deployment.leader_addresses()
-    row = deployment.hurt(name)
-    assert not row.unled, "the other leader answers"
+    made = deployment.hurt(name).injection
     usable = "multiworld_leaders"
-    seen(deployment, row.injection, f"min_over_time({usable}[W]) == 1 and {usable} == 2")
+    seen(deployment, made, f"min_over_time({usable}[W]) == 1 and {usable} == 2")
     deployment.prometheus.wait_for(f"{LEADER_UP} == 2")
     if name == "leader-unplug":
         after = deployment.leader_addresses()  # a leader may get the earlier address of the other one

@@ -25,7 +25,6 @@ PARTITION_CAUSES = frozenset({"exit", "hang", "transport", "aborted", "timeout"}
 NO_CAUSES: frozenset[str] = frozenset()
 CONNECTION_LOST = frozenset({0})
 """Status of requests whose frontend was lost."""
-NOT_SERVED = frozenset({0, 503})
 
 Inject = Callable[[FaultContext], None]
 F = TypeVar("F", bound=Inject)
