@@ -22,19 +22,15 @@ TOKEN = "a-secret-of-these-tests"
 
 
 @contextmanager
-def run_load(
-    service: LocalService, *, clients: int | None = None, questions: Sequence[ReferenceRequest] = ()
-) -> Iterator[Load]:
-    """Send requests while the block runs, at least one; the result is complete after it.
+def run_load(service: LocalService, *, clients: int | None = None) -> Iterator[Load]:
+    """Send one photo, for which any answer counts as correct, while the block runs, at least once; the result is complete after it.
 
     Args:
-        questions: requests to send in turn; by default one photo, for which any answer counts as correct.
         clients: number of closed-loop clients, which use all cores; by default 20 requests per
             second in an open loop, which leaves CPU time for starting workers.
     """
-    with load.run_load(
-        service.url, questions or [ReferenceRequest(photo())], clients=clients or 0, rate_hz=None if clients else 20.0
-    ) as total:
+    rate_hz = None if clients else 20.0
+    with load.run_load(service.url, [ReferenceRequest(photo())], clients=clients or 0, rate_hz=rate_hz) as total:
         yield total
         wait_until(lambda: total.samples)  # the block may have been shorter than the time to the first request
 

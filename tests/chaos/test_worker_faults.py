@@ -1,10 +1,10 @@
 """Every fault of a worker has a defined outcome and a cause in the log, and costs no request while a replica is left."""
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,6 +17,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.timeout(300)
 
 WAIT_S = 120.0
+EXIT_REFUSED = 2
 EMPTY = "s1.r1"
 """The slot that the three healthy workers leave to the worker of the test."""
 
@@ -28,15 +29,11 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def leader(token_file: Path, **settings: Any) -> LocalService:
-    return service_for_workers(token_file, **{"stages": 2, "replicas": 2, **settings})
-
-
 @pytest.fixture(scope="module")
 def service(token_file: Path) -> Iterator[LocalService]:
     """Two stages with two replicas each, served by three healthy workers."""
     with contextlib.ExitStack() as stack:
-        running = stack.enter_context(leader(token_file, hang_timeout_s=3))
+        running = stack.enter_context(service_for_workers(token_file, stages=2, replicas=2, hang_timeout_s=3))
         for name in ("sound-a", "sound-b", "sound-c"):
             stack.enter_context(external_worker(running.join_address, name=name))
             running.wait_for(lambda line, name=name: line["worker"] == name and "->ready" in line.message, WAIT_S)  # type: ignore[misc]
@@ -122,3 +119,27 @@ def test_second_worker_with_a_name_waits_while_the_first_serves(service: LocalSe
         assert states(service)[EMPTY] != "ready"
     assert_nothing_lost(service, load)
     assert not any("->broken" in line.message for line in service.lines[seen:])
+
+
+def rotate(service: LocalService, file: Path, *tokens: str) -> None:
+    """Rotate like an operator: change the file, then send the signal."""
+    seen = len(service.lines)
+    file.write_text("\n".join(tokens))
+    os.kill(service.pid, signal.SIGHUP)
+    told = service.wait_for(lambda line: "reloaded the join tokens" in line.message, WAIT_S, after=seen)
+    assert int(told["tokens"]) == len(tokens)
+
+
+def test_rotation_of_the_token_fails_no_request(service: LocalService, token_file: Path) -> None:
+    """The last test of this file: no worker with the former token can join any more."""
+    seen = len(service.lines)
+    with run_load(service) as load:
+        rotate(service, token_file, "new", TOKEN)
+        with external_worker(service.join_address, name="newcomer", token="new"):
+            service.wait_for(lambda x: x["worker"] == "newcomer" and "->ready" in x.message, WAIT_S, after=seen)
+            rotate(service, token_file, "new")
+            with external_worker(service.join_address, name="late") as late:
+                assert late.wait(WAIT_S) == EXIT_REFUSED
+            assert answers(service) == [200, 200, 200]
+            wait_until(lambda: set(states(service).values()) == {"ready"})  # workers that have joined stay
+    assert_nothing_lost(service, load)

@@ -1,4 +1,4 @@
-"""The real HAProxy with `deploy/haproxy/haproxy.cfg` in front of frontends: attacks that it stops, a killed frontend, and upgrades."""
+"""Hostile inputs to a frontend, and to HAProxy with `deploy/haproxy/haproxy.cfg` in front of two; a killed frontend, and an upgrade."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.load.requests import served_requests
 from multiworld_serving.testing.local_service import LocalService, LogLine, start_program
 from tests.chaos.clients import TOKEN
-from tests.e2e.hostile_connections import SILENT, SLOW_HEAD, HostileConnections, ask, attack
+from tests.e2e.hostile_connections import HOSTILE_CONNECTIONS, SILENT, SLOW_HEAD, HostileConnections, ask, attack
 from tests.e2e.hostile_requests import BODY_LIMIT, HOSTILE_REQUESTS, HostileRequest
 from tests.nursery import ForkedProcess
 from tests.programs import free_port, process, program
@@ -31,11 +31,24 @@ FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "haproxy"
 
 
 @dataclass(frozen=True)
+class Frontend:
+    """A frontend with a port of its own."""
+
+    url: str
+    process: ForkedProcess
+    log: Path
+
+    @property
+    def port(self) -> int:
+        return int(urlsplit(self.url).port or 0)
+
+
+@dataclass(frozen=True)
 class Proxied:
-    """A service of one leader, two frontends with a port each, and HAProxy in front of them."""
+    """A service of one leader, two frontends, and HAProxy in front of them."""
 
     port: int
-    frontends: tuple[ForkedProcess, ...]
+    frontends: tuple[Frontend, ...]
 
     @property
     def url(self) -> str:
@@ -71,14 +84,42 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
 
 
 @pytest.fixture(scope="module")
-def proxied(service: LocalService, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxied]:
-    folder, limits = tmp_path_factory.mktemp("haproxy"), {"max_body_bytes": BODY_LIMIT, "timeout_s": 10}
-    with (
-        external_frontend(service, TOKEN, "first", folder, **limits) as (first_url, first),
-        external_frontend(service, TOKEN, "second", folder, **limits) as (second_url, second),
-        proxy(folder, first_url, second_url) as port,
-    ):
-        yield Proxied(port, (first, second))
+def frontends(service: LocalService, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Frontend, ...]]:
+    folder, limits = tmp_path_factory.mktemp("frontends"), {"max_body_bytes": BODY_LIMIT, "timeout_s": 10}
+    with contextlib.ExitStack() as stack:
+        made = {
+            name: stack.enter_context(external_frontend(service, TOKEN, name, folder, **limits))
+            for name in ("first", "second")
+        }
+        yield tuple(Frontend(url, running, folder / f"{name}.log") for name, (url, running) in made.items())
+
+
+@pytest.fixture(scope="module")
+def proxied(frontends: tuple[Frontend, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxied]:
+    with proxy(tmp_path_factory.mktemp("haproxy"), *(each.url for each in frontends)) as port:
+        yield Proxied(port, frontends)
+
+
+async def wrong_ends(port: int) -> list[str]:
+    """How requests and connections ended that did not end as they must. All connections are open at the same time."""
+    wrong = []
+    for request in HOSTILE_REQUESTS:
+        if (found := await ask("127.0.0.1", port, request)) != request.answer:
+            wrong.append(f"{request.name}: {found}, not {request.answer}")
+    attacks = await asyncio.gather(*(attack("127.0.0.1", port, each) for each in HOSTILE_CONNECTIONS))
+    for hostile, ends in zip(HOSTILE_CONNECTIONS, attacks, strict=True):
+        if not ends.keys() <= set(hostile.answer.split(" or ")):
+            wrong.append(f"{hostile.name}: {ends}, not {hostile.answer}")
+    return wrong
+
+
+def test_hostile_inputs_get_their_responses_and_do_not_affect_other_requests(frontends: tuple[Frontend, ...]) -> None:
+    frontend, _ = frontends
+    with run_load(frontend.url, served_requests(frontend.url, photos(4)), rate_hz=20) as load:
+        assert not asyncio.run(wrong_ends(frontend.port))
+    assert load.samples
+    assert not load.failed, load.failed[:3]
+    assert "Traceback" not in frontend.log.read_text()
 
 
 @pytest.mark.parametrize("hostile", [each for each in HOSTILE_REQUESTS if each.proxied], ids=lambda each: each.name)
@@ -88,7 +129,7 @@ def test_hostile_request_gets_another_response_through_the_proxy(proxied: Proxie
 
 @pytest.mark.parametrize("hostile", [SILENT, SLOW_HEAD], ids=lambda each: each.name)
 def test_slow_client_is_disconnected_by_the_proxy(proxied: Proxied, hostile: HostileConnections) -> None:
-    with run_load(proxied.url, served_requests(proxied.url, photos(2)), clients=2) as load:
+    with run_load(proxied.url, served_requests(proxied.url, photos(2)), rate_hz=20) as load:
         ends = asyncio.run(attack("127.0.0.1", proxied.port, hostile))
     assert ends.keys() <= set(hostile.answer.split(" or ")), ends
     assert load.samples
@@ -127,7 +168,7 @@ def wait_for_requests(load: Load, count: int) -> None:
 def test_no_request_fails_when_one_frontend_is_killed(proxied: Proxied) -> None:
     with run_load(proxied.url, served_requests(proxied.url, photos(4)), clients=8) as load:
         wait_for_requests(load, 50)
-        os.kill(proxied.frontends[0].pid, signal.SIGKILL)
+        proxied.frontends[0].process.kill()
         wait_for_requests(load, 100)
     assert not load.failed, load.failed[:3]
 
@@ -155,12 +196,11 @@ def test_no_request_fails_when_the_service_is_upgraded_or_cannot_be(
         proxy(tmp_path, service.url) as port,
     ):
         url = f"http://127.0.0.1:{port}"
-        with run_load(url, served_requests(url, photos(4)), clients=4) as load:
+        with run_load(url, served_requests(url, photos(4)), rate_hz=20) as load:
             upgrade("[serve]\nstages = 0\n", "the upgrade failed: the new supervisor ended status=2")
             assert len(service.status()["stages"]) == 1
-            for stages in (2, 1):
-                upgrade(f"[serve]\nstages = {stages}\nreplicas = 1\n", "upgraded", "stopped")
-                assert len(service.status()["stages"]) == stages
-                wait_for_requests(load, 50)
+            upgrade("[serve]\nstages = 2\nreplicas = 1\n", "upgraded", "stopped")
+            assert len(service.status()["stages"]) == 2
+            wait_for_requests(load, 50)
         assert not load.failed, load.failed[:3]
         assert service.stop() == 0

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
-import threading
-from collections import Counter
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
+from multiworld_serving.testing.load.clients import run_load
+from multiworld_serving.testing.load.requests import served_requests
 from multiworld_serving.testing.local_service import LocalService
 from tests.services import small_service
 from tests.waiting import wait_until
@@ -23,7 +24,7 @@ INFER = {"inputs": [{"name": "input", "datatype": "UINT8", "shape": [1, 3, 32, 3
 @pytest.fixture(scope="module")
 def service() -> Iterator[LocalService]:
     model = "small=resnet18,resnet18"
-    with small_service(model=model, replicas=2, leaders=2, threads=1, wait_until_ready=False) as running:
+    with small_service(model=model, replicas=2, leaders=2, wait_until_ready=False) as running:
         wait_until(lambda: is_ready(running))
         yield running
 
@@ -68,29 +69,16 @@ def test_each_model_is_reached_by_its_name(service: LocalService) -> None:
 
 
 def test_no_request_of_any_model_fails_when_a_leader_and_a_worker_of_one_are_killed(service: LocalService) -> None:
-    outcomes: Counter[tuple[str, int]] = Counter()
-    stop = threading.Event()
-
-    def load(model: str) -> None:
-        with httpx.Client(base_url=service.url, timeout=60) as client:
-            while not stop.is_set():
-                outcomes[model, client.post(f"/v2/models/{model}/infer", json=INFER).status_code] += 1
-
-    threads = [threading.Thread(target=load, args=(model,)) for model in MODELS for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        wait_until(lambda: all(outcomes[model, 200] for model in MODELS))
+    with contextlib.ExitStack() as stack:
+        requests = {model: served_requests(service.url, model=model, rows=1) for model in MODELS}
+        loads = [stack.enter_context(run_load(service.url, each, rate_hz=20)) for each in requests.values()]
+        wait_until(lambda: all(load.samples for load in loads))
         for victim in ("small-leader", "small-worker"):
             kill_one(service, victim)
             wait_until(lambda: complete(service, "small"))
-        after = outcomes.copy()
-        wait_until(lambda: all(outcomes[model, 200] > after[model, 200] for model in MODELS))
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert {status for _, status in outcomes} == {200}, outcomes
+        before = [len(load.samples) for load in loads]
+        wait_until(lambda: all(len(load.samples) > count for load, count in zip(loads, before, strict=True)))
+    assert not [load.failed[:3] for load in loads if load.failed]
     assert len(pids(service, "resnet18-worker")) == 2, "the other model lost no process"
     assert service.metric("multiworld_leader_restarts_total", model="resnet18") == 0
     assert service.metric("multiworld_leader_restarts_total", model="small") == 1

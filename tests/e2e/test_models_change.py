@@ -42,17 +42,19 @@ source = "resnet18"
 INFER = {"inputs": [{"name": "input", "datatype": "UINT8", "shape": [1, 3, 32, 32], "data": [7] * 3072}]}
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "service.toml"
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("settings") / "service.toml"
     path.write_text(FILE)
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def service(file: Path) -> Iterator[LocalService]:
-    with LocalService(config=file) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalService, "start_program", staticmethod(start_program))  # a fork has no command line
+        with LocalService(config=file) as running:
+            yield running
 
 
 def infer(service: LocalService, model: str) -> int:
@@ -72,16 +74,15 @@ def test_models_are_added_and_removed_while_another_one_serves(
 ) -> None:
     options = ["--url", service.url]
     requests = served_requests(service.url, model="first", rows=1)
-    with run_load(service.url, requests, clients=2) as load:
+    with run_load(service.url, requests, rate_hz=20) as load:
         before = descriptors(service)
-        for _ in range(2):
-            assert main(["models", "add", "second=resnet18", "--set", "queue_limit=64", *options]) == 0
-            assert "second 1 READY" in capsys.readouterr().out
-            assert infer(service, "second") == 200
-            assert main(["models", "remove", "second", *options]) == 0
-            assert "second" not in capsys.readouterr().out
-            assert infer(service, "second") == 404
-            wait_until(lambda: descriptors(service) <= before)
+        assert main(["models", "add", "second=resnet18", "--set", "queue_limit=64", *options]) == 0
+        assert "second 1 READY" in capsys.readouterr().out
+        assert infer(service, "second") == 200
+        assert main(["models", "remove", "second", *options]) == 0
+        assert "second" not in capsys.readouterr().out
+        assert infer(service, "second") == 404
+        wait_until(lambda: descriptors(service) <= before)
     # A client that is idle for a second may find its connection closed.
     assert not [each for each in load.failed if "disconnected" not in each.error], load.failed[:3]
 
@@ -107,25 +108,21 @@ def test_change_of_models_is_refused_with_its_reason(
     assert main(["models", "list", "--url", service.url]) == 0
     assert capsys.readouterr().out == "first 1 READY\n"
 
+    seen = len(service.lines)
     file.write_text("no TOML")
     os.kill(service.pid, signal.SIGHUP)
-    says(service, "the models are unchanged")
+    says(service, "the models are unchanged", seen)
     assert infer(service, "first") == 200
 
 
 def test_models_of_the_settings_file_serve_after_sighup_and_commands_outlast_an_upgrade(
-    monkeypatch: pytest.MonkeyPatch, file: Path
+    service: LocalService, file: Path
 ) -> None:
-    monkeypatch.setattr(LocalService, "start_program", staticmethod(start_program))  # a fork has no command line
-    with LocalService(config=file) as service:
-        change_and_upgrade(service, file)
-
-
-def change_and_upgrade(service: LocalService, file: Path) -> None:
+    seen = len(service.lines)
     file.write_text(FILE + TABLE.format("second") + TABLE.format("bad") + "stages = 64\n")
     os.kill(service.pid, signal.SIGHUP)
-    says(service, "added model=second")
-    says(service, "model 'bad' is unchanged")
+    says(service, "added model=second", seen)
+    says(service, "model 'bad' is unchanged", seen)
     image = tritonclient.grpc.InferInput("input", [1, 3, 32, 32], "UINT8")
     image.set_data_from_numpy(np.full((1, 3, 32, 32), 7, np.uint8))
     assert main(["models", "add", "third=resnet18", "--url", service.url]) == 0
@@ -145,7 +142,8 @@ def change_and_upgrade(service: LocalService, file: Path) -> None:
     seen = len(service.lines)
     os.kill(service.pid, signal.SIGUSR2)
     says(service, "upgraded", seen)
-    says(service, "stopped", seen)
+    # Until then, the former supervisor handles signals.
+    service.wait_for(lambda line: line["process"] == "supervisor" and line.message == "stopped", 120.0, after=seen)
     assert [infer(service, each) for each in ("first", "second", "third")] == [200, 200, 200]
 
     seen = len(service.lines)

@@ -44,8 +44,6 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     safetensors.torch.save_file(state, folder.parent / "outside.safetensors")
     huge = {**state, "fc.weight": torch.full_like(state["fc.weight"], 3e38)}
     safetensors.torch.save_file(huge, folder / "huge.safetensors")
-    (folder / "link.safetensors").symlink_to("/etc/hostname")
-    (folder / "loop.safetensors").symlink_to("loop.safetensors")
     return folder
 
 
@@ -200,11 +198,8 @@ def events(service: LocalService) -> list[str]:
 
 
 BAD = {
-    "missing.safetensors": "cannot read weights",
     "huge.safetensors": "infinity or NaN",
     "../outside.safetensors": "not below",
-    "link.safetensors": "not below",
-    "loop.safetensors": "",
 }
 
 

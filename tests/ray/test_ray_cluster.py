@@ -7,16 +7,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
 
-from multiworld_client import Client
-from multiworld_serving.testing.load.images import photo
+from tests.chaos.library_clients import clients
 from tests.ray.cluster import RayCluster
 from tests.waiting import wait_until
 
@@ -27,7 +24,6 @@ SERVE = (
     *("serve", "--launcher", "ray", "--model", "resnet18", "--weights", "random:0", "--image-size", "32"),
     *("--http-port", "0", "--join-port", "0", "--metrics-port", "0"),
 )
-PHOTO = photo(width=64, height=64)
 
 
 class Cluster(RayCluster):
@@ -79,38 +75,6 @@ def cluster(redis: str | None) -> Iterator[Cluster]:
         running.close()
 
 
-@dataclass
-class Calls:
-    """Requests of clients with all URLs."""
-
-    answered: int = 0
-    failures: list[Exception] = field(default_factory=list)
-
-
-@contextlib.contextmanager
-def load(urls: list[str], clients: int = 3, pause_s: float = 0.1) -> Iterator[Calls]:
-    calls, stop = Calls(), threading.Event()
-
-    def call(own: list[str]) -> None:
-        with Client(own, timeout_s=60) as client:
-            while not stop.wait(pause_s):  # leaves CPU time for starting processes
-                try:
-                    client.predict(PHOTO)
-                    calls.answered += 1
-                except Exception as error:  # noqa: BLE001 - counted
-                    calls.failures.append(error)
-
-    threads = [threading.Thread(target=call, args=(urls[index % 2 :] + urls[: index % 2],)) for index in range(clients)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield calls
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(90)
-
-
 def status(urls: list[str]) -> dict[str, Any]:
     """GET /status of the first that answers; empty if none does."""
     for url in urls:
@@ -141,12 +105,11 @@ def test_no_request_is_lost_when_a_node_is_killed_and_its_processes_come_back_el
         assert "runs already in the namespace multiworld" in cluster.refusal(*SERVE)
         before = hosts(status(urls))
         victim = sorted(before[0] - {"head"})[0]
-        with load(urls) as calls:
-            wait_until(lambda: calls.answered > 20 or bool(calls.failures))
+        with clients(*urls) as calls:
+            calls.until_answered(20)
             cluster.tell("kill", victim)
             wait_until(lambda: is_complete(now := status(urls)) and all(victim not in each for each in hosts(now)))
-            since = calls.answered
-            wait_until(lambda: calls.answered > since + 20 or bool(calls.failures))
+            calls.until_answered(20)
         assert not calls.failures
     finally:
         stopped = cluster.run("down")
@@ -168,8 +131,8 @@ def test_no_request_is_lost_while_the_head_restarts(cluster: Cluster, redis: str
     try:
         urls = re.findall(r"listening http=(\S+)", started.stderr)[-1].split(",") * 2
         wait_until(lambda: len(ready(status(urls))) == 2)
-        with load(urls) as calls:
-            wait_until(lambda: calls.answered > 20 or bool(calls.failures))
+        with clients(*urls) as calls:
+            calls.until_answered(20)
             cluster.tell("kill_gcs")
             killed = next(each for each in status(urls)["stages"][0]["replicas"] if each["state"] == "ready")
             os.kill(killed["pid"], signal.SIGKILL)  # its actor starts it again without the head
@@ -180,8 +143,7 @@ def test_no_request_is_lost_while_the_head_restarts(cluster: Cluster, redis: str
                 )
             )
             cluster.tell("start_gcs")
-            since = calls.answered
-            wait_until(lambda: calls.answered > since + 50 or bool(calls.failures))
+            calls.until_answered(50)
         assert not calls.failures
         assert len(ready(status(urls))) == 2
     finally:
