@@ -1,4 +1,4 @@
-"""The Open Inference Protocol with NVIDIA's client, sync and asyncio: the same answers as /predict."""
+"""The Open Inference Protocol with NVIDIA's clients, over HTTP and gRPC, sync and asyncio: the same answers as /predict."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -8,18 +8,23 @@ import httpx
 import numpy as np
 import pytest
 import safetensors.torch
+import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 from numpy.typing import NDArray
+from tritonclient.utils import InferenceServerException
 
 from examples.digits.train import IMAGE_SIZE, LABELS
 from multiworld_serving.testing.local_service import LocalService
 from tests.e2e.images import png
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
 MODEL = "resnet18"
 CONCURRENCY = 16
+OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+"""gRPC clients of one process share a connection otherwise."""
 SHAPE = [3, IMAGE_SIZE, IMAGE_SIZE]
 Pixels = NDArray[np.uint8]
 Probabilities = NDArray[np.float32]
@@ -59,20 +64,26 @@ async def aio_client(service: LocalService) -> AsyncIterator[Any]:
         yield running
 
 
+@pytest.fixture
+def grpc_client(service: LocalService) -> Iterator[Any]:
+    with triton_grpc.InferenceServerClient(service.grpc_address) as running:
+        yield running
+
+
 def address(service: LocalService) -> str:
     return service.url.removeprefix("http://")
 
 
-def tensor(datatype: str, images: Pixels, *, binary: bool) -> Any:
-    """The images as an input of this datatype."""
+def tensor(datatype: str, images: Pixels, *, binary: bool | None) -> Any:
+    """The images as an input of this datatype, for HTTP as binary data or as JSON; for gRPC if `binary` is None."""
     data: NDArray[Any] = images
     if datatype == "FP32":
         data = images.astype(np.float32) / 255
     elif datatype == "BYTES":
         data = np.array([png(image) for image in images], dtype=np.object_)
-    found = triton.InferInput("input", list(data.shape), datatype)
-    found.set_data_from_numpy(data, binary_data=binary)
-    return found
+    if binary is None:
+        return triton_grpc.InferInput("input", list(data.shape), datatype).set_data_from_numpy(data)
+    return triton.InferInput("input", list(data.shape), datatype).set_data_from_numpy(data, binary_data=binary)
 
 
 def output(*, binary: bool, classes: int = 0) -> list[Any]:
@@ -153,3 +164,51 @@ def test_concurrent_requests_get_their_own_answers(client: Any, pixels: Pixels, 
     asked = [client.async_infer(MODEL, [tensor("UINT8", pixels[part], binary=True)]) for part in slices]
     for handle, part in zip(asked, slices, strict=True):
         assert_same(handle.get_result(), expected[part])
+
+
+# -- gRPC ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_metadata_and_health_reach_the_grpc_client(grpc_client: Any) -> None:
+    assert grpc_client.is_server_live()
+    assert grpc_client.is_server_ready()
+    assert grpc_client.is_model_ready(MODEL)
+    assert grpc_client.get_server_metadata(as_json=True)["name"] == "multiworld-serving"
+    metadata = grpc_client.get_model_metadata(MODEL, "1", as_json=True)
+    assert metadata["inputs"] == [{"name": "input", "datatype": "UINT8", "shape": ["-1", *map(str, SHAPE)]}]
+    assert grpc_client.get_model_repository_index(as_json=True)["models"] == [
+        {"name": MODEL, "version": "1", "state": "READY"}
+    ]
+
+
+@pytest.mark.parametrize("datatype", ["UINT8", "FP32", "BYTES"])
+def test_grpc_client_gets_the_answers_of_predict(
+    grpc_client: Any, pixels: Pixels, expected: Probabilities, datatype: str
+) -> None:
+    result = grpc_client.infer(MODEL, [tensor(datatype, pixels[:8], binary=None)], model_version="1", request_id="mine")
+    assert_same(result, expected[:8])
+    assert (result.get_response().id, result.get_response().model_version) == ("mine", "1")
+    classes = [triton_grpc.InferRequestedOutput("probabilities", class_count=2)]
+    best = grpc_client.infer(MODEL, [tensor(datatype, pixels[:1], binary=None)], outputs=classes)
+    first, _ = (int(text.split(b":")[1]) for text in best.as_numpy("probabilities")[0])
+    assert first == expected[0].argmax()
+
+
+def test_both_frontends_serve_the_port(service: LocalService) -> None:
+    """The kernel chooses one of them for each connection."""
+    asked = 0
+
+    def answering() -> int:
+        nonlocal asked
+        with triton_grpc.InferenceServerClient(service.grpc_address, channel_args=OWN_CONNECTION) as client:
+            for _ in range(3):
+                with pytest.raises(InferenceServerException, match="no model"):
+                    client.infer("x", [])
+        asked += 3
+        counts = [
+            service.metric("multiworld_requests_total", protocol="grpc", reason="unknown_model", process=name)
+            for name in ("frontend-0", "frontend-1")
+        ]
+        return sum(count > 0 for count in counts)
+
+    wait_until(lambda: answering() == 2)
