@@ -29,9 +29,8 @@ from tests.nursery import start_program
 if "PYTEST_XDIST_WORKER" in os.environ:  # its workers inherit the size of a terminal that they do not have
     for name in ("COLUMNS", "TCP"):
         os.environ.pop(name, None)
-    torch.set_num_threads(
-        1
-    )  # there are as many processes as cores, and threads of several processes wait for each other
+    # There are as many processes as cores, and threads of several processes wait for each other.
+    torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background jobs and their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -16,7 +16,8 @@ def small_service(**settings: Any) -> LocalService:
 
     Its workers start with little CPU time: they have one thread and do not optimize the model.
 
-    All tensors travel over edges, although they are small. A process of a busy machine may stand still for a second.
+    All tensors travel over edges, although they are small. A process of a busy machine may stand still for a second, and may need long to
+    start again.
     """
     small = {
         "model": "resnet18",
@@ -28,6 +29,7 @@ def small_service(**settings: Any) -> LocalService:
         "optimize": "eager",
         "edge_min_bytes": 0,
         "heartbeat_timeout_s": 3,
+        "recovery_grace_s": 60,
     }
     return LocalService(**{**small, **settings})
 

@@ -66,15 +66,12 @@ def test_rolling_restart_fails_no_request(service: LocalService, capsys: pytest.
 
 
 def test_accepted_requests_are_answered_when_the_service_stops() -> None:
-    running = small_service(
-        image_size=224, stages=2, frontends=2
-    )  # 16 requests take longer than a busy machine needs to stop
-    with running as service, run_load(service, clients=16) as load:
+    # 16 requests take longer than a busy machine needs to stop.
+    with small_service(image_size=224, stages=2, frontends=2) as service, run_load(service, clients=16) as load:
         assert answers(service, 5) == [200] * 5
         pids = [service.pid, *service.worker_pids().values()]
-        os.kill(
-            service.pid, signal.SIGTERM
-        )  # twice, as timeout(1) does: it signals the process and then its process group
+        # Twice, as timeout(1) does: it signals the process and then its process group.
+        os.kill(service.pid, signal.SIGTERM)
         assert service.stop() == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     stopping = [line for line in service.lines if line.message.startswith("stopping: waiting")][:2]
