@@ -12,9 +12,11 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = "max"
@@ -78,11 +80,12 @@ def on_stop_signal(stop: Callable[[], object]) -> None:
         loop.add_signal_handler(signum, receive, signum)
 
 
-async def first_of(*waits: Awaitable[object]) -> None:
-    """Return when one of them has ended. The others are cancelled."""
+async def first_of(*waits: Awaitable[T]) -> T:
+    """The result of the first of them that has ended. The others are cancelled."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task.result() for task in tasks if task.done())
     finally:
         for task in tasks:
             task.cancel()

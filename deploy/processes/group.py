@@ -1,52 +1,37 @@
 """The leaders and workers of one model on this machine: their sockets, settings and supervisors, and the autoscaler of the workers."""
 
 import contextlib
+import logging
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
 from ipaddress import ip_address
-from typing import Protocol
 
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.http.listener import bind
-from multiworld_serving.deploy.processes.child_process import ChildProcess
-from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.processes.programs import (
-    WORKER_BLOCKED_S,
+    Process,
     Role,
+    Starter,
     Values,
-    blocked_timeout_s,
     compute_threads,
     leader_values,
-    stop_timeout_s,
+    timeouts_s,
     worker_values,
 )
-from multiworld_serving.deploy.processes.supervisor import ProcessSet, Supervisor
-from multiworld_serving.deploy.scaling.autoscaler import REPORT_AGE_S, Autoscaler, limits_of
+from multiworld_serving.deploy.processes.supervisor import ProcessSet
+from multiworld_serving.deploy.scaling.autoscaler import Autoscaler, limits_of
 from multiworld_serving.deploy.scaling.policy import ScalingPolicy
-from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.settings import ServeSettings
 
-NAMES: dict[Role, str] = {"worker": "local", "leader": "leader", "frontend": "frontend"}
-"""First part of the names of the processes, in the order in which they start."""
-_WORKER_STOP_S = 10.0
-"""From SIGTERM to SIGKILL of a worker."""
+logger = logging.getLogger(__name__)
+
+_NAMES: dict[Role, str] = {"worker": "local", "leader": "leader"}
+"""First part of the names of the processes."""
 _COUNT_CUDA_DEVICES = "import torch; print(torch.cuda.device_count())"
-
-
-class Service(Protocol):
-    """What the processes of a group share with the others of the service."""
-
-    notify: NotifyListener
-
-    def start(self, role: Role, name: str, values: Values, fds: Mapping[str, int], threads: int) -> ChildProcess:
-        """Start a process with these settings and descriptors. Raises OSError."""
-
-    def write_restarts(self) -> None:
-        """The number of restarts of a process has changed."""
 
 
 class Group(ProcessSet):
@@ -63,7 +48,7 @@ class Group(ProcessSet):
     def __init__(
         self,
         settings: ServeSettings,
-        service: Service,
+        starter: Starter,
         stack: contextlib.ExitStack,
         *,
         prefix: str = "",
@@ -74,7 +59,7 @@ class Group(ProcessSet):
         self.settings = settings
         self._is_new = is_new
         self.threads = compute_threads(settings, workers)
-        self._service = service
+        self._notify = starter.notify
         self._prefix = prefix
         self._workers = workers
         self._cores = cores
@@ -83,30 +68,23 @@ class Group(ProcessSet):
             stack.enter_context(bind(settings.join_host, settings.join_port_of(index), option("join_port")))
             for index in range(settings.leaders)
         ]
-        local_workers = 0 if settings.external_workers else settings.num_workers
-        leader_s = stop_timeout_s(settings), blocked_timeout_s(settings)
+        counts: dict[Role, int] = {
+            "worker": 0 if settings.external_workers else settings.num_workers,
+            "leader": settings.leaders,
+        }
+        processes = {"worker": self._worker, "leader": self._leader}
         super().__init__(
             {
-                "worker": self._supervisor("worker", local_workers, _WORKER_STOP_S, WORKER_BLOCKED_S),
-                "leader": self._supervisor("leader", settings.leaders, *leader_s),
+                role: starter.supervisor(role, count, processes[role], timeouts_s(settings, role), prefix)
+                for role, count in counts.items()
             }
-        )
-
-    def _supervisor(self, role: Role, count: int, stop_s: float, blocked_s: float) -> Supervisor:
-        return Supervisor(
-            lambda slot: self._service.start(role, *self.process(role, slot)),
-            count,
-            kind=f"{self._prefix}{role}",
-            stop_timeout_s=stop_s,
-            notify=self._service.notify,
-            blocked_timeout_s=blocked_s,
-            on_restart=self._service.write_restarts,
         )
 
     def others(self) -> Iterable[AbstractAsyncContextManager[object]]:
         """The autoscaler."""
-        limits = limits_of(self.settings)
-        return () if limits is None else (Autoscaler(self, ScalingPolicy(limits)),)
+        if (limits := limits_of(self.settings)) is not None:
+            workers, leaders = self.supervisors["worker"], self.supervisors["leader"]
+            yield Autoscaler(workers, leaders, self._notify, self._name("worker", ""), ScalingPolicy(limits))
 
     @property
     def is_reachable(self) -> bool:
@@ -119,13 +97,24 @@ class Group(ProcessSet):
         host = local_host_of(self.settings.join_host)
         return ",".join(f"{host}:{sock.getsockname()[1]}" for sock in self.joins)
 
-    def process(self, role: Role, slot: int) -> tuple[str, Values, Mapping[str, int], int]:
-        """Name, settings, descriptors and threads of a process."""
-        name, settings = self._name(role, slot), self.settings
-        if role == "leader":
-            fds = {"join_fd": self.joins[slot].fileno()}
-            checks = self._is_new and settings.device == "cpu" and not settings.external_workers
-            return name, {**leader_values(settings, slot), "name": name, "local_memory": checks, **fds}, fds, 1
+    def log_external(self, name: str) -> None:
+        """Log how workers join the model `name`, if they run on other machines."""
+        settings, there = self.settings, external_host_of(self.settings.join_host)
+        if settings.external_workers:
+            ports = [sock.getsockname()[1] for sock in self.joins]
+            each = " ".join(f"--leader {settings.advertised(port) or f'{there}:{port}'}" for port in ports)
+            logger.info(
+                "waiting for workers of %s; on each of their machines: multiworld worker %s --token-file …", name, each
+            )
+
+    def _leader(self, slot: int) -> Process:
+        name, settings = self._name("leader", slot), self.settings
+        fds = {"join_fd": self.joins[slot].fileno()}
+        checks = self._is_new and settings.device == "cpu" and not settings.external_workers
+        return Process(name, {**leader_values(settings, slot), "name": name, "local_memory": checks, **fds}, fds)
+
+    def _worker(self, slot: int) -> Process:
+        name, settings = self._name("worker", slot), self.settings
         own: Values = {
             "leader": self.leaders,
             "name": name,
@@ -136,32 +125,10 @@ class Group(ProcessSet):
             file, first = self._cores
             count = max(self._workers, first + slot + 1)
             own |= {"cores_file": file, "cores_index": first + slot, "cores_workers": count}
-        return name, {**worker_values(settings), **own}, {}, self.threads
+        return Process(name, {**worker_values(settings), **own}, {}, self.threads)
 
-    def _name(self, role: Role, slot: int) -> str:
-        return f"{self._prefix}{NAMES[role]}-{slot}"
-
-    # -- Launcher --------------------------------------------------------------------------------------------------------------
-
-    async def capacity_reports(self) -> Sequence[CapacityReport | None]:
-        """See `Launcher`."""
-        leaders = self.supervisors["leader"]
-        pids = [leaders.pids.get(slot) for slot in leaders.restarts]
-        return [None if pid is None else self._service.notify.capacity(pid, REPORT_AGE_S) for pid in pids]
-
-    async def workers(self) -> set[str]:
-        """See `Launcher`."""
-        return {self._name("worker", slot) for slot in self.supervisors["worker"].restarts}
-
-    async def scale_workers(self, count: int) -> None:
-        """See `Launcher`."""
-        workers = self.supervisors["worker"]
-        for _ in range(count - len(workers.restarts)):
-            workers.add()
-
-    async def stop_worker(self, name: str) -> None:
-        """See `Launcher`."""
-        await self.supervisors["worker"].remove(int(name.removeprefix(self._name("worker", 0)[:-1])))
+    def _name(self, role: Role, slot: object) -> str:
+        return f"{self._prefix}{_NAMES[role]}-{slot}"
 
 
 def _devices(settings: ServeSettings) -> list[str]:

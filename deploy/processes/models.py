@@ -1,78 +1,144 @@
-"""The models of a service change while it serves: by commands of the admin port, and by its settings file at SIGHUP.
+"""The models of a service, which change while it serves: by commands of the admin port, and by its settings file at SIGHUP.
 
 The leaders and workers of a new model start first, then frontends that know it. These accept connections when the model is ready. Then the
 former frontends answer their requests and stop. So clients never see a model that cannot start, and the other models keep their processes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Coroutine, Mapping
+import signal
+from collections.abc import Collection, Coroutine, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.config.process import first_of
 from multiworld_serving.common.config.sources import tables_of_models
-from multiworld_serving.deploy.processes.notify import NotifyListener
-from multiworld_serving.deploy.processes.supervisor import ProcessSet, Supervisor
+from multiworld_serving.deploy.processes.checks import Table, check_model
+from multiworld_serving.deploy.processes.group import Group
+from multiworld_serving.deploy.processes.programs import (
+    START_TIMEOUT_S,
+    Process,
+    Role,
+    Starter,
+    Values,
+    frontend_values,
+    memory_file,
+    timeouts_s,
+)
+from multiworld_serving.deploy.processes.supervisor import ProcessSet
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.server.model_change import ModelChange
 from multiworld_serving.server.settings import ServeSettings
 
-if TYPE_CHECKING:  # it imports this module
-    from multiworld_serving.deploy.processes.service import _Service
-
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_S = 900.0
-"""Longest start of a model of the settings file: enough to export a large one."""
 _KEPT_OUTCOMES = 64
-Table = Mapping[str, Any]
-"""A table [[models]]."""
+_OF_MODEL = ("handler", "timeout_s", "queue_limit", "recovery_grace_s")
+"""Settings of frontends that differ for each model."""
 
 
 class Frontends(ProcessSet):
     """Frontends that know the same models.
 
-    Attributes:
-        first: number in the name of the first one.
-        wait_until_ready: see `FrontendSettings`.
-    """
-
-    def __init__(self, supervisor: Supervisor, first: int, wait_until_ready: tuple[str, ...] | None) -> None:
-        super().__init__({"frontend": supervisor})
-        self.first = first
-        self.wait_until_ready = wait_until_ready
-
-    async def serve(self, notify: NotifyListener) -> None:
-        """Wait until all of them accept requests. One that restarts later accepts them before all models are ready."""
-        supervisor = self.supervisors["frontend"]
-        while len(pids := supervisor.pids) < supervisor.count or not all(map(notify.heard, pids.values())):
-            notify.first_heard.clear()
-            await notify.first_heard.wait()
-        self.wait_until_ready = None
-
-
-class Models:
-    """Changes the models of a service, one at a time.
-
     Args:
-        changes: those of commands since the settings were read: the table of an added model, None for a removed one.
-        outcomes: a JSON file with the result of each change by its id: why it was refused, or an empty text if it was made.
+        values: their settings, except those that all of them have.
+        fds: the descriptors of their listening sockets, by setting.
+        first: number in the name of the first one.
     """
 
     def __init__(
-        self, settings: ServeSettings, service: _Service, changes: dict[str, Table | None], outcomes: Path
+        self, settings: ServeSettings, starter: Starter, values: Values, fds: Mapping[str, int], first: int
+    ) -> None:
+        self.first = first
+        self._values = values
+        self._notify = starter.notify
+
+        def process(slot: int) -> Process:
+            number = first + slot
+            return Process(f"frontend-{number}", {**frontend_values(settings, number), **self._values, **fds}, fds)
+
+        timeouts = timeouts_s(settings, "frontend")
+        super().__init__({"frontend": starter.supervisor("frontend", settings.frontends, process, timeouts)})
+
+    async def serve(self) -> None:
+        """Wait until all of them accept requests. One that restarts later accepts them before all models are ready."""
+        supervisor, notify = self.supervisors["frontend"], self._notify
+        while len(pids := supervisor.pids) < supervisor.count or not all(map(notify.heard, pids.values())):
+            notify.first_heard.clear()
+            await notify.first_heard.wait()
+        self._values["wait_until_ready"] = None
+
+
+class Models:
+    """Owns the leaders and workers of each model, and the frontends. Changes the models, one at a time.
+
+    Args:
+        models: the settings of each model by its name.
+        fds: the descriptors of the frontends' listening sockets, by setting.
+        stack: closes sockets and files.
+        changes: those of commands since the settings were read: the table of an added model, None for a removed one.
+        wait_until_ready: the first frontends accept connections when these models are ready; None: at once.
+
+    Attributes:
+        groups: the leaders and workers of each model.
+        frontends: those that accept requests now.
+    """
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        models: Mapping[str, ServeSettings],
+        starter: Starter,
+        fds: Mapping[str, int],
+        stack: contextlib.ExitStack,
+        *,
+        changes: dict[str, Table | None],
+        wait_until_ready: Collection[str] | None = None,
     ) -> None:
         self.changes = changes
+        self.groups: dict[str, Group] = {}
         self._settings = settings
-        self._service = service
-        self._file = outcomes
+        self._starter = starter
+        self._fds = fds
+        self._restarts_file = memory_file(stack, "metrics", "")
+        self._outcomes_file = memory_file(stack, "changes", "{}")
         self._outcomes: dict[str, str] = {}
+        """The result of each change by its id: why it was refused, or an empty text if it was made."""
         self._tables: dict[str, Table] = {table["name"]: table for table in settings.models}
+        self._generations: list[Frontends] = []
+        cores_file, first = memory_file(stack, "cores", ""), 0
+        workers = sum(each.max_workers for each in models.values())
+        for name, each in models.items():
+            prefix = f"{name}-" if len(models) > 1 else ""
+            self.groups[name] = Group(each, starter, stack, prefix=prefix, workers=workers, cores=(cores_file, first))
+            first += each.max_workers
+        self.frontends = self._new_frontends(self.groups, wait_until_ready)
+        self._initial: list[ProcessSet] = [*self.groups.values(), self.frontends]
+        starter.on_restart = self._write_restarts
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Start all processes."""
+        self._tasks = tasks
+        for each in self._initial:
+            each.start(tasks)
+        self._write_restarts()
+
+    async def stop(self) -> None:
+        """Stop all processes: frontends answer their requests before leaders and workers stop."""
+        for running in (self._generations, self.groups.values()):
+            await asyncio.gather(*(each.stop() for each in running))
+
+    async def invalid_input(self) -> None:
+        """Wait until one of the processes with which the service has started refuses its settings."""
+        await first_of(*(each.invalid_input() for each in self._initial))
+
+    def signal(self, role: Role, signum: signal.Signals) -> None:
+        """Send a signal to all leaders, or to all frontends."""
+        for each in self._generations if role == "frontend" else self.groups.values():
+            each.supervisors[role].signal_all(signum)
 
     async def run(self, change: ModelChange) -> None:
         """Make a change of a command."""
@@ -82,7 +148,7 @@ class Models:
         """Write the outcome of a change for those who have asked for it."""
         self._outcomes = dict([*self._outcomes.items(), (change.id, refused)][-_KEPT_OUTCOMES:])
         with contextlib.suppress(OSError):  # no memory; must not stop any process
-            self._file.write_text(json.dumps(self._outcomes), encoding="utf-8")
+            Path(self._outcomes_file).write_text(json.dumps(self._outcomes), encoding="utf-8")
 
     async def read_file(self) -> None:
         """Have the models that the settings file has now. Commands since then are forgotten."""
@@ -93,15 +159,15 @@ class Models:
             logger.error("the models are unchanged: %s", error)  # noqa: TRY400 - the traceback adds nothing
             return
         self.changes.clear()
-        served = list(self._service.groups)
+        served = list(self.groups)
         for name, table in tables.items():
             if name not in served:
-                await self._attempt(name, self._set(name, table, _TIMEOUT_S))
+                await self._attempt(name, self._set(name, table, START_TIMEOUT_S))
             elif table != self._tables.get(name):
                 logger.warning("model %s: SIGUSR2 applies its other settings, or remove and add it", name)
         for name in served:
             if name not in tables:
-                await self._attempt(name, self._set(name, None, _TIMEOUT_S))
+                await self._attempt(name, self._set(name, None, START_TIMEOUT_S))
 
     async def _command(self, change: ModelChange) -> None:
         table = None if change.action == "remove" else self._allowed(change)
@@ -133,49 +199,99 @@ class Models:
 
     async def _set(self, name: str, table: Table | None, timeout_s: float) -> None:
         """Add a model, or remove it if there is no table. Raises UserError, ModelError, ValueError or OSError if that is not possible."""
-        service, groups = self._service, self._service.groups
+        groups = self.groups
         if table is None:
             kept = {each: group for each, group in groups.items() if each != name}
             if name not in groups:
                 raise UserError(f"there is no model {name!r}; the models are {', '.join(groups)}")
             if not kept:
                 raise UserError(f"{name!r} is the last model: stop the service instead")
-            await self._replace_frontends(service.new_frontends(kept, ()), timeout_s)
+            await self._replace_frontends(self._new_frontends(kept, ()), timeout_s)
             await groups.pop(name).stop()
+            self._write_restarts()
             logger.info("removed model=%s", name)
             return
         if name in groups:
             raise UserError(f"there is a model {name!r} already")
         with contextlib.ExitStack() as stack:
-            group = service.new_group(name, self._settings.group_of(table), stack)
-            group.start(service.tasks, stack.pop_all())
+            group = self._new_group(name, self._settings.group_of(table), stack)
+            group.start(self._tasks, stack.pop_all())
         try:
-            await self._replace_frontends(service.new_frontends({**groups, name: group}, (name,)), timeout_s, group)
+            await self._replace_frontends(self._new_frontends({**groups, name: group}, (name,)), timeout_s, group)
         except BaseException:
             await group.stop()
             raise
         groups[name], self._tables[name] = group, table
+        self._write_restarts()
         logger.info("added model=%s", name)
+
+    def _new_group(self, name: str, settings: ServeSettings, stack: contextlib.ExitStack) -> Group:
+        """The processes of a further model, not started. Its workers treat those of other groups like other programs."""
+        check_model(settings)
+        workers = sum(group.settings.max_workers for group in self.groups.values()) + settings.max_workers
+        cores = memory_file(stack, "cores", ""), 0
+        group = Group(settings, self._starter, stack, prefix=f"{name}-", workers=workers, cores=cores, is_new=True)
+        group.log_external(name)
+        return group
+
+    def _new_frontends(self, groups: Mapping[str, Group], wait_until_ready: Collection[str] | None) -> Frontends:
+        """New frontends for these models, not started. Their names are unused, so they can run beside the present ones."""
+        settings = self._settings
+        values: Values = {
+            "http_shares": settings.frontends,
+            "wait_until_ready": None if wait_until_ready is None else tuple(wait_until_ready),
+            "supervisor_metrics_file": self._restarts_file,
+            "changes_file": self._outcomes_file,
+            "leader": ",".join(f"{name}={group.leaders}" for name, group in groups.items()),
+            "model_settings": {
+                name: {each: getattr(group.settings, each) for each in _OF_MODEL} for name, group in groups.items()
+            },
+        }
+        first = settings.frontends - self.frontends.first if self._generations else 0
+        made = Frontends(settings, self._starter, values, self._fds, first)
+        self._generations = [*(each for each in self._generations if not each.has_ended), made]
+        return made
 
     async def _replace_frontends(self, fresh: Frontends, timeout_s: float, *groups: ProcessSet) -> None:
         """Start these frontends, and stop the former ones when they serve. Raises UserError if they do not, or a group fails."""
-        fresh.start(self._service.tasks)
-        serving = asyncio.create_task(fresh.serve(self._service.notify))
-        failing = [asyncio.create_task(each.invalid_input()) for each in (fresh, *groups)]
+        fresh.start(self._tasks)
+        error: str | None = f"it was not ready within {timeout_s:g} s; see the log of the service"
         try:
-            await asyncio.wait((serving, *failing), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if not serving.done():
-                late = f"it was not ready within {timeout_s:g} s; see the log of the service"
-                raise UserError(next((each.result() for each in failing if each.done()), late))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    error = await first_of(fresh.serve(), *(each.invalid_input() for each in (fresh, *groups)))
+            if error is not None:
+                raise UserError(error)
         except BaseException:
             await fresh.stop()
             raise
-        finally:
-            for each in (serving, *failing):
-                each.cancel()
-        former, self._service.frontends = self._service.frontends, fresh
+        former, self.frontends = self.frontends, fresh
         await former.stop()
+
+    def _write_restarts(self) -> None:
+        """Write the numbers of restarts into a file in memory. The frontends add them to their metrics."""
+        sets: dict[str, ProcessSet] = {"": self.frontends, **self.groups}
+        restarts = {
+            name: {role: each.restarts for role, each in of_model.supervisors.items()}
+            for name, of_model in sets.items()
+        }
+        with contextlib.suppress(OSError):  # no memory; must not stop any process
+            Path(self._restarts_file).write_text(restart_metrics(restarts), encoding="utf-8")
 
 
 def _is_path(text: str) -> bool:
     return "/" in text or Path(text).suffix != ""
+
+
+def restart_metrics(restarts: Mapping[str, Mapping[str, Mapping[int, int]]]) -> str:
+    """The restarts by model, role and slot, in the text format of Prometheus. Frontends have the model ""."""
+    lines: dict[str, list[str]] = {}
+    for model, of_model in restarts.items():
+        for role, of_role in of_model.items():
+            name = f"multiworld_{role}_restarts_total"
+            head = [f"# HELP {name} Restarts of {role}s by the supervisor.", f"# TYPE {name} counter"]
+            label = f'model="{model}",' if model else ""
+            lines.setdefault(name, head).extend(
+                f'{name}{{{label}slot="{slot}"}} {count}' for slot, count in of_role.items()
+            )
+    return "\n".join(line for family in lines.values() for line in family) + "\n"

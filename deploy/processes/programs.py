@@ -1,4 +1,4 @@
-"""What a service runs, on one machine and on Ray: the command, the environment and the settings of each process.
+"""What a service runs, on one machine and on Ray: the command, the environment and the settings of each process. `Starter` starts them.
 
 The settings are a JSON file in memory: it has no name in a folder, only processes of this user can read it, and it disappears with the
 process that made it.
@@ -7,17 +7,24 @@ Neither the command line nor the environment has a secret.
 
 import contextlib
 import importlib
+import logging
 import os
 import sys
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Literal, NamedTuple
 
 from pydantic import SecretStr
 
 from multiworld_serving.common.config.settings import ENV_PREFIX, Settings, to_json
+from multiworld_serving.deploy.processes.child_process import ChildProcess
+from multiworld_serving.deploy.processes.notify import NotifyListener
+from multiworld_serving.deploy.processes.supervisor import Supervisor
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
+
+logger = logging.getLogger(__name__)
 
 PROGRAM = (sys.executable, "-P", "-m", "multiworld_serving.cli.main")
 """The command `multiworld`. -P keeps the working directory off `sys.path`, so that no module there is imported by mistake."""
@@ -32,8 +39,13 @@ _STOP_MARGIN_S = 5.0
 _BLOCKED_HEARTBEATS = 3
 _BLOCKED_S = 5.0
 """A leader or frontend that gives no sign of life for this long is killed; at least `_BLOCKED_HEARTBEATS` heartbeat timeouts."""
-WORKER_BLOCKED_S = 15.0
-"""The same for a worker: so long that the leaders have lost it before, with the cause `stalled`."""
+_WORKER_STOP_S = 10.0
+"""From SIGTERM to SIGKILL of a worker."""
+_WORKER_BLOCKED_S = 15.0
+"""After this time without a sign of life a worker is killed: so long that the leaders have lost it before, with the cause `stalled`."""
+
+START_TIMEOUT_S = 900.0
+"""Longest start of a model, or of a whole service that replaces another one: enough to export a large model."""
 
 Role = Literal["leader", "frontend", "worker"]
 Values = dict[str, object]
@@ -69,14 +81,12 @@ def worker_values(settings: ServeSettings) -> Values:
     }
 
 
-def stop_timeout_s(settings: ServeSettings) -> float:
-    """Seconds from SIGTERM to SIGKILL of a leader or frontend."""
-    return settings.drain_timeout_s + _STOP_MARGIN_S
-
-
-def blocked_timeout_s(settings: ServeSettings) -> float:
-    """Seconds without a sign of life after which a leader or frontend is killed."""
-    return max(_BLOCKED_S, _BLOCKED_HEARTBEATS * settings.heartbeat_timeout_s)
+def timeouts_s(settings: ServeSettings, role: Role, worker_stop_s: float = _WORKER_STOP_S) -> tuple[float, float]:
+    """Seconds from SIGTERM to SIGKILL of a process, and seconds without a sign of life after which it is killed."""
+    if role == "worker":
+        return worker_stop_s, _WORKER_BLOCKED_S
+    blocked_s = max(_BLOCKED_S, _BLOCKED_HEARTBEATS * settings.heartbeat_timeout_s)
+    return settings.drain_timeout_s + _STOP_MARGIN_S, blocked_s
 
 
 def settings_file(stack: contextlib.ExitStack, values: Values) -> str:
@@ -133,3 +143,72 @@ def compute_threads(settings: ServeSettings, workers: int) -> int:
         workers: number of workers of all models.
     """
     return settings.threads or max(1, len(os.sched_getaffinity(0)) // max(1, workers))
+
+
+class Process(NamedTuple):
+    """What a process is started with: its name, settings, inherited descriptors by setting, and compute threads."""
+
+    name: str
+    values: Values
+    fds: Mapping[str, int]
+    threads: int = 1
+
+
+class Starter:
+    """Makes supervisors, which start processes: as forks of this process, or as new programs if it cannot fork.
+
+    Args:
+        notify: receives the signs of life of all processes.
+        program: runs a command line of `multiworld` and ends the process.
+
+    Attributes:
+        on_restart: called after each restart of a process.
+    """
+
+    def __init__(self, notify: NotifyListener, program: Callable[[Sequence[str]], object] = print) -> None:
+        self.notify = notify
+        self.on_restart: Callable[[], object] = lambda: None
+        self._program = program
+        self._can_fork = False
+
+    def import_programs(self, threads: int) -> None:
+        """Import what the processes need, so that they can be forked."""
+        self._can_fork = import_programs(threads)
+        if not self._can_fork:
+            logger.warning("an import has started a thread: processes start as new programs, which takes longer")
+
+    def supervisor(
+        self,
+        role: Role,
+        count: int,
+        process: Callable[[int], Process],
+        timeouts_s: tuple[float, float],
+        prefix: str = "",
+    ) -> Supervisor:
+        """A supervisor of `count` processes.
+
+        Args:
+            process: what the process of a slot is started with.
+            timeouts_s: see the function `timeouts_s`.
+        """
+        return Supervisor(
+            lambda slot: self._start(role, process(slot)),
+            count,
+            kind=f"{prefix}{role}",
+            stop_timeout_s=timeouts_s[0],
+            notify=self.notify,
+            blocked_timeout_s=timeouts_s[1],
+            on_restart=lambda: self.on_restart(),  # noqa: PLW0108 - it may be set later
+        )
+
+    def _start(self, role: Role, process: Process) -> ChildProcess:
+        """Start a process. Raises OSError."""
+        with contextlib.ExitStack() as stack:
+            own = int(settings_file(stack, process.values).rpartition("/")[2])
+            command = [role, "--name", process.name, "--settings-json", f"/dev/fd/{own}"]
+            environment = environment_of(process.threads, self.notify.environment)
+            fds = [*process.fds.values(), own]
+            if self._can_fork:
+                title = " ".join(["multiworld", *command])
+                return ChildProcess.fork(title, partial(self._program, command), environment, fds)
+            return ChildProcess.spawn([*PROGRAM, *command], environment, fds)

@@ -14,7 +14,6 @@ from typing import Self
 from multiworld_serving.common.config.process import first_of
 from multiworld_serving.deploy.processes.child_process import ChildProcess, status_text
 from multiworld_serving.deploy.processes.notify import NotifyListener
-from multiworld_serving.deploy.processes.programs import Role
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +52,7 @@ class _Slot:
     restarts: int = 0
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the process must end and not be restarted."""
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it is not supervised any more."""
+    supervision: asyncio.Task[None] | None = None
 
 
 @dataclass(eq=False)
@@ -83,7 +81,7 @@ class Supervisor:
     stop_timeout_s: float = 10.0
     notify: NotifyListener | None = None
     blocked_timeout_s: float = float("inf")
-    on_restart: Callable[[], None] = lambda: None
+    on_restart: Callable[[], object] = lambda: None
     invalid_input: asyncio.Event = field(default_factory=asyncio.Event)
     error: str = ""
 
@@ -119,7 +117,8 @@ class Supervisor:
         """End the process of a slot like leaving the block does, and do not restart it. Raises KeyError if there is no such slot."""
         slot = self._slots[index]
         slot.stopping.set()
-        await slot.ended.wait()
+        assert slot.supervision is not None, "it was added inside the block"
+        await asyncio.wait({slot.supervision})
         if self._slots.get(index) is slot:
             del self._slots[index]
 
@@ -139,7 +138,7 @@ class Supervisor:
     def _supervise(self, slot: _Slot) -> None:
         if self._leaving:
             slot.stopping.set()
-        self._tasks.create_task(self._run(slot)).add_done_callback(lambda _: slot.ended.set())
+        slot.supervision = self._tasks.create_task(self._run(slot))
 
     async def _run(self, slot: _Slot) -> None:
         """Keep a process running in a slot until it must stop."""
@@ -219,7 +218,7 @@ class ProcessSet:
         supervisors: by role, in the order in which they start. They stop in the reverse order.
     """
 
-    def __init__(self, supervisors: dict[Role, Supervisor]) -> None:
+    def __init__(self, supervisors: dict[str, Supervisor]) -> None:
         self.supervisors = supervisors
         self._stopping = asyncio.Event()
         self._running: asyncio.Task[None] | None = None

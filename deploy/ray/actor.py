@@ -23,10 +23,8 @@ from multiworld_serving.common.config.logs import configure_logging
 from multiworld_serving.common.config.process import raise_descriptor_limit
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.http.listener import bind
-from multiworld_serving.deploy.processes.child_process import ChildProcess
 from multiworld_serving.deploy.processes.notify import NotifyListener
-from multiworld_serving.deploy.processes.programs import PROGRAM, Role, Values, environment_of, settings_file
-from multiworld_serving.deploy.processes.supervisor import Supervisor
+from multiworld_serving.deploy.processes.programs import Process, Role, Starter, Values
 from multiworld_serving.deploy.ray.placement import Resources
 
 logger = logging.getLogger(__name__)
@@ -45,6 +43,7 @@ class ProcessSpec:
     Attributes:
         need: what Ray reserves for it.
         values: its settings; secrets are `SecretStr`, so that no log shows them.
+        timeouts_s: see the function `timeouts_s`.
         sockets: sockets that it inherits: for the setting that takes the descriptor, host and port.
         leaders: names of the leaders' actors that it joins, in this namespace.
     """
@@ -54,8 +53,7 @@ class ProcessSpec:
     need: Resources
     values: Values
     namespace: str
-    stop_timeout_s: float
-    blocked_timeout_s: float
+    timeouts_s: tuple[float, float]
     sockets: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     leaders: tuple[str, ...] = ()
 
@@ -96,18 +94,9 @@ class ProcessActor:
             for name, (host, port) in spec.sockets.items()
         }
         self._write_leaders()
-        file = settings_file(self._stack, {**spec.values, **self._local_values()})
-        command = [*PROGRAM, spec.role, "--name", spec.name, "--settings-json", file]
-        environment = environment_of(int(spec.need.cores), self._notify.environment)
-        fds = [sock.fileno() for sock in self._sockets.values()]
-        self._supervisor = Supervisor(
-            lambda _slot: ChildProcess.spawn(command, environment, fds),
-            1,
-            kind=spec.role,
-            stop_timeout_s=spec.stop_timeout_s,
-            notify=self._notify,
-            blocked_timeout_s=spec.blocked_timeout_s,
-        )
+        fds = {name: sock.fileno() for name, sock in self._sockets.items()}
+        process = Process(spec.name, {**spec.values, **self._local_values()}, fds, int(spec.need.cores))
+        self._supervisor = Starter(self._notify).supervisor(spec.role, 1, lambda _: process, spec.timeouts_s)
         self._loop = asyncio.new_event_loop()
         # The kernel ends the process with the thread that started it, so this thread lives as long as the actor.
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)

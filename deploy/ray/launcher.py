@@ -22,12 +22,10 @@ from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.deploy.health import health_error
 from multiworld_serving.deploy.processes.programs import (
-    WORKER_BLOCKED_S,
     Role,
-    blocked_timeout_s,
     frontend_values,
     leader_values,
-    stop_timeout_s,
+    timeouts_s,
     worker_values,
 )
 from multiworld_serving.deploy.ray.actor import ProcessActor, ProcessSpec, ProcessState
@@ -139,8 +137,8 @@ def _specs(settings: ServeSettings) -> dict[str, ProcessSpec]:
     specs: dict[str, ProcessSpec] = {}
 
     def add(role: Role, index: int, need: Resources, values: dict[str, object], **more: Any) -> None:
-        timeouts = {"stop_timeout_s": stop_timeout_s(settings), "blocked_timeout_s": blocked_timeout_s(settings)}
-        options = {"namespace": settings.ray_namespace, "leaders": leaders, **timeouts, **more}
+        timeouts = timeouts_s(settings, role, _WORKER_STOP_S)
+        options = {"namespace": settings.ray_namespace, "leaders": leaders, "timeouts_s": timeouts, **more}
         specs[f"{role}-{index}"] = ProcessSpec(role, f"{role}-{index}", need, values, **options)
 
     for index in range(settings.leaders):
@@ -156,9 +154,8 @@ def _specs(settings: ServeSettings) -> dict[str, ProcessSpec]:
         add("frontend", index, Resources(1), frontend_values(settings, index), sockets=sockets)
     threads, gpus = settings.threads or 1, int(settings.device == "cuda")
     values = {**worker_values(settings), "device": "cuda:0" if gpus else "cpu", "threads": threads}
-    timeouts = {"stop_timeout_s": _WORKER_STOP_S, "blocked_timeout_s": WORKER_BLOCKED_S}
     for index in range(settings.num_workers):
-        add("worker", index, Resources(threads, gpus), values, **timeouts)
+        add("worker", index, Resources(threads, gpus), values)
     return specs
 
 

@@ -1,7 +1,6 @@
 """The supervisor with small child processes that report through a named pipe: programs, and where it matters also forks."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -13,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 
 from multiworld_serving.deploy.processes.child_process import ChildProcess
 from multiworld_serving.deploy.processes.notify import NotifyListener
-from multiworld_serving.deploy.processes.service import _Service
 from multiworld_serving.deploy.processes.supervisor import Backoff, Supervisor
-from multiworld_serving.server.settings import ServeSettings
 from tests.integration.small_processes import (
     DEAF,
     FOREVER,
@@ -98,21 +94,15 @@ async def test_shutdown_does_not_wait_for_the_backoff(reports: Reports) -> None:
     assert supervisor.restarts == {0: 1}
 
 
-async def test_workers_are_started_and_stopped_by_name_when_the_service_scales(reports: Reports) -> None:
-    settings = ServeSettings(http_port=0, join_port=0, metrics_port=0, local_token=SecretStr("of-this-test"))
-    with contextlib.ExitStack() as stack:
-        service = _Service(settings, {"m": settings}, stack, print).groups["m"]
-        async with reports.supervisor(SAY_GOODBYE, 1) as workers:
-            service.supervisors["worker"] = workers
-            await service.scale_workers(3)
-            assert {(await reports.next())[0] for _ in range(3)} == {"0", "1", "2"}
-            assert await service.workers() == {"local-0", "local-1", "local-2"}
-            await service.scale_workers(1)  # stops none
-            await service.stop_worker("local-1")
-            assert (await reports.next())[::2] == ["1", "goodbye"]
-            assert await service.workers() == {"local-0", "local-2"}
-            await service.scale_workers(3)
-            assert (await reports.next())[0] == "1", "the lowest free number is used again"
+async def test_processes_are_added_and_removed_by_slot(reports: Reports) -> None:
+    async with reports.supervisor(SAY_GOODBYE, 1) as workers:
+        assert [workers.add(), workers.add()] == [1, 2]
+        assert {(await reports.next())[0] for _ in range(3)} == {"0", "1", "2"}
+        await workers.remove(1)
+        assert (await reports.next())[::2] == ["1", "goodbye"]
+        assert workers.restarts.keys() == {0, 2}
+        assert workers.add() == 1, "the lowest free number is used again"
+        assert (await reports.next())[0] == "1"
 
 
 @pytest.mark.parametrize("deafness", ["ignores", "frozen"])
@@ -213,7 +203,8 @@ async def test_process_is_not_restarted_when_its_settings_are_invalid(
 ) -> None:
     async with reports.supervisor("sys.exit(2)") as supervisor:
         await supervisor.invalid_input.wait()
-        await supervisor._slots[0].ended.wait()
+        assert supervisor._slots[0].supervision is not None
+        await supervisor._slots[0].supervision
         assert supervisor.restarts == {0: 0}
     assert "exited with status 2 (invalid settings); see its error above" in caplog.text
 

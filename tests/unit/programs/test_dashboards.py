@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from multiworld_serving.common.edges.metrics import EdgeMetrics
-from multiworld_serving.deploy.processes.service import restart_metrics
+from multiworld_serving.deploy.processes.models import restart_metrics
 from multiworld_serving.server.frontends.scrape import merge_metrics
 from tests import dashboard_queries as written
 from tests.dashboard_queries import Query, dashboard_queries, recorded_names, rules_text, selectors

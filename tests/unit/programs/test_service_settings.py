@@ -15,7 +15,8 @@ from multiworld_serving.common.config.errors import SettingsError
 from multiworld_serving.common.config.settings import Settings, to_json
 from multiworld_serving.common.config.sources import load
 from multiworld_serving.deploy.processes.programs import frontend_values, leader_values, settings_file
-from multiworld_serving.deploy.processes.service import _Service
+from multiworld_serving.deploy.processes.service import Service
+from multiworld_serving.deploy.processes.upgrade import Upgrade
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.server.versions.model_files import served_name
@@ -24,14 +25,14 @@ PORTS: dict[str, Any] = {"http_port": 0, "join_port": 0, "metrics_port": 0}
 
 
 @contextlib.contextmanager
-def service(settings: ServeSettings) -> Iterator[_Service]:
+def service(settings: ServeSettings) -> Iterator[Service]:
     with contextlib.ExitStack() as stack:
         settings = settings.model_copy(update={"local_token": SecretStr("of-the-service")})
-        made = _Service(settings, {"m": settings}, stack, print)
+        made = Service(settings, {"m": settings}, stack, print, Upgrade(stack))
         yield made
 
 
-def passed_on(made: _Service, cls: type[Settings], **changes: object) -> Any:
+def passed_on(made: Service, cls: type[Settings], **changes: object) -> Any:
     """The settings that a program of this service gets."""
     values = leader_values(made._settings, 0) if cls is LeaderSettings else frontend_values(made._settings, 0)
     return cls.model_validate_json(to_json({**values, **changes}))
@@ -68,8 +69,8 @@ def test_leader_accepts_the_tokens_that_the_file_has_now(tmp_path: Path) -> None
 
 
 def test_file_of_settings_is_in_memory_and_only_this_user_can_read_it() -> None:
-    with service(ServeSettings(**PORTS)) as made:
-        path = Path(settings_file(made._stack, leader_values(made._settings, 0)))
+    with service(ServeSettings(**PORTS)) as made, contextlib.ExitStack() as stack:
+        path = Path(settings_file(stack, leader_values(made._settings, 0)))
         assert str(path).startswith(f"/proc/{os.getpid()}/fd/")
         assert path.stat().st_nlink == 0, "it has no name in any folder"
         assert '"local_token": "of-the-service"' in path.read_text()
