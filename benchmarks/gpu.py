@@ -2,43 +2,37 @@
 
     make gpu
     python -m benchmarks.gpu --device cuda:1 --out build/gpu
-    python -m benchmarks.gpu --device cpu --cycles 2     # a rehearsal without a GPU
+    python -m benchmarks.gpu --device cpu --kill-s 5     # a rehearsal without a GPU
 
 Writes `report.md`. Each step has a time limit, and a step that fails does not stop the others. The exit status is 1 if a
 test failed or a request was lost, and 0 without a GPU.
 """
 
 import argparse
-import os
 import platform
-import random
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from multiworld_serving.testing.chaos.system.processes import resources
-from multiworld_serving.testing.load.clients import Load, run_load
-from multiworld_serving.testing.load.images import photos
-from multiworld_serving.testing.load.requests import served_requests
-from multiworld_serving.testing.local_service import LocalService
 from multiworld_serving.workers.compute.transfers import GpuTransfers
 
 _TOTAL_S = 540.0
 _TESTS = ("tests/integration/test_gpu_stages.py", "tests/integration/test_nccl.py")
-_TESTS_S, _SPEED_S, _READY_S = 180.0, 60.0, 60.0
+_TESTS_S, _SPEED_S = 180.0, 60.0
+_CHAOS_S = 60.0
+"""Longest start and end of a chaos campaign."""
 _WAYS = (("float32", "fused"), ("bfloat16", "fused"), ("bfloat16", "compile"))
 _COPY_MIB = (1, 4, 16, 64)
 _COPIES = 20
 _GROWTH_MIB = 64.0
-"""Most device memory that may be in use more after the kills than before."""
+"""Most device memory that may stay in use after the kills."""
 
 
 @dataclass
@@ -111,57 +105,16 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def kill_workers(device: torch.device, cycles: int, until_s: float) -> Step:
-    """`kill -9` of random workers under load: lost requests, seconds until the worker serves again, and what the processes hold."""
-    step = Step("kill -9 under load", f"{cycles} kills of random workers of 2 stages x 2 replicas on {device}")
-    started_s = time.monotonic()
-    generator = random.Random(0)
-    with LocalService(
-        model="resnet18", weights="random:0", image_size=64, stages=2, replicas=2, device=str(device)
-    ) as service:
-        requests = served_requests(service.url, photos(4))
-        before, leader = _memory_used_mib(device), service.child_pids("leader")[0]
-        held_before, rejoined_s = asdict(resources(leader)), list[float]()
-        with run_load(service.url, requests, clients=8) as load:
-            while len(rejoined_s) < cycles and time.monotonic() < until_s:
-                victim = generator.choice(sorted(service.worker_pids().values()))
-                os.kill(victim, signal.SIGKILL)
-                killed_s = time.monotonic()
-                _wait_until_replaced(service, victim)
-                rejoined_s.append(time.monotonic() - killed_s)
-        step.found = _outcome(load) | {
-            "kills": len(rejoined_s),
-            "median seconds until all serve again": sorted(rejoined_s)[len(rejoined_s) // 2] if rejoined_s else None,
-            "longest": max(rejoined_s, default=None),
-            "leader before": held_before,
-            "leader after": asdict(resources(leader)),
-            "device MiB before": before,
-            "device MiB after": _memory_used_mib(device),
-        }
-    grown = step.found["device MiB after"] - before
-    step.passed = not step.found["failed"] and not step.found["wrong"] and bool(rejoined_s) and grown < _GROWTH_MIB
-    step.took_s = time.monotonic() - started_s
+def kill_workers(device: torch.device, duration_s: float) -> Step:
+    """`kill -9` of random workers under load, and how much device memory is in use more afterwards."""
+    before_mib = _memory_used_mib(device)
+    chaos = ["multiworld_serving.cli.main", "chaos", "--faults", "kill", "--duration", f"{max(1, round(duration_s))}s"]
+    settings = ["--settle", "0s", "--set", "image_size=64", "--set", f"device={device}"]
+    step = run_program("kill -9 under load", [*chaos, *settings], duration_s + _CHAOS_S, checks=True)
+    grown_mib = _memory_used_mib(device) - before_mib
+    step.found = {"device MiB that stay in use": grown_mib}
+    step.passed = bool(step.passed) and grown_mib < _GROWTH_MIB
     return step
-
-
-def _wait_until_replaced(service: LocalService, pid: int) -> None:
-    deadline_s = time.monotonic() + _READY_S
-    while pid in service.worker_pids().values():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"the worker pid={pid} was not started again")
-        time.sleep(0.02)
-    service.wait_until_complete(_READY_S)
-
-
-def _outcome(load: Load) -> dict[str, Any]:
-    wrong = [sample for sample in load.samples if sample.status == 200 and sample.error]
-    return {
-        "requests": len(load.samples),
-        "failed": len(load.failed),
-        "wrong": len(wrong),
-        "p50 ms": round(1e3 * load.quantile_s(0.5), 1),
-        "p99 ms": round(1e3 * load.quantile_s(0.99), 1),
-    }
 
 
 def _memory_used_mib(device: torch.device) -> float:
@@ -196,7 +149,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda:0"))
     parser.add_argument("--out", type=Path, default=Path("build/gpu"))
-    parser.add_argument("--cycles", type=int, default=100, help="most kills of a worker; fewer if the time is up")
+    parser.add_argument(
+        "--kill-s", type=float, default=_TOTAL_S, help="how long workers are killed; shorter if the time is up"
+    )
     options = parser.parse_args()
     device: torch.device = options.device
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -222,7 +177,7 @@ def main() -> int:
         lambda: run_program("tests", ["pytest", "-q", "-rs", *_TESTS], _TESTS_S, checks=True),
         lambda: measure_copies(device),
         *(partial(run_program, "images per second of the bare model", each, _SPEED_S, checks=False) for each in speed),
-        lambda: kill_workers(device, options.cycles, until_s),
+        lambda: kill_workers(device, min(options.kill_s, until_s - _CHAOS_S - time.monotonic())),
     ]
     steps: list[Step] = []
     for each in work:

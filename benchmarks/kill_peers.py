@@ -2,7 +2,7 @@
 
     python -m venv .venv-peers && .venv-peers/bin/pip install -e '.[peers]'
     .venv/bin/python -m benchmarks.kill_peers --python .venv-peers/bin/python --json kills.json
-    .venv/bin/python docs/plot_kills.py kills.json docs/img/kills.svg
+    .venv/bin/python docs/plot.py kills.json docs/img/kills.svg
 
 Each server has two workers per stage, one compute thread per worker and batches of up to 8. The load is a closed loop of clients. A request
 without an answer within 30 s counts as hung, not as failed. Time until normal: seconds from the kill to the end of the last window of 3 s,
