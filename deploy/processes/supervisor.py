@@ -6,7 +6,7 @@ import logging
 import random
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Self
@@ -187,28 +187,35 @@ class Supervisor:
 
     async def _end(self, slot: _Slot, child: ChildProcess) -> str:
         """Wait until a process ends, is blocked, or must stop, and end it. Returns its exit status or signal name."""
-        ended, stopping = asyncio.create_task(child.ended()), asyncio.create_task(slot.stopping.wait())
-        silence = _Silence(self.notify, child.pid)
+        ended = asyncio.create_task(child.ended())
+        waits: list[Awaitable[object]] = [asyncio.shield(ended), slot.stopping.wait()]
+        if self.notify is not None:
+            waits.append(self._blocked(slot, child.pid, self.notify))
         try:
-            while not ended.done() and not stopping.done():
-                await asyncio.wait({ended, stopping}, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-                if (silent_s := silence.measure_s()) > self.blocked_timeout_s and not ended.done():
-                    logger.error(
-                        "%s slot=%d pid=%d gave no sign of life for %.1f s: killing it",
-                        *(self.kind, slot.index, child.pid, silent_s),
-                    )
-                    break
-            if not ended.done():
-                child.send(signal.SIGTERM if stopping.done() else signal.SIGKILL)
-                await asyncio.wait({ended}, timeout=self.stop_timeout_s)
+            await first_of(*waits)
+            child.send(signal.SIGTERM if slot.stopping.is_set() else signal.SIGKILL)
+            await asyncio.wait({ended}, timeout=self.stop_timeout_s)
         finally:
             ended.cancel()
-            stopping.cancel()
             slot.child = None
             if self.notify is not None:
                 self.error = self.notify.forget(child.pid) or self.error
             status = status_text(child.reap())
         return status
+
+    async def _blocked(self, slot: _Slot, pid: int, notify: NotifyListener) -> None:
+        """Wait until a process has sent nothing for too long. The time of a pause of the whole machine does not count."""
+        resumed_s = checked_s = time.monotonic()
+        silent_s = 0.0
+        while silent_s <= self.blocked_timeout_s:
+            await asyncio.sleep(_POLL_S)
+            now_s = time.monotonic()
+            if now_s - checked_s > _PAUSED_S:
+                resumed_s = now_s
+            checked_s = now_s
+            silent_s = min(notify.silent_s(pid), now_s - resumed_s)
+        facts = self.kind, slot.index, pid, silent_s
+        logger.error("%s slot=%d pid=%d gave no sign of life for %.1f s: killing it", *facts)
 
 
 class ProcessSet:
@@ -254,20 +261,3 @@ class ProcessSet:
                 for each in (*self.supervisors.values(), *self.others()):
                     await running.enter_async_context(each)
                 await self._stopping.wait()
-
-
-class _Silence:
-    """For how long a process has sent nothing. The time of a pause of the whole machine does not count."""
-
-    def __init__(self, notify: NotifyListener | None, pid: int) -> None:
-        self._notify = notify
-        self._pid = pid
-        self._measured_s = self._resumed_s = time.monotonic()
-
-    def measure_s(self) -> float:
-        """Seconds since its last message. Call this every `_POLL_S`."""
-        now_s = time.monotonic()
-        if now_s - self._measured_s > _PAUSED_S:
-            self._resumed_s = now_s
-        self._measured_s = now_s
-        return min(self._notify.silent_s(self._pid), now_s - self._resumed_s) if self._notify else 0.0

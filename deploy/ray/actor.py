@@ -115,10 +115,6 @@ class ProcessActor:
             {name: self._address(name) for name in self._sockets},
         )
 
-    def join_address(self) -> str:
-        """Where this leader listens."""
-        return self._address("join_fd")
-
     def stop(self) -> None:
         """Stop the process: SIGTERM, and SIGKILL after the stop timeout. Returns when it has ended."""
         for event in (self._stop, self._leader_known):
@@ -150,7 +146,7 @@ class ProcessActor:
         values: Values = {name: sock.fileno() for name, sock in self._sockets.items()}
         if self._spec.role == "leader":
             # Workers and frontends join at the address of the node, also if the leader listens on all.
-            return {**values, "join_host": hosts["join_fd"], "advertise_host": self.join_address()}
+            return {**values, "join_host": hosts["join_fd"], "advertise_host": self._address("join_fd")}
         values["leaders_file"] = f"/proc/{os.getpid()}/fd/{self._leaders_fd}"
         if self._spec.role == "frontend":
             return {**values, "host": hosts["http_fd"], "metrics_host": hosts["metrics_fd"]}
@@ -174,8 +170,8 @@ class ProcessActor:
                 async with asyncio.timeout(_ANSWER_S):
                     if actor is None:
                         actor = await asyncio.to_thread(ray.get_actor, name, self._spec.namespace)
-                    address: str = await actor.join_address.remote()
-                self._on_address(name, address)
+                    state: ProcessState = await actor.state.remote()
+                self._on_address(name, state.addresses["join_fd"])
             except (ray.exceptions.RayError, ValueError, TimeoutError) as error:
                 logger.debug("the address of %s is not known: %s", name, error)
             await asyncio.sleep(_LOOK_UP_S)

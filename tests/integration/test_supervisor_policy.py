@@ -8,7 +8,7 @@ from pydantic import SecretStr
 
 from multiworld_serving.deploy.processes import supervisor
 from multiworld_serving.deploy.processes.programs import environment_of
-from multiworld_serving.deploy.processes.supervisor import Backoff, _Silence
+from multiworld_serving.deploy.processes.supervisor import Backoff, Supervisor
 from multiworld_serving.server.settings import ServeSettings
 
 SETTINGS = ServeSettings(
@@ -49,16 +49,21 @@ def test_environment_has_no_settings_and_no_token(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("steps_s", "silent_s"),
-    [([1.0] * 11, 11.0), ([60.0, *[1.0] * 10], 10.0)],
+    [([1.0] * 20, 10.0), ([60.0, *[1.0] * 20], 70.0)],
     ids=["the process is frozen", "the whole machine was paused"],
 )
-def test_silence_is_that_of_the_process_alone(
+async def test_silence_is_that_of_the_process_alone(
     steps_s: list[float], silent_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now_s = 100.0
+    now_s, steps = 100.0, iter(steps_s)
+
+    async def sleep(_s: float) -> None:
+        nonlocal now_s
+        now_s += next(steps)
+
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now_s))
-    silence = _Silence(cast(Any, SimpleNamespace(silent_s=lambda pid: now_s - 100)), 7)
-    for step_s in steps_s:
-        now_s += step_s
-        measured_s = silence.measure_s()
-    assert measured_s == silent_s
+    monkeypatch.setattr(supervisor, "asyncio", SimpleNamespace(sleep=sleep))
+    notify: Any = SimpleNamespace(silent_s=lambda pid: now_s - 100)
+    watched: Any = SimpleNamespace(blocked_timeout_s=9.5, kind="worker")
+    await Supervisor._blocked(watched, cast(Any, SimpleNamespace(index=0)), 7, notify)
+    assert now_s == 100 + silent_s
