@@ -24,11 +24,7 @@ def constant(module: fx.GraphModule, node: Any) -> Tensor | None:
     """The weight that a node stands for; None if it is not a weight."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
-    value: Any = module
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
-    assert isinstance(value, Tensor)
-    return value.detach()
+    return module.get_buffer(str(node.target)).detach()
 
 
 def add_constant(module: fx.GraphModule, before: fx.Node, tensor: Tensor) -> fx.Node:
