@@ -84,12 +84,7 @@ class ChildProcess:
 
     async def ended(self) -> None:
         """Wait until the process has ended. Cancelling is safe."""
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._pidfd, event.set)
-        try:
-            await event.wait()
-        finally:
-            loop.remove_reader(self._pidfd)
+        await readable(self._pidfd)
 
     def reap(self) -> int:
         """Send SIGKILL to its process group, so that none of its children survive, and collect its exit status.
@@ -140,6 +135,16 @@ def _run_child(
         program()
     finally:
         os._exit(1)
+
+
+async def readable(fd: int) -> None:
+    """Wait until this descriptor can be read. Cancelling is safe."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(fd, event.set)
+    try:
+        await event.wait()
+    finally:
+        loop.remove_reader(fd)
 
 
 def status_text(returncode: int) -> str:

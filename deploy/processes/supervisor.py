@@ -87,7 +87,6 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._slots = {index: _Slot(index) for index in range(self.count)}
-        self._leaving = False
         self._tasks = asyncio.TaskGroup()
 
     @property
@@ -129,15 +128,12 @@ class Supervisor:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._leaving = True
         for slot in self._slots.values():
             slot.stopping.set()
         # The exception of the block is not passed to the task group: the caller gets it unchanged, ours as a group.
         await self._tasks.__aexit__(None, None, None)
 
     def _supervise(self, slot: _Slot) -> None:
-        if self._leaving:
-            slot.stopping.set()
         slot.supervision = self._tasks.create_task(self._run(slot))
 
     async def _run(self, slot: _Slot) -> None:

@@ -21,7 +21,7 @@ from multiworld_serving.common.config.process import exit_with_parent
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.deploy.processes import forwarder
-from multiworld_serving.deploy.processes.child_process import ChildProcess, status_text
+from multiworld_serving.deploy.processes.child_process import ChildProcess, readable, status_text
 from multiworld_serving.deploy.processes.programs import START_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Upgrade:
             why = "ended"
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
-                    await _readable(reader)
+                    await readable(reader)
                 if pipe.read(1):  # otherwise it has ended
                     self.successor = child
             except TimeoutError:
@@ -122,12 +122,3 @@ class Upgrade:
         """If there is a successor, replace this process by a program that forwards signals to it and exits when it exits."""
         if self.successor is not None:
             os.execv(sys.executable, [sys.executable, "-I", forwarder.__file__, str(self.successor.pid)])  # noqa: S606
-
-
-async def _readable(fd: int) -> None:
-    loop, event = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(fd, event.set)
-    try:
-        await event.wait()
-    finally:
-        loop.remove_reader(fd)
