@@ -10,9 +10,6 @@ This service uses a hundredth when idle. It is not suspended, because it would d
 CPU time of all processes of a server per image; it is meaningful even when the machine has other load. The peers serve the model of
 torchvision, frozen by TorchScript, with the transforms of torchvision. Every server may use all cores: one worker with torch's default
 number of threads, or two workers with half of the cores each.
-
-Pipeline efficiency: images per second over HTTP with tensors as input, divided by the images per second of the same optimised model in a
-bare loop in one process with batches of 8 on the same cores.
 """
 
 import argparse
@@ -30,7 +27,6 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.bare_loop import BareLoop, bare_loop
 from benchmarks.connections import Connections, Outcome, request_bytes
 from benchmarks.ranks import table
 from benchmarks.servers import Running, ours, peer, stop_on_sigterm
@@ -40,9 +36,6 @@ from multiworld_serving.testing.load.statistics import quantile
 
 THIS = "this"
 """Prefix of the names of this service's variants."""
-BARE = "bare loop"
-TENSORS = ", tensors in"
-_TENSOR_BYTES = 3 * 224 * 224
 _AWAKE_S = 1.0
 """Seconds that a server gets to recover after it was suspended."""
 
@@ -147,21 +140,6 @@ def servers(jpeg: bytes, options: argparse.Namespace) -> dict[str, Callable[[], 
     }
 
 
-def cases(name: str, running: Running, model: str, with_tensors: bool) -> list[Case]:
-    """The cases of a server."""
-    question = running.question
-    found = [Case(name, running, request_bytes("/predict", question.content_type, question.body))]
-    if with_tensors and not running.peer:
-        tensor = request_bytes(
-            f"/v2/models/{model}/infer",
-            "application/octet-stream",
-            os.urandom(_TENSOR_BYTES),
-            {"Inference-Header-Content-Length": "0"},
-        )
-        found.append(Case(name + TENSORS, running, tensor))
-    return found
-
-
 def ask(case: Case, clients: int, seconds: float) -> Outcome:
     async def loop() -> Outcome:
         connections = Connections(case.running.url)
@@ -173,7 +151,7 @@ def ask(case: Case, clients: int, seconds: float) -> Outcome:
     return uvloop.run(loop())
 
 
-def measure(compared: list[Case], bare: BareLoop | None, options: argparse.Namespace) -> dict[tuple[str, int], Figure]:
+def measure(compared: list[Case], options: argparse.Namespace) -> dict[tuple[str, int], Figure]:
     """Measure all cases in turn in each round. Keys are name of the case and number of clients."""
     figures: dict[tuple[str, int], Figure] = {}
     for case in compared:
@@ -182,22 +160,17 @@ def measure(compared: list[Case], bare: BareLoop | None, options: argparse.Names
     for number in range(options.rounds):
         for clients in options.clients:
             for case in compared:
-                if TENSORS in case.name and clients != max(options.clients):
-                    continue
                 with case.turn():
                     used_s = case.running.cpu_s()
                     outcome = ask(case, clients, options.seconds + clients / 24)
                     used_s = case.running.cpu_s() - used_s
                 figures.setdefault((case.name, clients), Figure(case.name, clients)).add(outcome, used_s)
-        if bare is not None:
-            figure = figures.setdefault((BARE, 0), Figure(BARE, 0))
-            figure.images_per_s.append(bare.images_per_s(options.seconds))
         print(f"round {number + 1} of {options.rounds} done", flush=True)
     return figures
 
 
 def report(figures: dict[tuple[str, int], Figure], options: argparse.Namespace) -> None:
-    names = list(dict.fromkeys(name for name, _ in figures if name != BARE and TENSORS not in name))
+    names = list(dict.fromkeys(name for name, _ in figures))
     columns = ["server"]
     for clients in options.clients:
         columns += [f"{clients} clients" if clients > 1 else "1 client", "p50 ms", "CPU ms"]
@@ -211,9 +184,6 @@ def report(figures: dict[tuple[str, int], Figure], options: argparse.Namespace) 
     table(f"{options.model}, {options.precision}, images a second: {machine()}", columns, rows)
     failed = {f"{f.case}, {f.clients} clients": f.failed for f in figures.values() if f.failed}
     print(f"\nrequests not answered with 200: {failed or 'none'}")
-    for name in (name for name in names if name + TENSORS in {case for case, _ in figures}):
-        tensors, bare = figures[name + TENSORS, max(options.clients)].rate, figures[BARE, 0].rate
-        print(f"{name}: {tensors:.1f} images/s over HTTP with tensors in, {bare:.1f} bare: {tensors / bare:.2f}")
 
 
 def machine() -> str:
@@ -239,7 +209,6 @@ def main() -> int:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement, and more with more clients")
-    parser.add_argument("--no-efficiency", action="store_true", help="without tensors in, and without the bare loop")
     parser.add_argument("--json", type=Path, help="write every figure of every round")
     options = parser.parse_args()
     jpeg = body_file(options.image)[0] if options.image else photo(width=options.width, height=options.width * 3 // 4)
@@ -248,12 +217,10 @@ def main() -> int:
         for name, start in servers(jpeg, options).items():
             if not options.only or name.startswith(tuple(options.only)):
                 print(f"starting {name}", flush=True)
-                compared += cases(name, stack.enter_context(start()), options.model, not options.no_efficiency)
-        bare = None
-        if not options.no_efficiency:
-            tuning = ("--optimize", options.optimize, "--precision", options.precision)
-            bare = stack.enter_context(bare_loop("--model", options.model, *tuning))
-        figures = measure(compared, bare, options)
+                running = stack.enter_context(start())
+                request = request_bytes("/predict", running.question.content_type, running.question.body)
+                compared.append(Case(name, running, request))
+        figures = measure(compared, options)
     report(figures, options)
     if options.json:
         options.json.write_text(json.dumps({"machine": machine(), "figures": [asdict(f) for f in figures.values()]}))
