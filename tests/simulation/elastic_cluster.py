@@ -263,6 +263,11 @@ class Cluster:
                 assert member.harmed or self.scenario.blames_the_innocent or self._came_too_late(member), (
                     f"{member.name} failed without a fault: {member.status}"
                 )
+            if member.status != "done" and self.scenario.name == "cuts":
+                alone = [
+                    values for _, values in member.outcomes.values() if any(len(v[1]) == 1 for v in values.values())
+                ]
+                assert not alone, f"{member.name} finished a call alone, cut off from the rendezvous server"
         for number in range(ROUNDS):
             self._check_call(number)
         if not any((self.scenario.freezes, self.scenario.cuts, self.scenario.rifts, self.scenario.restarts)):

@@ -9,15 +9,14 @@ from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.testing.simulation.scenarios import SCENARIOS, Scenario
 from multiworld_serving.testing.simulation.simulator import Simulator, check_outcomes, run_case
 
-SEEDS = (1, 2)
+SEED = 1
+"""New seeds: `make soak`."""
 EVENTS = 24_000
-"""Per run: more than half a million over all scenarios and seeds together."""
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_scheduler_keeps_its_invariants_under_random_faults(scenario: Scenario, seed: int) -> None:
-    simulator = run_case(scenario, seed, EVENTS)
+def test_scheduler_keeps_its_invariants_under_random_faults(scenario: Scenario) -> None:
+    simulator = run_case(scenario, SEED, EVENTS)
     healthy = [outcome for request, outcome in simulator.outcomes.items() if request not in simulator.compute_outcomes]
     assert healthy.count("answered") > 0.3 * len(healthy) or "overloaded" in scenario.allowed_refusals
     assert not scenario.faults or simulator.faults_injected, "no fault had an effect"

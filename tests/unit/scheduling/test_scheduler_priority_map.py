@@ -47,10 +47,3 @@ def test_equal_priorities_are_returned_in_insertion_order() -> None:
     for key in "cab":
         found.set(key, 1.0)
     assert [found.pop_until(1.0) for _ in range(3)] == ["c", "a", "b"]
-
-
-def test_memory_stays_bounded_when_priorities_change_continuously() -> None:
-    found: PriorityMap[int, float] = PriorityMap()
-    for number in range(100_000):
-        found.set(number % 10, float(number))
-    assert len(found._heap) < 200

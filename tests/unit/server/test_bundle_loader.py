@@ -1,8 +1,6 @@
 """Serving bundles: partition, versions, and what is refused."""
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,11 +10,9 @@ from torch import nn
 from multiworld_serving.models.errors import BundleError, ModelError, WeightsError
 from multiworld_serving.models.export.exporter import ExportOptions, export_model
 from multiworld_serving.models.optimize.tuning import NO_TUNING
-from multiworld_serving.models.weights.tensor_file import TensorEntry, TensorFile
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes
 from multiworld_serving.server.versions.model_source import ModelSource
-from multiworld_serving.server.versions.stage_plan import StageWeights
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 from tests.bundles import CLASSES, SIZE, Classifier, classifier_bundle
 
@@ -60,16 +56,6 @@ def test_version_of_the_same_interface_is_loaded(folder: Path) -> None:
         BundleError, match=f"has the digest .*, but .* version 1 with the digest {plan.version.digest}; export"
     ):
         loader.load("same version", versions)
-
-
-def test_bundle_that_was_overwritten_is_refused_with_both_digests_when_it_is_loaded_again(tmp_path: Path) -> None:
-    old = classifier_bundle(tmp_path / "one")
-    loader, plan = opened(tmp_path)
-    shutil.rmtree(tmp_path / "one")
-    new = classifier_bundle(tmp_path / "one", seed=1)
-    for again in (None, "one"):
-        with pytest.raises(BundleError, match=f"has the digest {new.digest}, but .* the digest {old.digest}"):
-            loader.load(again, VersionTable(plan))
 
 
 def test_version_with_another_interface_is_refused_with_the_difference(folder: Path) -> None:
@@ -140,17 +126,3 @@ def test_bundle_without_a_proof_of_independent_rows_is_proven_when_it_is_opened(
     loader, plan = opened(tmp_path, model=str(tmp_path / "good"))
     with pytest.raises(ModelError, match="mixes the rows of a batch"):
         loader.load("mixing", VersionTable(plan))
-
-
-def test_weights_are_read_in_chunks_that_make_up_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiworld_serving.server.versions.stage_plan._CHUNK_BYTES", 7)
-    path = tmp_path / "file"
-    path.write_bytes(bytes(range(100)))
-    file = TensorFile(os.open(path, os.O_RDONLY))
-    weights = StageWeights(b"head", file, [TensorEntry(10, 20), TensorEntry(0, 1), TensorEntry(50, 16)])
-    expected = b"head" + bytes(range(10, 30)) + bytes([0]) + bytes(range(50, 66))
-    assert b"".join(chunk.numpy().tobytes() for chunk in weights.chunks()) == expected
-    assert max(len(chunk) for chunk in weights.chunks()) < 2 * 7
-    path.write_bytes(bytes(5))
-    with pytest.raises(OSError, match="shorter"):
-        list(weights.chunks())

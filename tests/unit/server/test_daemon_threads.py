@@ -30,24 +30,6 @@ async def test_exit_returns_when_a_decode_blocks(
         release.set()
 
 
-async def test_waiting_decode_never_starts_when_cancelled() -> None:
-    release, begun = threading.Event(), threading.Event()
-    try:
-        async with DaemonThreads(1, "decode", max_waiting=1) as pool:
-            running = asyncio.create_task(pool.run(release.wait))
-            waiting = asyncio.create_task(pool.run(begun.set))
-            await asyncio.sleep(0)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            release.set()
-            await running
-            assert await pool.run(lambda: "next") == "next"
-            assert not begun.is_set()
-    finally:
-        release.set()
-
-
 async def test_thread_stays_busy_when_its_decode_is_cancelled() -> None:
     release, begun = threading.Event(), threading.Event()
 

@@ -69,14 +69,6 @@ def test_frames_round_trip_when_they_travel_together(sent: list[Sent]) -> None:
     assert received(b"".join(encode(*frame) for frame in sent)) == sent
 
 
-@given(st.lists(sent_frames, min_size=1, max_size=3), st.data())
-def test_message_that_is_cut_is_refused_and_nothing_else_happens(sent: list[Sent], data: st.DataObject) -> None:
-    whole = b"".join(encode(*frame) for frame in sent)
-    cut = data.draw(st.integers(1, len(whole) - 1))
-    with suppress(ValueError):
-        assert received(whole[:cut]) == sent[: len(received(whole[:cut]))]
-
-
 @given(st.binary(max_size=400))
 def test_arbitrary_bytes_are_frames_or_an_error_that_ends_the_link(data: bytes) -> None:
     with suppress(ValueError):

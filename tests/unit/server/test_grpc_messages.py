@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from multiworld_serving.server.api.inference import InferRequest
 from multiworld_serving.server.api.oip.metadata import Signature
-from multiworld_serving.server.api.oip_grpc.codec import METHODS, SERVICE, infer_message, parse_infer_message
+from multiworld_serving.server.api.oip_grpc.codec import infer_message, parse_infer_message
 from multiworld_serving.server.errors import InferenceRequestError, RequestRejected, UnknownModelError
 from multiworld_serving.server.predictor import ModelVersion, Prediction
 from tests.unit.server.frontend_app import MODEL, image_bytes
@@ -37,37 +37,6 @@ TYPED = (
 
 def parsed(message: Any) -> InferRequest:
     return parse_infer_message(message.SerializeToString(), SIGNATURES[message.model_name], NOW)
-
-
-def fields(descriptor: Any) -> dict[str, Any]:
-    """The fields of a message and of those in it."""
-    found: dict[str, Any] = {
-        each.name: (
-            each.number,
-            each.type,
-            each.is_repeated,
-            each.message_type and each.message_type.full_name,
-            each.containing_oneof and each.containing_oneof.name,
-        )
-        for each in descriptor.fields
-    }
-    return found | {f"{each.name}.": fields(each) for each in descriptor.nested_types}
-
-
-def test_methods_equal_those_of_triton() -> None:
-    service = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
-    assert service.full_name == SERVICE
-    for name, method in METHODS.items():
-        theirs = service.methods_by_name[name]
-        assert method.request.DESCRIPTOR.name == theirs.input_type.name
-        assert method.response.DESCRIPTOR.name == theirs.output_type.name
-
-
-def test_messages_equal_those_of_triton() -> None:
-    own = METHODS["ModelInfer"].request.DESCRIPTOR.file.message_types_by_name
-    assert "InferParameter" in own
-    for name, message in own.items():
-        assert fields(message) == fields(getattr(pb, name).DESCRIPTOR)
 
 
 def test_inputs_have_the_same_rows_typed_and_raw_in_any_order() -> None:

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from multiworld_serving.common.http.server import JoiningTransport
 from tests.unit.server.frontend_app import ColourPredictor, image_bytes
 from tests.unit.server.http_port import http_port
 from tests.waiting import until
@@ -74,38 +73,3 @@ async def test_request_that_is_open_when_the_server_ends_gets_a_clear_503() -> N
         status, body = await client.answer()
         assert (status, body["reason"]) == (503, "draining")
         assert await client.rest() == b""
-
-
-class Sent(asyncio.Transport):
-    """Records what is sent. Raises on a closed connection, as uvloop does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.data: list[bytes] = []
-        self.closed = False
-        self.is_closing = lambda: self.closed  # type: ignore[method-assign]
-
-    def close(self) -> None:
-        self.closed = True
-
-    def write(self, data: bytes) -> None:  # type: ignore[override]
-        assert not self.closed
-        self.data.append(data)
-
-
-async def test_head_of_a_response_is_sent_with_its_body() -> None:
-    sent = Sent()
-    connection = JoiningTransport(sent)
-    for part in (b"head 1 ", b"body 1", b"head 2 ", b"body 2"):
-        connection.write(part)
-    assert sent.data == [b"head 1 body 1", b"head 2 body 2"]
-    connection.write(b"head of an event stream")
-    await asyncio.sleep(0)
-    assert sent.data[2:] == [b"head of an event stream"], "at the end of the turn, and nothing twice"
-    connection.write(b"last response")
-    connection.close()
-    assert sent.data[3:] == [b"last response"]
-    for _ in range(3):  # uvloop would raise
-        connection.write(b"to a closed connection")
-    await asyncio.sleep(0)
-    assert len(sent.data) == 4

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms._presets import ImageClassification
 
-from multiworld_serving.server.api.images import MIN_SIDE, decodes_quickly, image_tensor
+from multiworld_serving.server.api.images import MIN_SIDE, image_tensor
 from multiworld_serving.server.errors import ImageError, ImageTooLargeError
 from multiworld_serving.server.predictor import ImageSizes
 from tests.unit.server.frontend_app import image_bytes
@@ -77,28 +77,6 @@ def test_large_jpeg_is_decoded_at_reduced_size_with_similar_pixels(
     assert off.mean() <= 2.5  # from noise in every pixel, stronger than any camera's
     assert off.max() <= 25.0
     assert (exact[:, 1:] - exact[:, :-1]).abs().mean() > 1.0  # a shift by one pixel would exceed this
-
-
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize("size", [(40, 40), (61, 45), (33, 90)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"restart_marker_blocks": 2}, {"subsampling": 2}, {"dpi": (3, 3)}], ids=str)
-def test_quickly_decoded_jpeg_equals_the_file_with_exif(
-    mode: str, size: tuple[int, int], options: dict[str, object]
-) -> None:
-    plain = file_of(picture(*size).convert(mode), "JPEG", **options)
-    tagged = file_of(picture(*size).convert(mode), "JPEG", **options, exif=b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0")
-    assert decodes_quickly(plain) == (mode != "CMYK")
-    assert not decodes_quickly(tagged)
-    assert torch.equal(decode(plain), decode(tagged))
-
-
-def test_result_is_a_contiguous_writable_uint8_tensor() -> None:
-    tensor = decode(image_bytes((10, 20, 30)), resize_size=20, crop_size=16)
-    assert tensor.dtype == torch.uint8
-    assert tensor.shape == (3, 16, 16)
-    assert tensor.is_contiguous()
-    assert [set(tensor[channel].flatten().tolist()) for channel in range(3)] == [{10}, {20}, {30}]
-    tensor.zero_()
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

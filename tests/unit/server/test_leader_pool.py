@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -201,24 +200,6 @@ async def test_requests_stay_at_a_silent_leader_when_no_other_is_heard(others: i
         first.is_heard(False)
         answer.set()
         assert (await waiting).attempts == 1
-
-
-async def test_leader_is_silent_while_its_heartbeats_are_missing() -> None:
-    class Heard:
-        silent_for_s = 0.0
-
-        def silence_s(self) -> float:
-            return self.silent_for_s
-
-    with pool_of(2) as made:
-        leader, world = made.leaders[0], Heard()
-        leader._settings = SimpleNamespace(heartbeats={"heartbeat_interval_s": 0.2})  # type: ignore[assignment]
-        watching = asyncio.create_task(leader._watch(world))  # type: ignore[arg-type]
-        for silent_for_s, is_silent in ((0.5, True), (0.1, False), (0.5, True)):
-            world.silent_for_s = silent_for_s
-            await until(lambda expected=is_silent: leader.is_silent is expected)  # type: ignore[misc]
-            assert made.pool.leaders.candidates[0] is made.leaders[is_silent]
-        watching.cancel()
 
 
 # -- a leader rejects ----------------------------------------------------------------------------------------------------------

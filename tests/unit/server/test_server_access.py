@@ -135,11 +135,3 @@ def test_key_as_password_is_refused_for_admin_verbs_and_other_sites() -> None:
             GUARDED.check(Permission.INFERENCE, asked)
     with pytest.raises(UnauthenticatedError):
         GUARDED.check(Permission.ADMIN, scope(authorization=basic(OPS)))
-
-
-def test_keys_can_be_replaced() -> None:
-    authorizer = Authorizer(ApiKeys(ring("alice", ALICE), KeySet()))
-    authorizer.keys = ApiKeys(ring("bob", b"key of bob"), KeySet())
-    assert authorizer.check(Permission.INFERENCE, scope(b"key of bob")) == "bob"
-    with pytest.raises(UnauthenticatedError):
-        authorizer.check(Permission.INFERENCE, scope(ALICE))
