@@ -211,6 +211,14 @@ def test_member_without_a_requested_generation_waits_for_the_next_when_this_one_
     assert waiting.next() == started(2)
 
 
+def test_next_generation_admits_members_when_the_former_one_ends_late(harness: AcceptorHarness) -> None:
+    former = harness.monitor(Events(), PATIENT, MEMBER)
+    events = harness.host(generation=2)
+    harness.on_control_loop(lambda: harness.acceptor.remove(former))
+    harness.client().enter()
+    assert events.next() == ("all joined", 2, 2)
+
+
 def test_the_newer_of_two_clients_for_one_rank_is_admitted(harness: AcceptorHarness) -> None:
     """The earlier one may belong to a process that has been restarted."""
     elder, younger = harness.client().enter(), harness.client().enter()

@@ -11,6 +11,7 @@ from multiworld import JoinError, WorldEvent, WorldManager
 from multiworld.collectives.nccl import UnsupportedBackendError, uses_nccl
 from multiworld.events import EventStream
 from multiworld.execution.store import ControlStore
+from multiworld.execution.threads import WorkerThread
 
 PATIENCE_S = 30.0
 LONG = timedelta(seconds=PATIENCE_S)
@@ -58,6 +59,34 @@ def test_waiting_ends_when_the_store_is_aborted() -> None:
     store.abort(JoinError("w", "over"))
     assert "over" in str(failures.get(timeout=PATIENCE_S))
     thread.join()
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_of_a_world_share_one_thread_and_run_in_order_until_it_is_closed() -> None:
+    """The copies of tensors of a device are such jobs."""
+    errors: SimpleQueue[BaseException] = SimpleQueue()
+    ran: SimpleQueue[tuple[int, int]] = SimpleQueue()
+    begun, goes = threading.Event(), threading.Event()
+    thread = WorkerThread("w", errors.put)
+    thread.run(lambda: 1 / 0)
+    for number in range(20):
+        thread.run(lambda number=number: ran.put((number, threading.get_ident())))  # type: ignore[misc]
+    done = [ran.get(timeout=PATIENCE_S) for _ in range(20)]
+    assert [number for number, _ in done] == list(range(20))
+    assert {ident for _, ident in done}.isdisjoint({threading.get_ident()})
+    assert len({ident for _, ident in done}) == 1
+    assert isinstance(errors.get(timeout=PATIENCE_S), ZeroDivisionError)
+    thread.run(lambda: (begun.set(), goes.wait(PATIENCE_S)))
+    thread.run(lambda: ran.put((20, 0)))
+    assert begun.wait(PATIENCE_S)
+    assert not thread.close(0.01), "its job still runs"
+    goes.set()
+    assert thread.close(PATIENCE_S)
+    assert ran.empty()
+    with pytest.raises(RuntimeError, match="closed"):
+        thread.run(goes.set)
 
 
 # -- events ------------------------------------------------------------------------------------------------------------------

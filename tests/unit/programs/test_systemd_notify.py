@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from multiworld_serving.common.config.process import notify_systemd
+from tests.bundles import PREVIEW
 
 PATIENCE_S = 60.0
 
@@ -55,11 +56,8 @@ async def test_ready_watchdog_and_stopping_are_sent_while_a_service_runs(systemd
 
 @pytest.mark.parametrize(
     "program",
-    [
-        ["worker", "--leader", "127.0.0.1:1"],
-        ["serve", "--external-workers", "--model", "resnet18", "--weights", "random:0", "--image-size", "32"],
-    ],
-    ids=["worker", "leader"],
+    [["worker", "--leader", "127.0.0.1:1"], ["serve", "--external-workers", "--model", str(PREVIEW)]],
+    ids=["worker", "serve"],
 )
 def test_program_notifies_systemd_when_it_is_ready(program: list[str], tmp_path: Path) -> None:
     systemd = Systemd(str(tmp_path / "notify"))

@@ -70,8 +70,11 @@ def test_new_worker_gets_the_slot_of_the_broken_one() -> None:
     slots = Placement(2, 2)
     for name in "abcd":
         join(slots, name)
+    former = slot_named(slots, "s1.r0").worker
+    assert former is not None
     fail(slots, "s1.r0")
     assert join(slots, "e") == "s1.r0"
+    assert slots.slot_of(former) is None, "another worker has taken it"
 
 
 def leave(slots: Placement, name: str) -> None:

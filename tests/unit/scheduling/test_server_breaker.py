@@ -4,8 +4,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.server.predictor import ModelVersion
@@ -44,10 +42,9 @@ def test_worker_that_served_long_enough_starts_without_quarantine() -> None:
     assert breaker.failed("w", healthy=False, now_s=11.0) == 0.5
 
 
-@given(st.integers(0, 10_000))
-def test_quarantine_and_memory_are_bounded(failures: int) -> None:
+def test_quarantine_and_memory_are_bounded() -> None:
     breaker = Breaker()
-    for number in range(failures):
+    for number in range(10_000):
         assert 0.0 <= breaker.failed("w" if number % 2 else f"w{number}", healthy=False, now_s=float(number)) <= 30.0
     assert breaker.quarantined(0.0) <= 4096
 
