@@ -3,7 +3,7 @@
 import pytest
 
 from multiworld.elastic.agent import suspect_of
-from multiworld.elastic.protocol.coordinator import MAX_FAILED_VIEWS, Action, Coordinator, Persist, SendTo
+from multiworld.elastic.protocol.coordinator import MAX_FAILED_VIEWS, Action, Coordinator, SendTo
 from multiworld.elastic.protocol.messages import (
     Evicted,
     MemberInfo,
@@ -43,14 +43,6 @@ def broken(coordinator: Coordinator, committed: int = 0, suspect: str = "") -> N
 
 def boundary(coordinator: Coordinator) -> NextViewRequest:
     return NextViewRequest(coordinator.view.number, True, 0)
-
-
-def test_first_view_forms_with_enough_members_and_is_persisted_before_it_is_sent() -> None:
-    coordinator = Coordinator(initial_members=2)
-    assert coordinator.on_join(one("a"), 0.0) == []
-    actions = coordinator.on_join(one("b"), 0.0)
-    view = View(1, infos("a", "b"))
-    assert actions == [Persist(view), SendTo("a", view), SendTo("b", view)]
 
 
 def test_one_of_two_unreachable_members_is_evicted_after_some_attempts() -> None:
@@ -111,8 +103,3 @@ def test_member_is_suspected_only_when_the_failure_names_it(cause: Cause, rank: 
 def test_malformed_message_is_refused(data: bytes) -> None:
     with pytest.raises(MessageError):
         decode(data)
-
-
-def test_invalid_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="initial_members must be at least 1"):
-        Coordinator(initial_members=0)

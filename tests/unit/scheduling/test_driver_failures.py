@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.common.wire.work import Computed
@@ -127,18 +126,6 @@ async def test_requests_are_answered_when_their_batch_could_not_be_stacked(
     bench.driver.close()
 
 
-async def test_requests_get_an_error_when_no_link_can_take_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench()
-    for line in bench.lines:
-        monkeypatch.setattr(line, "send", failing_times(1000, line.send))
-    for outcome in await bench.work(bench.ask(2)):
-        assert isinstance(outcome, StageError)
-        assert outcome.detail == "the batch could not be sent to stage 0: MemoryError: no room"
-    monkeypatch.undo()
-    assert_right(await bench.work(bench.ask(2)))
-    bench.driver.close()
-
-
 async def test_requests_get_an_error_when_their_answer_cannot_be_built() -> None:
     bench = Bench(replicas=1)
     asked = bench.ask(2)
@@ -211,19 +198,6 @@ async def test_false_compute_times_count_at_most_the_elapsed_time(monkeypatch: p
     )
     assert total_s is not None
     assert total_s <= took_s
-    bench.driver.close()
-
-
-def broken() -> None:
-    raise BrokenPipeError("nobody reads")
-
-
-async def test_requests_are_answered_when_an_observer_fails(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench(after_event=suppress_errors(broken))
-    assert_right(await bench.work(bench.ask(3)))
-    assert_right(await bench.work(bench.ask(3)))
-    told = [record.getMessage().partition(" failed;")[0] for record in caplog.records if record.exc_info]
-    assert told == ["broken"], "it is logged once"
     bench.driver.close()
 
 

@@ -123,17 +123,6 @@ def test_excess_workers_become_spares_first_and_then_extra_replicas() -> None:
     ]
 
 
-def test_repeated_join_request_is_recognized_while_its_link_lives() -> None:
-    slots = Placement(1, 2, spares_wanted=1)
-    for name in "abc":
-        join(slots, name)
-    assert slots.live_worker("a") is slot_named(slots, "s0.r0").worker
-    assert slots.live_worker("c") is slot_named(slots, "spare0").worker
-    assert slots.live_worker("d") is None
-    fail(slots, "s0.r0")
-    assert slots.live_worker("a") is None
-
-
 def test_spare_takes_the_empty_slot_and_its_name_is_reserved_while_its_world_lives() -> None:
     slots = Placement(2, 2, spares_wanted=1)
     for name in "abcde":
@@ -184,26 +173,6 @@ def test_empty_stage_gets_a_replica_of_the_largest_stage_after_a_while() -> None
     assert (moved(slots, 2.9), moved(slots, 3.0)) == ([], [2])
     fail(slots, "s2.r0")
     assert moved(slots, 3.0) == [], "no stage has more than one replica"
-
-
-def test_placement_is_fully_replicated_when_every_stage_has_its_replicas_and_no_worker_is_joining() -> None:
-    slots = Placement(2, 2)
-    for name in "abcd":
-        assert not slots.fully_replicated
-        join(slots, name)
-    assert slots.fully_replicated
-    join(slots, "e")
-    assert slots.fully_replicated, "with an extra replica of stage 0"
-    further = slot_named(slots, "s0.r2")
-    assert further.worker is not None
-    further.worker.state = "loading"
-    assert not slots.fully_replicated
-    fail(slots, further.id.name)
-    assert slots.fully_replicated, "lost extra replicas are not missing"
-    fail(slots, "s1.r0")
-    assert not slots.fully_replicated
-    join(slots, "f")
-    assert slots.fully_replicated
 
 
 def returns(slots: Placement, worker: str, *held: int, name: str = "") -> str:

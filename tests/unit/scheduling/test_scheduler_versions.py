@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from multiworld_serving.server.scheduling.actions import FreeBatch, SendBatch
-from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected
+from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only
 
 
 def test_new_batches_use_the_newest_complete_version() -> None:
@@ -52,31 +52,6 @@ def test_waiting_batches_restart_when_a_new_version_is_complete_and_their_stage_
     driver.ready("n0", 0, "v2")
     new = only(driver.ready("n1", 1, "v2"), SendBatch)
     assert (new.replica, new.requests) == ("n0", (1,))
-
-
-def test_nothing_is_refused_when_versions_roll_one_worker_at_a_time() -> None:
-    driver = SchedulerHarness(stages=2, replicas=2)
-    outcome = []
-    for stage in range(2):
-        for replica in range(2):
-            outcome += driver.arrive(3)
-            outcome += driver.ready(f"n{stage}{replica}", stage, "v2")
-            outcome += driver.draining(f"s{stage}r{replica}")
-    while driver.in_flight:
-        outcome += driver.done(next(iter(driver.in_flight.values())))
-    assert sorted(answered(outcome)) == list(range(1, 13))
-    assert rejected(outcome) == {}
-
-
-def test_retired_version_leaves_nothing_behind() -> None:
-    driver = SchedulerHarness(stages=2, replicas=1)
-    for number in range(2, 50):
-        for stage in range(2):
-            driver.ready(f"v{number}s{stage}", stage, f"v{number}")
-        for link in [link for link in driver.scheduler._state.table.replicas if not link.startswith(f"v{number}")]:
-            driver.draining(link)
-    assert list(driver.scheduler._state.table.pipelines) == ["v49"]
-    assert driver.scheduler.next_wakeup_s() is None
 
 
 def test_version_is_in_use_until_its_last_batch_has_ended() -> None:

@@ -125,14 +125,6 @@ def test_successor_knows_what_was_measured_for_a_stage(file: str) -> None:
         assert threads(successor) == 2
 
 
-def test_busy_time_of_the_machine_grows() -> None:
-    before_s = cores.busy_s()
-    until_s = time.process_time() + 0.1
-    while time.process_time() < until_s:
-        pass
-    assert cores.busy_s() > before_s > 0
-
-
 def test_sharing_is_refused_when_the_file_is_gone(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
         SharedCores(str(tmp_path / "nowhere"), 0, 2, 2)
