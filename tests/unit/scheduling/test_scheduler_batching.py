@@ -1,12 +1,12 @@
-"""Batches: when they are formed, where they are sent, and how they pass the stages."""
+"""Policies of batches: when they are formed and where they are sent. Invariants under faults: tests/simulation."""
 
 from __future__ import annotations
 
 import pytest
 
 from multiworld_serving.server.scheduling.actions import Action, Answer, FreeBatch, KeepOutput, SendBatch
-from multiworld_serving.server.scheduling.events import BatchDone, RequestCancelled
-from tests.unit.scheduling.scheduler_harness import SchedulerHarness, of, only, rejected, sends
+from multiworld_serving.server.scheduling.events import BatchDone
+from tests.unit.scheduling.scheduler_harness import SchedulerHarness, only, sends
 
 
 def test_batch_is_sent_when_its_oldest_request_has_waited_long_enough() -> None:
@@ -116,58 +116,6 @@ def test_no_batch_is_formed_when_a_later_stage_is_saturated() -> None:
     assert third == [KeepOutput(second[1].batch, "s0r0", 1)]
     after = sends(driver.done(second[0]))
     assert [(send.stage, send.requests) for send in after] == [(1, (2,)), (0, (3,))]
-
-
-def test_cancelled_waiting_request_is_not_computed() -> None:
-    driver = SchedulerHarness(replicas=1, window=1)
-    first = only(driver.arrive(3), SendBatch)
-    assert driver.handle(RequestCancelled(2)) == []
-    assert only(driver.done(first), SendBatch).requests == (3,)
-
-
-def test_batch_in_flight_is_dropped_when_all_its_requests_are_cancelled() -> None:
-    driver = SchedulerHarness(stages=2)
-    send = only(driver.arrive(), SendBatch)
-    assert driver.handle(RequestCancelled(1)) == [FreeBatch(send.batch)]
-    assert driver.scheduler.in_flight(send.replica) == 1, "it occupies the window until its result arrives"
-    assert driver.done(send) == []
-    assert driver.scheduler.in_flight(send.replica) == 0
-
-
-def test_waiting_request_is_refused_at_its_deadline() -> None:
-    driver = SchedulerHarness(replicas=1, window=1)
-    driver.arrive()
-    driver.arrive(timeout_s=0.5)
-    assert driver.scheduler.next_wakeup_s() == 0.5
-    assert rejected(driver.wait(0.5)) == {2: "deadline"}
-
-
-def test_request_in_flight_is_refused_at_its_deadline_and_the_late_answer_is_ignored() -> None:
-    driver = SchedulerHarness()
-    send = only(driver.arrive(timeout_s=0.5), SendBatch)
-    actions = driver.wait(0.5)
-    assert rejected(actions) == {1: "deadline"}
-    assert of(actions, FreeBatch) == [FreeBatch(send.batch)]
-    assert driver.done(send) == []
-
-
-def test_requests_of_different_keys_share_no_batch() -> None:
-    driver = SchedulerHarness(replicas=1, window=1, max_batch_size=4)
-    first = only(driver.arrive(key="8"), SendBatch)
-    for key in ("8", "9", "8", "9", "9", "8"):
-        assert driver.arrive(key=key) == []
-    second = only(driver.done(first), SendBatch)
-    third = only(driver.done(second), SendBatch)
-    assert [send.requests for send in (first, second, third)] == [(1,), (2, 4, 7), (3, 5, 6)]
-
-
-def test_full_batch_of_another_key_does_not_wait_for_an_older_request() -> None:
-    driver = SchedulerHarness(replicas=2, batch_timeout_s=1.0, max_batch_size=2)
-    assert driver.arrive(key="rare") == []
-    assert driver.arrive(key="8") == []
-    assert only(driver.arrive(key="8"), SendBatch).requests == (2, 3)
-    assert driver.scheduler.next_wakeup_s() == 1.0
-    assert only(driver.wait(1.0), SendBatch).requests == (1,)
 
 
 def test_rare_key_goes_next_when_its_oldest_request_has_waited_long_enough() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from multiworld_serving.server.scheduling.actions import FailReplica, FreeBatch, Reject, ReleaseReplica, SendBatch
+from multiworld_serving.server.scheduling.actions import FailReplica, Reject, SendBatch
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected, sends
 
 
@@ -45,45 +45,6 @@ def test_rerouted_batch_goes_before_waiting_ones() -> None:
     assert again.batch == at_stage_1[0].batch
 
 
-def test_link_is_broken_when_silent_beyond_the_hang_timeout() -> None:
-    driver = SchedulerHarness(hang_timeout_s=2.0)
-    send = only(driver.arrive(), SendBatch)
-    assert driver.wait(1.99) == []
-    actions = driver.wait(0.02)
-    assert actions[0] == FailReplica(send.replica, "hang")
-    again = only(actions, SendBatch)
-    assert again.replica != send.replica
-    assert driver.broken(send.replica, "aborted") == []
-    assert driver.done(send) == []
-    assert answered(driver.done(again)) == [1]
-
-
-def test_hang_timeout_is_not_extended_by_further_batches() -> None:
-    driver = SchedulerHarness(replicas=1, hang_timeout_s=2.0)
-    driver.arrive()
-    driver.wait(1.5)
-    driver.arrive()
-    assert driver.scheduler.next_wakeup_s() == 2.0
-    assert of(driver.wait(0.6), FailReplica) == [FailReplica("s0r0", "hang")]
-
-
-def test_idle_link_is_not_broken_by_time() -> None:
-    driver = SchedulerHarness(hang_timeout_s=2.0)
-    driver.answer_all(driver.arrive())
-    assert driver.wait(100.0) == []
-
-
-def test_draining_link_finishes_its_batches_and_is_closed() -> None:
-    driver = SchedulerHarness(replicas=2, max_batch_size=1)
-    first = only(driver.arrive(), SendBatch)
-    assert driver.draining(first.replica) == []
-    assert all(send.replica != first.replica for send in sends(driver.arrive(3)))
-    actions = driver.done(first)
-    assert answered(actions) == [1]
-    assert of(actions, ReleaseReplica) == [ReleaseReplica(first.replica)]
-    assert driver.broken(first.replica, "left") == []
-
-
 def test_no_request_is_blamed_when_links_leave_or_break_while_draining() -> None:
     driver = SchedulerHarness(replicas=9, max_attempts=2)
     send = only(driver.arrive(), SendBatch)
@@ -96,24 +57,6 @@ def test_no_request_is_blamed_when_links_leave_or_break_while_draining() -> None
     assert answered(driver.done(send)) == [1]
 
 
-def test_batch_is_retried_on_another_replica_when_the_stage_raises() -> None:
-    driver = SchedulerHarness(replicas=2)
-    send = only(driver.arrive(), SendBatch)
-    again = only(driver.failed(send), SendBatch)
-    assert (again.batch, again.kind, again.attempt) == (send.batch, "retry", 2)
-    assert again.replica != send.replica
-    assert answered(driver.done(again)) == [1]
-    assert driver.scheduler.counters.retries == {0: 1}
-
-
-def test_retry_waits_for_another_replica_when_only_the_failing_one_has_room() -> None:
-    driver = SchedulerHarness(replicas=2, window=1, max_batch_size=1)
-    first, second = sends(driver.arrive(3))
-    taken = only(driver.failed(first), SendBatch)
-    assert (taken.requests, taken.replica) == ((3,), first.replica), "other batches need not wait"
-    assert only(driver.done(second), SendBatch).batch == first.batch
-
-
 def test_requests_are_isolated_at_once_when_their_batch_could_not_be_sent() -> None:
     driver = SchedulerHarness(max_batch_size=2, batch_timeout_s=1.0)
     first = only(driver.arrive(2), SendBatch)
@@ -124,31 +67,6 @@ def test_requests_are_isolated_at_once_when_their_batch_could_not_be_sent() -> N
     actions = driver.not_sent(follower)
     assert rejected(actions) == {2: "stage_error"}
     assert "could not be sent to stage 0: MemoryError" in only(actions, Reject).detail
-
-
-def test_requests_are_isolated_when_the_stage_raises_and_the_other_replica_leaves() -> None:
-    driver = SchedulerHarness(replicas=2, window=1, max_batch_size=1)
-    first, second = sends(driver.arrive(2))
-    driver.failed(first)
-    actions = driver.draining(second.replica)
-    assert of(actions, FreeBatch) == [FreeBatch(first.batch)]
-    assert only(actions, SendBatch).isolated
-
-
-def test_only_the_failing_request_is_refused_when_the_stage_raises_again() -> None:
-    driver = SchedulerHarness(stages=2, max_batch_size=3, batch_timeout_s=1.0)
-    pending = sends(driver.arrive(3))
-    outcome = []
-    while pending:
-        send = pending.pop(0)
-        actions = driver.failed(send, "boom") if send.stage == 1 and 2 in send.requests else driver.done(send)
-        outcome += actions
-        pending += sends(actions)
-    assert sorted(answered(outcome)) == [1, 3]
-    rejection = only(outcome, Reject)
-    assert (rejection.request, rejection.reason) == (2, "stage_error")
-    assert "boom" in rejection.detail
-    assert driver.scheduler.open_requests == 0
 
 
 @pytest.mark.parametrize(("requests", "sent"), [(1, 1), (3, 4)])
@@ -164,30 +82,6 @@ def test_input_that_the_model_does_not_take_is_computed_alone_at_most_once(reque
     assert count == sent
     assert rejected(outcome) == {1: "invalid_input"}
     assert sorted(answered(outcome)) == list(range(2, requests + 1))
-
-
-def test_requests_succeed_when_a_stage_is_empty_for_less_than_the_grace() -> None:
-    driver = SchedulerHarness(stages=2, replicas=1, recovery_grace_s=5.0)
-    send = only(driver.done(only(driver.arrive(), SendBatch)), SendBatch)
-    driver.broken("s1r0")
-    assert driver.arrive() == [], "accepted, and waits"
-    assert driver.wait(4.9) == []
-    again = sends(driver.ready("s1r1", 1))
-    assert again[0].batch == send.batch
-    assert sorted(answered(driver.answer_all(again))) == [1, 2]
-
-
-def test_all_requests_are_refused_when_a_stage_is_empty_beyond_the_grace() -> None:
-    driver = SchedulerHarness(stages=2, replicas=1, recovery_grace_s=5.0)
-    driver.done(only(driver.arrive(), SendBatch))
-    driver.broken("s1r0")
-    driver.now_s += 1.0
-    driver.arrive()
-    assert driver.scheduler.next_wakeup_s() == 5.0
-    assert rejected(driver.wait(4.0)) == {1: "no_replica", 2: "no_replica"}
-    assert rejected(driver.arrive()) == {3: "no_replica"}
-    driver.ready("s1r1", 1)
-    assert answered(driver.answer_all(driver.arrive())) == [4]
 
 
 @pytest.mark.parametrize("leaves", [True, False])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from multiworld_serving.server.scheduling.actions import FailReplica, SendBatch
-from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only
+from multiworld_serving.server.scheduling.actions import SendBatch
+from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, only
 
 WARM_UP_ROWS = 40
 
@@ -43,12 +43,6 @@ def test_first_answer_wins_and_the_second_is_ignored(hedge_wins: bool) -> None:
     assert driver.scheduler.counters.hedges == {"won" if hedge_wins else "lost": 1}
 
 
-def test_nothing_is_hedged_when_switched_off() -> None:
-    driver = _warm(hedge_factor=None)
-    driver.arrive()
-    assert driver.wait(1.0) == []
-
-
 def test_nothing_is_hedged_when_no_other_replica_has_room() -> None:
     driver = _warm(replicas=1)
     driver.arrive()
@@ -74,34 +68,9 @@ def test_hedges_of_lost_replicas_cost_no_budget() -> None:
         driver.ready(f"s0r{generation + 2}")
 
 
-def test_batch_is_not_rerouted_when_its_link_breaks_and_a_hedge_is_in_flight() -> None:
-    driver = _warm()
-    first = only(driver.arrive(), SendBatch)
-    hedge = only(driver.wait(0.25), SendBatch)
-    assert driver.broken(first.replica) == []
-    assert answered(driver.done(hedge)) == [41]
-
-
-def test_batch_is_rerouted_when_both_its_links_break() -> None:
-    driver = _warm(replicas=3, max_attempts=4)
-    first = only(driver.arrive(), SendBatch)
-    hedge = only(driver.wait(0.25), SendBatch)
-    driver.broken(hedge.replica)
-    again = only(driver.broken(first.replica), SendBatch)
-    assert again.kind == "reroute"
-    assert driver.scheduler.counters.hedges == {"wasted": 1}
-
-
 def test_other_copy_counts_as_the_retry_when_a_hedged_batch_fails() -> None:
     driver = _warm(replicas=3)
     first = only(driver.arrive(), SendBatch)
     hedge = only(driver.wait(0.25), SendBatch)
     assert driver.failed(first) == []
     assert only(driver.failed(hedge), SendBatch).isolated
-
-
-def test_frozen_link_is_broken_when_its_batch_was_hedged_and_answered() -> None:
-    driver = _warm(hang_timeout_s=1.0)
-    first = only(driver.arrive(), SendBatch)
-    driver.done(only(driver.wait(0.25), SendBatch))
-    assert of(driver.wait(1.0), FailReplica) == [FailReplica(first.replica, "hang")]

@@ -2,51 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from multiworld_serving.server.scheduling.actions import FailReplica, FreeBatch, ReleaseReplica, SendBatch
 from multiworld_serving.server.scheduling.events import RequestCancelled
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, sends
-
-
-def test_waiting_batch_starts_again_when_the_holder_of_its_input_is_lost() -> None:
-    driver = SchedulerHarness(stages=2, replicas=1, window=1)
-    at_stage_1 = only(driver.done(only(driver.arrive(), SendBatch), kept=True), SendBatch)
-    second = only(driver.arrive(), SendBatch)
-    driver.done(second, kept=True)
-    driver.ready("s0r1")
-    actions = driver.broken(second.replica)
-    assert of(actions, FreeBatch) == [FreeBatch(second.batch)]
-    again = only(actions, SendBatch)
-    assert (again.stage, again.requests, again.attempt) == (0, (2,), 2)
-    assert answered(driver.done(at_stage_1)) == [1], "it had fetched its input"
-
-
-@pytest.mark.parametrize("ends", ["replica lost", "stage raises", "replica hangs", "input lost"])
-def test_batch_in_flight_starts_again_when_its_attempt_fails_after_the_holder_was_lost(ends: str) -> None:
-    driver = SchedulerHarness(stages=2, replicas=2, hang_timeout_s=5.0)
-    first = only(driver.arrive(), SendBatch)
-    second = only(driver.done(first, kept=True), SendBatch)
-    assert driver.broken(first.replica) == []
-    match ends:
-        case "replica lost":
-            actions = driver.broken(second.replica)
-        case "stage raises":
-            actions = driver.failed(second)
-        case "replica hangs":
-            actions = driver.wait(5.0)
-        case _:
-            actions = driver.input_lost(second)
-    again = only(actions, SendBatch)
-    assert (again.stage, again.kind, again.requests, again.attempt) == (0, "first", (1,), 2)
-    assert answered(driver.answer_all([again])) == [1]
-
-
-def test_batch_is_rerouted_with_its_input_when_the_holder_is_alive() -> None:
-    driver = SchedulerHarness(stages=2)
-    second = only(driver.done(only(driver.arrive(), SendBatch), kept=True), SendBatch)
-    again = only(driver.broken(second.replica), SendBatch)
-    assert (again.batch, again.stage, again.kind) == (second.batch, 1, "reroute")
 
 
 def test_requests_start_again_when_a_replica_cannot_get_their_input() -> None:
