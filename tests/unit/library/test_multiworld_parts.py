@@ -78,7 +78,12 @@ def test_jobs_of_a_world_share_one_thread_and_run_in_order_until_it_is_closed() 
     assert {ident for _, ident in done}.isdisjoint({threading.get_ident()})
     assert len({ident for _, ident in done}) == 1
     assert isinstance(errors.get(timeout=PATIENCE_S), ZeroDivisionError)
-    thread.run(lambda: (begun.set(), goes.wait(PATIENCE_S)))
+
+    def wait() -> None:
+        begun.set()
+        goes.wait(PATIENCE_S)
+
+    thread.run(wait)
     thread.run(lambda: ran.put((20, 0)))
     assert begun.wait(PATIENCE_S)
     assert not thread.close(0.01), "its job still runs"

@@ -3,78 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, Source
-from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.common.wire.work import Computed, LostInput
 from multiworld_serving.server.errors import InputUnreachableError
-from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.inputs import RemoteInput, RequestInput
 from multiworld_serving.server.predictor import Prediction
-from multiworld_serving.server.replicas.worker import SentBatch, SlotId, Worker
-from multiworld_serving.server.replicas.worker_link import KeptOutput, Outcome, WorkerLink
+from multiworld_serving.server.replicas.worker import SentBatch
+from multiworld_serving.server.replicas.worker_link import KeptOutput, WorkerLink
 from multiworld_serving.server.scheduling.config import SchedulerConfig
-from multiworld_serving.server.versions.version_table import VersionTable
-from tests.cut_bundles import plan_without_stages
-from tests.unit.scheduling.pending import begin
+from tests.unit.scheduling.driver_bench import DriverBench, Line
 
 IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
 FRONTEND = "10.0.0.9:1/f"
 
 
-class Line:
-    """A link as the driver sees it, without a world."""
+class Bench(DriverBench):
+    """A driver with two stages of one replica each. Batches have one request, or two if `pairs`."""
 
-    def __init__(self, stage: int, index: int, edge: str) -> None:
-        request = JoinRequest(f"w{stage}{index}", "cpu", "here", 1, edge=edge)
-        self.worker = Worker(request, SlotId(stage, index), 1, state="ready")
-        self.edge = edge
-        self.sent: list[tuple[SentBatch, BatchInputs]] = []
-        self.released: list[int] = []
-
-    def send(self, sent: SentBatch, inputs: BatchInputs) -> None:
-        self.sent.append((sent, inputs))
-
-    def release(self, output: int) -> None:
-        self.released.append(output)
-
-
-class Bench:
-    """A driver with two stages of one or more replicas. Batches have one request, or two if `pairs`."""
-
-    def __init__(self, replicas: int = 1, pairs: bool = False) -> None:
-        self.lines = [
-            Line(stage, index, f"10.0.0.{stage}{index}:1/w") for stage in range(2) for index in range(replicas)
-        ]
-        self.metrics = LeaderMetrics()
+    def __init__(self, pairs: bool = False) -> None:
         config = SchedulerConfig(
             2, max_batch_size=2 if pairs else 1, batch_timeout_s=60, adaptive_batching=False, hedge_factor=None
         )
-        plan = plan_without_stages()
-        self.driver = SchedulerDriver("m", config, self.metrics, VersionTable(plan), lambda: None)
-        for line in self.lines:
-            self.driver.activate(cast(WorkerLink, line), plan)
+        super().__init__(config, replicas=1, edges=True)
         self._tensor = 0
 
     async def ask(self, image: RequestInput, fetcher: str | None = "f") -> asyncio.Future[Prediction]:
         inputs = image[None] if isinstance(image, Tensor) else image
-        asked = begin(self.driver, inputs, 1, deadline_s=time.monotonic() + 60, request_id="r", fetcher=fetcher)
+        asked = self.begin(inputs, fetcher=fetcher)
         await asyncio.sleep(0)
         return asked
 
-    def taken(self, line: Line) -> tuple[SentBatch, Any]:
-        assert line.sent, "a batch was sent to this replica"
-        return line.sent.pop(0)
-
-    def report(self, line: Line, sent: SentBatch, outcome: Outcome, output: Tensor | KeptOutput | None = None) -> None:
-        self.driver.on_batch(line.worker, sent, outcome, output)
+    def taken(self, line: Line) -> tuple[SentBatch, BatchInputs]:
+        return line.sent.get_nowait()
 
     def kept(self, line: Line, sent: SentBatch) -> int:
         """The worker has computed the batch and keeps the output. Returns its id."""
@@ -84,8 +50,7 @@ class Bench:
         return self._tensor
 
     def lost(self, line: Line, sent: SentBatch, *holders: str, unreachable: bool = True) -> None:
-        lost = LostInput(holders, holders if unreachable else (), "why")
-        self.report(line, sent, lost)
+        self.report(line, sent, LostInput(holders, holders if unreachable else (), "why"))
 
     @property
     def relayed(self) -> float:
@@ -146,7 +111,7 @@ async def test_image_that_a_worker_cannot_fetch_is_handed_back_and_others_start_
         await again
     bench.driver.close()
     await asyncio.gather(near, other, return_exceptions=True)
-    assert not first.sent
+    assert first.sent.empty()
 
 
 async def test_batch_starts_again_and_is_relayed_when_workers_cannot_reach_each_other() -> None:

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import cast
 
 import pytest
@@ -12,69 +11,32 @@ import torch
 from torch import Tensor
 
 from multiworld_serving.common.wire.inputs import BatchInputs
-from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.common.wire.work import Computed
 from multiworld_serving.server.errors import RequestRejected, StageError
-from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.predictor import Prediction
-from multiworld_serving.server.replicas.worker import SentBatch, SlotId, Worker
+from multiworld_serving.server.replicas.worker import SentBatch, SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.actions import Reject
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.events import BatchDone, RequestArrived
-from multiworld_serving.server.versions.version_table import VersionTable
 from tests.cut_bundles import plan_without_stages
-from tests.unit.scheduling.pending import begin
+from tests.unit.scheduling.driver_bench import DriverBench, Line
 
 WAIT_S = 30.0
 IMAGE = torch.zeros(3, 32, 32, dtype=torch.uint8)
 
 
-class Line:
-    """A link as the driver sees it, without a world."""
+class Bench(DriverBench):
+    """Each stage returns the number of the first pixel of each sample."""
 
-    def __init__(self, slot: SlotId) -> None:
-        self.worker = Worker(JoinRequest("w", "cpu", "here", 1), slot, 1, state="ready")
-        self.sent: asyncio.Queue[tuple[SentBatch, Tensor]] = asyncio.Queue()
-
-    def send(self, sent: SentBatch, inputs: BatchInputs) -> None:
-        self.sent.put_nowait((sent, inputs.relayed))
-
-
-@dataclass
-class Bench:
-    """A driver with links to one or more stages, each of which returns the number of the first pixel of each sample."""
-
-    stages: int = 1
-    replicas: int = 2
-    metrics: LeaderMetrics = field(default_factory=LeaderMetrics)
-    after_event: Callable[[], None] = lambda: None
-
-    def __post_init__(self) -> None:
-        config = SchedulerConfig(self.stages, batch_timeout_s=0.02, adaptive_batching=False)
-        self.plan = plan_without_stages()
-        self.versions = VersionTable(self.plan)
-        self.driver = SchedulerDriver("resnet18", config, self.metrics, self.versions, self.after_event)
-        slots = [SlotId(stage, index) for stage in range(self.stages) for index in range(self.replicas)]
-        self.lines = list(map(Line, slots))
-        for line in self.lines:
-            self.driver.activate(cast(WorkerLink, line), self.plan)
+    def __init__(self, stages: int = 1, replicas: int = 2) -> None:
+        super().__init__(SchedulerConfig(stages, batch_timeout_s=0.02, adaptive_batching=False), replicas)
 
     def ask(self, count: int) -> list[asyncio.Future[Prediction]]:
-        deadline_s = time.monotonic() + 60
-        return [
-            begin(self.driver, IMAGE[None] + number, 1, deadline_s=deadline_s, request_id=str(number))
-            for number in range(count)
-        ]
+        return [self.begin(IMAGE[None] + number, request_id=str(number)) for number in range(count)]
 
     def ask_rows(self, count: int) -> asyncio.Future[Prediction]:
-        rows = torch.stack([IMAGE + at for at in range(count)])
-        return begin(self.driver, rows, count, deadline_s=time.monotonic() + 60, request_id="r")
-
-    def report(self, line: Line, sent: SentBatch, output: Tensor, compute_ns: int = 0) -> None:
-        done = Computed(compute_ns, compute_ns, tuple(output.shape[1:]))
-        self.driver.on_batch(line.worker, sent, done, output)
+        return self.begin(torch.stack([IMAGE + at for at in range(count)]), count)
 
     async def work(
         self, asked: list[asyncio.Future[Prediction]], *, compute_ns: int = 0
@@ -92,9 +54,17 @@ class Bench:
 
     async def _serve(self, line: Line, compute_ns: int) -> None:
         while True:
-            sent, payload = await line.sent.get()
-            output = payload.float().flatten(1)[:, :1]
-            self.report(line, sent, output, compute_ns)
+            sent, inputs = await line.sent.get()
+            self.compute(line, sent, first_pixels(inputs), compute_ns)
+
+    def compute(self, line: Line, sent: SentBatch, output: Tensor, compute_ns: int = 0) -> None:
+        self.report(line, sent, Computed(compute_ns, compute_ns, tuple(output.shape[1:])), output)
+
+
+def first_pixels(inputs: BatchInputs) -> Tensor:
+    assert inputs.relayed is not None
+    first: Tensor = inputs.relayed.float().flatten(1)[:, :1]
+    return first
 
 
 def assert_right(answers: list[Prediction | BaseException]) -> None:
@@ -133,7 +103,7 @@ async def test_requests_get_an_error_when_their_answer_cannot_be_built() -> None
     async with asyncio.timeout(WAIT_S):
         batch, _ = await line.sent.get()
         scalar = torch.zeros(1, 1)  # one sample too few: the link would have refused it
-        bench.report(line, batch, scalar)
+        bench.compute(line, batch, scalar)
         assert (await asked[0]).output.tolist() == [[0]]
         with pytest.raises(StageError, match="the leader failed: IndexError"):
             await asked[1]
@@ -148,11 +118,10 @@ async def test_stages_never_get_another_stages_input_when_an_output_could_not_be
     asked = bench.ask(2)
     first, second = bench.lines
     async with asyncio.timeout(WAIT_S):
-        batch, payload = await first.sent.get()
+        batch, inputs = await first.sent.get()
     keep = bench.driver.batches.keep
     monkeypatch.setattr(bench.driver.batches, "keep", failing_times(1, keep))
-    output = payload.float().flatten(1)[:, :1]
-    bench.report(first, batch, output)
+    bench.compute(first, batch, first_pixels(inputs))
     assert second.sent.empty()
     assert_right(await bench.work(asked))
     bench.driver.close()
@@ -253,7 +222,7 @@ async def test_request_without_an_outcome_is_counted_as_lost(
     bench = Bench()
     if forgets:  # a bug, which must never happen
         monkeypatch.setattr(bench.driver.requests, "reject", lambda action: None)
-    asked = begin(bench.driver, IMAGE[None], 1, deadline_s=time.monotonic() - 1, request_id="r1")
+    asked = bench.begin(IMAGE[None], lasts_s=-1.0)
     await asyncio.sleep(0)
     with caplog.at_level(logging.CRITICAL):
         bench.driver.requests.report_lost()

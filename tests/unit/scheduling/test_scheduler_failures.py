@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from multiworld_serving.server.scheduling.actions import FailReplica, Reject, SendBatch
+from multiworld_serving.server.scheduling.actions import FailReplica, FreeBatch, Reject, SendBatch
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected, sends
 
 
@@ -67,6 +67,15 @@ def test_requests_are_isolated_at_once_when_their_batch_could_not_be_sent() -> N
     actions = driver.not_sent(follower)
     assert rejected(actions) == {2: "stage_error"}
     assert "could not be sent to stage 0: MemoryError" in only(actions, Reject).detail
+
+
+def test_requests_are_isolated_when_the_stage_raises_and_the_other_replica_leaves() -> None:
+    driver = SchedulerHarness(replicas=2, window=1, max_batch_size=1)
+    first, second = sends(driver.arrive(2))
+    driver.failed(first)
+    actions = driver.draining(second.replica)
+    assert of(actions, FreeBatch) == [FreeBatch(first.batch)]
+    assert only(actions, SendBatch).isolated
 
 
 @pytest.mark.parametrize(("requests", "sent"), [(1, 1), (3, 4)])
