@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +40,7 @@ class ColourPredictor(LeaderPool):
     failure: Exception | None = None
     rejection: Exception | None = None
     proceed: asyncio.Event | None = None
+    answer: Callable[[Tensor], Prediction] | None = None
     states: tuple[ReplicaState, ...] = ("ready", "ready")
     draining: bool = False
     asked: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
@@ -48,7 +49,7 @@ class ColourPredictor(LeaderPool):
     cancelled: int = 0
 
     async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
-        assert (rows.dtype, rows.shape[1:], key) == (torch.uint8, (3, SIDE, SIDE), "")
+        assert self.answer or (rows.dtype, rows.shape[1:], key) == (torch.uint8, (3, SIDE, SIDE), "")
         self.deadlines_s.append(deadline_s)
         self.request_ids.append(request_id)
         self.asked.release()
@@ -60,6 +61,8 @@ class ColourPredictor(LeaderPool):
             raise
         if self.failure is not None:
             raise self.failure
+        if self.answer is not None:
+            return self.answer(rows)
         probabilities = rows.float().mean(dim=(2, 3)).div(64).softmax(1)
         path = ("stage0-0", "stage1-1")
         return Prediction(probabilities, MODEL.name, MODEL.version, 0.001, 0.002, 0.003, 2, path, version_digest="0f0f")

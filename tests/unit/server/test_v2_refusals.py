@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from multiworld_serving.server import errors
 from multiworld_serving.server.predictor import Prediction
@@ -145,11 +144,8 @@ async def test_infer_is_refused_before_parsing_when_the_pipeline_would_refuse_it
 
 
 async def test_infer_returns_500_when_the_model_returns_nan() -> None:
-    class Broken(ColourPredictor):
-        async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
-            return Prediction(torch.full((1, 3), torch.nan), MODEL.name, MODEL.version, 0, 0, 0, 1, ())
-
-    async with running_frontend(Broken()) as frontend:
+    wrong = Prediction(torch.full((1, 3), torch.nan), MODEL.name, MODEL.version, 0, 0, 0, 1, ())
+    async with running_frontend(ColourPredictor(answer=lambda _: wrong)) as frontend:
         response = await frontend.client.post(INFER, **request(GOOD))
     assert (response.status_code, response.json()["reason"]) == (500, "stage_error")
 

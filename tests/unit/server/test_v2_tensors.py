@@ -142,15 +142,14 @@ async def test_every_element_type_is_read_and_written(dtype: str) -> None:
     spec, datatype = TensorSpec("x", dtype, ("batch", 2)), DATATYPES[dtype]
     model = ServedModel("echo", "v1", (spec,), (spec,))
 
-    class Echo(ColourPredictor):
-        async def predict(self, rows: torch.Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
-            (values,) = model.input_rows.unpack(rows)
-            assert (values.dtype, values.shape, key) == (getattr(torch, dtype), (len(rows), 2), "")
-            return Prediction(rows, "echo", "v1", 0, 0, 0, 1, ("w",))
+    def echo(rows: torch.Tensor) -> Prediction:
+        (values,) = model.input_rows.unpack(rows)
+        assert (values.dtype, values.shape) == (getattr(torch, dtype), (len(rows), 2))
+        return Prediction(rows, "echo", "v1", 0, 0, 0, 1, ("w",))
 
     values = torch.tensor([[0, 1], [1, 1]]).to(getattr(torch, dtype))
     given = {"name": "x", "datatype": datatype, "shape": [2, 2], "data": values.tolist()}
-    async with running_frontend(Echo(), model) as frontend:
+    async with running_frontend(ColourPredictor(answer=echo), model) as frontend:
         path = "/v2/models/echo/infer"
         sent = binary([("x", datatype, values)], parameters={"binary_data_output": True})
         found = binary_outputs(await frontend.client.post(path, **sent))
@@ -174,11 +173,8 @@ async def test_inputs_that_are_not_finite_are_treated_alike_as_json_and_as_binar
     given = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": values.flatten().tolist()}
     wants = {"binary_data_output": True}
 
-    class Echo(ColourPredictor):
-        async def predict(self, rows: torch.Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
-            return Prediction(rows, "echo", "v1", 0, 0, 0, 1, ("w",))
-
-    async with running_frontend(Echo(), model, finite_inputs=rejected) as frontend:
+    echo = ColourPredictor(answer=lambda rows: Prediction(rows, "echo", "v1", 0, 0, 0, 1, ("w",)))
+    async with running_frontend(echo, model, finite_inputs=rejected) as frontend:
         text = json.dumps({"inputs": [given], "parameters": wants})
         for sent in ({"content": text}, binary([("x", "FP32", values)], parameters=wants)):
             response = await frontend.client.post("/v2/models/echo/infer", **sent)

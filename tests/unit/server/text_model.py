@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 
 from multiworld_serving.models.bundle.manifest import TensorSpec
-from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH
 from multiworld_serving.server.predictor import ImageSizes, Prediction, ServedModel
 from multiworld_serving.server.snapshots import PipelineSnapshot
 from tests.unit.server.frontend_app import ColourPredictor
+from tests.unit.server.v2_requests import binary_tensor, parts, request
 
 TEXT = ServedModel(
     "text",
@@ -77,27 +76,19 @@ def tensors(ids: list[list[int]], mask: list[list[bool]] | None = None) -> list[
 
 def binary(inputs: list[tuple[str, str, Tensor]], **fields: Any) -> dict[str, Any]:
     """The arguments for `client.post` with binary data."""
-    contents = [tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for _, _, tensor in inputs]
-    described = [
-        {
-            "name": name,
-            "datatype": datatype,
-            "shape": list(tensor.shape),
-            "parameters": {"binary_data_size": len(content)},
-        }
-        for (name, datatype, tensor), content in zip(inputs, contents, strict=True)
-    ]
-    head = json.dumps({"inputs": described, **fields}).encode()
-    return {"content": head + b"".join(contents), "headers": {HEADER_LENGTH: str(len(head))}}
+    given = []
+    for name, datatype, tensor in inputs:
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        described, _ = binary_tensor(datatype, list(tensor.shape), data)
+        given.append((described | {"name": name}, data))
+    return request(*given, **fields)
 
 
 def binary_outputs(response: httpx.Response) -> dict[str, bytes]:
     """The binary data of each output."""
-    assert response.status_code == 200, response.text
-    length = int(response.headers[HEADER_LENGTH])
-    data, found = response.content[length:], {}
-    for output in json.loads(response.content[:length])["outputs"]:
+    head, data = parts(response)
+    found = {}
+    for output in head["outputs"]:
         size = output["parameters"]["binary_data_size"]
         found[output["name"]], data = data[:size], data[size:]
-    assert not data
     return found

@@ -48,13 +48,13 @@ def elements(*contents: bytes) -> bytes:
     return b"".join(struct.pack("<I", len(content)) + content for content in contents)
 
 
-def request(given: dict[str, Any] | tuple[dict[str, Any], bytes], **fields: Any) -> dict[str, Any]:
-    """The arguments for `client.post`."""
-    described, data = given if isinstance(given, tuple) else (given, None)
-    text = json.dumps({"inputs": [described], **fields}).encode()
-    if data is None:
-        return {"content": text}
-    return {"content": text + data, "headers": {HEADER_LENGTH: str(len(text))}}
+def request(*given: dict[str, Any] | tuple[dict[str, Any], bytes], **fields: Any) -> dict[str, Any]:
+    """The arguments for `client.post`: inputs in JSON, or with binary data."""
+    inputs = [each if isinstance(each, tuple) else (each, None) for each in given]
+    text = json.dumps({"inputs": [described for described, _ in inputs], **fields}).encode()
+    data = [content for _, content in inputs if content is not None]
+    headers = {"headers": {HEADER_LENGTH: str(len(text))}} if data else {}
+    return {"content": text + b"".join(data), **headers}
 
 
 def wanting(**parameters: Any) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ def parts(response: httpx.Response) -> tuple[dict[str, Any], bytes]:
         return response.json(), b""
     head = json.loads(response.content[: int(length)])
     data = response.content[int(length) :]
-    assert len(data) == head["outputs"][0]["parameters"]["binary_data_size"]
+    assert len(data) == sum(each.get("parameters", {}).get("binary_data_size", 0) for each in head["outputs"])
     return head, data
 
 
