@@ -8,7 +8,7 @@ import pytest
 from tests.simulation.elastic_cluster import SCENARIOS, Scenario, replay
 
 ROOT = Path(__file__).parents[2]
-SCHEDULES = int(os.environ.get("MULTIWORLD_ELASTIC_SCHEDULES", "60"))
+SCHEDULES = int(os.environ.get("MULTIWORLD_ELASTIC_SCHEDULES", "40"))
 """Of each scenario."""
 
 

@@ -26,12 +26,9 @@ def test_answer_is_right_when_it_differs_by_rounding(expected: dict[Any, Any], a
 @pytest.mark.parametrize(
     ("expected", "answer"),
     [
-        ({1: 0.5, 2: 0.3, 3: 0.1}, {1: 0.4, 2: 0.4, 3: 0.1}),
         ({1: 0.5, 2: 0.3, 3: 0.1}, {7: 0.5, 8: 0.3, 9: 0.1}),
         ({1: 0.5, 2: 0.3, 3: 0.1}, {}),
         ({"y": ARRAY}, {"y": ARRAY[::-1]}),
-        ({"y": ARRAY}, {"y": ARRAY[:4]}),
-        ({"y": ARRAY}, {}),
         ({"body": '{"spam": 0.25}'}, {"body": '{"spam": 0.5}'}),
         ({"body": '{"spam": 0.25}'}, {"body": '{"ham": 0.25}'}),
     ],

@@ -262,12 +262,6 @@ def test_unreachable_service_prints_one_line_with_instructions(
     assert "multiworld serve" in line
 
 
-@pytest.mark.parametrize("verb", ["status", "bench", "load-version", "unload", "rolling-restart"])
-def test_model_of_a_verb_is_one_name(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([verb, "--model", "small", "--url", "http://127.0.0.1:1"]) == 1
-    assert "nothing answers at http://127.0.0.1:1" in capsys.readouterr().err
-
-
 def test_https_url_of_a_service_without_a_certificate_is_named(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--url", url.replace("http", "https")]) == 1
     line = one_line(capsys)

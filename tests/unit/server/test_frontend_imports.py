@@ -7,17 +7,11 @@ _NOT_IN_A_FRONTEND = (
     "multiworld_serving.models.optimize",
     "multiworld_serving.models.export",
     "multiworld_serving.server.leader",
-    "multiworld_serving.server.pipeline",
-    "multiworld_serving.server.replicas",
     "multiworld_serving.server.scheduling",
-    "multiworld_serving.server.versions",
-    "multiworld_serving.server.frontends.sessions",
     "multiworld_serving.workers",
     "torch._dynamo",
-    "torch._inductor",
     "torchvision",
     "grpc",
-    "google.protobuf",
     "sympy",
 )
 
