@@ -124,8 +124,8 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
             ("self._pieces_sent - self._pieces_done >= SLOTS", "self._pieces_sent - self._pieces_done > SLOTS"),
             # A segment that the receiver has released is never used again.
             (
-                "        self._pool.release(segment)\n        if operation is not None:\n            connection.owner",
-                "        if operation is not None:\n            connection.owner",
+                "        self._pool.release(segment)\n        if message is not None:\n            connection.owner",
+                "        if message is not None:\n            connection.owner",
             ),
             # Descriptors that arrived for a message stay open when the connection ends.
             (
