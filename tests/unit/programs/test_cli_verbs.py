@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
+import msgspec
 import pytest
 
 from multiworld_serving.cli.main import main
@@ -20,6 +22,14 @@ from multiworld_serving.common.config.settings import Settings, public_fields
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
+from multiworld_serving.server.snapshots import (
+    FailureSnapshot,
+    FrontendSnapshot,
+    LeaderSnapshot,
+    PipelineSnapshot,
+    ReplicaSnapshot,
+    StageSnapshot,
+)
 from multiworld_serving.workers.settings import WorkerSettings
 from tests.http_server import QuietHandler, serving
 
@@ -29,44 +39,20 @@ ANSWER = {
     "predictions": [{"label": "tabby cat", "class_id": 281, "probability": 0.75}],
     "timings_ms": {"total": 12.5, "queue": 1.0},
 }
-REPLICA = {
-    "slot": 0,
-    "state": "ready",
-    "world": "s0r0",
-    "generation": 3,
-    "worker": "local-0",
-    "device": "cpu",
-    "in_flight": 1,
-    "batches_done": 42,
-    "last_failure": {"cause": "exit", "detail": "closed by peer", "at_unix_s": 0.0},
-}
-ABSENT = {
-    **REPLICA,
-    "slot": 1,
-    "state": "absent",
-    "world": None,
-    "worker": None,
-    "device": None,
-    "last_failure": None,
-}
-SNAPSHOT = {
-    "model": "resnet18",
-    "version": "random:0",
-    "ready": True,
-    "draining": False,
-    "uptime_s": 200.0,
-    "queue_depth": 5,
-    "requests_in_flight": 7,
-    "stages": [{"index": 0, "blocks": ["stem"], "replicas": [REPLICA, ABSENT]}],
-    "state": "ready",
-    "reasons": [],
-    "spares": [{"worker": "local-4", "state": "ready"}],
-    "leaders": [
-        {"name": "leader-0", "address": "127.0.0.1:8001", "state": "ready"},
-        {"name": None, "address": "127.0.0.1:8101", "state": "unreachable"},
-    ],
-    "frontends": [{"name": "frontend-0"}],
-}
+REPLICA = ReplicaSnapshot(
+    *(0, "ready", "s0r0", 3, "local-0"),
+    device="cpu",
+    in_flight=1,
+    batches_done=42,
+    last_failure=FailureSnapshot("exit", "closed by peer", 0.0),
+)
+SNAPSHOT = PipelineSnapshot(
+    *("resnet18", "random:0", True, False, 200.0, 5, 7),
+    stages=(StageSnapshot(0, ("stem",), (REPLICA, ReplicaSnapshot(1, "absent"))),),
+    spares=(ReplicaSnapshot(0, "ready", worker="local-4"),),
+    leaders=(LeaderSnapshot("127.0.0.1:8001", "ready", "leader-0"), LeaderSnapshot("127.0.0.1:8101", "unreachable")),
+    frontends=(FrontendSnapshot("frontend-0", "here", 7),),
+)
 
 
 class FakeService(QuietHandler):
@@ -86,7 +72,7 @@ class FakeService(QuietHandler):
         self._answer(200, {**ANSWER, "asked_for": top_k})
 
     def _answer(self, status: int, content: object) -> None:
-        self.answer(status, json.dumps(content).encode())
+        self.answer(status, msgspec.json.encode(content))
 
 
 @pytest.fixture
@@ -273,7 +259,7 @@ def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["status", "--url", url]) == 0
     out = capsys.readouterr().out
-    assert "resnet18 random:0: ready, up 3 min 20 s, 5 waiting, 7 requests in flight" in out
+    assert "resnet18 random:0: degraded, up 3 min 20 s, 5 waiting, 7 requests in flight" in out
     for part in (
         "local-0",
         "s0r0@3",
@@ -290,10 +276,11 @@ def test_status_fits_into_80_columns_and_says_how_many_workers_can_be_lost(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    broken = {"cause": "exit", "detail": "", "at_unix_s": time.time() - 3599}
-    workers = [{**REPLICA, "slot": slot, "world": f"s1.r{slot}", "pid": 4194304 - slot} for slot in range(3)]
-    replicas = [{**worker, "last_failure": broken} for worker in workers]
-    monkeypatch.setattr(FakeService, "status", {**SNAPSHOT, "stages": [{"index": 1, "replicas": replicas}]})
+    broken = FailureSnapshot("exit", "", time.time() - 3599)
+    replicas = tuple(
+        replace(REPLICA, slot=slot, world=f"s1.r{slot}", pid=4194304 - slot, last_failure=broken) for slot in range(3)
+    )
+    monkeypatch.setattr(FakeService, "status", replace(SNAPSHOT, stages=(StageSnapshot(1, (), replicas),)))
     assert main(["status", "--url", url]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^ s1\.r2@3 +ready +local-0 +4194302 +cpu +1 +42 +exit, 59 min ago *$", out, re.MULTILINE)
@@ -304,7 +291,7 @@ def test_watch_in_a_pipe_prints_the_state_every_second(url: str) -> None:
     command = [sys.executable, "-m", "multiworld_serving.cli.main", "status", "--watch", "--url", url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
-        headlines = (line for line in watching.stdout if line.startswith("resnet18 random:0: ready"))
+        headlines = (line for line in watching.stdout if line.startswith("resnet18 random:0: degraded"))
         assert next(headlines)
         assert next(headlines)
         watching.terminate()
