@@ -20,9 +20,6 @@ from tests.documents import documents
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = sorted([*documents(), *ROOT.glob("deploy/systemd/*.service")])
 INDENTED = re.compile(r"^(?:ExecStart=| {4,})(?:\S*/|kubectl .* -- )?multiworld (?P<arguments>.*)$", re.MULTILINE)
-MENTIONED = re.compile(
-    r"(?:^|[`|;&(] *|^ {4,}(?:[A-Z_]+=\S+ )*|\.venv/bin/)multiworld (?P<arguments>[a-z][^`\n#|;&)]*)", re.MULTILINE
-)
 PROGRAMS: dict[str, type[Settings]] = {
     "serve": ServeSettings,
     "leader": LeaderSettings,
@@ -49,13 +46,6 @@ def commands() -> Iterator[Command]:
 COMMANDS = list(commands())
 
 
-def mentions() -> Iterator[Command]:
-    """All commands, in blocks and in text; these may be incomplete."""
-    for document in documents():
-        for found in MENTIONED.finditer(document.read_text(encoding="utf-8")):
-            yield Command(document, found["arguments"].strip())
-
-
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_documented_command_is_valid(command: Command) -> None:
     verb, *arguments = shlex.split(command.arguments.replace("%i", "0").replace("%l", "host"))
@@ -71,12 +61,3 @@ def test_documented_command_is_valid(command: Command) -> None:
         if verb in ("frontend", "worker") and not options.get("leader"):
             options["leader"] = "leader.example:8001"  # from the settings file
         load(PROGRAMS[verb], options)
-
-
-@pytest.mark.parametrize("command", sorted(set(mentions())), ids=str)
-def test_mentioned_command_has_known_options(command: Command) -> None:
-    verb, *words = (word for word in shlex.split(command.arguments.replace("…", "")) if word not in ("[", "]"))
-    group = typer.main.get_command(app)
-    assert isinstance(group, typer.core.TyperGroup)
-    known = {option for item in group.commands[verb].params for option in (*item.opts, *item.secondary_opts)}
-    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known | {"--help"}

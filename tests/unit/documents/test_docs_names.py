@@ -100,7 +100,9 @@ def test_environment_variables_are_settings_or_read_by_a_program(page: str) -> N
 
 
 def test_options_are_declared(page: str) -> None:
-    named = {option for span in spans(page) if span.startswith("--") for option in OPTION.findall(span)}
+    named = {
+        option for span in spans(page) if span.startswith(("--", "multiworld ")) for option in OPTION.findall(span)
+    }
     assert named <= options() | FOREIGN_OPTIONS
 
 

@@ -21,13 +21,6 @@ async def test_healthz_is_alive_when_no_stage_has_a_replica() -> None:
     assert (response.status_code, response.json()) == (200, {"alive": True})
 
 
-async def test_readyz_is_ready_when_every_stage_has_a_replica() -> None:
-    async with running_frontend() as frontend:
-        response = await frontend.client.get("/readyz")
-    assert response.status_code == 200
-    assert response.json() == {"ready": True, "model": MODEL.name, "version": MODEL.version}
-
-
 @pytest.mark.parametrize(
     ("states", "draining", "reason", "missing", "says"),
     [

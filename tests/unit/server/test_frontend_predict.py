@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import pytest
 
-from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
+from tests.unit.server.frontend_app import MODEL, image_bytes, running_frontend
 
 
 @pytest.mark.parametrize(
@@ -93,19 +92,3 @@ async def test_timeout_header_can_only_shorten_the_deadline(header: dict[str, st
         after_s = time.monotonic()
     assert response.status_code == 200
     assert before_s + expected_s <= frontend.predictor.deadlines_s[0] <= after_s + expected_s
-
-
-async def test_requests_are_handled_concurrently() -> None:
-    proceed = asyncio.Event()
-    predictor = ColourPredictor(proceed=proceed)
-    async with running_frontend(predictor) as frontend:
-        requests = [
-            asyncio.create_task(frontend.client.post("/predict", files={"image": image_bytes(colour)}))
-            for colour in ("red", "green", "blue") * 10
-        ]
-        await predictor.asked_times(len(requests))
-        assert frontend.sample("multiworld_requests_in_flight") == len(requests)
-        proceed.set()
-        responses = await asyncio.gather(*requests)
-    assert [response.json()["predictions"][0]["label"] for response in responses] == ["red", "green", "blue"] * 10
-    assert frontend.sample("multiworld_requests_in_flight") == 0

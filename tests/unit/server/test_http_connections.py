@@ -45,14 +45,6 @@ async def test_half_closed_connection_is_closed_immediately(sent: int) -> None:
         assert port.predictor.cancelled == (sent > len(IMAGE))
 
 
-async def test_pipelined_requests_are_answered_in_order() -> None:
-    async with http_port() as port:
-        client = await port.open()
-        await client.say(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /readyz HTTP/1.1\r\nHost: x\r\n\r\n" * 4)
-        answers = [(await client.answer())[1] for _ in range(8)]
-        assert ["alive" if "alive" in answer else "ready" for answer in answers] == ["alive", "ready"] * 4
-
-
 async def test_connection_ends_with_its_next_response_when_the_server_stops() -> None:
     async with http_port() as port:
         client = await port.open()

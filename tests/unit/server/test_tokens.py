@@ -28,10 +28,3 @@ def test_verb_creates_a_token_or_reports_the_existing_one(tmp_path: Path, capsys
     assert "a new join token" in said
     assert "already" in said
     assert read_token(file).get_secret_value() not in said
-
-
-def test_verb_refuses_a_file_without_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "token"
-    file.write_text("two words")
-    assert main(["token", str(file)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
