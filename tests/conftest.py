@@ -16,7 +16,6 @@ import torch
 from _pytest.runner import runtestprotocol
 from torchvision.models import resnet18
 
-from examples.digits.train import IMAGE_SIZE, LABELS, digit_images
 from multiworld import WorldManager
 from multiworld_serving.models.export.torchvision_models import export_loaded, load_model
 from multiworld_serving.testing.chaos.faults.context import WAIT_S
@@ -126,6 +125,9 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _make_digits(folder: Path) -> None:
+    # Imported here, because scikit-learn takes seconds and most processes make no digits.
+    from examples.digits.train import IMAGE_SIZE, LABELS, digit_images  # noqa: PLC0415
+
     images, _ = digit_images()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)  # the best class of every image is 0.7 % more probable than the next one
