@@ -147,7 +147,7 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
             # A draining leader waits although its last request has ended.
             ("        self.open_requests -= 1\n", "        pass\n"),
         ),
-        "server/frontends/link.py": (
+        "common/wire/link.py": (
             # A withdrawn request is computed to its end.
             ("if future.cancelled() or not future.done():", "if future.cancelled() and not future.done():"),
             # Nobody notices the loss of the other end.
