@@ -29,7 +29,7 @@ class Text(nn.Module):
         super().__init__()
         self.words = nn.Embedding(50, 32)
         layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(32, 50, bias=False)
         self.head.weight = self.words.weight
 
@@ -80,9 +80,9 @@ def tokens() -> tuple[Tensor, ...]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], tuple[str, ...]]] = {
-    "vision transformer": (lambda: torchvision.models.VisionTransformer(32, 8, 4, 4, 64, 128), image(32), ("image",)),
+    "vision transformer": (lambda: torchvision.models.VisionTransformer(32, 8, 2, 4, 64, 128), image(32), ("image",)),
     "swin": (
-        lambda: torchvision.models.SwinTransformer([4, 4], 32, [2, 2], [2, 4], [4, 4]),
+        lambda: torchvision.models.SwinTransformer([4, 4], 32, [2, 1], [2, 4], [4, 4]),
         image(64),
         ("image",),
     ),
