@@ -1,13 +1,11 @@
 """Elastic worlds under kills, freezes, partitions, newcomers and restarts of the rendezvous server, at random times from a seed."""
 
 import os
-from pathlib import Path
 
 import pytest
 
 from tests.simulation.elastic_cluster import SCENARIOS, Scenario, replay
 
-ROOT = Path(__file__).parents[2]
 SCHEDULES = int(os.environ.get("MULTIWORLD_ELASTIC_SCHEDULES", "40"))
 """Of each scenario."""
 

@@ -41,10 +41,6 @@ def broken(coordinator: Coordinator, committed: int = 0, suspect: str = "") -> N
     return NextViewRequest(coordinator.view.number, False, committed, suspect)
 
 
-def boundary(coordinator: Coordinator) -> NextViewRequest:
-    return NextViewRequest(coordinator.view.number, True, 0)
-
-
 def test_one_of_two_unreachable_members_is_evicted_after_some_attempts() -> None:
     coordinator = begun("a", "b", "c")
     for _ in range(MAX_FAILED_VIEWS):

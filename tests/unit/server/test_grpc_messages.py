@@ -25,7 +25,6 @@ NOW = ModelVersion(1, "v1")
 SIGNATURES = {model.name: Signature(model, max_rows=8) for model in (MODEL, TEXT)}
 ONE = pixels("red")
 SHAPE = list(ONE.shape)
-FLOATS = ONE.float() / 255
 FILE = image_bytes("red")
 IDS = torch.tensor([[1, 2, 3], [4, 5, 600]])
 MASK = torch.tensor([[True, True, False], [False, True, True]])
