@@ -22,8 +22,8 @@ WAIT_S = 120.0
 
 
 def run_with_a_short_memory(arguments: list[str], environment: dict[str, str]) -> None:
-    """In a forked process: `multiworld serve`, which stops workers after three seconds of low load, not sixty."""
-    setattr(autoscaler, "Limits", partial(Limits, down_after_s=3.0))  # noqa: B010 - mypy rejects the assignment
+    """In a forked process: `multiworld serve`, which stops workers after ten seconds of low load, not sixty."""
+    setattr(autoscaler, "Limits", partial(Limits, down_after_s=10.0))  # noqa: B010 - mypy rejects the assignment
     run_program(arguments, environment)
 
 
