@@ -10,7 +10,7 @@ Start with `scheduler.py`: its docstring lists the rules. Then:
     dispatcher.py           forms batches, sends them to replicas
     batch_lifecycle.py      answers, rejects, isolates and requeues; recovers the batches of lost replicas
     batches.py, state.py    the data: requests, batches, replicas and their queues
-    estimates/              service times and throughput, learned from earlier batches; which batches are late
+    estimates/              service times, learned from earlier batches; which batches are late
 
 The words for sending work again. Each sending of a batch to a replica is an attempt.
 

@@ -21,7 +21,7 @@ _MARGIN = 1.5
 """A request is accepted only if the time to its deadline is at least this many times the estimated completion time: a request
 that expires in the queue has delayed others."""
 _UNKNOWN_S = 1.0
-"""Time after which to retry while the rate of answers is not known."""
+"""Time after which to retry while the time of a full batch is not known."""
 _LONGEST_S = 60.0
 
 
@@ -35,12 +35,12 @@ def rejection(event: RequestArrived, state: SchedulerState) -> Reject | None:
     remaining_s = event.deadline_s - state.now_s
     if remaining_s <= 0:
         return Reject(event.request, "deadline", "the deadline had passed on arrival")
-    ahead, throughput = event.rows - 1, state.throughput
+    ahead = event.rows - 1
     waiting, open_requests = len(state.backlog.waiting) + ahead, len(state.backlog.requests) + ahead
     if waiting >= state.config.queue_limit:
-        retry_after_s = min(throughput.min_time_s(waiting) or _UNKNOWN_S, _LONGEST_S)
+        retry_after_s = min(state.min_time_s(waiting) or _UNKNOWN_S, _LONGEST_S)
         return Reject(event.request, "overloaded", f"the queue is full: {waiting} requests are waiting", retry_after_s)
-    needed_s = _MARGIN * throughput.min_time_s(open_requests)
+    needed_s = _MARGIN * state.min_time_s(open_requests)
     if needed_s > remaining_s:
         detail = f"{open_requests} requests are ahead, which takes about {needed_s:.1f} s; the deadline is in {remaining_s:.1f} s"
         return Reject(event.request, "overloaded", detail, needed_s - remaining_s)

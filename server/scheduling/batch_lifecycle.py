@@ -63,8 +63,6 @@ class BatchLifecycle:
         for _, request in open_requests:
             self._state.backlog.close(request)
             request.batch = None  # break the reference cycle, so that no garbage collection is needed
-        if len(self._state.backlog.waiting) >= len(batch.rows):
-            self._state.throughput.answered(len(rows))
         self._free(batch)
 
     def reject_all(self, batch: Batch, reason: Reason, detail: str) -> None:

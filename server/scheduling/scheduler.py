@@ -34,8 +34,7 @@ The rules:
   replica is released when it keeps no input.
 - A replica with batches in flight that returns none for `hang_timeout_s` is failed. So is a replica that raised on several consecutive
   batches which then succeeded elsewhere.
-- A request that cannot be answered by its deadline, at the rate at which full batches are answered, is rejected on arrival: see
-  `admission.py`.
+- A request that cannot be answered by its deadline, by the time that full batches take, is rejected on arrival: see `admission.py`.
 - Late events (about a removed replica or an answered batch) have no effect.
 
 An event costs O(log n) in the number of replicas and open requests.
@@ -89,7 +88,7 @@ class Scheduler:
         Raises:
             ValueError: the event is invalid (unknown stage, or a request id that is still open).
         """
-        self._pass_time(now_s)
+        self._state.now_s = max(now_s, self._state.now_s)
         self._state.actions = []
         self._apply(event)
         self._expire_deadlines()
@@ -152,12 +151,6 @@ class Scheduler:
         return pipeline.num_batches if pipeline else 0
 
     # -- events --------------------------------------------------------------------------------------------------------------
-
-    def _pass_time(self, now_s: float) -> None:
-        state = self._state
-        now_s = max(now_s, state.now_s)
-        state.throughput.elapse(now_s - state.now_s, saturated=state.saturated)
-        state.now_s = now_s
 
     def _apply(self, event: Events) -> None:
         match event:

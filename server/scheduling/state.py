@@ -12,7 +12,6 @@ from multiworld_serving.server.scheduling.config import FAST_BATCH_S, SchedulerC
 from multiworld_serving.server.scheduling.estimates.capacity import ArrivalRate
 from multiworld_serving.server.scheduling.estimates.hedging import Hedging
 from multiworld_serving.server.scheduling.estimates.service_times import ServiceTimes
-from multiworld_serving.server.scheduling.estimates.throughput import ThroughputEstimator
 from multiworld_serving.server.scheduling.events import ReplicaId, RequestId
 from multiworld_serving.server.scheduling.priority_map import PriorityMap
 
@@ -34,20 +33,19 @@ class SchedulerState:
         self.backlog = Backlog(config.slow_batch_size or config.max_batch_size)
         self.table = ReplicaTable(config)
         self.service_times = ServiceTimes()
-        self.throughput = ThroughputEstimator()
         self.arrivals = ArrivalRate()
         self.hedging = Hedging(config, self.service_times)
         self.draining = False
 
-    @property
-    def saturated(self) -> bool:
-        """Replicas are missing for the requests that wait: they fill a batch, or as many of several keys have waited long enough."""
-        backlog = self.backlog
-        oldest = backlog.oldest()
-        if oldest is None or self.table.current is None:  # with a stage missing, the rate does not reflect the capacity
-            return False
-        overdue = self.now_s >= oldest.arrived_s + self.config.batch_timeout_s
-        return backlog.first_full is not None or (overdue and len(backlog.waiting) >= backlog.max_rows)
+    def min_time_s(self, rows: int) -> float:
+        """Lower bound of the time to answer so many rows, by the slowest stage; 0 while the time of a full batch is not known."""
+        full, slowest_s = self.backlog.max_rows, 0.0
+        for pool in self.table.current.pools if self.table.current is not None else ():
+            time_s = self.service_times.full_batch_s(pool.stage, full)
+            if time_s is None:
+                return 0.0
+            slowest_s = max(slowest_s, time_s / len(pool.accepting))
+        return rows * slowest_s / full
 
     def fit_batch_size(self) -> None:
         """Let batches grow as far as the slowest stage computes them in `FAST_BATCH_S`, by its latest times."""

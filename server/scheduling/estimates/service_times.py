@@ -86,6 +86,11 @@ class ServiceTimes:
         bits = max(smaller) if smaller else min(known)
         return self._size_classes[stage, bits].per_row.median_s() * max(rows, 1 << (bits - 1))
 
+    def full_batch_s(self, stage: int, rows: int) -> float | None:
+        """Median time that a replica needs for a batch of about so many rows; None with too few samples."""
+        size_class = self._size_classes.get((stage, rows.bit_length()))
+        return size_class.took.median_s() if size_class and size_class.took.has_enough else None
+
     def p95_s(self, attempt: Attempt) -> float | None:
         """95th percentile of the service time of such batches; None with too few samples."""
         size_class = self._size_classes.get(_key(attempt))

@@ -49,12 +49,21 @@ def test_retry_after_is_the_time_to_drain_the_queue() -> None:
     assert rejection.retry_after_s == pytest.approx(20 / 40, rel=0.1)
 
 
-def test_retry_after_is_a_second_while_the_rate_of_answers_is_not_known() -> None:
-    driver = SchedulerHarness(replicas=1, window=1, max_batch_size=1, queue_limit=10)
+def test_retry_after_is_a_second_while_the_time_of_a_full_batch_is_not_known() -> None:
+    driver = SchedulerHarness(replicas=1, window=1, max_batch_size=8, queue_limit=10)
     for _ in range(20):
-        driver.now_s += 10.0
         driver.done(only(driver.arrive(), SendBatch), after_s=0.1)
     assert only(driver.arrive(12), Reject).retry_after_s == 1.0
+
+
+def test_retry_after_follows_the_number_of_replicas_of_the_slowest_stage() -> None:
+    driver = SchedulerHarness(stages=2, replicas=2, window=1, max_batch_size=1, queue_limit=10)
+    for _ in range(20):
+        slow = only(driver.done(only(driver.arrive(), SendBatch), after_s=0.01), SendBatch)
+        driver.done(slow, after_s=0.4)
+    assert only(driver.arrive(13), Reject).retry_after_s == pytest.approx(10 * 0.4 / 2)
+    driver.broken("s1r0")
+    assert only(driver.arrive(1), Reject).retry_after_s == pytest.approx(10 * 0.4)
 
 
 def test_requests_do_not_wait_for_a_full_batch_while_draining() -> None:
@@ -104,7 +113,7 @@ def test_request_is_refused_at_once_when_the_queue_outlasts_its_deadline() -> No
     assert rejection.retry_after_s == pytest.approx(needed_s, rel=0.3)
 
 
-def test_no_request_is_refused_because_of_a_rate_measured_at_low_load() -> None:
+def test_no_request_is_refused_because_of_times_measured_at_low_load() -> None:
     driver = SchedulerHarness(replicas=1, window=1, max_batch_size=8)
     for _ in range(50):  # one at a time, 0.1 s each: eight together may take no longer
         driver.done(only(driver.arrive(), SendBatch), after_s=0.1)
