@@ -259,7 +259,8 @@ def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["status", "--url", url]) == 0
     out = capsys.readouterr().out
-    assert "resnet18 random:0: degraded, up 3 min 20 s, 5 waiting, 7 requests in flight" in out
+    reasons = "stage 0 has 1 of 2 replicas; leader 127.0.0.1:8101 is unreachable"
+    assert f"resnet18 random:0: degraded ({reasons}), up 3 min 20 s, 5 waiting, 7 requests in flight" in out
     for part in (
         "local-0",
         "s0r0@3",
