@@ -6,7 +6,7 @@ import pytest
 
 from tests.simulation.elastic_cluster import SCENARIOS, Scenario, replay
 
-SCHEDULES = int(os.environ.get("MULTIWORLD_ELASTIC_SCHEDULES", "40"))
+SCHEDULES = int(os.environ.get("MULTIWORLD_ELASTIC_SCHEDULES", "60"))
 """Of each scenario."""
 
 
