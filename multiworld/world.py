@@ -55,7 +55,7 @@ from multiworld.ops.validation import WorldFacts
 from multiworld.transport.connection import PeerConnection, SocketPayloads
 from multiworld.transport.poller import Poller, poller_of
 from multiworld.transport.shared import SharedPayloads
-from multiworld.transport.wire import HEAD, MESSAGE, encode_signature, message_head
+from multiworld.transport.wire import MESSAGE, encode_signature, message_head, pack_head
 
 logger = logging.getLogger(__name__)
 
@@ -330,7 +330,7 @@ class World:
         if operation.header is None:
             operation.head = message_head(operation.signature, operation.tag, operation.size_bytes)
         else:
-            operation.head = HEAD.pack(MESSAGE, operation.tag, operation.size_bytes, operation.header)
+            operation.head = pack_head(MESSAGE, operation.tag, operation.size_bytes, operation.header)
         if not operation.staged:
             operation.set_data(operation.buffer())
         self._connections[operation.peer].send(operation)

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from multiworld.errors import Cause
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_FRAME_BYTES = 1 << 20
 """Longest frame after the handshake. Rendezvous values have some hundred bytes."""
 MAX_HANDSHAKE_BYTES = 1 << 16

@@ -28,6 +28,8 @@ from multiworld.transport.wire import HEAD, MESSAGE, RECV_READY, Output, credit_
 
 logger = logging.getLogger(__name__)
 
+Announced = tuple[int, int, bytes]
+"""Tag, size in bytes, and signature of a message that a frame announces."""
 MAX_CREDITS = 1 << 18
 """Maximum number of receive credits that a peer may have granted and that are not used yet, over all tags."""
 
@@ -86,7 +88,7 @@ class SocketPayloads:
         """Read from the socket. Returns how many bytes. Raises ValueError if the peer violates the protocol."""
         return sock.recvmsg_into(buffers)[0]
 
-    def on_frame(self, connection: "PeerConnection", kind: int, tag: int, size: int, field: bytes) -> None:
+    def on_frame(self, connection: "PeerConnection", kind: int, announced: Announced, lease: int, offset: int) -> None:
         """Handle a frame that is neither a credit nor a message. Raises ValueError if it is invalid."""
         raise ValueError(f"it sent invalid data: a head of kind {kind}")
 
@@ -308,7 +310,7 @@ class PeerConnection:
             self.owner.on_transferred(message)
         at, end = 0, self._head_bytes + count
         while self.end_reason is None and self._incoming is None and end - at >= HEAD.size:
-            kind, tag, size, signature = HEAD.unpack_from(self._scratch, at)
+            kind, tag, size, signature, lease, offset = HEAD.unpack_from(self._scratch, at)
             at += HEAD.size
             if kind == RECV_READY:
                 self._add_credits(tag, 1)
@@ -317,14 +319,14 @@ class PeerConnection:
             elif kind == MESSAGE:
                 at += self._start_message(tag, size, signature, self._scratch_view[at:end])
             else:
-                self._on_frame(kind, tag, size, signature)
+                self._on_frame(kind, (tag, size, signature), lease, offset)
         self._head_bytes = end - at if self.end_reason is None else 0
         if self._head_bytes and at:
             self._scratch_view[: self._head_bytes] = self._scratch_view[at:end]
 
-    def _on_frame(self, kind: int, tag: int, size: int, field: bytes) -> None:
+    def _on_frame(self, kind: int, announced: Announced, lease: int, offset: int) -> None:
         try:
-            self._payloads.on_frame(self, kind, tag, size, field)
+            self._payloads.on_frame(self, kind, announced, lease, offset)
         except ValueError as error:
             self._break(str(error))
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from multiworld.ops.operation import Message, Receive, Send, View
-from multiworld.transport.connection import SENDMSG_BUFFERS, PeerConnection, SocketPayloads
+from multiworld.transport.connection import SENDMSG_BUFFERS, Announced, PeerConnection, SocketPayloads
 from multiworld.transport.segments import MIN_BYTES, Segment, SegmentPool, check_segment
-from multiworld.transport.wire import HEAD, IN_PLACE, IN_RING, NUMBERS, PIECE, PIECE_DONE, PLACE, RELEASE, RING, Output
+from multiworld.transport.wire import HEAD, IN_PLACE, IN_RING, PIECE, PIECE_DONE, RELEASE, RING, Output, pack_head
 
 SLOT_BYTES = 1 << 19
 SLOTS = 4
@@ -71,7 +71,6 @@ class SharedPayloads(SocketPayloads):
         self._pieces_received = 0
         self._slotted: Message | None = None  # the message whose pieces arrive
         self._slotted_bytes = 0
-        self._place: tuple[int, int, int] | None = None  # descriptor, lease and offset of the next message in place
 
     # -- sending -----------------------------------------------------------------------------------------------------------------
 
@@ -105,10 +104,9 @@ class SharedPayloads(SocketPayloads):
         self._last_lease += 1
         lent = message.header is not None  # complete when it is announced
         self._leases[self._last_lease] = segment, None if lent else message
-        place = HEAD.pack(PLACE, 0, self._last_lease, NUMBERS.pack(offset))
-        connection.outbox.append(Output(place, fd=segment.fd, in_place=message))
-        announcement = Output(_with_kind(IN_PLACE, message.head), message if lent else None)
-        connection.outbox.append(announcement)
+        _, tag, _, signature, *_ = HEAD.unpack(message.head)
+        head = HEAD.pack(IN_PLACE, tag, size, signature, self._last_lease, offset)
+        connection.outbox.append(Output(head, message if lent else None, fd=segment.fd, in_place=message))
         return True
 
     def _open_ring(self, connection: PeerConnection) -> bool:
@@ -117,7 +115,7 @@ class SharedPayloads(SocketPayloads):
         if self._ring is None:
             return False
         self._ring_view = memoryview(self._ring.memory)
-        connection.outbox.append(Output(HEAD.pack(RING, 0, RING_BYTES, b""), fd=self._ring.fd))
+        connection.outbox.append(Output(pack_head(RING, 0, RING_BYTES), fd=self._ring.fd))
         return True
 
     def write(self, connection: PeerConnection) -> int:
@@ -146,18 +144,18 @@ class SharedPayloads(SocketPayloads):
         passing.fd = -1
         return sent
 
-    def _copy_instead(self, connection: PeerConnection, place: Output, message: Message) -> None:
+    def _copy_instead(self, connection: PeerConnection, replaced: Output, message: Message) -> None:
         """Send a message in place by copying: the user has as many descriptors in flight as open files are allowed."""
         outbox = connection.outbox
-        at = next(index for index, output in enumerate(outbox) if output is place)
+        at = next(index for index, output in enumerate(outbox) if output is replaced)
         following = [outbox.pop() for _ in range(len(outbox) - at)][::-1]
-        _, _, lease, _ = HEAD.unpack(place.data)
+        *_, lease, _ = HEAD.unpack(replaced.data)
         self._pool.release(self._leases.pop(lease)[0])
         if self._ring is None:  # its descriptor would be refused, too
             super().enqueue(connection, message)
         else:
             self._enqueue_copied(connection, message)
-        outbox.extend(following[2:])  # without PLACE and IN_PLACE
+        outbox.extend(following[1:])
 
     def _write_piece(self, connection: PeerConnection, message: _RingMessage) -> None:
         """Copy the next piece into the ring and put its frame before the rest. Raises BlockingIOError when no slot is free."""
@@ -167,7 +165,7 @@ class SharedPayloads(SocketPayloads):
         piece = message.memory[message.written : message.written + SLOT_BYTES]
         at = self._pieces_sent % SLOTS * SLOT_BYTES
         self._ring_view[at : at + len(piece)] = piece
-        frame = Output(HEAD.pack(PIECE, 0, 0, b""))
+        frame = Output(pack_head(PIECE))
         self._pieces_sent += 1
         message.written += len(piece)
         if message.written == len(message.memory):
@@ -187,23 +185,21 @@ class SharedPayloads(SocketPayloads):
             raise ValueError("it sent descriptors that it did not announce")
         return count
 
-    def on_frame(self, connection: PeerConnection, kind: int, tag: int, size: int, field: bytes) -> None:
+    def on_frame(self, connection: PeerConnection, kind: int, announced: Announced, lease: int, offset: int) -> None:
         if kind == RING:
-            self._on_ring(size)
+            self._on_ring(announced[1])
         elif kind == IN_RING:
-            self._on_ring_message(connection, tag, size, field)
+            self._on_ring_message(connection, *announced)
         elif kind == PIECE:
             self._on_piece(connection)
         elif kind == PIECE_DONE:
             self._on_piece_done(connection)
-        elif kind == PLACE:
-            self._on_place(size, *NUMBERS.unpack(field))
         elif kind == IN_PLACE:
-            self._on_message_in_place(connection, tag, size, field)
+            self._on_message_in_place(connection, announced, lease, offset)
         elif kind == RELEASE:
-            self._on_release(connection, size)
+            self._on_release(connection, lease)
         else:
-            super().on_frame(connection, kind, tag, size, field)
+            super().on_frame(connection, kind, announced, lease, offset)
 
     def _on_ring(self, size: int) -> None:
         if self._peer_ring is not None or size != RING_BYTES:
@@ -233,7 +229,7 @@ class SharedPayloads(SocketPayloads):
         complete = end == len(message.memory)
         if complete:
             self._slotted = None
-        connection.write_first(HEAD.pack(PIECE_DONE, 0, 0, b""))
+        connection.write_first(pack_head(PIECE_DONE))
         if complete:
             connection.owner.on_transferred(message)
 
@@ -245,25 +241,18 @@ class SharedPayloads(SocketPayloads):
             self.waiting = False
             connection.flush()
 
-    def _on_place(self, lease: int, offset: int) -> None:
-        if self._place is not None:
-            raise ValueError("it sent two segments for one message")
-        self._place = self._take_fd(), lease, offset
-
-    def _on_message_in_place(self, connection: PeerConnection, tag: int, size: int, signature: bytes) -> None:
-        if self._place is None:
-            raise ValueError("it sent a message in place without its segment")
-        (fd, lease, offset), self._place = self._place, None
+    def _on_message_in_place(self, connection: PeerConnection, announced: Announced, lease: int, offset: int) -> None:
+        fd, size = self._take_fd(), announced[1]
         try:
             check_segment(fd, offset, size)
-            message = connection.match(tag, size, signature, lambda view: _map(connection, view, fd, lease, offset))
+            message = connection.match(*announced, lambda view: _map(connection, view, fd, lease, offset))
             if message is None:
                 return
             if not isinstance(message, Receive) or message.view is None or not message.view.shared:
                 assert message.memory is not None
                 if os.preadv(fd, [message.memory], offset) != size:
                     raise ValueError(f"it sent a segment that cannot be read at {offset}")
-                connection.write_first(HEAD.pack(RELEASE, 0, lease, b""))
+                connection.write_first(pack_head(RELEASE, lease=lease))
         finally:
             os.close(fd)
         connection.owner.on_transferred(message)
@@ -287,8 +276,6 @@ class SharedPayloads(SocketPayloads):
         pending = []
         if self._slotted is not None:
             pending.append(self._slotted)
-        if self._place is not None:
-            self._fds.append(self._place[0])
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
@@ -299,7 +286,7 @@ class SharedPayloads(SocketPayloads):
         self._leases.clear()
         if self._ring is not None:
             self._pool.drop(self._ring)
-        self._ring = self._peer_ring = self._slotted = self._place = None
+        self._ring = self._peer_ring = self._slotted = None
         self._ring_view = memoryview(b"")
         return pending
 
@@ -313,7 +300,7 @@ def _map(connection: PeerConnection, view: View, fd: int, lease: int, offset: in
         mapped = mmap.mmap(fd, length, mmap.MAP_PRIVATE, protection, offset=offset - start)
     except OSError:
         return view.allocate()
-    release = weakref.finalize(mapped, _release, weakref.ref(connection), HEAD.pack(RELEASE, 0, lease, b""))
+    release = weakref.finalize(mapped, _release, weakref.ref(connection), pack_head(RELEASE, lease=lease))
     release.atexit = False
     data = torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=view.size_bytes)
     return view.place(data, release)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from multiworld.ops.operation import Message
 
-HEAD = struct.Struct("!B3xIQ48s")
-"""Kind, tag, number of bytes that follow, and the signature of the message."""
+HEAD = struct.Struct("!B3xIQ48sQQ")
+"""Kind, tag, number of bytes that follow, the signature of the message, and for a message in place its lease and its offset in bytes."""
 RECV_READY = 1
 """Kind of a head that grants one receive credit: the receiver waits for one message with this tag."""
 MESSAGE = 2
@@ -22,14 +22,10 @@ PIECE = 5
 """The next piece of the message is in the next slot of the ring. All pieces have the size of a slot, except the last of a message."""
 PIECE_DONE = 6
 """The receiver has copied the next piece."""
-PLACE = 7
-"""Passes a descriptor for the next IN_PLACE message. The number is that of the lease; the field the offset in bytes (`NUMBERS`)."""
-IN_PLACE = 8
-"""Announces a message, like MESSAGE, whose bytes are in the segment of the preceding PLACE."""
-RELEASE = 9
-"""The number is that of a lease that the receiver has released."""
-NUMBERS = struct.Struct("!Q40x")
-"""The field of PLACE."""
+IN_PLACE = 7
+"""Announces a message, like MESSAGE, whose bytes are in the segment of the descriptor that the frame passes, at its offset."""
+RELEASE = 8
+"""The receiver has released the lease of a message in place."""
 
 _SIGNATURE_BYTES = 48
 
@@ -46,16 +42,21 @@ def decode_signature(encoded: bytes) -> str:
     return encoded.rstrip(b"\0").decode(errors="replace")
 
 
+def pack_head(kind: int, tag: int = 0, size_bytes: int = 0, signature: bytes = b"", lease: int = 0) -> bytes:
+    """A head of this kind. Its other fields are those of `HEAD`."""
+    return HEAD.pack(kind, tag, size_bytes, signature, lease, 0)
+
+
 @functools.lru_cache(256)
 def message_head(signature: str, tag: int, size_bytes: int) -> bytes:
     """The head of a message of `size_bytes` bytes."""
-    return HEAD.pack(MESSAGE, tag, size_bytes, encode_signature(signature))
+    return pack_head(MESSAGE, tag, size_bytes, encode_signature(signature))
 
 
 @functools.lru_cache(256)
 def credit_head(tag: int) -> bytes:
     """A head that grants one receive credit for `tag`."""
-    return HEAD.pack(RECV_READY, tag, 0, b"")
+    return pack_head(RECV_READY, tag)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +67,7 @@ class Output:
         message: completes when the bytes are written.
         joined: the next output must follow directly (head and message).
         fd: descriptor to pass with the bytes; -1 for none.
-        in_place: for the PLACE of a message: the message, which is copied if the kernel passes no more descriptors.
+        in_place: for an IN_PLACE: its message, which is copied if the kernel passes no more descriptors.
     """
 
     data: bytes | memoryview

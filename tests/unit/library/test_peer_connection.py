@@ -16,7 +16,7 @@ from multiworld.ops.p2p import recv, send
 from multiworld.ops.validation import WorldFacts
 from multiworld.transport.connection import MAX_CREDITS, PeerConnection, SocketPayloads
 from multiworld.transport.poller import poller_of
-from multiworld.transport.wire import HEAD, MESSAGE, RECV_READY, encode_signature, message_head
+from multiworld.transport.wire import HEAD, MESSAGE, RECV_READY, encode_signature, message_head, pack_head
 from tests.waiting import until
 
 PATIENCE_S = 30.0
@@ -104,7 +104,7 @@ async def heard(sock: socket.socket, count: int) -> bytes:
 
 
 def posted(tag: int = 0) -> bytes:
-    return HEAD.pack(RECV_READY, tag, 0, b"")
+    return pack_head(RECV_READY, tag)
 
 
 async def settled() -> None:
@@ -123,7 +123,7 @@ async def test_nothing_is_sent_before_a_receive_is_posted(end: tuple[End, socket
     peer.send(posted(2))
     await made.until_completed(operations[1])
     head, data = (await heard(peer, HEAD.size + 16))[: HEAD.size], torch.full((4,), 2.0).numpy().tobytes()
-    assert HEAD.unpack(head) == (MESSAGE, 2, 16, encode_signature("float32[4]"))
+    assert HEAD.unpack(head) == (MESSAGE, 2, 16, encode_signature("float32[4]"), 0, 0)
     peer.send(posted(1))
     await made.until_completed(*operations)
     assert (await heard(peer, HEAD.size + 16))[HEAD.size :] != data
@@ -153,7 +153,7 @@ async def test_fragmented_message_is_received_completely(end: tuple[End, socket.
     operations = [made.receive(tensor) for tensor in tensors]
     assert await heard(peer, 3 * HEAD.size) == 3 * posted()
     stream = b"".join(
-        HEAD.pack(MESSAGE, 0, len(data), encode_signature(signature)) + data
+        pack_head(MESSAGE, 0, len(data), encode_signature(signature)) + data
         for signature, data in (("int16[5]", bytes(range(10))), ("float32[0]", b""), ("int16[3]", b"abcdef"))
     )
     for at in range(len(stream)):
