@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from types import CoroutineType
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -124,7 +125,8 @@ class Inference:
             record.version = prediction.version
             is_large = prediction.output.nbytes > _LARGE_BYTES
             found = await asyncio.to_thread(encode, prediction, asked) if is_large else encode(prediction, asked)
-            encoded = await found if isinstance(found, Coroutine) else found
+            is_coroutine = type(found) is CoroutineType  # isinstance with the abstract class takes 0.4 µs
+            encoded: T = await found if is_coroutine else found  # type: ignore[misc, assignment]
             record.prediction, record.output_s = prediction, time.monotonic() - predicted_s
             return encoded
 
