@@ -10,7 +10,7 @@ from multiworld.texts import one_line
 from multiworld_serving.common.config.process import release_free_memory
 from multiworld_serving.common.edges.edge import RowsLostError
 from multiworld_serving.common.edges.edges import Edges
-from multiworld_serving.common.wire.link import Body, Kind, Link, LinkLostError, Received, Reply, rows_payload
+from multiworld_serving.common.wire.link import Kind, Link, LinkLostError, Received, Reply, rows_payload
 from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.common.wire.work import (
     WORKER_PROTOCOL,
@@ -45,8 +45,6 @@ logger = logging.getLogger(__name__)
 _REPORT_S = 1.0
 """How often this worker looks whether it obeys another leader now."""
 LEADER_RANK = 0
-_OUTCOMES: dict[type[Body], Outcome] = {Failed: "failed", LostInput: "input_lost"}
-"""Of batches without a result, by what the leader is told."""
 
 
 class Session:
@@ -184,23 +182,16 @@ class Session:
         return Loaded()
 
     async def _answer(self, batch: Batch, stage: AssignedStage, payload: memoryview) -> Reply:
-        """Compute a batch. Counts the outcome."""
+        """The result of a batch, or why there is none. Counts the outcome."""
+        world = self._link.world
         outcome: Outcome = "discarded"
         try:
-            answer = await self._compute(batch, stage, payload)
-            outcome = _OUTCOMES.get(type(answer[0]), "answered")
+            answer = await self._result(batch, stage, payload)
+            outcome = "answered"
             return answer
-        finally:
-            self._batches -= 1
-            self._metrics.batch_ended(batch.stage, outcome)
-
-    async def _compute(self, batch: Batch, stage: AssignedStage, payload: memoryview) -> Reply:
-        """The result of a batch, or why there is none."""
-        world = self._link.world
-        try:
-            return await self._result(batch, stage, payload)
         except RowsLostError as error:
             logger.warning("world=%s stage=%d the input of a batch is lost: %s", world.name, batch.stage, error)
+            outcome = "input_lost"
             return LostInput(error.holders, error.unreachable, str(error)), b""
         except Exception as error:
             if is_out_of_memory(error):  # the leader reroutes the batch, and a supervisor starts a new process
@@ -209,7 +200,11 @@ class Session:
             if await self._engine.has_failed(self, error):
                 self.device_failed = True
                 world.fail(Cause.ERROR, world.rank, "the GPU has failed for this process")
+            outcome = "failed"
             return Failed.of(error), b""
+        finally:
+            self._batches -= 1
+            self._metrics.batch_ended(batch.stage, outcome)
 
     async def _result(self, batch: Batch, stage: AssignedStage, payload: memoryview) -> Reply:
         """Compute a batch. The input is dropped on return: it may lie in memory of its producer. Raises RowsLostError."""

@@ -79,7 +79,7 @@ class AssignedStage:
         """The shape of the rows of a batch, and those that are in its message. Raises ValueError if the batch is invalid."""
         inputs.check(self.assignment.max_batch_size)
         expected = self.spec.input_rows
-        row_shape = inputs.row_shape(expected.dims)
+        row_shape = (inputs.row_bytes,) if inputs.row_bytes else expected.dims
         if not expected.accepts(row_shape):
             raise WireError(f"a batch with rows of {row_shape}; expected {expected.dims}")
         relayed = rows_of_payload(payload, len(inputs.relayed_at), self.dtype, row_shape)

@@ -1,2 +1,2 @@
-"""Protocol between a leader and its workers and frontends: joining (`join`), and the messages over their world (`message`, `channel`,
-`inputs`)."""
+"""Protocol between a leader and its workers and frontends: joining (`join`), their links (`link`), and what leaders and
+workers say (`work`, `inputs`). `channel` and `message` carry links and edges."""

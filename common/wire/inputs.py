@@ -84,7 +84,3 @@ class BatchInputs(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError(f"a batch of {self.rows} rows; expected 1 to {max_rows}")
         if len(set(positions)) < len(positions) or any(not 0 <= at < self.rows for at in positions):
             raise ValueError("the positions of the rows of a batch are invalid")
-
-    def row_shape(self, longest: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the rows, where that of the stage's input is `longest`."""
-        return (self.row_bytes,) if self.row_bytes else longest

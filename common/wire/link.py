@@ -11,7 +11,6 @@ import itertools
 import math
 import struct
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
@@ -66,21 +65,20 @@ class Failure(Body, frozen=True):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
 class Protocol:
     """What the two ends of a link say to each other.
 
-    Attributes:
-        bodies: decodes the body of a message: a union of subclasses of `Body`.
+    Args:
+        bodies: a union of subclasses of `Body`.
         failure: makes the reply for an exception. It logs those that are not expected.
+
+    Attributes:
+        bodies: decodes the body of a message.
     """
 
-    bodies: msgspec.json.Decoder[Any]
-    failure: Callable[[Exception], Failure]
-
-    @classmethod
-    def of(cls, bodies: Any, failure: Callable[[Exception], Failure]) -> Protocol:
-        return cls(msgspec.json.Decoder(bodies, dec_hook=_decode_tensor), failure)
+    def __init__(self, bodies: Any, failure: Callable[[Exception], Failure]) -> None:
+        self.bodies: msgspec.json.Decoder[Any] = msgspec.json.Decoder(bodies, dec_hook=_decode_tensor)
+        self.failure = failure
 
     def decode(self, data: memoryview) -> Iterator[Received]:
         """The messages of one transfer. Raises ValueError if it is invalid."""

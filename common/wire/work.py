@@ -1,6 +1,6 @@
-"""What leaders and workers say to each other: one type for each kind of message, and rows as payloads.
+"""What leaders and workers say to each other: one type for each kind of message.
 
-A worker receives the stages that it is to load, and batches, each with the rows that are not in shared memory or at another process.
+A leader assigns a stage with a call, and sends its weights if the worker asks for them. Each batch is a call too. Rows are payloads.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Obeys(Body, frozen=True):
     leader: str
 
 
-WORKER_PROTOCOL = Protocol.of(
+WORKER_PROTOCOL = Protocol(
     StageAssignment
     | FetchWeights
     | Weights

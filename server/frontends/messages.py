@@ -131,7 +131,7 @@ class LeaderState(Body, frozen=True):
     model: ServedModel | None = None
 
 
-FRONTEND_PROTOCOL = Protocol.of(
+FRONTEND_PROTOCOL = Protocol(
     LeaderState | Predict | Prediction | Rejection | Operation | Step | Done | Follow | Scrape | Metrics, Rejection.of
 )
 MAX_BYTES = 8 * MAX_ROW_BYTES

@@ -121,7 +121,8 @@ class FrontendSessions:
     def state(self) -> LeaderState:
         """See `LeaderState`."""
         leader = self.leader
-        frontends = tuple(session.snapshot() for session in self._sessions)
+        joined = [each.who for each in self._sessions]
+        frontends = tuple(FrontendSnapshot(each.frontend, each.host, each.pid) for each in joined)
         snapshot = replace(
             leader.snapshot(),
             leader=self.name,
@@ -192,10 +193,6 @@ class FrontendSession:
         self.who = who
         self.link = Link(world, _FRONTEND_RANK, FRONTEND_PROTOCOL, self._receive, MAX_BYTES)
         self._sessions = sessions
-
-    def snapshot(self) -> FrontendSnapshot:
-        """For the status."""
-        return FrontendSnapshot(self.who.frontend, self.who.host, self.who.pid)
 
     async def ask(self, body: LeaderState | Scrape, timeout_s: float) -> Received | None:
         """Send a message and wait for its reply; None if there is none in time."""
