@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from msgspec.structs import replace
 from torch import Tensor
 
 from multiworld import BrokenWorldException, Cause, JoinError, World, WorldManager
@@ -26,21 +24,16 @@ from multiworld_serving.common.wire.work import (
     Batch,
     Computed,
     Failed,
-    FetchWeights,
     Leaving,
-    Loaded,
     LostInput,
     Obeys,
-    Refused,
     Release,
     Restart,
     Unable,
     Unload,
-    Weights,
-    WorkFailedError,
 )
+from multiworld_serving.server.replicas.stage_loading import StageLoading
 from multiworld_serving.server.replicas.worker import (
-    AssignmentRefusedError,
     Ending,
     LinkEndedError,
     SelfTestError,
@@ -115,10 +108,7 @@ class WorkerLink:
         on_batch: Callable[[Worker, SentBatch, Outcome, Tensor | KeptOutput | None], None],
     ) -> None:
         self.worker = worker
-        self._plans = {(plan.number, plan.spec.index): plan for plan in plans}
-        """What the worker is to load or has loaded."""
-        self._limits = 0, 0
-        """Rows in a batch, and batches in flight."""
+        self._loading = StageLoading(worker, plans, self._enter)
         self._on_state = on_state
         self._on_batch = on_batch
         self._link: Link | None = None
@@ -132,7 +122,7 @@ class WorkerLink:
         self, manager: WorldManager, host: str, port: int, *, join_timeout_s: float, max_batch_size: int, window: int
     ) -> None:
         """Form the world, load the stages, serve. Returns when the link has ended; `cause` says why."""
-        self._limits = max_batch_size, window
+        self._loading.limits = max_batch_size, window
         preparing: asyncio.Task[None] | None = None
         try:
             offer, longest_s = JoinOffer(*self.worker.id), min(_JOIN_WORLD_S, join_timeout_s)
@@ -140,10 +130,10 @@ class WorkerLink:
             self._link = Link(await self._joining, _WORKER_RANK, WORKER_PROTOCOL, self._receive)
             if self._obstacle:
                 self.tell_obstacle(self._obstacle)
-            preparing = asyncio.create_task(self._prepare(join_timeout_s))
+            preparing = asyncio.create_task(self._prepare(self._link, join_timeout_s))
             self._lost(await self._link.run())
-        except BrokenWorldException as ending:
-            self._broken(ending)
+        except BrokenWorldException as broken:
+            self._lost(LinkLostError(str(broken), failed=True, ending=broken))
         except JoinError as error:  # the worker did not join the world that it was offered
             self._end(Cause.TIMEOUT, str(error))
         except asyncio.CancelledError:
@@ -156,7 +146,11 @@ class WorkerLink:
         finally:
             if preparing is not None:
                 preparing.cancel()
-            await self._free(manager)
+            if self._link is not None:
+                world, ending = self._link.world, self.worker.ending
+                world.fail(Cause.ABORTED, LEADER_RANK, ending.detail if ending else "")
+                if manager.worlds.get(world.name) is world:
+                    await manager.close_world(world.name)
 
     def send(self, sent: SentBatch, inputs: BatchInputs) -> None:
         """Send a batch.
@@ -190,7 +184,8 @@ class WorkerLink:
         if worker.state != "ready":
             raise LinkEndedError(f"{worker.name} is {worker.state}")
         try:
-            await self._load(plans)
+            assert self._link is not None, "the worker is ready"
+            await self._loading.load(self._link, plans)
         except LinkLostError as error:
             raise LinkEndedError(f"{worker.name} was lost while it loaded a version: {error}") from error
         except SelfTestError:
@@ -205,7 +200,7 @@ class WorkerLink:
         if self.worker.state in ("ready", "draining"):
             self._send(Unload(version))
         self.worker.loaded.discard(version)
-        self._plans = {key: plan for key, plan in self._plans.items() if key[0] != version}
+        self._loading.forget(version)
 
     def tell_obstacle(self, obstacle: str) -> None:
         """Tell the worker, as soon as it has joined, why this leader cannot serve. An empty text means that it can serve."""
@@ -236,11 +231,11 @@ class WorkerLink:
 
     # -- loading -------------------------------------------------------------------------------------------------------------
 
-    async def _prepare(self, join_timeout_s: float) -> None:
+    async def _prepare(self, link: Link, join_timeout_s: float) -> None:
         """Load the stages on a worker that has joined. Ends the link if it cannot serve them."""
         try:
             async with asyncio.timeout(join_timeout_s):
-                await self._load(tuple(self._plans.values()))
+                await self._loading.load(link, tuple(self._loading.plans.values()))
         except LinkLostError:
             return  # `run` knows why
         except LinkEndedError as error:
@@ -255,59 +250,6 @@ class WorkerLink:
         else:
             self.worker.ready_at_s = time.monotonic()
             self._enter("ready")
-
-    async def _load(self, plans: tuple[StagePlan, ...]) -> None:
-        """Load these stages one after another.
-
-        Raises:
-            SelfTestError: the worker cannot load a stage, or computes a wrong output.
-            AssignmentRefusedError, LinkLostError, WireError: see `load`.
-        """
-        assert self._link is not None, "the world has formed"
-        for plan in plans:
-            try:
-                await self._assign(self._link, plan)
-            except WorkFailedError as error:
-                raise SelfTestError(f"{self.worker.name} cannot serve stage {plan.spec.index}: {error}") from error
-        self.worker.loaded |= {plan.number for plan in plans}
-
-    async def _assign(self, link: Link, plan: StagePlan) -> None:
-        """Send one stage to the worker, unless it has it already, and compare its output for the self-test input with the reference."""
-        self._enter_startup("loading")
-        number, stage, (max_batch_size, window) = plan.number, plan.spec.index, self._limits
-        self._plans[number, stage] = plan
-        row_bytes = math.prod(plan.spec.output_rows.dims) * plan.output_dtype.itemsize
-        link.max_bytes = max(link.max_bytes, max_batch_size * row_bytes)
-        async with aclosing(link.stream(plan.assignment(max_batch_size, window))) as replies:
-            async for reply in replies:
-                match reply:
-                    case FetchWeights():
-                        await self._send_weights(link, plan)
-                        self._enter_startup("warming")
-                    case Refused(why):
-                        self._enter("draining")
-                        raise AssignmentRefusedError(f"{self.worker.name} refuses stage {stage}: {one_line(why)}")
-                    case Loaded():
-                        pass
-                    case _:
-                        raise WireError(f"unexpected {type(reply).__name__} about stage {stage}")
-        self._enter_startup("checking")
-        rows = plan.sent_test_input
-        inputs = BatchInputs(len(rows), (), None, tuple(range(len(rows))), keep=False)
-        if plan.spec.input_rows.varies:
-            inputs = replace(inputs, row_bytes=rows.shape[1])
-        reply = await link.call(Batch(stage, number, inputs), rows_payload(rows), timeout_s=None)
-        if not isinstance(reply.body, Computed):
-            raise WireError(f"unexpected {type(reply.body).__name__} about the self-test of stage {stage}")
-        output = rows_of_payload(reply.payload, len(rows), plan.output_dtype, reply.body.row_shape)
-        if wrong := plan.check_self_test(output):
-            raise SelfTestError(f"stage {stage}: the join self-test failed: {wrong}")
-
-    async def _send_weights(self, link: Link, plan: StagePlan) -> None:
-        chunks = plan.weights.chunks()
-        while self.worker.state != "broken" and (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-            await link.wait_writable()
-            link.send(Weights(plan.spec.index, plan.number), rows_payload(chunk))
 
     # -- serving -------------------------------------------------------------------------------------------------------------
 
@@ -329,23 +271,12 @@ class WorkerLink:
         outcome, output = found.body, None
         if isinstance(outcome, Computed):
             self.worker.batches_done += 1
-            output = self._output(sent, outcome, found.payload, keep=keep)
+            output = _output_of(
+                self, self._loading.plan_of(sent), outcome, found.payload, len(sent.requests), keep=keep
+            )
         elif not isinstance(outcome, Failed | LostInput):
             raise WireError(f"unexpected {type(outcome).__name__} about a batch")
         self._on_batch(self.worker, sent, outcome, output)
-
-    def _output(self, sent: SentBatch, done: Computed, payload: memoryview, *, keep: bool) -> Tensor | KeptOutput:
-        plan, rows, row_shape = self._plans.get((sent.version, sent.stage)), len(sent.requests), done.row_shape
-        if plan is None:
-            raise WireError(f"an output of stage {sent.stage} of version {sent.version}, which is not loaded")
-        expected = plan.spec.output_rows
-        if not expected.accepts(row_shape):
-            raise WireError(f"an output with rows of {row_shape}; expected {expected.dims}")
-        if done.tensor is None:
-            return rows_of_payload(payload, rows, plan.output_dtype, row_shape)
-        if not keep:
-            raise WireError("the worker keeps an output that it must send")
-        return KeptOutput(self, done.tensor, rows, row_shape[0] if expected.varies else 0)
 
     def _release(self) -> None:
         if self._release_timer is not None:
@@ -361,13 +292,10 @@ class WorkerLink:
 
     # -- ending --------------------------------------------------------------------------------------------------------------
 
-    def _enter_startup(self, state: ReplicaState) -> None:
-        """Enter a state of the startup sequence; does nothing if the link has been ready before."""
-        if self.worker.ready_at_s is None and self.worker.state in _JOINING_STATES:
-            self._enter(state)
-
     def _enter(self, state: ReplicaState) -> None:
         worker, now_s = self.worker, time.monotonic()
+        if worker.state == "broken":  # while the stages were loaded, which may notice it later
+            return
         was, took_s = worker.state, now_s - worker.since_s
         worker.state, worker.since_s = state, now_s
         level = logging.DEBUG if state in _JOINING_STATES else logging.INFO
@@ -384,14 +312,12 @@ class WorkerLink:
         self._on_state(self)
 
     def _lost(self, lost: LinkLostError) -> None:
-        if lost.ending is not None:
-            self._broken(lost.ending)
-        else:
+        ending = lost.ending
+        if ending is None:
             self._end(lost.cause, str(lost) if lost.failed else "closed by the leader")
-
-    def _broken(self, ending: BrokenWorldException) -> None:
-        leader_failed = ending.rank == LEADER_RANK and ending.cause != Cause.ERROR
-        self._end(ending.cause, ending.detail, leader_unresponsive=leader_failed)
+        else:
+            leader_failed = ending.rank == LEADER_RANK and ending.cause != Cause.ERROR
+            self._end(ending.cause, ending.detail, leader_unresponsive=leader_failed)
 
     def _abort(self, cause: Cause, detail: str) -> None:
         """End the link, because the worker cannot serve."""
@@ -408,9 +334,16 @@ class WorkerLink:
             self._release_timer.cancel()
         self._enter("broken")
 
-    async def _free(self, manager: WorldManager) -> None:
-        if self._link is not None:
-            world, ending = self._link.world, self.worker.ending
-            world.fail(Cause.ABORTED, LEADER_RANK, ending.detail if ending else "")
-            if manager.worlds.get(world.name) is world:
-                await manager.close_world(world.name)
+
+def _output_of(
+    link: WorkerLink, plan: StagePlan, done: Computed, payload: memoryview, rows: int, *, keep: bool
+) -> Tensor | KeptOutput:
+    """The output of a batch with so many rows. Raises WireError if it is not one of the stage, or kept although it must be sent."""
+    expected, row_shape = plan.spec.output_rows, done.row_shape
+    if not expected.accepts(row_shape):
+        raise WireError(f"an output with rows of {row_shape}; expected {expected.dims}")
+    if done.tensor is None:
+        return rows_of_payload(payload, rows, plan.output_dtype, row_shape)
+    if not keep:
+        raise WireError("the worker keeps an output that it must send")
+    return KeptOutput(link, done.tensor, rows, row_shape[0] if expected.varies else 0)

@@ -24,6 +24,7 @@ from multiworld_serving.common.wire.work import (
     Computed,
     Failed,
     FetchWeights,
+    Leaving,
     Loaded,
     LostInput,
     Restart,
@@ -348,8 +349,8 @@ class Script:
         return order
 
 
-async def serving_script(pair: Pair, link: WorkerLink, plan: StagePlan) -> Script:
-    """A scripted worker that has become ready."""
+async def serving_script(pair: Pair, link: WorkerLink, plan: StagePlan, *, leaves: bool = False) -> Script:
+    """A scripted worker that has become ready, or that leaves when it has computed the self-test."""
     world = await pair.worker.initialize_world(
         link.worker.id.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=pair.port, generation=link.worker.generation
     )
@@ -360,8 +361,21 @@ async def serving_script(pair: Pair, link: WorkerLink, plan: StagePlan) -> Scrip
     own.reply((await script.take_order()).number, Loaded())
     output = plan.self_test_output
     own.reply((await came.get()).number, Computed(1, 1, tuple(output.shape[1:])), rows_payload(output))
-    await pair.heard.until("ready")
+    if leaves:
+        own.send(Leaving())
+    await pair.heard.until("broken" if leaves else "ready")
     return script
+
+
+async def test_link_does_not_become_ready_when_its_worker_leaves_meanwhile(
+    pair: Pair, plan: tuple[StagePlan, ...]
+) -> None:
+    link = pair.link(plan[0])
+    await serving_script(pair, link, plan[0], leaves=True)
+    await asyncio.wait(pair.tasks[:1], timeout=WAIT_S)
+    assert link.worker.state == "broken"
+    assert pair.heard.states.empty()
+    assert ending_of(link).cause == Cause.LEFT
 
 
 @pytest.mark.parametrize("reply", [Restart(), Computed(1, 1, (5,))])
