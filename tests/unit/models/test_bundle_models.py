@@ -88,7 +88,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], tuple[str, 
     ),
     "text": (Text, tokens(), ("ids", "mask")),
     "other operators": (OtherOperators, image(8), ("image",)),
-    "recurrent": (Recurrent, tokens()[:1], ("ids",)),
+    "recurrent": (Recurrent, (tokens()[0][:, :5],), ("ids",)),
 }
 
 
