@@ -1,0 +1,28 @@
+"""A campaign of faults continues after an interruption."""
+
+from pathlib import Path
+
+import pytest
+
+from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.testing.chaos.injection import Injection
+from multiworld_serving.testing.chaos.journal import Journal
+from multiworld_serving.testing.load.clients import Sample
+
+
+def test_campaign_continues_where_the_file_ends(tmp_path: Path) -> None:
+    path, seed = tmp_path / "soak.json.part", 7
+    first, second = (Injection("kill", (f"s0.r{number}",), 1.0, 2.0) for number in (0, 1))
+    earlier = Journal(path, seed)
+    earlier.append(60.0, first, [Sample(1.5, 0.2, 200)])
+    with path.open("ab") as file:
+        file.write(b'{"seed":7,"elapsed_s":6')  # the driver was killed while it wrote
+    continued = Journal(path, seed)
+    assert [(entry.injection, entry.samples) for entry in continued.entries] == [(first, [Sample(1.5, 0.2, 200)])]
+    assert continued.elapsed_s == 60.0
+    continued.append(90.0, second, [])
+    assert [entry.injection for entry in Journal(path, seed).entries] == [first, second]
+    with pytest.raises(UserError, match="--seed"):
+        Journal(path, seed + 1)
+    continued.remove()
+    assert Journal(path, seed + 1).elapsed_s == 0.0
