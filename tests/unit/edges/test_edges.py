@@ -90,9 +90,11 @@ async def test_fetch_is_repeated_over_a_new_edge_when_the_edge_breaks() -> None:
 
 
 async def test_client_does_not_wait_for_a_frozen_producer() -> None:
-    program = Path(__file__).with_name("producer_program.py")
     child = await asyncio.create_subprocess_exec(
-        sys.executable, program, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "tests.unit.edges.producer_program"),
+        cwd=Path(__file__).parents[3],
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
     )
     assert child.stdout is not None
     try:
