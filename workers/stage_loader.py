@@ -76,7 +76,7 @@ class AssignedStage:
         return self.assignment.max_batch_size * math.prod(self.spec.input_rows.dims) * self.dtype.itemsize
 
     def input_of(self, inputs: BatchInputs, payload: memoryview) -> tuple[tuple[int, ...], Tensor | None]:
-        """The shape of the rows of a batch, and those that are in its message. Raises ValueError if the batch is invalid."""
+        """The shape of the rows of a batch, and the rows in its message. Raises ValueError if the batch is invalid."""
         inputs.check(self.assignment.max_batch_size)
         expected = self.spec.input_rows
         row_shape = (inputs.row_bytes,) if inputs.row_bytes else expected.dims

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import struct
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
@@ -23,6 +24,8 @@ from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from multiworld.texts import one_line
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.message import Message, MessageKind, WireError
+
+logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("!BQII7x")
 """Kind, number, bytes of JSON, bytes of payload. Headers and payloads start at a multiple of `_ALIGNED_BYTES`."""
@@ -70,7 +73,7 @@ class Protocol:
 
     Args:
         bodies: a union of subclasses of `Body`.
-        failure: makes the reply for an exception. It logs those that are not expected.
+        failure: turns an exception into a reply, and logs unexpected exceptions.
 
     Attributes:
         bodies: decodes the body of a message.
@@ -354,6 +357,7 @@ class Link:
             failed = ending.rank == self._channel.peer and ending.cause not in _HEALTHY
             lost = LinkLostError(str(ending), failed=failed, ending=ending)
         except ValueError as error:  # the other end may have another release or another model
+            logger.debug("world=%s a message is invalid, or cannot be handled", self.world.name, exc_info=True)
             lost = LinkLostError(f"invalid message ({type(error).__name__}: {error!s:.300})", failed=True)
         finally:
             self._end()

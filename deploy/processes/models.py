@@ -44,7 +44,7 @@ class Frontends(ProcessSet):
     """Frontends that know the same models.
 
     Args:
-        values: their settings, except those that all of them have.
+        values: settings that differ from those of `multiworld serve`.
         fds: the descriptors of their listening sockets, by setting.
         first: number in the name of the first one.
     """
@@ -84,7 +84,7 @@ class Models:
 
     Attributes:
         groups: the leaders and workers of each model.
-        frontends: those that accept requests now.
+        frontends: the current frontends, which accept requests.
     """
 
     def __init__(

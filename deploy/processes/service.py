@@ -42,9 +42,7 @@ def run(settings: ServeSettings, program: Callable[[Sequence[str]], object]) -> 
     with contextlib.ExitStack() as stack:
         upgrade = Upgrade(stack)
         models = prepared(settings, upgrade.changes)
-        if (
-            upgrade.replaces
-        ):  # the leaders of the predecessor still use their ports, and all workers are on this machine
+        if upgrade.replaces:  # the predecessor's leaders still use their ports, and no worker is on another machine
             models = {name: each.model_copy(update={"join_port": 0}) for name, each in models.items()}
         raise_descriptor_limit()
         service = Service(settings, models, stack, program, upgrade)
@@ -192,6 +190,9 @@ class Service:
         files = (settings.token_file, settings.api_keys_file, settings.admin_keys_file, settings.tls_cert_file)
 
         def reload() -> None:
+            if (successor := self._upgrade.successor) is not None:  # this process only drains
+                successor.send(signal.SIGHUP)
+                return
             if settings.token_file:
                 self.models.signal("leader", signal.SIGHUP)
             if any(files):  # it would end the others

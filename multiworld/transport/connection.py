@@ -457,7 +457,7 @@ class PeerConnection:
             self.sock.close()
 
     def _stop(self) -> list[Message]:
-        """Stop polling and drop all messages, but keep the socket open. Returns those that were pending."""
+        """Stop polling and drop all messages, but keep the socket open. Returns the pending messages."""
         self._poller.unregister(self.sock.fileno())
         pending = [self._incoming] if self._incoming is not None else []
         for queue in (*self._receives.values(), *self._sends.values()):
