@@ -10,8 +10,9 @@ from multiworld.texts import one_line
 from multiworld_serving.common.config.process import release_free_memory
 from multiworld_serving.common.edges.edge import RowsLostError
 from multiworld_serving.common.edges.edges import Edges
-from multiworld_serving.common.wire.link import Kind, Link, LinkLostError, Received, Reply, rows_payload
+from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.message import WireError
+from multiworld_serving.common.wire.protocol import Kind, Received, Reply, rows_payload
 from multiworld_serving.common.wire.work import (
     WORKER_PROTOCOL,
     Batch,

@@ -1,7 +1,6 @@
 """The link of a leader with a frontend or a worker: messages over their world, and requests with their replies.
 
-A message is a header of fixed length, a body as JSON, which is one of the types of the link's `Protocol`, and a payload. Messages that
-are queued while others are on their way travel together in one transfer, so they share the cost of a transfer.
+Messages that are queued while others are on their way travel together in one transfer, so they share the cost of a transfer.
 """
 
 from __future__ import annotations
@@ -9,126 +8,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
-import struct
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from enum import IntEnum
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 import torch
-from torch import Tensor
 
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
-from multiworld.texts import one_line
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.message import Message, MessageKind, WireError
+from multiworld_serving.common.wire.protocol import Failure, Kind, Protocol, Received, Reply, encode
 
 logger = logging.getLogger(__name__)
 
-_HEAD = struct.Struct("!BQII7x")
-"""Kind, number, bytes of JSON, bytes of payload. Headers and payloads start at a multiple of `_ALIGNED_BYTES`."""
-_ALIGNED_BYTES = 64
 _MAX_BODY_BYTES = 1 << 20
-_MAX_ERROR_CHARS = 200
 _TRANSFER_BYTES = 1 << 22
 """A transfer is closed when it has this size."""
 _MAX_UNSENT_BYTES = 1 << 22
 """Bytes queued for sending above which `Link.wait_writable` waits."""
 _MAX_BACKLOG_BYTES = 1 << 31
 """Bytes queued for sending above which the link fails: some senders do not wait."""
-Reply = tuple[Any, bytes | memoryview]
-"""Body and payload."""
 _HEALTHY = frozenset({Cause.LEFT, Cause.ABORTED})
-
-
-def _encode_tensor(value: object) -> None:
-    """A tensor is not in the JSON: its rows are the payload."""
-    if not isinstance(value, Tensor):
-        raise NotImplementedError(f"a message with a {type(value).__name__}")
-
-
-def _decode_tensor(_type: type, _value: object) -> Tensor:
-    return torch.empty(0)
-
-
-_ENCODER = msgspec.json.Encoder(enc_hook=_encode_tensor)
-
-
-class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """The body of a message. Its class is the tag `type`."""
-
-
-class Failure(Body, frozen=True):
-    """A reply that is an exception."""
-
-    def error(self) -> Exception:
-        """The exception."""
-        raise NotImplementedError
-
-
-class Protocol:
-    """What the two ends of a link say to each other.
-
-    Args:
-        bodies: a union of subclasses of `Body`.
-        failure: turns an exception into a reply, and logs unexpected exceptions.
-
-    Attributes:
-        bodies: decodes the body of a message.
-    """
-
-    def __init__(self, bodies: Any, failure: Callable[[Exception], Failure]) -> None:
-        self.bodies: msgspec.json.Decoder[Any] = msgspec.json.Decoder(bodies, dec_hook=_decode_tensor)
-        self.failure = failure
-
-    def decode(self, data: memoryview) -> Iterator[Received]:
-        """The messages of one transfer. Raises ValueError if it is invalid."""
-        at = 0
-        while at < len(data):
-            if len(data) - at < _HEAD.size:
-                raise ValueError("a message ends in its header")
-            kind, number, text_bytes, payload_bytes = _HEAD.unpack_from(data, at)
-            text = at + _HEAD.size
-            end = text + text_bytes + payload_bytes
-            if end > len(data):
-                raise ValueError(f"a message of {text_bytes} + {payload_bytes} bytes is longer than its transfer")
-            body = None
-            if kind != Kind.CANCEL:
-                try:
-                    body = self.bodies.decode(data[text : text + text_bytes])
-                except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-                    detail = one_line(str(error), _MAX_ERROR_CHARS)
-                    raise ValueError(f"{detail}; do both sides run the same release?") from error
-            yield Received(Kind(kind), number, body, data[text + text_bytes : end])
-            at = end + -end % _ALIGNED_BYTES
-
-
-class Kind(IntEnum):
-    """What a message is for."""
-
-    MESSAGE = 1
-    """With a number, a reply is expected."""
-    STEP = 2
-    """Comes before the reply."""
-    REPLY = 3
-    CANCEL = 4
-    """The reply with this number is not needed any more."""
-
-
-class Received(NamedTuple):
-    """A received message.
-
-    Attributes:
-        body: None in a CANCEL.
-        payload: writable; not shared with other messages.
-    """
-
-    kind: Kind
-    number: int
-    body: Any
-    payload: memoryview = memoryview(b"")
 
 
 class LinkLostError(Exception):
@@ -150,32 +50,6 @@ class LinkLostError(Exception):
         if self.ending is not None:
             return self.ending.cause
         return Cause.ERROR if self.failed else Cause.LEFT
-
-
-def encode(kind: Kind, number: int = 0, body: Any = None, payload: bytes | memoryview = b"") -> bytearray:
-    """One message, padded so that the next one is aligned."""
-    text = b"" if body is None else _ENCODER.encode(body)
-    text += b" " * (-(_HEAD.size + len(text)) % _ALIGNED_BYTES)
-    data = bytearray(_HEAD.pack(kind, number, len(text), len(payload)))
-    data += text
-    data += payload
-    data += bytes(-len(data) % _ALIGNED_BYTES)
-    return data
-
-
-def rows_payload(rows: Tensor) -> memoryview:
-    """The bytes of rows [N, …], as a payload."""
-    return rows.contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def rows_of_payload(payload: memoryview, count: int, dtype: torch.dtype, row_shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `rows_payload`, sharing memory with `payload`. Raises WireError if it is not `count` rows of this shape."""
-    expected = count * math.prod(row_shape) * dtype.itemsize
-    if len(payload) != expected:
-        raise WireError(f"{count} rows of {dtype} {row_shape} have {len(payload)} bytes; expected {expected}")
-    if not expected:
-        return torch.empty((count, *row_shape), dtype=dtype)
-    return torch.frombuffer(payload, dtype=dtype).view(count, *row_shape)
 
 
 class Link:

@@ -15,7 +15,7 @@ from msgspec import Meta
 from multiworld.texts import one_line
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import EDGE_DTYPES
-from multiworld_serving.common.wire.link import Body, Failure, Protocol
+from multiworld_serving.common.wire.protocol import Body, Failure, Protocol
 
 _Version = Annotated[int, Meta(ge=1, lt=1 << 32)]
 

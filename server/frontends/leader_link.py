@@ -14,8 +14,9 @@ from multiworld import AskError, World, WorldError, WorldManager
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer
-from multiworld_serving.common.wire.link import Link, LinkLostError, Received
+from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.message import WireError
+from multiworld_serving.common.wire.protocol import Received
 from multiworld_serving.server.frontends.messages import FRONTEND_PROTOCOL, MAX_BYTES, LeaderState, Metrics, Scrape
 from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.server.snapshots import LeaderSnapshot

@@ -30,7 +30,8 @@ import msgspec
 from torch import Tensor
 
 from multiworld_serving.common.edges.edges import Edges
-from multiworld_serving.common.wire.link import LinkLostError, Received, rows_payload
+from multiworld_serving.common.wire.link import LinkLostError
+from multiworld_serving.common.wire.protocol import Received, rows_payload
 from multiworld_serving.server.errors import (
     DeadlineError,
     NotReadyError,

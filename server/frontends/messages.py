@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 from torch import Tensor
 
-from multiworld_serving.common.wire.link import Body, Failure, Protocol, rows_of_payload
+from multiworld_serving.common.wire.protocol import Body, Failure, Protocol, rows_of_payload
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError, ModelError
 from multiworld_serving.server.administration import Desired

@@ -20,8 +20,9 @@ import msgspec
 from multiworld import AskError, JoinError, World, WorldError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer, JoinRequest, parse_join_request
-from multiworld_serving.common.wire.link import Kind, Link, LinkLostError, Received, Reply, encode, rows_payload
+from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.message import WireError
+from multiworld_serving.common.wire.protocol import Kind, Received, Reply, encode, rows_payload
 from multiworld_serving.server.errors import StageError
 from multiworld_serving.server.frontends.messages import (
     FRONTEND_PROTOCOL,

@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from multiworld.texts import one_line
 from multiworld_serving.common.wire.inputs import BatchInputs
-from multiworld_serving.common.wire.link import Link, rows_of_payload, rows_payload
+from multiworld_serving.common.wire.link import Link
 from multiworld_serving.common.wire.message import WireError
+from multiworld_serving.common.wire.protocol import rows_of_payload, rows_payload
 from multiworld_serving.common.wire.work import Batch, Computed, FetchWeights, Loaded, Refused, Weights, WorkFailedError
 from multiworld_serving.server.replicas.worker import AssignmentRefusedError, SelfTestError, SentBatch, Worker
 from multiworld_serving.server.snapshots import ReplicaState

@@ -17,8 +17,9 @@ from multiworld.texts import one_line
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, Source
 from multiworld_serving.common.wire.join import JoinOffer
-from multiworld_serving.common.wire.link import Link, LinkLostError, Received, rows_of_payload, rows_payload
+from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.message import WireError
+from multiworld_serving.common.wire.protocol import Received, rows_of_payload, rows_payload
 from multiworld_serving.common.wire.work import (
     WORKER_PROTOCOL,
     Batch,

@@ -17,7 +17,6 @@ from multiworld_serving.server.scheduling.actions import (
     ReleaseReplica,
     SendBatch,
 )
-from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.events import BatchDone, Drain, Event, RequestArrived, RequestCancelled, Tick
 from multiworld_serving.server.scheduling.scheduler import Scheduler
 from multiworld_serving.testing.simulation.data_plane import DataPlane
@@ -59,23 +58,13 @@ class EventQueue:
 
 
 class Simulator:
-    """Simulates the scheduler driver, the workers and the clients of one scenario.
+    """Simulates the scheduler driver, the workers and the clients of one scenario."""
 
-    Args:
-        scheduler: factory of the scheduler; tests pass schedulers with deliberate bugs.
-    """
-
-    def __init__(
-        self,
-        scenario: Scenario,
-        seed: int,
-        *,
-        scheduler: Callable[[SchedulerConfig], Scheduler] = Scheduler,
-    ) -> None:
+    def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario = scenario
         self.seed = seed
         self.event_queue = EventQueue()
-        self.scheduler = scheduler(scenario.config)
+        self.scheduler = Scheduler(scenario.config)
         self._checker = Checker(self.scheduler)
         self.events = 0
         """Number of events passed to the scheduler."""
@@ -208,23 +197,15 @@ class Simulator:
         self._checker.check_finished()
 
 
-def run_case(
-    scenario: Scenario,
-    seed: int,
-    max_events: int,
-    *,
-    scheduler: Callable[[SchedulerConfig], Scheduler] = Scheduler,
-    trace: Trace | None = None,
-) -> Simulator:
+def run_case(scenario: Scenario, seed: int, max_events: int, *, trace: Trace | None = None) -> Simulator:
     """Run a random workload and check it.
 
     Args:
-        scheduler: factory of the scheduler; tests pass schedulers with deliberate bugs.
         trace: gets the events and actions.
     Raises:
         AssertionError, Exception: the scheduler broke an invariant, or failed. A note says how to reproduce it.
     """
-    simulator = Simulator(scenario, seed, scheduler=scheduler)
+    simulator = Simulator(scenario, seed)
     simulator.trace = trace
     try:
         simulator.run(max_events)

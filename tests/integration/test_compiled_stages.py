@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from multiworld_serving.common.wire.link import rows_payload
+from multiworld_serving.common.wire.protocol import rows_payload
 from multiworld_serving.models.bundle.stage import load_bundle_stage
 from multiworld_serving.models.errors import BundleError, CompileError, StageError
 from multiworld_serving.models.optimize.compiled import CompiledStage, batch_sizes

@@ -16,8 +16,9 @@ from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import WORLD_BACKEND
-from multiworld_serving.common.wire.link import Body, Kind, Link, LinkLostError, Received, rows_payload
+from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.message import _CODES, _LAYOUT, _MAGIC, Message, MessageKind
+from multiworld_serving.common.wire.protocol import Body, Kind, Received, rows_payload
 from multiworld_serving.common.wire.work import (
     WORKER_PROTOCOL,
     Batch,

@@ -13,7 +13,8 @@ import msgspec
 import torch
 
 from multiworld_serving.common.config.addresses import Address
-from multiworld_serving.common.wire.link import Kind, Link, LinkLostError, Received, rows_payload
+from multiworld_serving.common.wire.link import Link, LinkLostError
+from multiworld_serving.common.wire.protocol import Kind, Received, rows_payload
 from multiworld_serving.server.administration import Desired
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool

@@ -18,8 +18,9 @@ from multiworld_serving.common.wire import link
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import RowRef, Source
 from multiworld_serving.common.wire.join import WORLD_BACKEND
-from multiworld_serving.common.wire.link import Kind, Link, LinkLostError, Received, encode, rows_payload
+from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.message import Message, MessageKind
+from multiworld_serving.common.wire.protocol import Kind, Received, encode, rows_payload
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.server.administration import Desired, RestartFailedError
 from multiworld_serving.server.errors import STATUS_OF_REASON, OverloadedError, RequestRejected

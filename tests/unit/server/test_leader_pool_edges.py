@@ -10,7 +10,7 @@ import torch
 
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, Source
-from multiworld_serving.common.wire.link import Kind, Received, rows_payload
+from multiworld_serving.common.wire.protocol import Kind, Received, rows_payload
 from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.messages import Predict, Rejection, Scrape
