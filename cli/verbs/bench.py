@@ -17,18 +17,19 @@ EPILOG = epilog(
     "multiworld bench --rate 200 --json > bench.json",
     "multiworld bench --rows 8",
     "multiworld bench --file question.json",
-    exit_status="0 every request was answered or refused with 429, 1 at least one failed, 2 invalid usage, 130 interrupted.",
+    exit_status="0 requests were answered and none failed, 1 at least one failed or none was answered, 2 invalid usage, 130 interrupted.",
 )
 
 _CLIENT_BOUND = 0.8
 """Fraction of a core above which the clients themselves may limit the throughput."""
+_POLL_S = 0.02
 
 
 class BenchOptions(AsJson, LoadOptions, ServiceOptions):
     """Options for the load and its measurement."""
 
     duration_s: Duration = duration(30.0, "Load", "--duration")
-    """Duration of the measurement, such as 30s or 5m; by default 30s."""
+    """Duration of the measurement, such as 30s or 5m; by default 30s. It is longer if no request was answered by then."""
     warm_up_s: Duration = duration(3.0, "Load", "--warm-up")
     """Duration of the load before the measurement; not counted; by default 3s."""
     rows: int | None = value(None, "Load", ge=1)
@@ -83,6 +84,9 @@ def bench(options: BenchOptions) -> int:
         since_s, busy_s = time.time() + options.warm_up_s, time.process_time()
         try:
             time.sleep(options.warm_up_s + options.duration_s)
+            latest_s = time.time() + options.timeout_s
+            while time.time() < latest_s and not any(sample.sent_s >= since_s for sample in load.samples):
+                time.sleep(_POLL_S)
         except KeyboardInterrupt:
             interrupted = True
         until_s, busy_s = time.time(), time.process_time() - busy_s
