@@ -19,7 +19,7 @@ from multiworld_serving.common.config.sources import option
 from multiworld_serving.deploy.processes.programs import PROGRAM
 from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 
-_STOP_S = 30.0
+_STOP_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class LocalService(RunningService):
         self.stop()
 
     def stop(self, signum: signal.Signals = signal.SIGTERM) -> int:
-        """Send a signal and wait; sends SIGKILL after 30 s. Returns the exit status."""
+        """Send a signal and wait; sends SIGKILL after two minutes. Returns the exit status."""
         process = self._process
         assert process is not None
         if process.poll() is None:

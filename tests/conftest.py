@@ -151,6 +151,7 @@ def running_service(digits: Path) -> Iterator[LocalService]:
         grpc_port=0,
         heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         recovery_grace_s=60,
+        timeout_s=100,
         edge_min_bytes=0,
     ) as running:
         yield running

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 from multiworld_serving.testing.local_service import LocalService
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK_TIMEOUT_S = 100.0
+BLOCK_TIMEOUT_S = 200.0
 _FENCED = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 _PROGRAMS = {"js": ("node", "program.js"), "java": ("java", "Program.java")}
 """For each language: what runs a file of it, and the name of the file. Skipped where it is not installed."""

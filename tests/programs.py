@@ -18,12 +18,20 @@ def program(name: str) -> str:
     return path
 
 
-def free_port() -> int:
-    """A free port, for programs that cannot report which port they got when asked for any."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port(*, hold: bool = True) -> int:
+    """A free port, for programs that cannot report which port they got when asked for any.
+
+    Args:
+        hold: bind it until this process ends, so that nobody else gets it. The program must set SO_REUSEADDR.
+    """
+    probe = socket.socket()
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(("127.0.0.1", 0))
+    port: int = probe.getsockname()[1]
+    if hold:
+        probe.detach()
+    probe.close()
+    return port
 
 
 @contextlib.contextmanager

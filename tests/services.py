@@ -16,8 +16,8 @@ def small_service(**settings: Any) -> LocalService:
 
     Its workers start with little CPU time: they have one thread and do not optimize the model.
 
-    All tensors travel over edges, although they are small. A process of a busy machine may stand still for a second, and may need long to
-    start again.
+    All tensors travel over edges, although they are small. A process of a busy machine may stand still for seconds, and may need long to
+    start again. Tests that freeze a process shorten the heartbeat timeout.
     """
     small = {
         "model": "resnet18",
@@ -28,8 +28,9 @@ def small_service(**settings: Any) -> LocalService:
         "threads": 1,
         "optimize": "eager",
         "edge_min_bytes": 0,
-        "heartbeat_timeout_s": 3,
+        "heartbeat_timeout_s": 10,
         "recovery_grace_s": 60,
+        "timeout_s": 100,
     }
     return LocalService(**{**small, **settings})
 
@@ -48,7 +49,9 @@ def external_frontend(
     options = ["--leader", service.join_address, "--name", name, "--http-port", "0", "--metrics-port", "0"]
     options += [part for setting, value in settings.items() for part in (option(setting), str(value))]
     with log.open("wb") as stderr:
-        process = fork_program(["frontend", *options], stderr.fileno(), MULTIWORLD_TOKEN=token)
+        process = fork_program(
+            ["frontend", *options], stderr.fileno(), MULTIWORLD_TOKEN=token, MULTIWORLD_HEARTBEAT_TIMEOUT_S="10"
+        )
     try:
         wait_until(lambda: f"{name} serves http=" in log.read_text())
         address = log.read_text().split(f"{name} serves http=")[1].split()[0]

@@ -5,7 +5,7 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO
+from typing import IO, Any
 
 import httpx
 
@@ -66,17 +66,17 @@ def external_worker(
     """
     joins = [part for leader in leaders for part in ("--leader", leader)]
     arguments = ["worker", *joins, "--name", name, "--threads", "1", *options]
+    own: dict[str, Any] = {"MULTIWORLD_TOKEN": token, "MULTIWORLD_HEARTBEAT_TIMEOUT_S": "10"}
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(open(os.devnull, "w")) if stderr is None else stderr
         worker: Process
         if in_namespace:
-            environment = {**os.environ, "MULTIWORLD_TOKEN": token}
-            worker = subprocess.Popen([*PROGRAM, *arguments], env=environment, stderr=log)
+            worker = subprocess.Popen([*PROGRAM, *arguments], env={**os.environ, **own}, stderr=log)
         elif fault is None:
-            worker = fork_program(arguments, log.fileno(), MULTIWORLD_TOKEN=token)
+            worker = fork_program(arguments, log.fileno(), **own)
         else:
             call = "tests.chaos.faulty_worker:run_faulty"
-            worker = fork_program([fault, *arguments], log.fileno(), call=call, MULTIWORLD_TOKEN=token)
+            worker = fork_program([fault, *arguments], log.fileno(), call=call, **own)
     try:
         yield worker
     finally:

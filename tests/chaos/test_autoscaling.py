@@ -17,7 +17,6 @@ from tests.nursery import ForkedProcess, fork_program, run_program
 from tests.services import small_service
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(300)
 WAIT_S = 120.0
 
 

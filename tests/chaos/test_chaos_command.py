@@ -10,8 +10,6 @@ import pytest
 from multiworld_serving.cli.main import main
 from multiworld_serving.testing.local_service import LocalService
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture(autouse=True)
 def _signals_restored() -> Iterator[None]:

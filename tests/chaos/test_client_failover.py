@@ -4,13 +4,9 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
-
 from tests.chaos.clients import TOKEN
 from tests.chaos.library_clients import WAIT_S, clients
 from tests.services import external_frontend, small_service
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def test_no_call_fails_when_frontends_end_in_turn(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import answers, assert_nothing_lost, run_load
 from tests.services import small_service
 
-pytestmark = pytest.mark.timeout(300)
 WAIT_S = 120.0
 
 

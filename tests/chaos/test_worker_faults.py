@@ -14,8 +14,6 @@ from tests.nursery import Process
 from tests.services import service_for_workers
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(300)
-
 WAIT_S = 120.0
 EXIT_REFUSED = 2
 EMPTY = "s1.r1"
@@ -33,7 +31,7 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(token_file: Path) -> Iterator[LocalService]:
     """Two stages with two replicas each, served by three healthy workers."""
     with contextlib.ExitStack() as stack:
-        running = stack.enter_context(service_for_workers(token_file, stages=2, replicas=2, hang_timeout_s=3))
+        running = stack.enter_context(service_for_workers(token_file, stages=2, replicas=2, hang_timeout_s=10))
         for name in ("sound-a", "sound-b", "sound-c"):
             stack.enter_context(external_worker(running.join_address, name=name))
             running.wait_for(lambda line, name=name: line["worker"] == name and "->ready" in line.message, WAIT_S)  # type: ignore[misc]

@@ -74,7 +74,7 @@ class Deployment:
         self.rows = rows
         self.up_s = 0.0
         self._image = image
-        self._ports = {"API_PORT": free_port(), "PROMETHEUS_PORT": free_port()}
+        self._ports = {"API_PORT": free_port(hold=False), "PROMETHEUS_PORT": free_port(hold=False)}
         own = {name: value for name, value in os.environ.items() if not name.startswith(("MULTIWORLD_", "COMPOSE_"))}
         image_name = image or "multiworld-serving:test"
         self.environment = own | SETTINGS | {"IMAGE": image_name} | {n: str(p) for n, p in self._ports.items()}

@@ -14,8 +14,6 @@ from multiworld_serving.testing.chaos.injection import Injection
 from tests.containers.deployment import CLIENTS, Deployment, await_samples
 from tests.e2e.prometheus_server import wait_until_answers
 
-pytestmark = pytest.mark.timeout(600)
-
 WORKERS_UP = 'sum(up{job="multiworld-worker"})'
 LEADER_UP = 'sum(up{job="multiworld-leader"})'
 FRONTEND_UP = 'sum(up{job="multiworld-frontend"})'

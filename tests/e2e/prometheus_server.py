@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.programs import free_port, process, program
+from tests.waiting import wait_until
 
 DEPLOYED = Path(__file__).parents[2] / "deploy" / "prometheus"
 
@@ -42,12 +42,9 @@ class PrometheusServer:
         """The state of each active alert: "pending" or "firing"."""
         return {alert["labels"]["alertname"]: alert["state"] for alert in self._ask("alerts")["alerts"]}
 
-    def wait_for(self, expr: str, timeout_s: float = 60.0) -> None:
+    def wait_for(self, expr: str) -> None:
         """Wait until an expression has a series."""
-        deadline_s = time.monotonic() + timeout_s
-        while not self.query(expr):
-            assert time.monotonic() < deadline_s, f"{expr} has nothing after {timeout_s:g} s"
-            time.sleep(0.2)
+        wait_until(lambda: self.query(expr))
 
     def _ask(self, what: str, **parameters: object) -> dict[str, Any]:
         answer = (
@@ -108,12 +105,12 @@ def running_prometheus(
         yield PrometheusServer(f"http://{address}")
 
 
-def wait_until_answers(url: str, timeout_s: float = 60.0) -> None:
+def wait_until_answers(url: str) -> None:
     """Wait for a 200."""
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
+
+    def answers() -> bool:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(url).status_code == 200:
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"{url} does not answer")
+            return httpx.get(url).status_code == 200
+        return False
+
+    wait_until(answers)

@@ -20,8 +20,6 @@ from multiworld_serving.testing.local_service import LocalService
 from tests.certificates import Authority
 from tests.services import small_service
 
-pytestmark = pytest.mark.timeout(300)
-
 KEYS = {"alice": "inference-key-of-alice", "ops": "key-of-the-administrators"}
 OPEN = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/v2/models/resnet18/ready")
 WATCHING = ("/", "/status", "/metrics", "/openapi.json")

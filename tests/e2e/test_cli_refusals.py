@@ -14,8 +14,6 @@ from multiworld_serving.cli.main import main
 from multiworld_serving.testing.local_service import LocalService
 from tests.bundles import classifier_bundle
 
-pytestmark = pytest.mark.timeout(300)
-
 RESNET = ["--model", "resnet18", "--weights", "random:0"]
 FREE_PORTS = ["--http-port", "0", "--join-port", "0", "--metrics-port", "0"]
 

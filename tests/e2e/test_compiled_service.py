@@ -12,10 +12,7 @@ from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.bundles import classifier_bundle
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler here"),
-]
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler here")
 
 
 def top(service: LocalService) -> dict[str, float]:

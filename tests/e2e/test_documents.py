@@ -13,8 +13,6 @@ from PIL import Image
 from multiworld_serving.testing.local_service import LocalService
 from tests.documents import ROOT, PageRunner, blocks, documents, is_runnable
 
-pytestmark = pytest.mark.timeout(300)
-
 SIDE = 32
 SMALL = {"resnet50": "resnet18", "224": str(SIDE), "--weights auto": f"--weights random:0 --image-size {SIDE}"}
 

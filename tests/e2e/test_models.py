@@ -57,15 +57,15 @@ def kill_one(service: LocalService, name: str) -> None:
 
 
 def test_each_model_is_reached_by_its_name(service: LocalService) -> None:
-    with httpx.Client(base_url=service.url, timeout=30) as client:
+    with httpx.Client(base_url=service.url, timeout=60) as client:
         for model in MODELS:
             response = client.post(f"/v2/models/{model}/infer", json=INFER)
             assert (response.status_code, response.json()["model_name"]) == (200, model), response.text
         unknown = client.post("/v2/models/large/infer", json=INFER)
         assert (unknown.status_code, unknown.json()["reason"]) == (404, "unknown_model")
-        metrics = client.get("/metrics").text
-    assert 'multiworld_redundancy{process="small-leader-0",model="small"}' in metrics
-    assert service.metric("multiworld_images_total", model="resnet18") >= 1
+        series = 'multiworld_redundancy{process="small-leader-0",model="small"}'
+        wait_until(lambda: series in client.get("/metrics").text)
+    wait_until(lambda: service.metric("multiworld_images_total", model="resnet18") >= 1)
 
 
 def test_no_request_of_any_model_fails_when_a_leader_and_a_worker_of_one_are_killed(service: LocalService) -> None:
@@ -81,4 +81,4 @@ def test_no_request_of_any_model_fails_when_a_leader_and_a_worker_of_one_are_kil
     assert not [load.failed[:3] for load in loads if load.failed]
     assert len(pids(service, "resnet18-worker")) == 2, "the other model lost no process"
     assert service.metric("multiworld_leader_restarts_total", model="resnet18") == 0
-    assert service.metric("multiworld_leader_restarts_total", model="small") == 1
+    wait_until(lambda: service.metric("multiworld_leader_restarts_total", model="small") == 1)

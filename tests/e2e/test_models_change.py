@@ -19,8 +19,6 @@ from multiworld_serving.testing.load.requests import served_requests
 from multiworld_serving.testing.local_service import LocalService, LogLine, start_program
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(300)
-
 FILE = """
 [serve]
 weights = "random:0"

@@ -16,8 +16,6 @@ from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.services import small_service
 
-pytestmark = pytest.mark.timeout(600)
-
 KEY = "key-of-the-fuzzer"
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,ignored_auth"
 UNENDING = "/events"

@@ -20,7 +20,6 @@ from tests.services import small_service
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-pytestmark = pytest.mark.timeout(300)
 PATIENCE_S = 60.0
 
 

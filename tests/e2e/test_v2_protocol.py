@@ -19,8 +19,6 @@ from multiworld_serving.testing.local_service import LocalService
 from tests.e2e.images import png
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(300)
-
 MODEL = "resnet18"
 CONCURRENCY = 16
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]

@@ -68,7 +68,7 @@ class Reports:
             self._queue.put_nowait(line.split())
 
     async def next(self) -> list[str]:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             return await self._queue.get()
 
     async def next_pid(self) -> int:
@@ -119,7 +119,7 @@ async def end_of(pid: int) -> None:
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(pidfd, ended.set)
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await ended.wait()
     finally:
         asyncio.get_running_loop().remove_reader(pidfd)

@@ -1,4 +1,4 @@
-"""A leader can tell workers to join at another address; workers do so, and log an error if nothing listens there."""
+"""A leader can tell workers to join at another address; workers do so."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ WAIT_S = 60.0
 @asynccontextmanager
 async def member_of(port: int) -> AsyncIterator[None]:
     """A worker's connection to the leader at this port, while the block lasts."""
-    settings = load(WorkerSettings, {"leader": f"127.0.0.1:{port}", "advertise_host": "gpu7", "join_timeout_s": "0.5"})
+    settings = load(WorkerSettings, {"leader": f"127.0.0.1:{port}", "advertise_host": "gpu7"})
     engine, stop = Engine(torch.device("cpu")), asyncio.Event()
     async with WorldManager(verify_collectives=False) as manager:
         worker = WorkerProcess(settings, engine, stop, LeaderOrder(), WorkerMetrics(), unused_edges())

@@ -22,7 +22,6 @@ from tests.bundles import classifier_bundle, text_bundle
 from tests.cut_bundles import bundle_plan
 from tests.resnets import sent_weights
 
-pytestmark = pytest.mark.timeout(600)
 CPU = torch.device("cpu")
 LARGEST = 2
 

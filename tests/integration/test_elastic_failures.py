@@ -114,7 +114,7 @@ async def test_world_regroups_when_the_rendezvous_is_restarted_and_a_member_is_k
     await everybody[0].do("elastic_fault", signum=signal.SIGKILL, messages=3)
     tasks = reduce_all(everybody)
     assert await everybody[0].ended() == -signal.SIGKILL
-    async with rendezvous(initial_members=3, state_file=state, port=port, regroup_timeout_s=2.0) as holder:
+    async with rendezvous(initial_members=3, state_file=state, port=port, regroup_timeout_s=6.0) as holder:
         outcomes = await asyncio.gather(*tasks[1:])
         assert [outcome["size"] for outcome in outcomes] == [2, 2]
         assert outcomes[0]["bits"] == outcomes[1]["bits"]

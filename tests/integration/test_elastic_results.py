@@ -181,7 +181,7 @@ async def test_all_members_fail_alike_when_one_is_at_a_boundary_and_the_others_r
 ) -> None:
     results = await asyncio.gather(
         worlds[0].all_reduce_with_retry(torch.ones(2)),
-        worlds[1].update_membership(timeout_s=5.0),
+        worlds[1].update_membership(),
         worlds[2].all_reduce_with_retry(torch.ones(2)),
         return_exceptions=True,
     )
@@ -198,7 +198,7 @@ async def test_slow_disk_delays_only_its_own_world_and_its_replies(
 
     def fsync(_fd: int) -> None:
         began.set()
-        may_end.wait(5.0)
+        may_end.wait(60.0)
         ended.set()
 
     monkeypatch.setattr(os, "fsync", fsync)

@@ -13,10 +13,7 @@ from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
 from multiworld_serving.workers.compute.transfers import GpuTransfers
 from tests.resnets import resnet_plan, sent_stage, sent_weights
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 LARGEST = 5
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def wheel_of(project: Path, folder: Path) -> Path:
     """Build a wheel without network: setuptools is installed with torch."""
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--wheel-dir", str(folder), str(project)], check=True, capture_output=True, timeout=100)
+    subprocess.run([*pip, "--wheel-dir", str(folder), str(project)], check=True, capture_output=True, timeout=200)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -92,7 +92,7 @@ def environment_with(wheel: Path, folder: Path) -> Path:
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(packages)]
-    subprocess.run([*pip, str(wheel)], check=True, capture_output=True, timeout=100)
+    subprocess.run([*pip, str(wheel)], check=True, capture_output=True, timeout=200)
     needed = [Requirement(each) for each in next(iter(metadata.distributions(path=[str(packages)]))).requires or ()]
     linked: set[str] = set()
     while needed:
@@ -143,7 +143,7 @@ def test_files_of_pymultiworld_in_the_same_folder_are_an_error(tmp_path: Path) -
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
     assert done.returncode == 1
     assert "has files of pymultiworld, which has the same import name; uninstall it" in done.stderr

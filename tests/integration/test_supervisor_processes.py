@@ -192,7 +192,7 @@ async def test_process_is_killed_and_started_again_when_it_gives_no_more_signs_o
         ) as supervisor:
             first = await reports.next_pid()
             assert await reports.next_pid() != first
-            await until(lambda: supervisor.restarts == {0: 1})
+            await until(lambda: supervisor.restarts[0] >= 1)  # a slow one may be killed before it has reported
             assert notify.silent_s(first) == 0, "its pid may be reused"
     assert "gave no sign of life" in caplog.text
     assert "ended status=SIGKILL" in caplog.text
@@ -254,4 +254,4 @@ def test_forwarder_sends_signals_to_the_successor_and_ends_with_its_status(signu
         assert forwarder.stdout is not None
         assert forwarder.stdout.readline() == b"up\n"
         forwarder.send_signal(signum)
-        assert forwarder.wait(30) == status
+        assert forwarder.wait(60) == status

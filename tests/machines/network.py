@@ -18,7 +18,7 @@ import pytest
 _CLONE_NEWNET = 0x40000000
 _RUN = "/run/netns"
 _PREFIX = "mwtest"
-_COMMAND_S = 20.0
+_COMMAND_S = 60.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -21,8 +21,6 @@ from tests.chaos.clients import TOKEN
 from tests.machines.network import Host, Network, need_namespaces
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(600)
-
 LEADERS, FRONTEND, WORKERS = ("10.90.1.1", "10.90.1.2"), "10.90.1.3", ("10.90.1.11", "10.90.1.12")
 METRICS_PORT = 8003
 MODEL = "--model resnet18 --weights random:0 --image-size 32 --stages 1 --replicas 2 --join-port 8001"
@@ -40,7 +38,7 @@ class Site:
     def started(self, host: Host, *arguments: str) -> Iterator[None]:
         with (self.folder / f"{host.name}.log").open("w") as log, host.entered():
             environment = {**os.environ, "MULTIWORLD_TOKEN": TOKEN}
-            patience = ("--heartbeat-timeout-s", "3")
+            patience = ("--heartbeat-timeout-s", "6")  # only those that are cut off may be lost
             process = subprocess.Popen([*PROGRAM, *arguments, *patience], env=environment, stderr=log)
         try:
             yield

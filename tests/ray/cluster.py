@@ -22,7 +22,7 @@ from typing import Any
 
 _ROOT = Path(__file__).parents[2]
 _ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("MULTIWORLD_", "RAY_"))}
-_HEALTH_CHECK = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "3"}
+_HEALTH_CHECK = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "10"}
 """Ray takes a node for dead after so many failed checks; by default 15 s."""
 _MEMORY_BYTES = 80 * 2**20
 """Of the object store of a node, which the service does not use."""
@@ -76,7 +76,7 @@ class RayCluster:
             env={**_ENVIRONMENT, "RAY_ADDRESS": self.address},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=400,
         )
 
     def close(self) -> None:

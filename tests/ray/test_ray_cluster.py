@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -14,15 +13,16 @@ import httpx
 import pytest
 
 from tests.chaos.library_clients import clients
+from tests.programs import free_port
 from tests.ray.cluster import RayCluster
 from tests.waiting import wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 SERVE = (
     *("serve", "--launcher", "ray", "--model", "resnet18", "--weights", "random:0", "--image-size", "32"),
-    *("--http-port", "0", "--join-port", "0", "--metrics-port", "0"),
+    *("--http-port", "0", "--join-port", "0", "--metrics-port", "0", "--heartbeat-timeout-s", "10"),
 )
 
 
@@ -43,22 +43,9 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str | None]:
     if program is None:
         yield None
         return
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    server = subprocess.Popen(
-        [
-            program,
-            "--port",
-            str(port),
-            "--bind",
-            "127.0.0.1",
-            "--dir",
-            str(tmp_path_factory.mktemp("redis")),
-            "--save",
-            "",
-        ],
-        stdout=subprocess.DEVNULL,
-    )
+    port, folder = str(free_port()), str(tmp_path_factory.mktemp("redis"))
+    command = [program, "--port", port, "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         yield f"127.0.0.1:{port}"
     finally:
@@ -79,7 +66,7 @@ def status(urls: list[str]) -> dict[str, Any]:
     """GET /status of the first that answers; empty if none does."""
     for url in urls:
         with contextlib.suppress(httpx.TransportError):
-            found: dict[str, Any] = httpx.get(f"{url}/status", timeout=5).json()
+            found: dict[str, Any] = httpx.get(f"{url}/status", timeout=60).json()
             return found
     return {}
 

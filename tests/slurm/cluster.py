@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 CONTROLLER = "controller"
 _CPUS = 8
 """Of each node, as far as Slurm knows."""
-_COMMAND_S = 60.0
+_COMMAND_S = 120.0
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 
 
@@ -206,9 +206,9 @@ JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-SlurmdTimeout=5
-MessageTimeout=3
-TCPTimeout=1
+SlurmdTimeout=10
+MessageTimeout=10
+TCPTimeout=2
 KillWait=5
 MinJobAge=3600
 ReturnToService=2

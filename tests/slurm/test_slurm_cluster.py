@@ -17,7 +17,7 @@ from multiworld_serving.testing.load.requests import served_requests
 from tests.slurm.cluster import CONTROLLER, SlurmCluster, need_slurm
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 SCRIPTS = Path(__file__).parents[2] / "deploy" / "slurm"
 NODES = ("node1", "node2", "node3", "node4")
@@ -37,14 +37,14 @@ def cluster() -> Iterator[SlurmCluster]:
 def ready_workers(cluster: SlurmCluster, node: str) -> set[str]:
     """The names of the ready workers, as the frontend of this node knows them; empty if it does not answer."""
     with contextlib.suppress(httpx.TransportError, KeyError):
-        stages = httpx.get(f"http://{cluster.addresses[node]}:8000/status", timeout=5).json()["stages"]
+        stages = httpx.get(f"http://{cluster.addresses[node]}:8000/status", timeout=60).json()["stages"]
         return {each["worker"] for each in stages[0]["replicas"] if each["state"] == "ready"}
     return set()
 
 
 def ready_leaders(cluster: SlurmCluster, node: str) -> int:
     with contextlib.suppress(httpx.TransportError, KeyError):
-        leaders = httpx.get(f"http://{cluster.addresses[node]}:8000/status", timeout=5).json()["leaders"]
+        leaders = httpx.get(f"http://{cluster.addresses[node]}:8000/status", timeout=60).json()["leaders"]
         return sum(each["state"] == "ready" for each in leaders)
     return 0
 

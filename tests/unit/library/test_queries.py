@@ -66,9 +66,12 @@ async def test_query_times_out_when_the_handler_does_not_return(host: WorldManag
 
     port = host.listen()
     host.answer("127.0.0.1", port, ponder)
-    with pytest.raises(AskError, match=r"did not answer within 0\.5 s"):
-        await ask("127.0.0.1", port, "?", secret=b"right", timeout_s=0.5)
-    assert asked.is_set()
+    for timeout_s in (0.3, 3.0, 30.0):  # within a short one, a slow machine may not even send the question
+        with pytest.raises(AskError, match=f"did not answer within {timeout_s:g} s"):
+            await ask("127.0.0.1", port, "?", secret=b"right", timeout_s=timeout_s)
+        if asked.is_set():
+            return
+    pytest.fail("the handler was not called")
 
 
 async def test_connection_is_closed_when_the_handler_is_too_slow(

@@ -120,7 +120,7 @@ class Processes:
         self.slots.remove(slot)
 
     async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not holds():  # noqa: ASYNC110 - the autoscaler has no event
                 await asyncio.sleep(0.01)
 

@@ -21,7 +21,7 @@ async def test_exit_returns_when_a_decode_blocks(
 
     pool = DaemonThreads(2, "decode")
     try:
-        async with asyncio.timeout(10), pool:
+        async with asyncio.timeout(60), pool:
             decoding = asyncio.create_task(pool.run(stuck))
             await asyncio.to_thread(begun.wait, 60)
             decoding.cancel()

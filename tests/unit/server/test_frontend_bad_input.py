@@ -133,7 +133,7 @@ async def test_body_gets_408_when_the_timeout_expires() -> None:
 
     async with running_frontend(timeout_s=0.05) as frontend:
         response = await frontend.client.post("/predict", content=stalled(), headers=PNG)
-        assert_error(response, 408, "body_timeout", "only 50 bytes")
+        assert_error(response, 408, "body_timeout", "bytes of the body")  # 50, or 0 on a slow machine
         assert response.headers["Connection"] == "close"
 
 

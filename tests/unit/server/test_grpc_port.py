@@ -107,14 +107,17 @@ async def _answers(stub: Any, count: int) -> list[str]:
 
 async def test_the_clients_deadline_is_that_of_the_request() -> None:
     async with running_grpc(ColourPredictor(proceed=asyncio.Event())) as port:
-        await refused(port.stub.ModelInfer(colours("red"), timeout=0.3), "DEADLINE_EXCEEDED")
-        await until(lambda: port.predictor.cancelled == 1)
+        for timeout_s in (0.3, 3.0, 30.0):  # within a short one, the call may not even reach a slow server
+            await refused(port.stub.ModelInfer(colours("red"), timeout=timeout_s), "DEADLINE_EXCEEDED")
+            if port.predictor.deadlines_s:
+                break
+        await until(lambda: port.predictor.cancelled)
         # The client ends the call at its own deadline: on a slow machine this looks like a cancellation.
         counted = (("504", "deadline"), ("499", "cancelled"))
-        await until(lambda: sum(port.requests(code=code, reason=reason) for code, reason in counted) == 1)
+        await until(lambda: sum(port.requests(code=code, reason=reason) for code, reason in counted))
         call = refused(port.stub.ModelInfer(colours("red", given={"timeout": 100_000})), "DEADLINE_EXCEEDED")
         await call
-        near, far = port.predictor.deadlines_s
+        near, *_, far = port.predictor.deadlines_s
         assert abs(far - near) < PATIENCE_S
 
 
@@ -137,7 +140,12 @@ async def test_a_message_that_never_arrives_ends_with_the_servers_timeout() -> N
     async with running_grpc(timeout_s=0.3) as port, channel(port.number) as opened:
         silent = opened.stream_unary("/inference.GRPCInferenceService/ModelInfer")
         await refused(silent(never()), "DEADLINE_EXCEEDED", "send it faster")
-        await refused(silent(iter(())), "INVALID_ARGUMENT", "there is no message")
+
+
+async def test_a_call_without_a_message_is_invalid() -> None:
+    async with running_grpc() as port, channel(port.number) as opened:
+        empty = opened.stream_unary("/inference.GRPCInferenceService/ModelInfer")
+        await refused(empty(iter(())), "INVALID_ARGUMENT", "there is no message")
 
 
 async def test_stop_answers_what_is_in_flight_and_accepts_nothing_more() -> None:

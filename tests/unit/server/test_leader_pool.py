@@ -157,7 +157,7 @@ async def test_request_is_rejected_after_the_grace_time_when_no_leader_starts() 
         began_s = time.monotonic()
         with pytest.raises(NotReadyError, match=r"no leader has been reachable for 0\.1 s") as caught:
             await predict(made.pool)
-        assert 0.1 <= time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s >= 0.1
         assert caught.value.retry_after_s == 1
         with pytest.raises(NotReadyError):
             await admit(made.pool)
@@ -271,7 +271,7 @@ async def test_admitted_request_goes_to_the_leader_that_drains_when_there_is_no_
 async def test_leader_that_drains_is_idle_when_no_admitted_request_needs_it() -> None:
     with pool_of(2) as made:
         pool, (first, second) = made.pool, made.leaders
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await pool.wait_idle()
             async with open_request(pool):
                 first.tells_draining()

@@ -19,8 +19,6 @@ from multiworld_serving.server.versions.model_files import available_weights
 from multiworld_serving.server.versions.model_source import ModelSource
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
-pytestmark = pytest.mark.timeout(600)  # an export takes six seconds of CPU time
-
 MODEL = "squeezenet1_1"
 
 

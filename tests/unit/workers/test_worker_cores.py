@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.workers.compute import cores
 from multiworld_serving.workers.compute.cores import BatchThreads, SharedCores
 
 _COMPUTES = """
@@ -86,11 +85,12 @@ def test_batch_is_computed_when_all_slots_are_taken(file: str) -> None:
 def test_cores_that_other_programs_use_are_left_to_them(
     file: str, used: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now_s = 0.0
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(cores, "_PERIOD_S", 0.0)
-    monkeypatch.setattr(time, "clock_gettime", lambda _: 1.5 * time.monotonic())  # of this worker
-    shared = SharedCores(file, 0, 1, 4, lambda: (1.5 + used) * time.monotonic())
-    time.sleep(0.01)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "clock_gettime", lambda _: 1.5 * now_s)  # of this worker
+    shared = SharedCores(file, 0, 1, 4, lambda: (1.5 + used) * now_s)
+    now_s += 0.9
     assert threads(shared) == expected
 
 

@@ -114,9 +114,10 @@ def test_readings_of_a_hanging_driver_expire_without_blocking() -> None:
         return 0.5
 
     readings = {"utilization_ratio": ("", utilization)}
-    with GpuCollector(CUDA, readings, interval_s=0.01, stale_s=2.0).running() as collector:
+    with GpuCollector(CUDA, readings, interval_s=0.01, stale_s=3600.0).running() as collector:
         wait_until(lambda: len(begun) >= 2)
         assert values(collector), "still fresh"
+        collector._stale_s = 0.01
         wait_until(lambda: not values(collector))
         left_s = time.monotonic()
     assert time.monotonic() - left_s < 30, "it does not wait for the thread"
