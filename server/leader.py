@@ -15,7 +15,6 @@ from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.wire.join import JoinOffer, JoinRequest
 from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.server.capacity_report import CapacityReport
-from multiworld_serving.server.errors import DrainingError, NotReadyError
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics, PipelineCollector
@@ -109,7 +108,7 @@ class Leader:
     @property
     def ready(self) -> bool:
         """Whether every stage has a ready replica, and requests are not refused."""
-        return self.driver.scheduler.ready and self.serving.closed is None
+        return self.driver.scheduler.ready and not (self.serving.draining or self.serving.served.unloaded)
 
     def snapshot(self) -> PipelineSnapshot:
         """The state of the pipeline now. Cheap: may be called several times a second."""
@@ -119,7 +118,7 @@ class Leader:
             model=self._versions.model,
             version=version.name,
             ready=self.ready,
-            draining=isinstance(self.serving.closed, DrainingError),
+            draining=self.serving.draining,
             uptime_s=time.monotonic() - self._started_s,
             queue_depth=scheduler.queue_depth,
             requests_in_flight=scheduler.open_requests,
@@ -128,7 +127,7 @@ class Leader:
             version_number=version.number,
             version_loading=rollout.plan.version.name if rollout.plan else None,
             rollout=self.serving.operations.progress,
-            unloaded=isinstance(self.serving.closed, NotReadyError),
+            unloaded=self.serving.served.unloaded,
         )
 
     def report_capacity(self) -> CapacityReport:
@@ -163,7 +162,7 @@ class Leader:
             logger.warning("stopping with %d rows unanswered", len(open_rows))
 
     def _stop(self) -> None:
-        self.serving.closed = DrainingError("the server is stopping and accepts no new requests; use another one")
+        self.serving.draining = True
         self._registry.stop()
 
     # -- changes -------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from functools import partial
 
 from multiworld.texts import one_line
 from multiworld_serving.server.administration import Desired, OperationInProgressError, VersionFailedError
-from multiworld_serving.server.errors import NotReadyError, RequestRejected
 from multiworld_serving.server.operations import Operations
 from multiworld_serving.server.pipeline.requests import Requests
 from multiworld_serving.server.predictor import ModelVersion
@@ -32,7 +31,7 @@ class Serving:
         operations: of this leader.
         desired: what the leaders of the group are to serve, as far as this one knows.
         served: what it serves.
-        closed: why new requests are refused although replicas may be ready (draining, or unloaded); None if they are not.
+        draining: whether the leader stops, and frontends send it no new requests.
         obstacle: why it cannot serve what is desired; empty if it does, or tries for the first time.
     """
 
@@ -49,7 +48,7 @@ class Serving:
         self.operations = Operations(registry, versions, loader, timeout_s, self._into_service)
         self.served = self.desired = Desired(0, versions.current.version)
         self.obstacle = ""
-        self.closed: RequestRejected | None = None
+        self.draining = False
         self._registry = registry
         self._versions = versions
         self._requests = requests
@@ -146,17 +145,15 @@ class Serving:
 
     def _take_out_of_service(self, desired: Desired) -> None:
         self.served = desired
-        self.closed = self.closed or NotReadyError("the model is unloaded; an administrator must load it first")
         logger.warning("the model is unloaded: requests are refused until it is loaded")
         self._on_change()
 
     def _into_service(self, desired: Desired) -> None:
         """The version of `desired` serves from now on."""
+        if self.served.unloaded:
+            logger.info("the model is in service again")
         self.served = desired
         self.desired = max(self.desired, desired, key=lambda each: each.rank)
-        if isinstance(self.closed, NotReadyError):
-            self.closed = None
-            logger.info("the model is in service again")
         self._set_obstacle("")
 
 
