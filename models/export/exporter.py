@@ -105,21 +105,8 @@ def export_model(
     lengths = {each.name: each.most for each in options.dynamic}
     costs_s = estimate_costs(graph, {BATCH: 1} | lengths)
     cut = cut_graph(graph, costs_s, options.num_stages, lengths)
-    manifest = Manifest(
-        name=options.name,
-        version=options.version,
-        inputs=tuple(map(spec_of, graph.inputs)),
-        outputs=_output_specs(graph, module, two, options.output or "output"),
-        dimensions={BATCH: (1, options.max_batch_size)}
-        | {each.name: (each.least, each.most) for each in options.dynamic},
-        cuts=cut.positions,
-        costs_s=costs_s,
-        image=options.image,
-        labels=options.labels,
-        made_with=f"torch {torch.__version__}",
-        sha256={},
-        independent_rows=True,  # checked below, before the bundle is written
-    )
+    outputs = _output_specs(graph, module, two, options.output or "output")
+    manifest = _manifest(graph, outputs, options, costs_s, cut)
     manifest.check_graph(graph)
     check_graph(graph, manifest.lengths)
     stages = graph.cut(cut.positions)
@@ -139,6 +126,27 @@ def export_model(
     operators = len({node.target for node in graph.nodes if isinstance(node, Call | Calls)})
     return ExportReport(
         manifest, cut, len(graph.nodes), operators, tuple(stage.weights_bytes for stage in stages), deviation, checked
+    )
+
+
+def _manifest(
+    graph: Graph, outputs: tuple[TensorSpec, ...], options: ExportOptions, costs_s: tuple[float, ...], cut: Cut
+) -> Manifest:
+    """The manifest of a bundle whose rows `export_model` has proven to be independent before it writes the bundle."""
+    variable = {each.name: (each.least, each.most) for each in options.dynamic}
+    return Manifest(
+        name=options.name,
+        version=options.version,
+        inputs=tuple(map(spec_of, graph.inputs)),
+        outputs=outputs,
+        dimensions={BATCH: (1, options.max_batch_size)} | variable,
+        cuts=cut.positions,
+        costs_s=costs_s,
+        image=options.image,
+        labels=options.labels,
+        made_with=f"torch {torch.__version__}",
+        sha256={},
+        independent_rows=True,
     )
 
 
