@@ -26,25 +26,22 @@ _CLOSE_S = 1
 @contextlib.asynccontextmanager
 async def metrics_port(
     host: str,
-    port: int | None,
+    port: int,
     scrape: Callable[[], Awaitable[bytes]],
     ready: Callable[[], bool] = lambda: False,
     *,
     required: bool = False,
 ) -> AsyncIterator[int | None]:
-    """Serve the metrics while the block runs. Yields the port; None if `port` is None or cannot be bound.
+    """Serve the metrics while the block runs. Yields the port; None if it cannot be bound.
 
     Args:
-        port: 0 takes any free one; None serves nothing.
+        port: 0 takes any free one.
         scrape: returns the metrics in Prometheus' text format.
         ready: returns whether the process serves now; called for each `GET /readyz`.
         required: whether to raise if the port cannot be bound.
     Raises:
         UserError: the port cannot be bound, and it is required.
     """
-    if port is None:
-        yield None
-        return
     try:
         sock = bind(host, port, "--metrics-port", "--metrics-host")
     except UserError as error:
