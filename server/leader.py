@@ -58,7 +58,7 @@ class Leader:
         metrics.queue_limit.set(settings.queue_limit)
         self._settings = settings
         self._metrics = metrics
-        self._versions = VersionTable(plan, model.name)
+        self._versions = VersionTable(plan)
         self.manager = WorldManager(
             secret=settings.secret,
             verify_collectives=False,  # the message headers of the links carry the sizes
@@ -115,7 +115,7 @@ class Leader:
         scheduler, rollout, placement = self.driver.scheduler, self._registry.rollout, self._registry.placement
         version = self._versions.current.version
         return PipelineSnapshot(
-            model=self._versions.model,
+            model=self._frontends.model.name,
             version=version.name,
             ready=self.ready,
             draining=self.serving.draining,

@@ -36,8 +36,7 @@ class VersionPlan:
 class VersionTable:
     """The current version, and the previous one until the requests that began with it have ended."""
 
-    def __init__(self, first: VersionPlan, model: str = "") -> None:
-        self.model = model
+    def __init__(self, first: VersionPlan) -> None:
         self.current = first
         self.retiring: VersionPlan | None = None
         self._known = {first.version.name: first.version}
