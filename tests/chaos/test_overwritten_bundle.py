@@ -39,7 +39,7 @@ def test_first_leader_leaves_its_workers_to_the_one_that_has_the_content_of_the_
     first, _ = (classifier_bundle(tmp_path / path, seed).digest for seed, path in enumerate(("served", "other/served")))
     body = png(torch.zeros(3, SIZE, SIZE, dtype=torch.uint8))
     with (
-        LocalService(model=tmp_path / "served", stages=1, replicas=2, leaders=2) as service,
+        LocalService(model=tmp_path / "served", stages=1, replicas=2, leaders=2, heartbeat_timeout_s=10) as service,
         httpx.Client(timeout=60) as client,
     ):
 
@@ -112,7 +112,7 @@ def test_no_response_is_of_another_content_than_its_digest_when_the_bundle_is_ov
         wait_until(lambda: sum(digests[digest] for digest in wanted) > seen + 20)
 
     chance, ends_s = random.Random(0), time.monotonic() + DURATION_S
-    with LocalService(model=served, stages=2, replicas=2, leaders=2) as service:
+    with LocalService(model=served, stages=2, replicas=2, leaders=2, heartbeat_timeout_s=10) as service:
         threads = [threading.Thread(target=send, args=(service, number)) for number in range(CLIENTS)]
         for thread in threads:
             thread.start()

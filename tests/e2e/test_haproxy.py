@@ -190,7 +190,14 @@ def test_no_request_fails_when_the_service_is_upgraded_or_cannot_be(
     config = tmp_path / "settings.toml"
     config.write_text("[serve]\nstages = 1\nreplicas = 1\n")
     with (
-        LocalService(model="resnet18", weights="random:0", image_size=32, config=config) as service,
+        LocalService(
+            model="resnet18",
+            weights="random:0",
+            image_size=32,
+            config=config,
+            heartbeat_timeout_s=10,
+            recovery_grace_s=60,
+        ) as service,
         proxy(tmp_path, service.url) as port,
     ):
         url = f"http://127.0.0.1:{port}"

@@ -129,7 +129,7 @@ def test_commands_of_the_readme_serve_the_model(
         run(words, "", capsys)
     assert serve[:2] == ["multiworld", "serve"]
     settings = settings_of(serve[2:])
-    with LocalService(**settings) as service:
+    with LocalService(heartbeat_timeout_s=10, **settings) as service:
         check(run(ask, service.url, capsys), Path(settings["model"]))
 
 

@@ -27,6 +27,8 @@ stages = 1
 replicas = 1
 threads = 1
 grpc_port = 0
+heartbeat_timeout_s = 10
+recovery_grace_s = 60
 
 [[models]]
 name = "first"

@@ -39,7 +39,7 @@ def says(service: LocalService, text: str, after: int) -> LogLine:
 def test_service_continues_when_its_successor_freezes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalService, "start_program", staticmethod(start_program))
     headers = {"content-type": "image/jpeg"}
-    settings: dict[str, Any] = {"image_size": 32, "stages": 1, "replicas": 1, "threads": 1}
+    settings: dict[str, Any] = {"image_size": 32, "stages": 1, "replicas": 1, "threads": 1, "heartbeat_timeout_s": 10}
     with LocalService(model="resnet18", weights="random:0", **settings) as service:
         for _ in range(2):
             seen = len(service.lines)
