@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import hypothesis
 import pytest
 import safetensors.torch
 import torch
@@ -32,6 +33,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # its workers inherit the size of a ter
     torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background jobs and their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# By default, an example fails if it takes longer than 200 ms, and each run has other examples.
+hypothesis.settings.register_profile(
+    "tests", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("tests")
 
 LocalService.start_program = staticmethod(start_program)
 # Each client of httpx reads all certificates of public authorities, which takes 50 ms of CPU time. Tests create thousands of clients.

@@ -10,7 +10,7 @@ from multiworld_client import AsyncClient, Client
 from multiworld_serving.testing.load.images import photo
 from tests.waiting import wait_until
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 PHOTO = photo(width=64, height=64)
 PAUSE_S = 0.1
 """Between the requests of a client: processes that start have CPU time."""

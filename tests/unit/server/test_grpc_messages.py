@@ -121,7 +121,7 @@ def test_invalid_request_is_refused_with_a_clear_sentence(name: str) -> None:
 GOOD = infer(*TYPED, model_name="text", given={"timeout": 1}, outputs=[wanted("ids")]).SerializeToString()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @generated(
     strategies.one_of(
         strategies.binary(max_size=200),

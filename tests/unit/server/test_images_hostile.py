@@ -45,7 +45,7 @@ def decode_or_refuse(data: bytes) -> None:
         assert image_tensor(data, ImageSizes(16, 16), 10_000).shape == (3, 16, 16)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\x00\x01\x00\x00WEBPVP8 "]),
     st.binary(max_size=300),
@@ -54,13 +54,13 @@ def test_random_bytes_raise_only_image_errors(magic: bytes, rest: bytes) -> None
     decode_or_refuse(magic + rest)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.sampled_from(FILES), st.floats(0, 1, exclude_max=True))
 def test_truncated_files_raise_only_image_errors(data: bytes, keep: float) -> None:
     decode_or_refuse(data[: int(len(data) * keep)])
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(st.sampled_from(FILES), st.lists(st.tuples(st.integers(0, 10_000), st.integers(1, 255)), min_size=1, max_size=8))
 def test_flipped_bits_raise_only_image_errors(data: bytes, flips: list[tuple[int, int]]) -> None:
     damaged = bytearray(data)
@@ -69,7 +69,7 @@ def test_flipped_bits_raise_only_image_errors(data: bytes, flips: list[tuple[int
     decode_or_refuse(bytes(damaged))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.binary(max_size=200), st.binary(max_size=30))
 def test_random_forms_raise_only_refusals(body: bytes, header: bytes) -> None:
     head = b'--B\r\nContent-Disposition: form-data; name="image"\r\n' + header + b"\r\n\r\n"

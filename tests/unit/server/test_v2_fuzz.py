@@ -21,7 +21,7 @@ from tests.unit.server.frontend_app import MODEL
 from tests.unit.server.v2_requests import PACK, SIGNATURE
 
 UNPACKED_BYTES = 10_000
-fuzzing = settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
+fuzzing = settings(max_examples=300, suppress_health_check=list(HealthCheck))
 
 
 def read(body: bytes, json_bytes: int | None) -> InferRequest | None:
