@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 else:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
+expect = playwright.expect
 WAIT_MS = 90_000
 KEY = "an-operator-may-use-this-key-0123456789"
 
@@ -56,6 +57,7 @@ class Visit:
     def __init__(self, browser: playwright.Browser, url: str = "", **context: Any) -> None:
         self.page = browser.new_page(**context)
         self.page.set_default_timeout(WAIT_MS)
+        expect.set_options(timeout=WAIT_MS)
         self.complaints: list[str] = []
         self.hosts: set[str] = set()
         self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
@@ -81,13 +83,13 @@ def test_page_shows_a_frozen_worker_as_broken_and_its_replacement_as_ready(
 ) -> None:
     visit = Visit(chromium, small_service.url, viewport={"width": 1200, "height": 1000})
     page = visit.page
-    assert page.locator("#graph [data-node]").count() == 6, "a frontend, a leader and four replicas"
-    assert page.locator(".replica").count() == 4
-    playwright.expect(page.locator("#state")).to_have_text(re.compile("^ready"), timeout=WAIT_MS)
+    expect(page.locator("#graph [data-node]"), "a frontend, a leader and four replicas").to_have_count(6)
+    expect(page.locator(".replica")).to_have_count(4)
+    expect(page.locator("#state")).to_have_text(re.compile("^ready"))
     worker = small_service.worker_at(0, 0)
     assert worker is not None
     with run_load(small_service):
-        playwright.expect(page.locator("#rate")).to_have_text(re.compile("[1-9]"), timeout=WAIT_MS)
+        expect(page.locator("#rate")).to_have_text(re.compile("[1-9]"))
         pid = small_service.worker_pids()[worker]
         os.kill(pid, signal.SIGSTOP)
         page.wait_for_selector('[data-world="s0.r0"][data-state=broken]')
@@ -99,7 +101,7 @@ def test_page_shows_a_frozen_worker_as_broken_and_its_replacement_as_ready(
         page.wait_for_selector("#feed li[data-what=rejoined]")
         page.wait_for_selector('[data-world="s0.r0"][data-state=ready]')
         rate = page.locator('[data-world="s0.r0"] .batches-s')
-        playwright.expect(rate).to_have_text(re.compile(r"[1-9]"), timeout=WAIT_MS)
+        expect(rate).to_have_text(re.compile(r"[1-9]"))
         page.screenshot(path=tmp_path / "light.png", full_page=True)
     feed = page.locator("#feed li[data-what=broken]").first.inner_text()
     assert "s0.r0" in feed
@@ -107,9 +109,9 @@ def test_page_shows_a_frozen_worker_as_broken_and_its_replacement_as_ready(
     assert "hang" in page.locator('[data-world="s0.r0"]').inner_text(), "the row shows the last failure"
     assert page.locator("#throughput path.ok").get_attribute("d")
     page.hover("#throughput svg")
-    assert "answered:" in page.locator("#throughput .tip").inner_text()
+    expect(page.locator("#throughput .tip")).to_contain_text("answered:")
     page.click("#by-host")
-    assert page.locator("tr.group").count() == 1, "all on this host"
+    expect(page.locator("tr.group"), "all on this host").to_have_count(1)
     visit.assert_clean(small_service.url)
     page.close()
 
@@ -124,20 +126,18 @@ def test_image_is_classified_by_keyboard_alone(small_service: LocalService, chro
     page.keyboard.press("Tab")
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
-    page.wait_for_selector("#answer li")
-    assert page.locator("#answer li").count() == 5
+    expect(page.locator("#answer li")).to_have_count(5)
     assert re.search(r"frontend → leader → s0\.r\d → s1\.r\d", page.locator(".route").inner_text())
     page.wait_for_selector("#preview[src^='data:image/jpeg']")
     assert page.locator("#curl").inner_text().endswith(f"image=@photo.jpg {small_service.url}/predict")
     page.click("#sample")
-    playwright.expect(page.locator("#drop-text")).to_have_text(re.compile(r"sample\.jpg"))
+    expect(page.locator("#drop-text")).to_have_text(re.compile(r"sample\.jpg"))
     page.focus("#try-image .main")
     page.keyboard.press("Enter")
     page.wait_for_selector("#answer li")
     page.set_input_files("#image", {"name": "photo.jpg", "mimeType": "image/jpeg", "buffer": b"no image"})
     page.keyboard.press("Enter")
-    page.wait_for_selector("#answer .wrong")
-    assert "image" in page.locator("#answer .wrong").inner_text()
+    expect(page.locator("#answer .wrong")).to_contain_text("image")
     page.set_input_files("#image", {"name": "notes.md", "mimeType": "text/markdown", "buffer": b"no image"})
     page.wait_for_selector("#answer .wrong:has-text('notes.md is not a JPEG, PNG or WebP image')")
     visit.complaints = [each for each in visit.complaints if "422" not in each]  # the browser logs the rejection
@@ -154,8 +154,8 @@ def test_operator_loads_a_version_on_the_admin_port(small_service: LocalService,
         page.fill("#key", key)
         page.fill("#weights", "random:1")
         page.click("#load")
-        playwright.expect(page.locator("#outcome-of-action")).to_contain_text(told, timeout=WAIT_MS)
-    playwright.expect(page.locator("#model")).to_have_text("resnet18 random:1", timeout=WAIT_MS)
+        expect(page.locator("#outcome-of-action")).to_contain_text(told)
+    expect(page.locator("#model")).to_have_text("resnet18 random:1")
     visit.complaints = [each for each in visit.complaints if "401" not in each]  # the browser logs the rejection
     visit.assert_clean(admin_url)
     page.close()
@@ -188,7 +188,7 @@ def test_operator_restarts_the_workers_and_sees_each_step(
     told_texts(page, "outcome-of-action")
     page.fill("#key", KEY)
     page.click("#restart")
-    playwright.expect(page.locator("#outcome-of-action")).to_have_text("done: 4 workers restarted", timeout=WAIT_MS)
+    expect(page.locator("#outcome-of-action")).to_have_text("done: 4 workers restarted")
     assert page.evaluate("window.busy[0]"), "one action at a time"
     assert not page.locator("#progress").is_visible()
     told = "\n".join(page.evaluate("window.told"))
