@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-_PATIENCE_S = 150.0
+_PATIENCE_S = 300.0
 """Shorter than a test may take; long enough for the start of several processes on a machine with other work and cold files."""
 _PAUSE_S = 0.005
 _REQUEST_PAUSE_S = 0.02

@@ -17,7 +17,7 @@ from tests.nursery import ForkedProcess, fork_program, run_program
 from tests.services import small_service
 from tests.waiting import wait_until
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 
 
 def run_with_a_short_memory(arguments: list[str], environment: dict[str, str]) -> None:

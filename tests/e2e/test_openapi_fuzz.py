@@ -31,7 +31,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
     tmp_path = tmp_path_factory.mktemp("keys")
     (tmp_path / "api.keys").write_text(f"fuzzer:{hash_key(KEY)}\n")
     with small_service(
-        credentials=ClientCredentials(KEY), api_keys_file=tmp_path / "api.keys", max_body_bytes=100_000
+        credentials=ClientCredentials(KEY), api_keys_file=tmp_path / "api.keys", max_body_bytes=100_000, timeout_s=30
     ) as running:
         yield running
         assert running.stop() == 0
