@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.fx.experimental.symbolic_shapes  # operators on tensors without data import it; forks share its 40 MB
 from torch import Tensor, fx
 
 from multiworld_serving.models.bundle.graph import Graph

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from msgspec.structs import replace
 
 from multiworld.texts import one_line
+from multiworld_serving.common.config.process import release_free_memory
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.link import Link
 from multiworld_serving.common.wire.message import WireError
@@ -78,7 +79,7 @@ class StageLoading:
                         self._enter("draining")
                         raise AssignmentRefusedError(f"{self._worker.name} refuses stage {stage}: {one_line(why)}")
                     case Loaded():
-                        pass
+                        release_free_memory()  # of the weights, which several threads have read
                     case _:
                         raise WireError(f"unexpected {type(reply).__name__} about stage {stage}")
         self._enter_startup("checking")
