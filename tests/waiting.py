@@ -1,6 +1,7 @@
-"""Waiting for a state of which no event tells."""
+"""Waiting: for a state of which no event tells, and of a thread until the test goes on."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 
@@ -25,3 +26,21 @@ def wait_until(holds: Callable[[], object]) -> None:
         if time.monotonic() > deadline_s:
             raise TimeoutError
         time.sleep(_REQUEST_PAUSE_S)
+
+
+class Gate:
+    """A call that blocks its thread until it is opened."""
+
+    def __init__(self) -> None:
+        self.begun, self._open = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self._open.wait(_PATIENCE_S)
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def until_begun(self) -> None:
+        """Wait until the call blocks."""
+        assert await asyncio.to_thread(self.begun.wait, _PATIENCE_S)

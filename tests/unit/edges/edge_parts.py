@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 from pydantic import SecretStr
 
 from multiworld_serving.common.edges.edges import Edges
@@ -24,7 +25,11 @@ def unused_edges() -> Edges:
 
 @asynccontextmanager
 async def edges(name: str = "p", *, secret: str = SECRET, **settings: Any) -> AsyncIterator[Edges]:
+    """The edges of a process, with time for a busy machine."""
     given = {"edge_min_bytes": 0} | settings
     chosen = WorkerSettings(leader="127.0.0.1:1", token=SecretStr(secret) if secret else None, **given)
-    async with Edges(name, "127.0.0.1", chosen, EdgeMetrics(ProgramMetrics())) as made:
-        yield made
+    with pytest.MonkeyPatch.context() as patient:
+        for limit in ("_OPEN_S", "_TOTAL_S"):
+            patient.setattr(f"multiworld_serving.common.edges.edges.{limit}", 60.0)
+        async with Edges(name, "127.0.0.1", chosen, EdgeMetrics(ProgramMetrics())) as made:
+            yield made

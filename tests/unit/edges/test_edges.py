@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
+import socket
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, row_refs_tensor
 from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinOffer
 from multiworld_serving.common.wire.message import Message, MessageKind
+from tests.nursery import NURSERY, ForkedProcess
 from tests.unit.edges.edge_parts import SECRET, edges
 from tests.waiting import until
 
@@ -90,26 +90,23 @@ async def test_fetch_is_repeated_over_a_new_edge_when_the_edge_breaks() -> None:
 
 
 async def test_client_does_not_wait_for_a_frozen_producer() -> None:
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.unit.edges.producer_program"),
-        cwd=Path(__file__).parents[3],
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert child.stdout is not None
+    ours, theirs = socket.socketpair()
+    with theirs:
+        child = ForkedProcess(NURSERY.fork("tests.unit.edges.producer_program:keep_a_tensor", (), 2, theirs.fileno()))
     try:
-        holder, number = (await child.stdout.readline()).decode().split()
-        async with edges("c", heartbeat_timeout_s=10.0) as consumer:
-            await fetch(consumer, holder, int(number))
-            os.kill(child.pid, signal.SIGSTOP)
-            with pytest.raises(ProducerSilentError):
-                await fetch(consumer, holder, int(number), take=True)
-            os.kill(child.pid, signal.SIGCONT)
-            with pytest.raises(TensorGoneError):
+        with ours, ours.makefile() as told:
+            holder, number = (await asyncio.to_thread(told.readline)).split()
+            async with edges("c", heartbeat_timeout_s=10.0) as consumer:
                 await fetch(consumer, holder, int(number))
+                child.send_signal(signal.SIGSTOP)
+                with pytest.raises(ProducerSilentError):
+                    await fetch(consumer, holder, int(number), take=True)
+                child.send_signal(signal.SIGCONT)
+                with pytest.raises(TensorGoneError):
+                    await fetch(consumer, holder, int(number))
     finally:
         child.kill()
-        await child.wait()
+        child.wait()
 
 
 async def test_cancelled_fetch_leaves_the_edge_to_the_others() -> None:

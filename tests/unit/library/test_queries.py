@@ -1,7 +1,7 @@
 """Queries and replies before a world exists."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
@@ -19,6 +19,19 @@ async def echo(question: str, host: str) -> bytes:
     return f"{question} from {host}".encode()
 
 
+async def fail(question: str, host: str) -> bytes:
+    raise LookupError("on purpose")
+
+
+async def ponder(question: str, host: str) -> bytes:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def refuse(question: str, host: str) -> bytes:
+    raise AskError("we are full\x1b" + "!" * 100_000)
+
+
 async def test_query_gets_its_reply_with_the_right_secret(host: WorldManager) -> None:
     port = host.listen()
     host.answer("127.0.0.1", port, echo)
@@ -26,28 +39,25 @@ async def test_query_gets_its_reply_with_the_right_secret(host: WorldManager) ->
     assert answers == [f"question {n} from 127.0.0.1".encode() for n in range(50)]
 
 
-async def test_query_fails_when_no_handler_is_registered(host: WorldManager) -> None:
-    with pytest.raises(AskError, match="no answer to this question"):
-        await ask("127.0.0.1", host.listen(), "?", secret=b"right")
-
-
-async def test_query_fails_when_the_handler_raises(host: WorldManager, caplog: pytest.LogCaptureFixture) -> None:
-    async def fail(question: str, host: str) -> bytes:
-        raise LookupError("on purpose")
-
+@pytest.mark.parametrize("handler", [None, fail, ponder], ids=["is missing", "raises", "is too slow"])
+async def test_query_fails_when_the_handler(
+    host: WorldManager,
+    handler: Callable[[str, str], Awaitable[bytes]] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(acceptor_module, "_ANSWER_S", 0.1 if handler is ponder else 3600)
     port = host.listen()
-    host.answer("127.0.0.1", port, fail)
+    if handler is not None:
+        host.answer("127.0.0.1", port, handler)
     with pytest.raises(AskError, match="no answer to this question"):
-        await ask("127.0.0.1", port, "?", secret=b"right")
-    assert "on purpose" in caplog.text
+        await ask("127.0.0.1", port, "?", secret=b"right", timeout_s=3600)
+    assert ("on purpose" in caplog.text) == (handler is fail)
 
 
 async def test_caller_gets_the_reason_when_the_handler_refuses(
     host: WorldManager, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def refuse(question: str, host: str) -> bytes:
-        raise AskError("we are full\x1b" + "!" * 100_000)
-
     port = host.listen()
     host.answer("127.0.0.1", port, refuse)
     with pytest.raises(AskError, match=r"we are full\\x1b!!!") as refusal:
@@ -59,34 +69,18 @@ async def test_caller_gets_the_reason_when_the_handler_refuses(
 async def test_query_times_out_when_the_handler_does_not_return(host: WorldManager) -> None:
     asked = asyncio.Event()
 
-    async def ponder(question: str, host: str) -> bytes:
+    async def notice(question: str, host: str) -> bytes:
         asked.set()
-        await asyncio.Event().wait()
-        raise AssertionError
+        return await ponder(question, host)
 
     port = host.listen()
-    host.answer("127.0.0.1", port, ponder)
+    host.answer("127.0.0.1", port, notice)
     for timeout_s in (0.3, 3.0, 30.0):  # within a short one, a slow machine may not even send the question
         with pytest.raises(AskError, match=f"did not answer within {timeout_s:g} s"):
             await ask("127.0.0.1", port, "?", secret=b"right", timeout_s=timeout_s)
         if asked.is_set():
             return
     pytest.fail("the handler was not called")
-
-
-async def test_connection_is_closed_when_the_handler_is_too_slow(
-    host: WorldManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(acceptor_module, "_ANSWER_S", 0.1)
-
-    async def ponder(question: str, host: str) -> bytes:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    port = host.listen()
-    host.answer("127.0.0.1", port, ponder)
-    with pytest.raises(AskError, match="no answer to this question"):
-        await ask("127.0.0.1", port, "?", secret=b"right", timeout_s=3600)
 
 
 @pytest.mark.parametrize(
@@ -105,16 +99,13 @@ async def test_error_says_that_another_protocol_answered(greeting: bytes) -> Non
 
 
 async def test_secret_can_be_rotated_while_the_former_is_accepted(host: WorldManager) -> None:
-    async def echo(question: str, host: str) -> bytes:
-        return question.encode()
-
     port = host.listen()
     host.answer("127.0.0.1", port, echo)
     host.set_accepted_secrets(b"new", b"right")
     for secret in (b"new", b"right"):
-        assert await ask("127.0.0.1", port, "?", secret=secret) == b"?"
+        assert await ask("127.0.0.1", port, "?", secret=secret) == b"? from 127.0.0.1"
     host.set_accepted_secrets(b"new")
-    assert await ask("127.0.0.1", port, "?", secret=b"new") == b"?"
+    assert await ask("127.0.0.1", port, "?", secret=b"new") == b"? from 127.0.0.1"
     with pytest.raises(PermissionError):
         await ask("127.0.0.1", port, "?", secret=b"right")
     later = host.listen()

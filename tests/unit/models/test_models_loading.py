@@ -11,11 +11,17 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor
-from torchvision.models import resnet18
+from torchvision.models import get_model, resnet18
 
 from multiworld_serving.models.errors import ModelError, WeightsError
-from multiworld_serving.models.export.torchvision_models import load_model
+from multiworld_serving.models.export.torchvision_models import (
+    load_model,
+    published_labels,
+    published_preprocessing,
+    published_weights,
+)
 from multiworld_serving.models.preprocessing import Preprocessing
+from multiworld_serving.models.weights.labels import read_labels
 
 IMAGENET = Preprocessing(256, 224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -61,8 +67,39 @@ def test_random_weights_have_imagenet_labels_and_preprocessing() -> None:
     assert len(model.labels) == 1000
     assert (model.labels[0], model.labels[999]) == ("tench", "toilet tissue")
     assert model.preprocessing == IMAGENET
-    assert not model.module.training
-    assert not any(parameter.requires_grad for parameter in model.module.parameters())
+
+
+@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", "lraspp_mobilenet_v3_large"])
+def test_model_is_created_for_inference_without_a_download(name: str) -> None:
+    module = load_model(name).module
+    assert not module.training
+    assert not any(parameter.requires_grad for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "size", "labels"),
+    [
+        ("convnext_tiny", None, 224, 1000),
+        ("vit_b_16", "IMAGENET1K_SWAG_E2E_V1", 384, 1000),
+        ("vit_b_16", "ViT_B_16_Weights.DEFAULT", 224, 1000),
+        ("deeplabv3_resnet50", None, 520, 0),
+        ("r3d_18", None, None, 0),
+        ("fasterrcnn_resnet50_fpn", None, None, 0),
+    ],
+)
+def test_preprocessing_and_labels_are_those_of_the_weights(
+    name: str, weights: str | None, size: int | None, labels: int
+) -> None:
+    published = published_weights(name, weights)
+    preprocessing = published_preprocessing(published)
+    assert (None if preprocessing is None else preprocessing.crop_size) == size
+    assert len(published_labels(published)) == labels
+
+
+def test_squeezenet_has_the_classes_of_its_checkpoint(tmp_path: Path) -> None:
+    expected = get_model("squeezenet1_1", num_classes=37).state_dict()  # the last layer is a convolution
+    torch.save(expected, tmp_path / "tuned.pth")
+    assert_same(load_model("squeezenet1_1", str(tmp_path / "tuned.pth")).module.state_dict(), expected)
 
 
 def test_safetensors_file_is_loaded_with_its_number_of_classes(file: Path, weights: dict[str, Tensor]) -> None:
@@ -178,3 +215,39 @@ def test_unusable_values_are_refused(tmp_path: Path, weights: dict[str, Tensor],
 def test_unknown_weights_name_is_refused(name: str, weights_text: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load_model(name, weights_text)
+
+
+# -- labels -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["cat\ndog\nsea cow\n", "\ufeffcat\r\ndog\r\nsea cow\r\n\r\n"],
+)
+def test_labels_are_read_in_class_order(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "labels.txt"
+    path.write_bytes(content.encode())
+    assert read_labels(str(path), 3) == ("cat", "dog", "sea cow")
+
+
+@pytest.mark.parametrize(
+    ("filename", "content", "message"),
+    [
+        ("labels.txt", b"cat\ndog\n", "has 2 labels, but the model has 3 classes"),
+        ("labels.txt", b"cat\n\ndog\n", "empty line 2"),
+        ("labels.txt", b"", "is empty"),
+        ("labels.txt", b"\xff\xfe\x00", "not UTF-8"),
+        ("labels.json", b'["cat", "dog", "sea cow"]', "is JSON; expected UTF-8 text with one label per line"),
+    ],
+)
+def test_invalid_labels_file_is_refused(tmp_path: Path, filename: str, content: bytes, message: str) -> None:
+    path = tmp_path / filename
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=message):
+        read_labels(str(path), 3)
+
+
+@pytest.mark.parametrize("missing", ["nowhere.txt", "."])
+def test_missing_labels_file_is_refused(tmp_path: Path, missing: str) -> None:
+    with pytest.raises(ModelError, match="cannot read labels"):
+        read_labels(str(tmp_path / missing), 3)

@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from multiworld_serving.cli.main import main
 from multiworld_serving.models.bundle.files import read_bundle
+from multiworld_serving.models.errors import ExportError
+from multiworld_serving.models.export.sources import parse_dynamic, parse_input
 
 MODEL = """
 import torch
@@ -89,3 +92,16 @@ def test_export_is_refused_with_one_line_when_an_option_is_wrong(
     assert len(errors) == 1
     assert message in errors[0]
     assert not Path("out").exists()
+
+
+def test_input_and_dimensions_are_parsed() -> None:
+    name, example = parse_input("ids:int64[batch, 12]")
+    assert (name, example.dtype, example.shape) == ("ids", torch.int64, (2, 12))
+    dynamic = parse_dynamic("ids:1,mask:1=1..512")
+    assert (dynamic.places, dynamic.least, dynamic.most, dynamic.name) == ((("ids", 1), ("mask", 1)), 1, 512, "ids_1")
+
+
+@pytest.mark.parametrize("text", ["ids=1..2", "ids:0=1..2", "ids:1=2..1", "ids:1=0..4", "ids:1,=1..2", "ids:1=1..", ""])
+def test_dimension_is_refused_when_it_is_malformed(text: str) -> None:
+    with pytest.raises(ExportError, match=r"LEAST\.\.MOST"):
+        parse_dynamic(text)

@@ -1,6 +1,7 @@
-"""`multiworld key` creates keys that the service accepts."""
+"""`multiworld key` creates keys that the service accepts, and `multiworld token` the file of a join token."""
 
 import json
+import stat
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from multiworld_serving.cli.main import main
 from multiworld_serving.common.config.errors import SettingsError
 from multiworld_serving.common.config.keys import hash_key, parse_keys, read_keys
+from multiworld_serving.common.config.tokens import new_token, read_token, write_secret
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +67,24 @@ def test_unreadable_keys_are_refused_without_being_shown(text: str, says: str) -
         read_keys(Path("bad.keys"))
     assert "secret" not in str(refused.value)
     assert hash_key("a") not in str(refused.value)
+
+
+def test_token_file_is_created_for_its_owner_only_and_then_kept(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    assert write_secret(file, new_token().get_secret_value())
+    made = read_token(file)
+    assert len(made.get_secret_value()) >= 32
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert not write_secret(file, new_token().get_secret_value())
+    assert read_token(file) == made
+    assert list(tmp_path.iterdir()) == [file], "no temporary file is left"
+
+
+def test_verb_creates_a_token_or_reports_the_existing_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "token"
+    assert main(["token", str(file)]) == 0
+    assert main(["token", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "a new join token" in said
+    assert "already" in said
+    assert read_token(file).get_secret_value() not in said

@@ -12,13 +12,13 @@ import torch
 from multiworld_client import AsyncClient, InputError, InvalidRequestError, ProtocolError
 from multiworld_client.tensors import infer_request, outputs
 from tests.unit.server.frontend_app import image_bytes, running_frontend
-from tests.unit.server.text_model import TEXT, TextPredictor
+from tests.unit.server.text_model import TEXT, text_predictor
 
 IDS = np.array([[1, 2, 3], [4, 5, 6]])
 
 
 async def test_infer_sends_named_arrays_and_returns_the_outputs() -> None:
-    async with running_frontend(TextPredictor(), TEXT) as frontend:
+    async with running_frontend(text_predictor(), TEXT) as frontend:
         client = AsyncClient("http://test")
         await client._http.aclose()
         client._http = frontend.client

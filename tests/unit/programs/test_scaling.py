@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ from multiworld_serving.deploy.scaling.autoscaler import Autoscaler
 from multiworld_serving.deploy.scaling.policy import Grow, Limits, ScalingPolicy, Stop
 from multiworld_serving.server.capacity_report import CAPACITY_FIELD, CapacityReport
 from multiworld_serving.server.settings import ServeSettings
+from tests.waiting import until
 
 LIMITS = Limits(least=4, most=10, replicas=2, down_after_s=60.0)
 
@@ -119,11 +120,6 @@ class Processes:
         await self.may_end.wait()
         self.slots.remove(slot)
 
-    async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(60):
-            while not holds():  # noqa: ASYNC110 - the autoscaler has no event
-                await asyncio.sleep(0.01)
-
 
 def scaler(processes: Any) -> Autoscaler:
     """An autoscaler of one stage."""
@@ -139,9 +135,9 @@ def serving(wanted: float, workers: int) -> CapacityReport:
 async def test_workers_are_started_beside_one_that_is_being_stopped_when_the_load_rises_again() -> None:
     processes = Processes(3, serving(2.0, 3))
     async with scaler(processes):
-        await processes.until(lambda: processes.stopping == [2])
+        await until(lambda: processes.stopping == [2])
         processes.reports.append(serving(3.0, 2))
-        await processes.until(lambda: len(processes.slots) == 4)
+        await until(lambda: len(processes.slots) == 4)
         processes.may_end.set()
     assert processes.slots == [0, 1, 3]
 
@@ -149,9 +145,9 @@ async def test_workers_are_started_beside_one_that_is_being_stopped_when_the_loa
 async def test_one_worker_is_stopped_at_a_time() -> None:
     processes = Processes(5, serving(1.0, 5))
     async with scaler(processes):
-        await processes.until(lambda: processes.stopping)
+        await until(lambda: processes.stopping)
         processes.may_end.set()
-        await processes.until(lambda: len(processes.slots) == 1)
+        await until(lambda: len(processes.slots) == 1)
     assert processes.stopping == [4, 3, 2, 1]
 
 
@@ -159,7 +155,7 @@ async def test_failure_is_logged_once_and_scaling_goes_on(caplog: pytest.LogCapt
     processes = Processes(1, serving(3.0, 1))
     processes.failures = 3
     async with scaler(processes):
-        await processes.until(lambda: len(processes.slots) == 3)
+        await until(lambda: len(processes.slots) == 3)
     failures = [record.message for record in caplog.records if "failed" in record.message]
     assert failures == ["autoscaling failed, trying again"]
 

@@ -3,15 +3,15 @@
 import asyncio
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from multiworld_serving.common.config.process import notify_systemd
 from tests.bundles import PREVIEW
+from tests.nursery import fork_program
 
 PATIENCE_S = 60.0
 
@@ -62,15 +62,16 @@ async def test_ready_watchdog_and_stopping_are_sent_while_a_service_runs(systemd
 def test_program_notifies_systemd_when_it_is_ready(program: list[str], tmp_path: Path) -> None:
     systemd = Systemd(str(tmp_path / "notify"))
     ports = ["--http-port", "0", "--join-port", "0", "--metrics-port", "0"] if program[0] == "serve" else []
-    told = {"NOTIFY_SOCKET": systemd.address, "WATCHDOG_USEC": "200000", "MULTIWORLD_TOKEN": "a-secret-of-this-test"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "multiworld_serving.cli.main", *program, *ports],
-        env={**os.environ, **told},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as process:
-        try:
-            assert [systemd.next() for _ in range(3)] == ["READY=1", "WATCHDOG=1", "WATCHDOG=1"]
-        finally:
-            process.kill()
-    systemd.close()
+    told: dict[str, Any] = {
+        "NOTIFY_SOCKET": systemd.address,
+        "WATCHDOG_USEC": "200000",
+        "MULTIWORLD_TOKEN": "a-secret-of-this-test",
+    }
+    with open(os.devnull, "wb") as devnull:
+        process = fork_program([*program, *ports], devnull.fileno(), **told)
+    try:
+        assert [systemd.next() for _ in range(3)] == ["READY=1", "WATCHDOG=1", "WATCHDOG=1"]
+    finally:
+        process.kill()
+        process.wait()
+        systemd.close()

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import uvicorn
 
 from multiworld_serving.cli.main import main
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
-from tests.unit.server.text_model import TEXT, TextPredictor
+from tests.unit.server.http_port import http_port
+from tests.unit.server.text_model import TEXT, text_predictor
 
 HANDLER = """
 import numpy as np
@@ -32,18 +32,9 @@ async def statuses(
     predictor: Any, model: Any, *commands: list[str], handler: HandlerProcesses | None = None
 ) -> list[int]:
     """The exit statuses of these command lines with the URL of a service of this model."""
-    async with running_frontend(predictor, model, handler=handler) as frontend:
-        config = uvicorn.Config(frontend.app, host="127.0.0.1", port=0, lifespan="off", log_level="warning")
-        server = uvicorn.Server(config)
-        running = asyncio.create_task(server.serve())
-        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        url = ["--url", f"http://127.0.0.1:{port}"]
-        found = [await asyncio.to_thread(main, [*command, *url]) for command in commands]
-        server.should_exit = True
-        await running
-    return found
+    async with running_frontend(predictor, model, handler=handler) as frontend, http_port(app=frontend.app) as port:
+        url = ["--url", f"http://127.0.0.1:{port.number}"]
+        return [await asyncio.to_thread(main, [*command, *url]) for command in commands]
 
 
 async def test_images_are_sent_to_a_classifier_and_tensors_if_rows_are_given(
@@ -65,7 +56,7 @@ async def test_tensors_of_the_metadata_are_sent_to_another_model(
     ids = np.array([[1, 2, 3], [4, 5, 6]])
     np.savez(tmp_path / "inputs.npz", ids=ids, mask=ids > 0)
     commands = (["bench", *SHORT], ["predict", "--json", str(tmp_path / "inputs.npz")])
-    assert await statuses(TextPredictor(), TEXT, *commands) == [0, 0]
+    assert await statuses(text_predictor(), TEXT, *commands) == [0, 0]
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert answer["sums"] == [6.0, 15.0]
 
@@ -76,7 +67,7 @@ async def test_files_are_sent_to_the_handler(capsys: pytest.CaptureFixture[str],
     text.write_text("one more sentence")
     commands = (["bench", "--json", *SHORT, "--file", str(text)], ["predict", str(text)])
     with HandlerProcesses(f"{tmp_path / 'letters.py'}:Handler", 60.0) as handler:
-        assert await statuses(TextPredictor(), TEXT, *commands, handler=handler) == [0, 0]
+        assert await statuses(text_predictor(), TEXT, *commands, handler=handler) == [0, 0]
     out = capsys.readouterr().out
     assert '"failed": 0' in out
     assert "15 letters" in out

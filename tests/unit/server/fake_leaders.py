@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.protocol import Kind, Received, rows_payload
 from multiworld_serving.server.administration import Desired
@@ -28,10 +29,10 @@ from multiworld_serving.server.frontends.messages import (
     Step,
 )
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction
-from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, StageSnapshot
+from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
 from tests.unit.edges.edge_parts import unused_edges
 from tests.unit.server.image_model import image_classifier
+from tests.unit.server.pipelines import pipeline
 
 FIRST = Desired(0, ModelVersion(1, "v1", "digest of v1"))
 MODEL = image_classifier("m", "v1", ("a", "b"), ImageSizes(18, 16))
@@ -39,8 +40,7 @@ MODEL = image_classifier("m", "v1", ("a", "b"), ImageSizes(18, 16))
 
 def leader_state(name: str, **changes: Any) -> LeaderState:
     """The state of a leader that serves the configured version."""
-    stages = (StageSnapshot(0, ("stem",), (ReplicaSnapshot(0, "ready", "w", 1, "local-0"),)),)
-    snapshot = PipelineSnapshot("m", "v1", True, False, 1.0, 2, 3, stages, leader=name)
+    snapshot = pipeline(("ready",), version="v1", leader=name)
     return msgspec.structs.replace(LeaderState("here", 1, FIRST, FIRST, snapshot), **changes)
 
 
@@ -169,13 +169,14 @@ class FakeLeader(LeaderLink):
 class Pool:
     """A pool of fake leaders that serve, and its metrics."""
 
-    def __init__(self, leaders: int, grace_s: float) -> None:
+    def __init__(
+        self, leaders: int = 0, grace_s: float = 5.0, frontend: Edges | None = None, model: ServedModel = MODEL
+    ) -> None:
         self.metrics = FrontendMetrics()
-        self.seen: list[PipelineSnapshot] = []
-        self.pool = LeaderPool(grace_s, self.metrics, self.seen.append, unused_edges(), MODEL.name)
+        self.pool = LeaderPool(grace_s, self.metrics, lambda _: None, frontend or unused_edges(), model.name)
         self.leaders = [FakeLeader(self.pool, number) for number in range(leaders)]
         self.pool.links.extend(self.leaders)
-        self.pool.model.set_result(MODEL)
+        self.pool.model.set_result(model)
 
     def resubmitted(self, reason: str) -> float:
         name = "multiworld_requests_resubmitted_total"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import struct
+import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,7 +14,6 @@ from typing import Any
 import httpx
 import torch
 from PIL import Image
-from starlette.types import ASGIApp
 from torch import Tensor
 
 from multiworld_serving.server.api.app import Application, create_api
@@ -26,8 +27,9 @@ from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.requests import InferenceProtocol
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, RestartStep, ServedModel
-from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, ReplicaState, StageSnapshot
+from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaState
 from tests.unit.server.image_model import image_classifier
+from tests.unit.server.pipelines import pipeline
 
 SIDE = 16
 MODEL = image_classifier("meancolour", "weights v1 ü", ("red", "green", "blue"), ImageSizes(18, SIDE))
@@ -41,17 +43,20 @@ class ColourPredictor(LeaderPool):
     rejection: Exception | None = None
     proceed: asyncio.Event | None = None
     answer: Callable[[Tensor], Prediction] | None = None
+    serves: ServedModel = MODEL
     states: tuple[ReplicaState, ...] = ("ready", "ready")
     draining: bool = False
     asked: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     deadlines_s: list[float] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
     cancelled: int = 0
 
     async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
         assert self.answer or (rows.dtype, rows.shape[1:], key) == (torch.uint8, (3, SIDE, SIDE), "")
         self.deadlines_s.append(deadline_s)
         self.request_ids.append(request_id)
+        self.keys.append(key)
         self.asked.release()
         try:
             if self.proceed is not None:
@@ -74,15 +79,6 @@ class ColourPredictor(LeaderPool):
         if self.rejection is not None:
             raise self.rejection
 
-    async def load_version(self, weights: str | None) -> ModelVersion:
-        raise NotImplementedError
-
-    async def unload(self) -> None:
-        raise NotImplementedError
-
-    def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
-        raise NotImplementedError
-
     async def asked_times(self, times: int) -> None:
         """Wait until this many more requests have reached the predictor."""
         for _ in range(times):
@@ -90,18 +86,16 @@ class ColourPredictor(LeaderPool):
 
     @property
     def version(self) -> ModelVersion:
-        return ModelVersion(1, MODEL.version)
+        return ModelVersion(1, self.serves.version)
 
     @property
     def ready(self) -> bool:
         return not self.draining and all(state == "ready" for state in self.states)
 
     def snapshot(self) -> PipelineSnapshot:
-        stages = tuple(
-            StageSnapshot(index, ("stem",), (ReplicaSnapshot(0, state, f"stage{index}-0", 1),))
-            for index, state in enumerate(self.states)
-        )
-        return PipelineSnapshot(MODEL.name, MODEL.version, self.ready, self.draining, 1.5, 0, 0, stages)
+        stages = ((state,) for state in self.states)
+        name, version = self.serves.name, self.serves.version
+        return pipeline(*stages, model=name, version=version, ready=self.ready, draining=self.draining)
 
 
 @dataclass
@@ -130,9 +124,7 @@ class Repository(ColourPredictor):
 
     def snapshot(self) -> PipelineSnapshot:
         ready = not self.unloaded
-        return PipelineSnapshot(
-            "m", "v", ready, False, 1.0, 0, 0, (), (), 7, version_loading=self.loading, unloaded=self.unloaded
-        )
+        return pipeline(ready=ready, version_number=7, version_loading=self.loading, unloaded=self.unloaded)
 
 
 def group_of(
@@ -212,33 +204,11 @@ def image_bytes(
     return file.getvalue()
 
 
-class Connection:
-    """One request sent to the application directly, so that the test can disconnect."""
-
-    def __init__(self, body: bytes, path: str = "/predict") -> None:
-        self.scope: dict[str, Any] = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "root_path": "",
-            "query_string": b"",
-            "headers": [(b"content-type", b"image/png")],
-            "client": ("127.0.0.1", 1),
-            "server": ("test", 80),
-        }
-        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
-        self.sent: list[dict[str, Any]] = []
-
-    async def run(self, app: ASGIApp) -> None:
-        async def send(message: Any) -> None:
-            self.sent.append(message)
-
-        await app(self.scope, self.messages.get, send)
-
-    def hang_up(self) -> None:
-        self.messages.put_nowait({"type": "http.disconnect"})
+def png(*chunks: tuple[bytes, bytes], size: tuple[int, int] = (16, 16)) -> bytes:
+    """A PNG file with an RGB header of this size and these chunks after it, each with its kind."""
+    header = (b"IHDR", struct.pack(">IIBBBBB", *size, 8, 2, 0, 0, 0))
+    framed = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in (header, *chunks)
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(framed)

@@ -14,12 +14,8 @@ from starlette.types import ASGIApp
 
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving
-from multiworld_serving.server.api.app import create_api
-from multiworld_serving.server.api.groups import Groups
-from multiworld_serving.server.api.inference import Inference
-from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from tests.unit.server.frontend_app import MODEL, ColourPredictor, group_of
+from tests.unit.server.frontend_app import ColourPredictor, running_frontend
 from tests.waiting import until
 
 PATIENCE_S = 30.0
@@ -41,6 +37,10 @@ class Port:
         opened = await asyncio.open_connection("127.0.0.1", self.number, ssl=context, server_hostname=name)
         self.clients.append(Client(*opened))
         return self.clients[-1]
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        """The current value of one series."""
+        return self.metrics.registry.get_sample_value(name, labels)
 
     async def until_open(self, count: int) -> None:
         """Wait until this many connections are open."""
@@ -90,26 +90,19 @@ async def http_port(
     predictor: ColourPredictor | None = None,
     *,
     app: ASGIApp | None = None,
-    context: ssl.SSLContext | None = None,
     max_connections: int = 1000,
-    keep_alive_s: int = 75,
-    timeout_s: float = 10.0,
-    close_s: float = 3.0,
+    **options: Any,
 ) -> AsyncIterator[Port]:
-    """Serve with these limits. `app` replaces the application; with `context` the port uses TLS."""
-    predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
-    inference = Inference(predictor, MODEL, RequestLimits(timeout_s=timeout_s))
-    app = app or create_api(Groups(group_of(predictor, metrics, inference)), metrics)
+    """Serve with these options of `HttpServer`. `app` replaces the application."""
     sock = bind("127.0.0.1", 0, "--http-port")
     number: int = sock.getsockname()[1]
-    server = HttpServer(
-        app, sock, max_connections=max_connections, keep_alive_s=keep_alive_s, context=context, close_s=close_s
-    )
-    async with inference.threads, serving(server):
-        await until(lambda: server.started)
-        port = Port(number, server, predictor, metrics)
-        try:
-            yield port
-        finally:
-            for client in port.clients:
-                await client.close()
+    async with running_frontend(predictor) as frontend:
+        server = HttpServer(app or frontend.app, sock, max_connections=max_connections, **options)
+        async with serving(server):
+            await until(lambda: server.started)
+            port = Port(number, server, frontend.predictor, frontend.metrics)
+            try:
+                yield port
+            finally:
+                for client in port.clients:
+                    await client.close()

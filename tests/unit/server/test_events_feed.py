@@ -18,8 +18,8 @@ from multiworld_serving.server.snapshots import (
     PipelineSnapshot,
     ReplicaSnapshot,
     ReplicaState,
-    StageSnapshot,
 )
+from tests.unit.server.pipelines import pipeline
 
 KILLED = FailureSnapshot("exit", "it ended the connection", 1000.0)
 
@@ -29,7 +29,7 @@ def replica(state: ReplicaState, generation: int = 1, **more: Any) -> ReplicaSna
 
 
 def snapshot(*replicas: ReplicaSnapshot, draining: bool = False) -> PipelineSnapshot:
-    return PipelineSnapshot("m", "v", True, draining, 1.0, 0, 0, (StageSnapshot(0, ("stem",), replicas),))
+    return pipeline(replicas, draining=draining)
 
 
 async def told(feed: EventFeed, last_id: int = 0) -> list[tuple[str, Any]]:

@@ -120,12 +120,8 @@ class Ends:
         self.at_leader, self.at_frontend = came
         self.runs: list[asyncio.Task[LinkLostError]] = []
 
-    def run_leader(self) -> "asyncio.Task[LinkLostError]":
-        self.runs.append(asyncio.create_task(self.leader.run()))
-        return self.runs[-1]
-
-    def run_frontend(self) -> "asyncio.Task[LinkLostError]":
-        self.runs.append(asyncio.create_task(self.frontend.run()))
+    def run(self, end: Link) -> "asyncio.Task[LinkLostError]":
+        self.runs.append(asyncio.create_task(end.run()))
         return self.runs[-1]
 
 
@@ -167,8 +163,8 @@ async def linked(receive: Callable[[Received], None] | None = None) -> AsyncIter
 
 async def test_frames_arrive_in_order_at_both_ends() -> None:
     async with linked() as ends:
-        ends.run_leader()
-        ends.run_frontend()
+        ends.run(ends.leader)
+        ends.run(ends.frontend)
         for number in range(200):
             ends.frontend.reply(number, Predict(str(number), 1.0), bytes(number), Kind.MESSAGE)
             ends.leader.reply(number, Done(), kind=Kind.MESSAGE)
@@ -181,8 +177,8 @@ async def test_frames_arrive_in_order_at_both_ends() -> None:
 
 async def test_calls_that_are_withdrawn_end_and_their_late_replies_are_dropped() -> None:
     async with linked() as ends:
-        ends.run_leader()
-        ends.run_frontend()
+        ends.run(ends.leader)
+        ends.run(ends.frontend)
         cancelled = asyncio.Event()
         first = asyncio.create_task(ends.frontend.call(Scrape(), timeout_s=None))
         await until(lambda: len(ends.at_leader) == 1)
@@ -210,7 +206,7 @@ async def test_frames_of_a_busy_link_share_messages(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Channel, "start", counting)
     async with linked() as ends:
-        ends.run_leader()
+        ends.run(ends.leader)
         for _ in range(100):
             ends.frontend.send(Scrape())
         await until(lambda: len(ends.at_leader) == 100)
@@ -233,7 +229,7 @@ async def test_senders_wait_when_the_other_end_reads_nothing() -> None:
         assert 0 < sent <= 16
         for _ in range(20):
             ends.frontend.send(Scrape())  # small frames do not wait
-        ends.run_leader()
+        ends.run(ends.leader)
         await senders
         await until(lambda: len(ends.at_leader) == 60)
     assert sent == 40
@@ -242,7 +238,7 @@ async def test_senders_wait_when_the_other_end_reads_nothing() -> None:
 async def test_link_fails_when_the_backlog_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "_MAX_BACKLOG_BYTES", 2**24)
     async with linked() as ends:
-        running = ends.run_frontend()
+        running = ends.run(ends.frontend)
         for _ in range(40):
             ends.frontend.reply(1, Predict("r", 1.0), PIECE, Kind.MESSAGE)
         assert "did not read" in str(await running)
@@ -250,8 +246,8 @@ async def test_link_fails_when_the_backlog_is_too_large(monkeypatch: pytest.Monk
 
 async def test_link_ends_when_a_frame_is_invalid() -> None:
     async with linked() as ends:
-        running = ends.run_leader()
-        at_frontend = ends.run_frontend()
+        running = ends.run(ends.leader)
+        at_frontend = ends.run(ends.frontend)
         payload = torch.frombuffer(bytearray(INVALID["no such type"]), dtype=torch.uint8)
         await Channel(ends.frontend.world, 0, lambda _: None).send(Message(MessageKind.FRAMES, payload=payload))
         lost = await running
@@ -279,8 +275,8 @@ async def test_call_gets_its_reply_or_an_exception_and_a_stream_its_steps() -> N
                 ends.leader.reply_error(received.number, RestartFailedError("stuck"))
 
     async with linked(receive) as ends:
-        ends.run_leader()
-        running = ends.run_frontend()
+        ends.run(ends.leader)
+        running = ends.run(ends.frontend)
         assert isinstance((await ends.frontend.call(Scrape(), timeout_s=30)).body, Done)
         waiting = [asyncio.create_task(ends.frontend.call(Scrape(others=True), timeout_s=30)) for _ in range(5)]
         await until(lambda: len(works) == 5)

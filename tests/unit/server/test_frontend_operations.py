@@ -15,12 +15,6 @@ from tests.unit.server.frontend_app import MODEL, ColourPredictor, Repository, g
 ADMIN = Groups(group_of(Repository(), FrontendMetrics()))
 
 
-async def test_healthz_is_alive_when_no_stage_has_a_replica() -> None:
-    async with running_frontend(ColourPredictor(states=("absent", "broken"))) as frontend:
-        response = await frontend.client.get("/healthz")
-    assert (response.status_code, response.json()) == (200, {"alive": True})
-
-
 @pytest.mark.parametrize(
     ("states", "draining", "reason", "missing", "says"),
     [
@@ -29,16 +23,22 @@ async def test_healthz_is_alive_when_no_stage_has_a_replica() -> None:
         (("ready", "ready"), True, "draining", [], "stopping"),
     ],
 )
-async def test_readyz_reports_missing_stages_when_not_ready(
+async def test_service_is_alive_and_says_why_it_is_not_ready(
     states: tuple[ReplicaState, ...], draining: bool, reason: str, missing: list[int], says: str
 ) -> None:
+    model = f"/v2/models/{MODEL.name}"
     async with running_frontend(ColourPredictor(states=states, draining=draining)) as frontend:
-        response = await frontend.client.get("/readyz")
-    assert response.status_code == 503
-    assert response.headers["Retry-After"] == "1"
-    answer = response.json()
+        for path in ("/v2/health/ready", f"{model}/ready", f"{model}/versions/1/ready", "/readyz"):
+            response = await frontend.client.get(path)
+            assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
+            assert says in response.json()["error"]
+        answer = response.json()
+        alive = [await frontend.client.get(path) for path in ("/healthz", "/v2/health/live")]
+        [indexed] = (await frontend.client.post("/v2/repository/index")).json()
     assert (answer["ready"], answer["reason"], answer["missing_stages"]) == (False, reason, missing)
-    assert says in answer["error"]
+    assert [(each.status_code, each.json()) for each in alive] == [(200, {"alive": True}), (200, {"live": True})]
+    assert (indexed["name"], indexed["version"], indexed["state"]) == (MODEL.name, "1", "UNAVAILABLE")
+    assert says in indexed["reason"]
 
 
 async def test_status_shows_the_snapshot() -> None:
@@ -46,7 +46,7 @@ async def test_status_shows_the_snapshot() -> None:
         status = (await frontend.client.get("/status")).json()
     assert (status["model"], status["ready"], status["uptime_s"]) == (MODEL.name, False, 1.5)
     assert [stage["replicas"][0]["state"] for stage in status["stages"]] == ["ready", "broken"]
-    assert (status["state"], status["stages"][1]["replicas"][0]["world"]) == ("not_ready", "stage1-0")
+    assert (status["state"], status["stages"][1]["replicas"][0]["world"]) == ("not_ready", "s1.r0")
 
 
 async def test_openapi_describes_every_route_but_the_files_of_the_status_page() -> None:

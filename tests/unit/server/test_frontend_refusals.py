@@ -9,7 +9,7 @@ import pytest
 
 from multiworld_serving.server import errors
 from multiworld_serving.server.errors import RequestRejected
-from tests.unit.server.frontend_app import MODEL, ColourPredictor, Connection, image_bytes, running_frontend
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
 
 LABELS = {"model": MODEL.name, "version": MODEL.version, "protocol": "predict"}
 
@@ -71,16 +71,3 @@ async def test_predict_returns_504_when_the_predictor_exceeds_the_deadline(
         assert response.status_code == 504
         assert response.json()["reason"] == "deadline"
         assert frontend.predictor.cancelled == 1
-
-
-async def test_request_is_cancelled_when_the_client_disconnects_while_waiting() -> None:
-    async with running_frontend(ColourPredictor(proceed=asyncio.Event())) as frontend:
-        connection = Connection(image_bytes())
-        request = asyncio.create_task(connection.run(frontend.app))
-        await frontend.predictor.asked_times(1)
-        connection.hang_up()
-        await request
-        assert frontend.predictor.cancelled == 1
-        assert connection.sent[0]["status"] == 499
-        assert frontend.sample("multiworld_requests_total", **LABELS, code="499", reason="cancelled") == 1
-        assert frontend.sample("multiworld_requests_in_flight") == 0

@@ -55,18 +55,14 @@ async def test_request_goes_to_the_model_that_its_path_names_and_is_counted_for_
     assert counted("multiworld_images_total", {"model": "a", "version": MODEL.version}) == 0
 
 
-async def test_unknown_model_is_refused_with_the_names_of_the_others() -> None:
+async def test_request_without_a_known_model_is_refused_with_the_names_of_the_others() -> None:
     async with frontend("a", "b") as (client, metrics):
         for path in ("/v2/models/c/infer", "/predict/c"):
             response = await client.post(path, json=INFER)
             assert (response.status_code, response.json()["reason"]) == (404, "unknown_model")
             assert "there is no model 'c'; the models are 'a', 'b'" in response.json()["error"]
-    assert 'model="c"' not in metrics.text().decode(), "clients cannot create series"
-
-
-async def test_predict_without_a_name_is_refused_if_several_models_classify_images() -> None:
-    async with frontend("a", "b") as (client, _):
         response = await client.post("/predict", files={"image": image_bytes("blue")})
+    assert 'model="c"' not in metrics.text().decode(), "clients cannot create series"
     assert (response.status_code, response.json()["reason"]) == (400, "no_model_named")
     assert "send the request to /predict/a or /predict/b" in response.json()["error"]
 

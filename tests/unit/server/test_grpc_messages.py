@@ -92,13 +92,11 @@ def image(datatype: str = "UINT8", shape: list[int] = SHAPE, **contents: Any) ->
 
 DATA = ONE.numpy().tobytes()
 REFUSED: dict[str, tuple[Any, str]] = {
-    "nothing": (infer(), "length >= 1 - at `$.inputs`"),
     "no values": (infer(image()), "has its values in no field; expected raw_input_contents or uint_contents"),
     "both": (infer(image(uint_contents=[1]), raw=[DATA]), "both `contents` and `raw_input_contents`"),
     "another field": (infer(image(int_contents=[1])), "has its values in int_contents; expected"),
     "unknown datatype": (infer(image("FP99", fp32_contents=[1])), "datatype 'FP99'; send UINT8"),
     "many dimensions": (infer(image(shape=[1] * 100_000), raw=[DATA]), "expected [N, 3, 16, 16]"),
-    "stateful": (infer(image(), raw=[DATA], given={"sequence_id": 1}), "stateful"),
     "a wrong timeout": (
         infer(image(), raw=[DATA], given={"timeout": "1"}),
         "Expected `int`, got `str` - at `$.parameters.timeout`",

@@ -14,17 +14,12 @@ import httpx
 import pytest
 
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.server.api.app import create_api
-from multiworld_serving.server.api.groups import Groups
 from multiworld_serving.server.api.handler import program
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
-from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.errors import HandlerError, OverloadedError
-from multiworld_serving.server.http.limits import RequestLimits
-from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from tests.documents import ROOT
-from tests.unit.server.frontend_app import group_of
-from tests.unit.server.text_model import INFER, TEXT, TextPredictor, tensors
+from tests.unit.server.frontend_app import running_frontend
+from tests.unit.server.text_model import INFER, TEXT, tensors, text_predictor
 from tests.waiting import until
 
 GUIDE = (ROOT / "docs/models.md").read_text()
@@ -73,16 +68,8 @@ class Handler:
 async def serving(file: Path, timeout_s: float = 60.0) -> AsyncIterator[httpx.AsyncClient]:
     """A frontend of the text model with this handler."""
     with HandlerProcesses(f"{file}:Handler", timeout_s) as handler:
-        predictor = TextPredictor()
-        inference = Inference(predictor, TEXT, RequestLimits())
-        metrics = FrontendMetrics()
-        app = create_api(Groups(group_of(predictor, metrics, inference, handler)), metrics)
-        transport = httpx.ASGITransport(app)
-        async with (
-            inference.threads,
-            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
-        ):
-            yield client
+        async with running_frontend(text_predictor(), TEXT, handler=handler) as frontend:
+            yield frontend.client
 
 
 @pytest.fixture

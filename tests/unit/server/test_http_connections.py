@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.unit.server.frontend_app import ColourPredictor, image_bytes
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes
 from tests.unit.server.http_port import http_port
 from tests.waiting import until
 
@@ -41,8 +41,11 @@ async def test_half_closed_connection_is_closed_immediately(sent: int) -> None:
         client.writer.write_eof()
         assert await client.rest() == b""
         await port.until_open(0)
-        await until(lambda: port.metrics.registry.get_sample_value("multiworld_requests_in_flight") == 0)
+        await until(lambda: port.sample("multiworld_requests_in_flight") == 0)
         assert port.predictor.cancelled == (sent > len(IMAGE))
+        labels = {"model": MODEL.name, "version": MODEL.version, "protocol": "predict"}
+        withdrawn = port.sample("multiworld_requests_total", **labels, code="499", reason="cancelled")
+        assert (withdrawn or 0) == (sent > len(IMAGE))
 
 
 async def test_connection_ends_with_its_next_response_when_the_server_stops() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from contextlib import suppress
 
 import pytest
@@ -14,7 +13,7 @@ from multiworld_serving.server.api.form import extract_image
 from multiworld_serving.server.api.images import decodes_quickly, image_tensor
 from multiworld_serving.server.errors import ImageError, InvalidBodyError
 from multiworld_serving.server.predictor import ImageSizes
-from tests.unit.server.frontend_app import image_bytes
+from tests.unit.server.frontend_app import image_bytes, png
 
 MEBIBYTE = 2**20
 FILES = [
@@ -78,21 +77,13 @@ def test_random_forms_raise_only_refusals(body: bytes, header: bytes) -> None:
             assert extract_image(form, "multipart/form-data; boundary=B")
 
 
-def _png_of_chunks(count: int) -> bytes:
-    def chunk(kind: bytes, data: bytes = b"") -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 16, 16, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"teSt") * count
-
-
 def _jpeg_of_scans(count: int) -> bytes:
     plain = image_bytes(size=(24, 20), file_format="JPEG")
     return plain[:-2] + b"\xff\xda\x00\x08" * count + plain[-2:]
 
 
 BUSYWORK = {
-    "PNG of chunks": (_png_of_chunks(100_000), "more than 20000 chunks"),
+    "PNG of chunks": (png(*[(b"teSt", b"")] * 100_000), "more than 20000 chunks"),
     "JPEG of scans": (_jpeg_of_scans(10_000), "more than 200 scans"),
     "JPEG of junk": (b"\xff\xd8\xff\xe0\x00\x02" + b"A" * MEBIBYTE, "no image data"),
     "JPEG of fill bytes": (b"\xff\xd8" + b"\xff" * MEBIBYTE, "no image data"),

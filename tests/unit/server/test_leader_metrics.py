@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
+from collections.abc import Sequence
 
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics, PipelineCollector
 from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.scheduling.state import Counters
-from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, ReplicaState, StageSnapshot
+from multiworld_serving.server.snapshots import ReplicaState
+from tests.unit.server.pipelines import pipeline
 
 
-def stage(index: int, *states: ReplicaState) -> StageSnapshot:
-    replicas = (
-        ReplicaSnapshot(slot, state, f"w{slot}", worker=f"worker-{slot}", host="h", in_flight=2)
-        for slot, state in enumerate(states)
-    )
-    return StageSnapshot(index, ("stem",), tuple(replicas))
-
-
-def leader_metrics(*stages: StageSnapshot, counters: Counters | None = None) -> LeaderMetrics:
-    """The metrics of a leader with these stages."""
-    metrics = LeaderMetrics()
-    now = PipelineSnapshot("m", "v", True, False, 1.0, 3, 4, stages)
+def leader_metrics(*stages: Sequence[ReplicaState], counters: Counters | None = None) -> LeaderMetrics:
+    """The metrics of a leader with these replicas."""
+    metrics, now = LeaderMetrics(), pipeline(*stages)
     metrics.derived.register(PipelineCollector(lambda: now, counters or Counters()))
     return metrics
 
 
 def busy_leader() -> LeaderMetrics:
     """The metrics of a leader to which everything has happened that adds series."""
-    metrics = leader_metrics(stage(0, "ready", "broken"))
+    metrics = leader_metrics(("ready", "broken"))
     metrics.link(0, 1)
     metrics.world_broken(0, 1, "exit", 0.02)
     metrics.replicas_wanted.labels(0).set(1.5)
@@ -48,7 +41,7 @@ def busy_frontend() -> FrontendMetrics:
 
 def test_pipeline_is_derived_from_its_snapshot() -> None:
     counters = Counters(hedges=Tally(won=2), reroutes=Tally({1: 1}))
-    metrics = leader_metrics(stage(0, "ready", "joining"), stage(1, "ready"), counters=counters)
+    metrics = leader_metrics(("ready", "joining"), ("ready",), counters=counters)
     value = metrics.derived.get_sample_value
     assert (value("multiworld_queue_depth"), value("multiworld_redundancy")) == (3, 0)
     assert value("multiworld_hedges_total", {"outcome": "won"}) == 2
@@ -60,7 +53,7 @@ def test_pipeline_is_derived_from_its_snapshot() -> None:
         slot = {"stage": "0", "replica": replica}
         assert value("multiworld_world_up", {"world": f"s0.r{replica}", **slot}) == up
         assert value("multiworld_replica_in_flight", slot) == 2
-    assert value("multiworld_world_worker", {"world": "s0.r1", "worker": "worker-1", "host": "h"}) == 1
+    assert value("multiworld_world_worker", {"world": "s0.r1", "worker": "local-1", "host": "h"}) == 1
 
 
 def test_failures_of_a_slot_start_at_zero_and_add_no_series() -> None:

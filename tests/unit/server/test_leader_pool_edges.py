@@ -14,14 +14,14 @@ from multiworld_serving.common.wire.protocol import Kind, Received, rows_payload
 from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.messages import Predict, Rejection, Scrape
-from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ImageSizes, Prediction
 from tests.unit.edges.edge_parts import edges
-from tests.unit.server.fake_leaders import FakeLeader, prediction
+from tests.unit.server.fake_leaders import FakeLeader, Pool, prediction
 from tests.unit.server.image_model import image_classifier
 
 IMAGE = torch.randint(0, 256, (3, 4, 4), dtype=torch.uint8)
 ANSWERS = torch.rand(2, 2)
+MODEL = image_classifier("m", "v1", ("?",) * 2, ImageSizes(4, 4))
 
 
 class EdgeLeader(FakeLeader):
@@ -65,30 +65,18 @@ class EdgeLeader(FakeLeader):
         return body
 
 
-def pool_with(frontend: Edges) -> tuple[LeaderPool, FrontendMetrics]:
-    metrics = FrontendMetrics()
-    pool = LeaderPool(5.0, metrics, lambda _: None, frontend)
-    pool.model.set_result(image_classifier("m", "v1", ("?",) * 2, ImageSizes(4, 4)))
-    return pool, metrics
-
-
 async def predict(pool: LeaderPool) -> Prediction:
     return await pool.predict(IMAGE[None], deadline_s=time.monotonic() + 30, request_id="mine")
 
 
-def resubmitted(metrics: FrontendMetrics, reason: str) -> float:
-    name = "multiworld_requests_resubmitted_total"
-    return metrics.registry.get_sample_value(name, {"model": "", "reason": reason}) or 0.0
-
-
 async def test_image_stays_at_the_frontend_and_the_answer_at_the_worker() -> None:
     async with edges("f") as frontend, edges("w") as worker:
-        pool, _ = pool_with(frontend)
-        leader = EdgeLeader(pool, frontend)
+        made = Pool(frontend=frontend, model=MODEL)
+        leader = EdgeLeader(made.pool, frontend)
         number = worker.store.put("leader", ANSWERS)
         assert number is not None
         leader.kept = (Source(worker.holder, (RowRef(number, 1),), (0,)),)
-        found = await predict(pool)
+        found = await predict(made.pool)
         assert torch.equal(found.output, ANSWERS[1:])
         assert (found.kept, found.attempts) == ((), 1)
         [image] = leader.images
@@ -100,30 +88,30 @@ async def test_image_stays_at_the_frontend_and_the_answer_at_the_worker() -> Non
 @pytest.mark.parametrize("gone", [True, False])
 async def test_request_is_sent_again_and_its_answer_relayed_when_it_cannot_be_fetched(gone: bool) -> None:
     async with edges("f") as frontend, edges("w") as worker:
-        pool, metrics = pool_with(frontend)
-        leader = EdgeLeader(pool, frontend)
+        made = Pool(frontend=frontend, model=MODEL)
+        leader = EdgeLeader(made.pool, frontend)
         holder = worker.holder if gone else "127.0.0.1:1/abc"
         leader.kept = (Source(holder, (RowRef(99, 0),), (0,)),)
-        found = await predict(pool)
+        found = await predict(made.pool)
         assert torch.equal(found.output, torch.tensor([[0.25, 0.75]]))
         assert found.attempts == 2
         assert (leader.last.fetches, leader.last.unreachable) == (False, None if gone else holder)
-        assert resubmitted(metrics, "answer_lost") == 1
+        assert made.resubmitted("answer_lost") == 1
 
 
 async def test_images_are_sent_until_the_link_is_formed_again_when_a_worker_cannot_fetch_one() -> None:
     async with edges("f") as frontend:
-        pool, metrics = pool_with(frontend)
-        leader = EdgeLeader(pool, frontend)
+        made = Pool(frontend=frontend, model=MODEL)
+        leader = EdgeLeader(made.pool, frontend)
         leader.unreachable = True
-        await predict(pool)
-        await predict(pool)
+        await predict(made.pool)
+        await predict(made.pool)
         assert [payload == IMAGE.numpy().tobytes() for _, payload in leader.got] == [False, True, True]
-        assert resubmitted(metrics, "relay") == 1
+        assert made.resubmitted("relay") == 1
         leader.unreachable = False
         leader._on_lost()
         leader.tells()
-        await predict(pool)
+        await predict(made.pool)
         assert leader.images[-1] is not None
 
 
@@ -132,16 +120,16 @@ async def test_image_is_sent_when_the_memory_for_edges_is_used_up(
 ) -> None:
     monkeypatch.setattr("multiworld_serving.common.edges.edges._MAX_KEPT_BYTES", 10)
     async with edges("f") as frontend:
-        pool, _ = pool_with(frontend)
-        leader = EdgeLeader(pool, frontend)
-        await predict(pool)
+        made = Pool(frontend=frontend, model=MODEL)
+        leader = EdgeLeader(made.pool, frontend)
+        await predict(made.pool)
         assert leader.images == [None]
 
 
 async def test_rows_of_one_request_come_from_workers_and_from_the_leader_in_their_order() -> None:
     async with edges("f") as frontend, edges("a") as first, edges("b") as second:
-        pool, _ = pool_with(frontend)
-        leader = EdgeLeader(pool, frontend)
+        made = Pool(frontend=frontend, model=MODEL)
+        leader = EdgeLeader(made.pool, frontend)
         rows, numbers = torch.rand(4, 2), []
         for worker, own in ((first, [3, 0]), (second, [2])):
             numbers.append(worker.store.put("leader", torch.cat([torch.zeros(1, 2), rows[own]])))
@@ -153,7 +141,7 @@ async def test_rows_of_one_request_come_from_workers_and_from_the_leader_in_thei
         )
         leader.rest = rows[1:2]
         images = torch.stack([IMAGE + at for at in range(4)])
-        found = await pool.predict(images, deadline_s=time.monotonic() + 30, request_id="mine")
+        found = await made.pool.predict(images, deadline_s=time.monotonic() + 30, request_id="mine")
         assert torch.equal(found.output, rows)
         assert leader.last.rows == 4
         [sent] = leader.images

@@ -9,7 +9,7 @@ from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.process import check_memory
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.main import _prepare
-from tests.bundles import classifier_bundle
+from tests.bundles import PREVIEW
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +41,8 @@ def test_container_memory_is_the_limit_when_it_is_lower(machine: Path) -> None:
 
 
 def test_leader_refuses_a_model_that_does_not_fit_beside_the_others(machine: Path) -> None:
-    classifier_bundle(machine / "bundle")
     (machine / "meminfo").write_text("MemAvailable: 1 kB\n")
-    settings = LeaderSettings(model=str(machine / "bundle"), stages=1, replicas=3, spares=1, local_memory=True)
+    settings = LeaderSettings(model=str(PREVIEW), stages=1, replicas=3, spares=1, local_memory=True)
     with pytest.raises(UserError, match=r"does not fit into the memory: 1 stages x 3 replicas \+ 1 spares needs .* MB"):
         _prepare(settings)
     _prepare(settings.model_copy(update={"local_memory": False}))

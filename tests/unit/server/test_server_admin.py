@@ -18,7 +18,8 @@ from multiworld_serving.server.api.app import Application, create_admin_app
 from multiworld_serving.server.api.groups import Groups
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ModelVersion, RestartStep
-from tests.unit.server.frontend_app import Connection, Repository, group_of
+from tests.unit.server.frontend_app import Repository, group_of
+from tests.unit.server.http_port import http_port
 
 RESTART = "/admin/rolling-restart"
 LOAD, UNLOAD = "/v2/repository/models/m/load", "/v2/repository/models/m/unload"
@@ -142,10 +143,9 @@ async def test_load_is_cancelled_when_the_client_disconnects() -> None:
 
     repository = Repository()
     repository.load_version = load  # type: ignore[method-assign]
-    connection = Connection(b"{}", LOAD)
-    loading = asyncio.create_task(connection.run(admin_app(repository)))
-    async with asyncio.timeout(60):
+    async with http_port(app=admin_app(repository)) as port, asyncio.timeout(60):
+        client = await port.open()
+        await client.say(f"POST {LOAD} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{{}}".encode())
         await begun.wait()
-        connection.hang_up()
-        await loading
-    assert given_up.is_set()
+        await client.close()
+        await given_up.wait()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from multiworld_serving.server.snapshots import (
@@ -13,17 +11,8 @@ from multiworld_serving.server.snapshots import (
     ReplicaSnapshot,
     ReplicaState,
     ServiceState,
-    StageSnapshot,
 )
-
-
-def pipeline(*stages: tuple[ReplicaState, ...], ready: bool = True, **more: Any) -> PipelineSnapshot:
-    made = tuple(
-        StageSnapshot(index, (), tuple(ReplicaSnapshot(slot, state) for slot, state in enumerate(states)))
-        for index, states in enumerate(stages)
-    )
-    return PipelineSnapshot("m", "v", ready, more.pop("draining", False), 1.0, 0, 0, made, **more)
-
+from tests.unit.server.pipelines import pipeline
 
 UP: tuple[ReplicaState, ...] = ("ready", "ready")
 REFUSED = ReplicaSnapshot(
@@ -48,7 +37,7 @@ HERE, GONE = LeaderSnapshot("a:1", "ready", "leader-0"), LeaderSnapshot("b:1", "
             ("stage 1 has no ready replica (broken, loading)",),
         ),
         (
-            PipelineSnapshot("m", "v", False, False, 1.0, 0, 0, (StageSnapshot(0, (), (REFUSED,)),)),
+            pipeline((REFUSED,), ready=False),
             "not_ready",
             ("stage 0 has no ready replica (broken): local-0 cannot serve stage 0: index out of range",),
         ),
@@ -65,7 +54,7 @@ def test_state_follows_from_replicas_and_leaders(
 
 def test_pipeline_has_failed_when_all_replicas_of_a_stage_have_reported_errors() -> None:
     def failure(*replicas: ReplicaSnapshot) -> str:
-        return PipelineSnapshot("m", "v", False, False, 1.0, 0, 0, (StageSnapshot(0, (), replicas),)).failure
+        return pipeline(replicas, ready=False).failure
 
     assert "index out of range" in failure(REFUSED, REFUSED)
     lost = ReplicaSnapshot(1, "broken", last_failure=FailureSnapshot("exit", "it has ended", 0.0))

@@ -11,19 +11,14 @@ BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 PAGE = files("multiworld_serving.server.api") / "status_page"
 
 
-async def test_browsers_get_the_page_and_programs_the_list() -> None:
+async def test_browsers_get_a_page_that_may_load_only_its_own_existing_files_and_programs_get_a_list() -> None:
     async with running_frontend() as frontend:
         page = await frontend.client.get("/", headers={"Accept": BROWSER})
         listing = await frontend.client.get("/", headers={"Accept": "*/*"})
-    assert page.headers["Content-Type"] == "text/html; charset=utf-8"
-    assert listing.json()["service"] == "multiworld-serving"
-    assert listing.json()["endpoints"]["POST /predict"].startswith("Classify"), "try.js reads it"
-    assert page.headers["Vary"] == listing.headers["Vary"] == "Accept"
-
-
-async def test_page_may_load_only_its_own_existing_files() -> None:
-    async with running_frontend() as frontend:
-        page = await frontend.client.get("/", headers={"Accept": BROWSER})
+        assert page.headers["Content-Type"] == "text/html; charset=utf-8"
+        assert listing.json()["service"] == "multiworld-serving"
+        assert listing.json()["endpoints"]["POST /predict"].startswith("Classify"), "try.js reads it"
+        assert page.headers["Vary"] == listing.headers["Vary"] == "Accept"
         policy = dict(part.strip().split(" ", 1) for part in page.headers["Content-Security-Policy"].split(";"))
         assert policy["default-src"] == "'none'"
         assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"

@@ -172,3 +172,36 @@ async def test_decompressed_bytes_count_while_other_bodies_are_held() -> None:
     async with running_frontend(max_body_bytes=held // 2, max_held_bytes=held // 2) as frontend:
         alone = request(binary_tensor("BYTES", [3], elements(*[FILE] * 3)))
         assert (await frontend.client.post(INFER, **alone)).status_code == 200
+
+
+async def test_maximum_images_per_request_fit_into_a_body() -> None:
+    async with running_frontend(max_body_bytes=3 * SIDE * SIDE * 5 + 1) as frontend:
+        assert (await frontend.client.get(f"/v2/models/{MODEL.name}/config")).json()["max_batch_size"] == 5
+        files = request(binary_tensor("BYTES", [6], elements(*[image_bytes("red", (8, 8))] * 6)))
+        refused = await frontend.client.post(INFER, **files)
+    assert refused.status_code == 400
+    assert "expected 1 to 5" in refused.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("other", "the only model is 'meancolour'"),
+        ("meancolour/versions/2", "the only version is '1', with the weights"),
+        ("meancolour/versions/01", "the only version is '1'"),
+        ("meancolour/versions/weights v1 ü", "the only version is '1'"),
+        ("%2e%2e", "the only model is 'meancolour'"),
+        ("meancolour%00", "the only model is 'meancolour'"),
+        ("MEANCOLOUR", "the only model is 'meancolour'"),
+        ("m" * 5000, "the only model is 'meancolour'"),
+    ],
+)
+async def test_unknown_models_and_versions_get_404_with_the_known_ones(model: str, says: str) -> None:
+    async with running_frontend() as frontend:
+        for suffix in ("", "/config", "/stats", "/ready", "/infer"):
+            method = "POST" if suffix == "/infer" else "GET"
+            response = await frontend.client.request(method, f"/v2/models/{model}{suffix}")
+            assert response.status_code == 404
+            assert response.json()["reason"] == "unknown_model"
+            assert says in response.json()["error"]
+            assert len(response.json()["error"]) < 300

@@ -10,17 +10,15 @@ import torch
 
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.server.api.oip.tensors import BINARY_ONLY, DATATYPES
-from multiworld_serving.server.predictor import Prediction, ServedModel
+from multiworld_serving.server.predictor import ImageSizes, Prediction, ServedModel
 from tests.unit.server.frontend_app import ColourPredictor, image_bytes, running_frontend
 from tests.unit.server.text_model import (
     INFER,
-    SEGMENTS,
     TEXT,
-    SegmentsPredictor,
-    TextPredictor,
     binary,
     binary_outputs,
     tensors,
+    text_predictor,
 )
 from tests.unit.server.v2_requests import elements
 
@@ -31,7 +29,7 @@ SUMS = {"name": "sums"}
 
 
 async def test_rows_of_a_request_are_computed_and_answered_together() -> None:
-    predictor = TextPredictor()
+    predictor = text_predictor()
     async with running_frontend(predictor, TEXT) as frontend:
         given = tensors(IDS.tolist(), MASK.tolist())
         asked = {"inputs": given[::-1], "outputs": [{"name": "ids"}, SUMS]}
@@ -44,7 +42,7 @@ async def test_rows_of_a_request_are_computed_and_answered_together() -> None:
 
 
 async def test_tensors_travel_as_binary_data_in_both_directions() -> None:
-    async with running_frontend(TextPredictor(), TEXT) as frontend:
+    async with running_frontend(text_predictor(), TEXT) as frontend:
         every = await frontend.client.post(INFER, **binary(GIVEN, parameters={"binary_data_output": True}))
         mixed = await frontend.client.post(
             INFER, **binary(GIVEN, outputs=[{"name": "halves", "parameters": {"binary_data": True}}, SUMS])
@@ -58,7 +56,7 @@ async def test_tensors_travel_as_binary_data_in_both_directions() -> None:
 
 
 async def test_metadata_describes_inputs_outputs_and_dimensions() -> None:
-    async with running_frontend(TextPredictor(), TEXT) as frontend:
+    async with running_frontend(text_predictor(), TEXT) as frontend:
         found = (await frontend.client.get("/v2/models/text")).json()
         config = (await frontend.client.get("/v2/models/text/config")).json()
     assert found["inputs"] == [
@@ -131,7 +129,7 @@ async def test_request_that_does_not_fit_the_model_is_refused_with_what_was_expe
     arguments, says = REFUSED[name]
     if "json" in arguments and "outputs" not in arguments["json"] and name != "BF16 as JSON":
         arguments["json"]["outputs"] = [SUMS]
-    async with running_frontend(TextPredictor(), TEXT) as frontend:
+    async with running_frontend(text_predictor(), TEXT) as frontend:
         response = await frontend.client.post(INFER, **arguments)
     assert response.status_code == 400, response.text
     assert says in response.json()["error"]
@@ -187,7 +185,15 @@ async def test_inputs_that_are_not_finite_are_treated_alike_as_json_and_as_binar
 
 
 async def test_images_without_labels_are_answered_with_tensors_and_not_at_predict() -> None:
-    async with running_frontend(SegmentsPredictor(), SEGMENTS) as frontend:
+    image = TensorSpec("image", "uint8", ("batch", 3, 16, 16))
+    model = ServedModel(
+        "segments", "v1", (image,), (TensorSpec("out", "float32", ("batch", 2)),), {}, ImageSizes(18, 16)
+    )
+
+    def brightness(rows: torch.Tensor) -> Prediction:
+        return Prediction(rows.float().mean(dim=(2, 3))[:, :2], "segments", "v1", 0, 0, 0, 1, ("w",))
+
+    async with running_frontend(ColourPredictor(answer=brightness), model) as frontend:
         given = ("image", "BYTES", torch.frombuffer(bytearray(elements(image_bytes("white"))), dtype=torch.uint8))
         sent = binary([given])
         head, _, data = sent["content"].partition(b"}}]}")
@@ -196,6 +202,6 @@ async def test_images_without_labels_are_answered_with_tensors_and_not_at_predic
         answer = await frontend.client.post("/v2/models/segments/infer", **sent)
         refused = await frontend.client.post("/predict", files={"image": image_bytes()})
     assert answer.status_code == 200, answer.text
-    assert answer.json()["outputs"] == [{"name": "out", "datatype": "FP32", "shape": [1, 2, 2], "data": [255.0] * 4}]
+    assert answer.json()["outputs"] == [{"name": "out", "datatype": "FP32", "shape": [1, 2], "data": [255.0] * 2}]
     assert (refused.status_code, refused.json()["reason"]) == (404, "wrong_path")
     assert "does not have labels; send its inputs to /v2/models/segments/infer" in refused.json()["error"]

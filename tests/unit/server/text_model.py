@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -10,8 +9,7 @@ import torch
 from torch import Tensor
 
 from multiworld_serving.models.bundle.manifest import TensorSpec
-from multiworld_serving.server.predictor import ImageSizes, Prediction, ServedModel
-from multiworld_serving.server.snapshots import PipelineSnapshot
+from multiworld_serving.server.predictor import Prediction, ServedModel
 from tests.unit.server.frontend_app import ColourPredictor
 from tests.unit.server.v2_requests import binary_tensor, parts, request
 
@@ -27,41 +25,17 @@ TEXT = ServedModel(
     {"batch": (1, 8), "tokens": (2, 6)},
 )
 INFER = "/v2/models/text/infer"
-SEGMENTS = ServedModel(
-    "segments",
-    "v1",
-    (TensorSpec("image", "uint8", ("batch", 3, 16, 16)),),
-    (TensorSpec("out", "float32", ("batch", 2, 2)),),
-    {},
-    ImageSizes(18, 16),
-)
 
 
-class TextPredictor(ColourPredictor):
-    """Sums the ids where the mask is set, halves them, and returns them. Remembers the keys."""
+def text_predictor() -> ColourPredictor:
+    """Sums the ids where the mask is set, halves them, and returns them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys: list[str] = []
-
-    def snapshot(self) -> PipelineSnapshot:
-        return replace(super().snapshot(), model=TEXT.name, version=TEXT.version)
-
-    async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
-        self.keys.append(key)
+    def answer(rows: Tensor) -> Prediction:
         ids, mask = TEXT.input_rows.unpack(rows)
         outputs = ((ids * mask).sum(1).float(), (ids / 2).bfloat16(), ids)
         return Prediction(TEXT.output_rows.pack(outputs), "text", "v1", 0, 0, 0, 1, ("w",))
 
-
-class SegmentsPredictor(ColourPredictor):
-    """Says how bright an image is."""
-
-    async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
-        assert rows.shape[1:] == (3, 16, 16)
-        return Prediction(
-            rows.float().mean(dim=(1, 2, 3))[:, None, None].expand(-1, 2, 2), "segments", "v1", 0, 0, 0, 1, ("w",)
-        )
+    return ColourPredictor(answer=answer, serves=TEXT)
 
 
 def tensors(ids: list[list[int]], mask: list[list[bool]] | None = None) -> list[dict[str, Any]]:

@@ -1,55 +1,53 @@
 """A process that cannot continue ends, whatever state it is in."""
 
-import subprocess
+import asyncio
+import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+import uvloop
 
-from multiworld_serving.workers.exit_timer import is_out_of_memory
+from multiworld_serving.workers.exit_timer import arm_exit_timer, handle_loop_errors, is_out_of_memory
+from tests.nursery import NURSERY, ForkedProcess
 
-TREE = Path(__file__).parents[3]
 
-CALLBACK_WITHOUT_MEMORY = """
-import asyncio, uvloop
-from multiworld_serving.workers import exit_timer as exit_timer
+def run_out_of_memory_in_a_callback() -> None:
+    def callback() -> None:
+        raise MemoryError("no room")
 
-def callback():
-    raise MemoryError("no room")
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        handle_loop_errors(loop)
+        loop.call_soon(callback)
+        await loop.create_future()  # what the callback was to set
 
-async def main():
-    loop = asyncio.get_running_loop()
-    exit_timer.handle_loop_errors(loop)
-    loop.call_soon(callback)
-    await loop.create_future()  # what the callback was to set
+    uvloop.run(main())
 
-uvloop.run(main())
-"""
 
-ENDS_IN_TIME = """
-from multiworld_serving.workers.exit_timer import arm_exit_timer
-arm_exit_timer(60.0)
-print("in good order")
-"""
+def end_in_time() -> None:
+    arm_exit_timer(60.0)
+    print("in good order", file=sys.stderr)
 
 
 def outcome(program: str) -> tuple[int, str]:
-    """Exit status and output."""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=TREE, check=False
-    )
-    return done.returncode, done.stdout + done.stderr
+    """Exit status of a process that calls this function, and what it has written."""
+    reader, writer = os.pipe()
+    process = ForkedProcess(NURSERY.fork(f"{__name__}:{program}", (), writer))
+    os.close(writer)
+    with os.fdopen(reader) as written:
+        said = written.read()
+    return process.wait(60), said
 
 
 def test_process_ends_by_its_timer_when_a_callback_ran_out_of_memory() -> None:
-    status, said = outcome(CALLBACK_WITHOUT_MEMORY)
+    status, said = outcome("run_out_of_memory_in_a_callback")
     assert status == -14
     assert "MemoryError: no room" in said
 
 
 def test_regular_exit_is_not_interrupted() -> None:
-    assert outcome(ENDS_IN_TIME) == (0, "in good order\n")
+    assert outcome("end_in_time") == (0, "in good order\n")
 
 
 def too_large_for_torch() -> BaseException:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import cast
@@ -22,6 +21,7 @@ from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.session import Session
 from multiworld_serving.workers.settings import WorkerSettings
 from tests.unit.edges.edge_parts import unused_edges
+from tests.waiting import Gate
 
 SECRET = "a-secret-of-this-test"
 
@@ -87,19 +87,13 @@ async def test_building_a_stage_has_a_longer_limit_than_computing_a_batch(
 ) -> None:
     monkeypatch.setattr("multiworld_serving.workers.leader_connection._BATCH_STUCK_S", 0.1)
     monkeypatch.setattr("multiworld_serving.workers.leader_connection.arm_exit_timer", lambda seconds: None)
-    begun, proceed = threading.Event(), threading.Event()
-
-    def work() -> None:
-        begun.set()
-        assert proceed.wait(60)
-
-    session = cast(Session, SimpleNamespace(device_failed=False))
+    session, work = cast(Session, SimpleNamespace(device_failed=False)), Gate()
     working = asyncio.create_task(engine.run(session, work, is_batch=is_batch))
-    await asyncio.to_thread(begun.wait, 60)
+    await work.until_begun()
     looking = asyncio.create_task(connection(1, engine)._raise_if_stuck(session))
     done, _ = await asyncio.wait({looking}, timeout=60 if is_batch else 0.5)
     assert bool(done) == is_batch
-    proceed.set()
+    work.open()
     await working
     if is_batch:
         with pytest.raises(StuckError, match="computing"):

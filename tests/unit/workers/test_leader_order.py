@@ -1,7 +1,6 @@
 """Which leader a worker obeys, and what the leaders are told about what it holds."""
 
 import asyncio
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,7 +11,7 @@ from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.workers import leader_order
 from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.stage_loader import AssignedStage
-from tests.bundles import PREVIEW, classifier_bundle
+from tests.bundles import PREVIEW
 from tests.cut_bundles import bundle_plan
 
 FIRST, LAST = (plan.spec for plan in bundle_plan(read_bundle(PREVIEW), 2))
@@ -124,10 +123,3 @@ async def test_leader_that_assigns_nothing_delays_the_later_ones_for_a_limited_t
     with order.attempt(0), order.attempt(1):
         async with asyncio.timeout(60):
             await order.until_earlier_leaders_assigned(1)
-
-
-def test_part_is_the_same_for_all_versions_and_differs_between_stages(tmp_path: Path) -> None:
-    versions = [bundle_plan(classifier_bundle(tmp_path / str(seed), seed), 2) for seed in (0, 1)]
-    (first, last), other = ([plan.spec.part for plan in plans] for plans in versions)
-    assert other == [first, last]
-    assert first != last

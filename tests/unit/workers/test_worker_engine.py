@@ -1,7 +1,6 @@
 """The computing thread of a worker: the order of jobs of different owners."""
 
 import asyncio
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,15 @@ from torch import nn
 
 from multiworld_serving.models.bundle import stage as bundle_stage
 from multiworld_serving.models.bundle.checking import check_graph
+from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.models.optimize.deviation import deviation
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.engine import Engine, StageTask
-from tests.bundles import classifier_bundle
+from tests.bundles import PREVIEW
 from tests.cut_bundles import bundle_plan
 from tests.resnets import sent_stage, sent_weights
+from tests.waiting import Gate
 
 
 @pytest.fixture
@@ -26,20 +27,6 @@ def engine():  # type: ignore[no-untyped-def]
     made = Engine(torch.device("cpu"))
     yield made
     made.close()
-
-
-class Gate:
-    """A job that holds the thread until it is opened."""
-
-    def __init__(self) -> None:
-        self.begun, self._open = threading.Event(), threading.Event()
-
-    def __call__(self) -> None:
-        self.begun.set()
-        assert self._open.wait(60)
-
-    def open(self) -> None:
-        self._open.set()
 
 
 async def asked(engine: Engine, owner: str, *calls: Callable[[], object]) -> list[asyncio.Task[object]]:
@@ -51,7 +38,7 @@ async def asked(engine: Engine, owner: str, *calls: Callable[[], object]) -> lis
 async def test_jobs_of_all_owners_run_in_the_order_of_submission(engine: Engine) -> None:
     done, gate = list[int](), Gate()
     tasks = await asked(engine, "one", gate, lambda: done.append(0))
-    await asyncio.to_thread(gate.begun.wait, 60)
+    await gate.until_begun()
     tasks += await asked(engine, "other", lambda: done.append(1))
     tasks += await asked(engine, "one", lambda: done.append(2))
     gate.open()
@@ -62,7 +49,7 @@ async def test_jobs_of_all_owners_run_in_the_order_of_submission(engine: Engine)
 async def test_cancelled_jobs_do_not_start(engine: Engine) -> None:
     done, gate = list[str](), Gate()
     first = await asked(engine, "staying", gate)
-    await asyncio.to_thread(gate.begun.wait, 60)
+    await gate.until_begun()
     dropped = await asked(engine, "leaving", lambda: done.append("leaving"))
     for task in dropped:
         task.cancel()
@@ -91,8 +78,8 @@ async def test_gpu_is_lost_to_the_process_when_it_fails_further_calls_after_an_e
     assert not await engine.has_failed("one", RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
 
 
-async def test_stage_is_computed_in_the_assigned_execution_mode(engine: Engine, tmp_path: Path) -> None:
-    plan = bundle_plan(classifier_bundle(tmp_path / "bundle"), 1)[0]
+async def test_stage_is_computed_in_the_assigned_execution_mode(engine: Engine) -> None:
+    plan = bundle_plan(read_bundle(PREVIEW), 1)[0]
     spec, weights, batch = plan.spec, sent_weights(plan), plan.spec.example(3)
     with torch.inference_mode():
         expected = sent_stage(plan)(batch)
@@ -106,7 +93,7 @@ async def test_stage_is_computed_in_the_assigned_execution_mode(engine: Engine, 
 
 
 async def test_successor_loads_a_stage_without_measuring_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, file = bundle_plan(classifier_bundle(tmp_path / "bundle"), 1)[0], tmp_path / "cores"
+    plan, file = bundle_plan(read_bundle(PREVIEW), 1)[0], tmp_path / "cores"
     file.touch()
     task = StageTask(plan.spec, sent_weights(plan), 2, Tuning(optimize="fused"), b"d" * 32)
     computed: list[int] = []
