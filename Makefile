@@ -58,10 +58,10 @@ bench: $(STAMP) ## Run the benchmarks, or one of them: make bench ARGS="send_rec
 chaos: $(STAMP) ## Inject every kind of fault under load, about two minutes; longer: make chaos ARGS="--rounds 6".
 	exec $(BIN)/multiworld chaos $(ARGS)
 
-peers: $(STAMP) .venv-peers/.installed ## Kill workers of LitServe, mosec and this service, and compare the effects.
+peers: $(STAMP) .venv-peers/.installed ## Kill workers of LitServe, mosec, Ray Serve and this service, and compare the effects.
 	exec $(BIN)/python -m benchmarks.kill_peers --python .venv-peers/bin/python $(ARGS)
 
-throughput: $(STAMP) .venv-peers/.installed ## Compare throughput and latency with FastAPI, LitServe and mosec, about ten minutes.
+throughput: $(STAMP) .venv-peers/.installed ## Compare throughput and latency with FastAPI, LitServe, mosec and Ray Serve, about ten minutes.
 	exec $(BIN)/python -m benchmarks.throughput --python .venv-peers/bin/python $(ARGS)
 
 gpu: $(STAMP) ## Run all GPU tests and benchmarks, at most nine minutes; report in build/gpu. Does nothing without a GPU.

@@ -1,4 +1,4 @@
-"""Repeated `kill -9` of a worker under load: LitServe, mosec and this service with the same model.
+"""Repeated `kill -9` of a worker under load: LitServe, mosec, Ray Serve and this service with the same model.
 
     python -m venv .venv-peers && .venv-peers/bin/pip install -e '.[peers]'
     .venv/bin/python -m benchmarks.kill_peers --python .venv-peers/bin/python --json kills.json
@@ -143,17 +143,21 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--every-s", type=float, default=20.0)
     parser.add_argument("--json", type=Path, help="write each request to this file")
+    parser.add_argument("--only", nargs="+", help="servers whose names begin so")
     options = parser.parse_args()
     compared: dict[str, Callable[[], AbstractContextManager[Running]]] = {
         "LitServe, 2 workers": lambda: peer(options.python, "litserve_server", as_json=True),
         "mosec, 2 workers": lambda: peer(
             options.python, "mosec_server", "--address", "127.0.0.1", "--timeout", f"{HUNG_S * 1e3:.0f}"
         ),
+        "Ray Serve, 2 replicas": lambda: peer(options.python, "ray_server"),
         "this, 1 stage x 2 replicas": lambda: ours(1, 2),
         "this, 2 stages x 2 replicas": lambda: ours(2, 2),
     }
     outcomes = []
     for name, server in compared.items():
+        if options.only and not name.startswith(tuple(options.only)):
+            continue
         print(f"== {name}", flush=True)
         outcomes.append(measure(name, server(), kills=options.kills, clients=options.clients, every_s=options.every_s))
     report(outcomes)

@@ -137,6 +137,7 @@ def servers(jpeg: bytes, options: argparse.Namespace) -> dict[str, Callable[[], 
         "LitServe, 2 workers": lambda: theirs("litserve_server", as_json=True, workers=2),
         "mosec": lambda: theirs("mosec_server", *mosec),
         "mosec, 2 workers": lambda: theirs("mosec_server", *mosec, workers=2),
+        "Ray Serve, 2 replicas": lambda: theirs("ray_server", workers=2),
     }
 
 

@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from benchmarks.peers.model import Classifier, options
 
 if __name__ == "__main__":
-    classifier = Classifier()
+    classifier = Classifier(options())
     app = FastAPI()
 
     @app.post("/predict")

@@ -13,7 +13,7 @@ class Api(litserve.LitAPI):  # type: ignore[misc]
     """One worker."""
 
     def setup(self, device: str) -> None:
-        self.classifier = Classifier()
+        self.classifier = Classifier(options())
 
     def decode_request(self, request: dict[str, str]) -> torch.Tensor:
         return self.classifier.tensor(base64.b64decode(request["image"]))

@@ -31,8 +31,7 @@ def options() -> argparse.Namespace:
 class Classifier:
     """The model in one worker. To make one is to be ready: the worker's process id is in the folder of `--pids` then."""
 
-    def __init__(self) -> None:
-        chosen = options()
+    def __init__(self, chosen: argparse.Namespace) -> None:
         if chosen.threads:
             torch.set_num_threads(chosen.threads)
         torch.manual_seed(0)

@@ -12,7 +12,7 @@ class Inference(mosec.Worker):  # type: ignore[misc]
     """One worker."""
 
     def __init__(self) -> None:
-        self.classifier = Classifier()
+        self.classifier = Classifier(options())
 
     def deserialize(self, data: bytes) -> torch.Tensor:
         return self.classifier.tensor(data)
