@@ -46,13 +46,17 @@ class ServiceFailedError(Exception):
 
 
 def start_program(arguments: Sequence[str]) -> "subprocess.Popen[str]":
-    """Start `multiworld` with these arguments, without settings from the environment."""
+    """Start `multiworld` with these arguments, without settings from the environment.
+
+    It has a process group of its own: Ctrl-C and `timeout` signal the group of the caller, which ends the load before the service.
+    """
     return subprocess.Popen(  # noqa: S603 - program and arguments are ours
         [*PROGRAM, *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         env={name: value for name, value in os.environ.items() if not name.startswith("MULTIWORLD_")},
+        process_group=0,
     )
 
 

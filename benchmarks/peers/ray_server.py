@@ -17,7 +17,7 @@ class Inference:
     def __init__(self, chosen: argparse.Namespace) -> None:
         self.classifier = Classifier(chosen)
 
-    @serve.batch(max_batch_size=MAX_BATCH_SIZE, batch_wait_timeout_s=BATCH_TIMEOUT_S)
+    @serve.batch(max_batch_size=MAX_BATCH_SIZE, batch_wait_timeout_s=BATCH_TIMEOUT_S)  # type: ignore[untyped-decorator]
     async def classify(self, bodies: list[bytes]) -> list[dict[str, Any]]:
         return self.classifier.classify([self.classifier.tensor(body) for body in bodies])
 
@@ -30,4 +30,4 @@ if __name__ == "__main__":
     chosen = options()
     ray.init(address="local", include_dashboard=False)
     serve.start(http_options={"host": "127.0.0.1", "port": chosen.port})
-    serve.run(Inference.options(num_replicas=chosen.workers).bind(chosen), route_prefix="/predict", blocking=True)
+    serve.run(Inference.options(num_replicas=chosen.workers).bind(chosen), route_prefix="/predict", blocking=True)  # type: ignore[attr-defined]
