@@ -1,10 +1,6 @@
 """One world: its state, its connections, its operations and its end.
 
-    joining ──▶ ready ──▶ broken     a member failed or left
-       │          └─────▶ closed     this process closed it
-       └──▶ broken | closed          it never formed
-
-A world never leaves `broken` or `closed`. Only `fail` makes it `broken`; the thread that first detects the failure calls it. A teardown
+`TRANSITIONS` is the table of its states. Only `fail` makes a world `broken`; the thread that first detects the failure calls it. A teardown
 thread then aborts the group, fails the pending operations, and frees threads, sockets and memory.
 
 Each operation has its own states:
@@ -85,12 +81,21 @@ class Transport(StrEnum):
 class WorldState(StrEnum):
     JOINING = "joining"
     READY = "ready"
-    BROKEN = "broken"
-    CLOSED = "closed"
+    BROKEN = "broken"  # a member failed or left
+    CLOSED = "closed"  # this process closed it
 
     @property
     def ended(self) -> bool:
-        return self in (WorldState.BROKEN, WorldState.CLOSED)
+        return not TRANSITIONS[self]
+
+
+TRANSITIONS: dict[WorldState, tuple[WorldState, ...]] = {
+    WorldState.JOINING: (WorldState.READY, WorldState.BROKEN, WorldState.CLOSED),
+    WorldState.READY: (WorldState.BROKEN, WorldState.CLOSED),
+    WorldState.BROKEN: (),
+    WorldState.CLOSED: (),
+}
+"""The states of a world, and those that may follow each."""
 
 
 class World:
@@ -125,9 +130,7 @@ class World:
         """Seconds without data from the failed member when the world broke, or without a run of its event loop (cause STALLED). None if
         no control connection was lost."""
         self.reclaimed = threading.Event()
-        """Set when all threads, sockets and the group of an ended world are freed, except the threads that `threads_lost` reports."""
-        self.threads_lost = False
-        """Whether threads of this ended world did not return from c10d in time. They and what they reference are not freed."""
+        """Set when all threads, sockets and the group of an ended world are freed. Threads that do not return in time are logged."""
         self.facts: WorldFacts = config
         self.acceptor = acceptor
         """Accepts the other members; None unless `rank` is 0."""
@@ -146,7 +149,7 @@ class World:
         self._failed: list[Operation] = []  # they get the error of the world when it has ended
         self._draining = False
         """A member left. Pending operations may still complete. The others fail when the world is torn down."""
-        self._copying = WorkerThread(f"multiworld-{config.name}", self._on_job_failed)
+        self._copying = WorkerThread(f"multiworld-{config.name}")
         self._collectives = 0  # number of the next collective without one
         self._nccl_order = asyncio.Lock()
 
@@ -168,7 +171,7 @@ class World:
 
         store = ControlStore(publish, self._config.timeout_s)
         make_group = partial(make_nccl_group, store, self.rank, self.size, device, self._check)
-        return NcclCollectives(self.name, store, make_group, self._check, self.on_transferred, self._fail_operation)
+        return NcclCollectives(self.name, store, make_group, self._check, self.on_transferred, self._fail_operations)
 
     async def open(self) -> None:
         """Join the other members and build the group.
@@ -190,7 +193,7 @@ class World:
                 raise error
             with self._lock:
                 self._connect(socks)
-            self.state = WorldState.READY
+            self._enter(WorldState.READY)
             self._on_changed(self)  # under the lock, so that READY is reported before the end
         if Transport.TCP in self.transports.values():
             self._control_loop.call_soon(self._watch_connections)
@@ -296,10 +299,7 @@ class World:
             try:
                 self._dispatch(operation)
             except Exception as error:  # noqa: BLE001 - the operation may have started: the world breaks
-                self._fail_operation(operation, error)
-            except BaseException:
-                self._pending.discard(operation)
-                raise
+                self._fail_operations([operation], error)
         operation.posted = True
         if timeout_s is not None and not operation.done():
             operation.timer = loop.call_later(timeout_s, self._on_timeout, operation)
@@ -383,25 +383,27 @@ class World:
             else:
                 algorithm = operation.algorithm()
             await algorithm(channel)
+            self.on_transferred(operation)
         except WorldError:
             pass  # the world has ended and fails its pending operations
         except MismatchError as mismatch:
             self.report(Cause.ERROR, mismatch.rank, mismatch.detail)
         except Exception as error:  # noqa: BLE001 - see `_fail_operations`
-            self._fail_operation(operation, error)
+            self._fail_operations([operation], error)
         except asyncio.CancelledError:
             if not operation.done():  # the event loop is shutting down
                 self._on_cancelled(operation)
             raise
-        else:
-            self.on_transferred(operation)
         finally:
             operation.task = None
 
     # -- results of connections --------------------------------------------------------------------------------------------------
 
     def on_transferred(self, operation: Operation) -> None:
-        """A transfer, or the algorithm of a collective, completed: copy the results back if necessary and complete the operation."""
+        """A transfer, or the algorithm of a collective, completed: copy the results back if necessary and complete the operation.
+
+        Raises RuntimeError when no thread can start.
+        """
         if isinstance(operation, Message):
             operation.memory = operation.data = None  # the caller may keep the operation
             if operation.collective is not None:
@@ -410,12 +412,12 @@ class World:
         if operation.copy_back is None:
             self._complete(operation)
         else:
-            self._run_on_thread(operation, partial(self._finish, operation))
+            self._copying.run(partial(self._finish, operation))
 
     def on_connection_lost(self, peer: int, pending: list[Message], reason: str) -> None:
         operations = list(dict.fromkeys(each.collective or each for each in pending))
         if operations:  # without pending transfers, a later operation reports the loss; the control connection may know the reason by then
-            self._fail_operations(operations, peer, ConnectionLostError(reason))
+            self._fail_operations(operations, ConnectionLostError(reason, peer))
 
     def on_error(self, peer: int, cause: Cause, detail: str) -> None:
         self.report(cause, self.rank if cause is Cause.LOCAL else peer, detail)
@@ -428,16 +430,6 @@ class World:
 
     # -- steps on threads ------------------------------------------------------------------------------------
 
-    def _run_on_thread(self, operation: Operation, job: Callable[[], None]) -> None:
-        """Run `job` on the thread for copies. Fails the operation when no thread can start."""
-        try:
-            self._copying.run(job)
-        except Exception as error:  # noqa: BLE001 - see `_fail_operations`
-            self._fail_operation(operation, error)
-
-    def _on_job_failed(self, error: BaseException) -> None:
-        self.report(Cause.LOCAL, self.rank, described(error))
-
     def _finish(self, operation: Operation) -> None:
         """Copy the results back, and complete the operation."""
 
@@ -446,22 +438,20 @@ class World:
             with self._lock:
                 if operation not in self._pending:  # it has failed: nothing may be written any more
                     raise RuntimeError("the world has ended")
+                self._pending.remove(operation)
                 self._copying_back.add(operation)
             operation.copy_back()
             await_queued(operation.stream)
-
-        if self._run_step(operation, finish):
             self._complete(operation)
 
-    def _run_step(self, operation: Operation, step: Callable[[], None]) -> bool:
-        """Run a step of the operation on its stream. On an error, fail the operation and return False."""
+        self._run_step(operation, finish)
+
+    def _run_step(self, operation: Operation, step: Callable[[], None]) -> None:
+        """Run a step of the operation on its stream. An error fails the operation."""
         try:
             call_on(operation.stream, step)
         except Exception as error:  # noqa: BLE001 - see `_fail_operations`
-            self._fail_operation(operation, error)
-        else:
-            return True
-        return False
+            self._fail_operations([operation], error)
 
     # -- completing and failing --------------------------------------------------------------------------------------------------
 
@@ -472,34 +462,30 @@ class World:
         self._copying_back.discard(operation)
         operation.resolve(None)
 
-    def _fail_operations(self, operations: Sequence[Operation], peer: int, error: Exception) -> None:
+    def _fail_operations(self, operations: Sequence[Operation], error: Exception) -> None:
         """Fail the operations and break the world. Their callers get the error of the world, when it is known.
 
-        A ConnectionLostError is attributed to its peer, by default to `peer`. Any other error (no memory, no thread, refused by the
-        backend) is a failure of this member.
+        A ConnectionLostError is attributed to its peer. Any other error (no memory, no thread, refused by the backend) is a failure of this
+        member.
         """
         error = error.with_traceback(None)  # a traceback keeps tensors alive
+        detail = f"{operations[0].name}: {described(error)}"
         with self._lock:
             self._pending.difference_update(operations)
             self._copying_back.difference_update(operations)
-            ending = self.ending()
-            if ending is None or self._draining:
+            known = self.state.ended and not self._draining
+            if not known:
                 self._failed += operations
-        if ending is None:
-            detail = f"{operations[0].name}: {described(error)}"
-            if isinstance(error, ConnectionLostError):
-                self.report(Cause.TRANSPORT, peer if error.peer is None else error.peer, detail)
-            else:
-                self.report(Cause.LOCAL, self.rank, detail)
-        elif not self._draining:
+        if known:
             self._resolve(operations)
-
-    def _fail_operation(self, operation: Operation, error: Exception) -> None:
-        self._fail_operations([operation], operation.peer, error)
+        elif isinstance(error, ConnectionLostError):
+            self.report(Cause.TRANSPORT, error.peer, detail)
+        else:
+            self.report(Cause.LOCAL, self.rank, detail)
 
     def _on_timeout(self, operation: Operation) -> None:
         """The caller's timeout has expired."""
-        if operation in self._pending:
+        if operation in self._pending or operation in self._copying_back:
             detail = f"{operation.name} took longer than {operation.timeout_s:g} s"
             self.fail(Cause.TIMEOUT, operation.peer, detail)
 
@@ -539,10 +525,10 @@ class World:
 
         While the heartbeats of a member are late, the wait is up to `heartbeat_timeout_s` longer, because the member may be unresponsive.
         """
-        if self.state is not WorldState.READY or self._forming.monitor is None:
+        if self.state is not WorldState.READY:
             return
         heartbeat, now_s = self._config.heartbeat, time.monotonic()
-        late = math.isfinite(heartbeat.timeout_s) and self._forming.monitor.silence_s() > 1.5 * heartbeat.interval_s
+        late = math.isfinite(heartbeat.timeout_s) and self.silence_s() > 1.5 * heartbeat.interval_s
         if now_s < due_s + (heartbeat.timeout_s if late else 0.0):
             self._control_loop.loop.call_later(
                 _CAUSE_GRACE_S / 4, self._break_unless_cause_arrives, peer, detail, due_s
@@ -562,7 +548,7 @@ class World:
             formed = self.state is WorldState.READY
             self.failure = BrokenWorldException(self.name, cause, rank, detail)
             self._draining = cause is Cause.LEFT  # first, so that no operation fails in between
-            self.state = WorldState.BROKEN
+            self._enter(WorldState.BROKEN)
             self.undetected_s = self._forming.monitor.detected_after_s if self._forming.monitor is not None else None
         if formed:
             logger.log(
@@ -578,9 +564,14 @@ class World:
             if self.state.ended:
                 return
             formed = self.state is WorldState.READY
-            self.state = WorldState.CLOSED
+            self._enter(WorldState.CLOSED)
         logger.debug("world=%s generation=%d rank=%d ->closed", self.name, self.generation, self.rank)
         self._on_ended(Cause.LEFT if formed else Cause.ABORTED, self.rank, "", report=True)
+
+    def _enter(self, state: WorldState) -> None:
+        """Change the state. Call it under the state's lock."""
+        assert state in TRANSITIONS[self.state]
+        self.state = state
 
     def _on_ended(self, cause: Cause, rank: int, detail: str, *, report: bool) -> None:
         self._forming.wake()
@@ -623,15 +614,15 @@ class World:
                 self._draining = False
                 nccl, self.nccl = self.nccl, None
                 self._close_connections()
-            self._fail_all(except_copying_back=True)
+            self._fail_pending()
             aborted = nccl is None or nccl.abort(self.ending() or JoinError(self.name, "ended"), join_s)
-            self.threads_lost = not (self._copying.close(join_s) and aborted)
-            if self.threads_lost:
+            if not (self._copying.close(join_s) and aborted):
                 logger.error("world=%s generation=%d: threads are still blocked", self.name, self.generation)
         finally:  # also when something could not be freed
             with self._lock:
                 self._close_connections()
-            self._fail_all()
+                self._pending |= self._copying_back
+            self._fail_pending()
             self._control_loop.call_soon(self._finish_teardown)
 
     def _finish_teardown(self) -> None:
@@ -644,7 +635,7 @@ class World:
         Reads the connections here, too, because the event loop may be blocked.
         """
         until_s = time.monotonic() + timeout_s
-        while self._pending and time.monotonic() < until_s:
+        while (self._pending or self._copying_back) and time.monotonic() < until_s:
             time.sleep(_READ_S)
             with self._lock:
                 for connection in self._connections.values():
@@ -659,23 +650,16 @@ class World:
             connections = list(self._connections.values())
             for connection in connections:
                 connection.half_close()
-        self._fail_all(except_copying_back=True)
+        self._fail_pending()
         until_s = time.monotonic() + timeout_s
         for connection in connections:
             connection.await_end(until_s)
 
-    def _fail_all(self, *, except_copying_back: bool = False) -> None:
-        """Resolve all operations with the error of the ended world. Idempotent.
-
-        Args:
-            except_copying_back: keep the operations whose results are being copied to the caller's tensors.
-        """
+    def _fail_pending(self) -> None:
+        """Resolve the pending operations with the error of the ended world, but not those whose results are being copied back."""
         with self._lock:
             self._draining = False
-            if not except_copying_back:
-                self._copying_back = set()
-            operations, self._failed = [*self._failed, *(self._pending - self._copying_back)], []
-            self._pending &= self._copying_back
+            operations, self._failed, self._pending = [*self._failed, *self._pending], [], set()
         self._resolve(operations)
 
     def _close_connections(self) -> None:

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
@@ -160,7 +160,7 @@ class NcclCollectives:
         make_group: builds the group. Blocks until all members build theirs.
         check: raises the error of the world when it has ended.
         on_done: called when NCCL has completed an operation.
-        on_failed: called with an operation and its error.
+        on_failed: called with the operations that failed and their error.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class NcclCollectives:
         make_group: Callable[[], ProcessGroup],
         check: Callable[[], None],
         on_done: Callable[[Collective], None],
-        on_failed: Callable[[Collective, Exception], None],
+        on_failed: Callable[[Sequence[Collective], Exception], None],
     ) -> None:
         self.store = store
         self._make_group = make_group
@@ -228,7 +228,7 @@ class NcclCollectives:
                 self._posted[operation] = call_on(operation.stream, partial(operation.post, self._group))
             self._threads[1].run(self._poll)
         except Exception as error:  # noqa: BLE001 - the operation and its world fail
-            self._on_failed(operation, error)
+            self._on_failed([operation], error)
 
     def _poll(self) -> None:
         """Wait until NCCL has completed all operations, at most until `abort` gives up."""
@@ -243,8 +243,7 @@ class NcclCollectives:
             with lost_connections():
                 call_on(operation.stream, work.wait)  # raises its error, or orders the current stream after it
             self._check()  # operations that NCCL aborts look complete
-        except Exception as error:  # noqa: BLE001 - the operation and its world fail
-            self._on_failed(operation, error)
-        else:
             self._on_done(operation)
+        except Exception as error:  # noqa: BLE001 - the operation and its world fail
+            self._on_failed([operation], error)
         del self._posted[operation]

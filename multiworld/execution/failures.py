@@ -12,10 +12,10 @@ class ConnectionLostError(RuntimeError):
     """A connection to another member failed.
 
     Attributes:
-        peer: the rank of that member; None if it is not known.
+        peer: the rank of that member; -1 if it is not known.
     """
 
-    def __init__(self, reason: str, peer: int | None = None) -> None:
+    def __init__(self, reason: str, peer: int = -1) -> None:
         super().__init__(reason)
         self.peer = peer
 

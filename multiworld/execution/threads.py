@@ -42,21 +42,11 @@ class _StartedEvent(threading.Event):
         return super().wait(_START_S if timeout is None else timeout)
 
 
-def _log(error: BaseException) -> None:
-    logger.error("a job of a world failed", exc_info=error)
-
-
 class WorkerThread:
-    """Runs jobs in order on one thread, which the first job starts.
+    """Runs jobs in order on one thread with this name, which the first job starts. A job handles its errors; others are logged."""
 
-    Args:
-        name: name of the thread.
-        on_error: called with the error of a failed job, on the thread.
-    """
-
-    def __init__(self, name: str, on_error: Callable[[BaseException], object] = _log) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._on_error = on_error
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -87,7 +77,7 @@ class WorkerThread:
         while (job := self._jobs.get()) is not None and not self._closed:
             try:
                 job()
-            except BaseException as error:  # noqa: BLE001 - the following jobs must run after any error
-                with contextlib.suppress(Exception):  # the callback may fail, too, when memory is short
-                    self._on_error(error)
+            except BaseException:  # the following jobs must run after any error
+                with contextlib.suppress(Exception):  # logging may fail, too, when memory is short
+                    logger.exception("a job of a world failed")
             del job  # else an idle thread would keep the tensors or the group of the job alive

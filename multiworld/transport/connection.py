@@ -272,9 +272,6 @@ class PeerConnection:
                     count = self._payloads.receive_into(self.sock, buffers)
                 except BlockingIOError:
                     return
-                except ValueError as error:
-                    self._break(str(error))
-                    return
                 except OSError as error:
                     self._fail(error.strerror or str(error))
                     return
@@ -285,6 +282,8 @@ class PeerConnection:
                 if count < sum(map(len, buffers)):
                     return
                 remaining -= count
+        except ValueError as error:
+            self._break(str(error))
         finally:
             self._reading = False
 
@@ -297,7 +296,7 @@ class PeerConnection:
         return [rest[:limit]] if len(rest) > limit else [rest, self._scratch_view]
 
     def _on_received(self, count: int) -> None:
-        """Handle `count` received bytes."""
+        """Handle `count` received bytes. Raises ValueError when the peer violates the protocol."""
         message = self._incoming
         if message is not None:
             assert message.memory is not None
@@ -319,22 +318,14 @@ class PeerConnection:
             elif kind == MESSAGE:
                 at += self._start_message(tag, size, signature, self._scratch_view[at:end])
             else:
-                self._on_frame(kind, (tag, size, signature), lease, offset)
+                self._payloads.on_frame(self, kind, (tag, size, signature), lease, offset)
         self._head_bytes = end - at if self.end_reason is None else 0
         if self._head_bytes and at:
             self._scratch_view[: self._head_bytes] = self._scratch_view[at:end]
 
-    def _on_frame(self, kind: int, announced: Announced, lease: int, offset: int) -> None:
-        try:
-            self._payloads.on_frame(self, kind, announced, lease, offset)
-        except ValueError as error:
-            self._break(str(error))
-
     def _start_message(self, tag: int, size: int, signature: bytes, following: memoryview) -> int:
         """Start to receive a message. `following` has the bytes read after its head. Returns how many of them belong to the message."""
         message = self.match(tag, size, signature)
-        if message is None:
-            return 0
         assert message.memory is not None
         taken = min(size, len(following))
         if taken:
@@ -345,35 +336,28 @@ class PeerConnection:
             self._incoming, self._filled = message, taken
         return taken
 
-    def match(
-        self, tag: int, size: int, signature: bytes, place: Callable[[View], Tensor] = View.allocate
-    ) -> Message | None:
-        """Take the receive of an announced message, with its memory. Returns None after a violation of the protocol.
+    def match(self, tag: int, size: int, signature: bytes, place: Callable[[View], Tensor] = View.allocate) -> Message:
+        """Take the receive of an announced message, with its memory. Raises ValueError when it does not expect this message.
 
         Args:
             place: returns the memory of a receive that takes a view.
         """
         messages = self._receives.get(tag)
         if not messages:
-            self._break(f"it sent a message with tag {tag}, for which no receive is pending")
-            return None
+            raise ValueError(f"it sent a message with tag {tag}, for which no receive is pending")
         message = messages[0]
         if isinstance(message, Receive) and message.memory is None:
-            try:
-                if message.view is not None:
-                    message.view.accept(signature, size)
-                    message.set_data(place(message.view))
-                elif message.accept is not None:
-                    message.set_data(message.accept(signature, size))
-            except ValueError as error:
-                self._break(str(error))
-                return None
+            if message.view is not None:
+                message.view.accept(signature, size)
+                message.set_data(place(message.view))
+            elif message.accept is not None:
+                message.set_data(message.accept(signature, size))
             message.head = signature
         assert message.memory is not None
         if size != len(message.memory) or signature != message.head:
-            sent, expected = decode_signature(signature), decode_signature(message.head)
-            self._break(f"it sent {sent} where {expected} was expected")
-            return None
+            raise ValueError(
+                f"it sent {decode_signature(signature)} where {decode_signature(message.head)} was expected"
+            )
         messages.popleft()
         if not messages:
             del self._receives[tag]
@@ -385,7 +369,7 @@ class PeerConnection:
             self._credits[tag] = count
         self._total_credits += more
         if self._total_credits > MAX_CREDITS:
-            self._break(f"it granted more than {MAX_CREDITS} receive credits at once")
+            raise ValueError(f"it granted more than {MAX_CREDITS} receive credits at once")
 
     # -- writing -----------------------------------------------------------------------------------------------------------------
 

@@ -246,8 +246,6 @@ class SharedPayloads(SocketPayloads):
         try:
             check_segment(fd, offset, size)
             message = connection.match(*announced, lambda view: _map(connection, view, fd, lease, offset))
-            if message is None:
-                return
             if not isinstance(message, Receive) or message.view is None or not message.view.shared:
                 assert message.memory is not None
                 if os.preadv(fd, [message.memory], offset) != size:

@@ -49,7 +49,7 @@ class Rank:
             lambda: group,
             self._check,
             lambda done: self.outcomes.put((done, None)),
-            lambda failed, reason: self.outcomes.put((failed, reason)),
+            lambda failed, reason: self.outcomes.put((failed[0], reason)),
         )
         self.collectives.connect().result(PATIENCE_S)
 
