@@ -11,9 +11,9 @@ import socket
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -106,7 +106,10 @@ class WorldManager:
         self._worlds: dict[str, World] = {}
         self._announced: set[str] = set()
         self._created: weakref.WeakSet[World] = weakref.WeakSet()
-        self._generations = _Generations()
+        self._generations: dict[
+            str, int
+        ] = {}  # the latest of each name that this process hosted as rank 0, oldest first
+        self._forgotten_generation = 0  # the highest of all names that were dropped from there
         self._secrets = [self._secret]  # shared with all acceptors
         # By IP address and port. That of the Unix socket by its folder and 0.
         self._acceptors: dict[tuple[str, int], Acceptor] = {}
@@ -210,15 +213,7 @@ class WorldManager:
             bind_host=self._bind_host,
             segments=self._segments,
         )
-        if config.device is not None:
-            logger.warning("world=%s uses NCCL, which is experimental: see docs/gpu.md", config.name)
-        host = ""
-        if config.rank == 0:
-            try:
-                async with asyncio.timeout(timeout):
-                    host = (await resolve(addr))[0]
-            except TimeoutError:
-                raise JoinError(world_name, f"{addr} was not resolved within {timeout:g} s") from None
+        host = await _listening_address(config) if rank == 0 else ""
         with self._lock:
             world = self._create_world(config, host)
         try:
@@ -237,7 +232,7 @@ class WorldManager:
         acceptor = None
         if config.rank == 0:
             acceptor = self._acceptor(host, config.port)
-            config = replace(config, generation=self._generations.take(config.name, config.generation))
+            config = replace(config, generation=self._next_generation(config))
         if config.size > 1:
             config = replace(config, local_acceptor=self._open_local())
         self._announced.discard(config.name)
@@ -250,6 +245,19 @@ class WorldManager:
         if self._heartbeat.loop_stall_timeout_s is not None:
             control_loop.loop_counter.register(asyncio.get_running_loop(), self._heartbeat.interval_s)
         return world
+
+    def _next_generation(self, config: WorldConfig) -> int:
+        """Return the generation of a new world: the requested one, else one more than the latest of its name.
+
+        A name that is not remembered starts after the highest generation of all forgotten names.
+        """
+        latest = self._generations.pop(config.name, self._forgotten_generation)
+        generation = config.generation or latest + 1
+        self._generations[config.name] = max(generation, latest)
+        if len(self._generations) > _MAX_GENERATIONS:
+            oldest = self._generations.pop(next(iter(self._generations)))
+            self._forgotten_generation = max(self._forgotten_generation, oldest)
+        return generation
 
     def add_world(self, world_name: str, backend: str) -> None:
         """Announce a world that `initialize_world` will open; until then `is_broken` is False for it. For compatibility with pymultiworld.
@@ -293,7 +301,7 @@ class WorldManager:
         """Return the acceptor on an IP address and port; open it if necessary. Call it under the lock. Raises OSError, RuntimeError."""
         acceptor = self._acceptors.get((host, port))
         if acceptor is None:
-            acceptor = self._accept_on(sock or bind(host, port))
+            acceptor = self._accept_on(lambda: sock or bind(host, port))
             self._acceptors[host, acceptor.port] = acceptor
         return acceptor
 
@@ -302,21 +310,18 @@ class WorldManager:
         acceptor = self._acceptors.get((self._runtime_dir, 0))
         if acceptor is None and self._runtime_dir:
             try:
-                acceptor = self._acceptors[self._runtime_dir, 0] = self._accept_on(bind_local(self._runtime_dir))
+                acceptor = self._acceptors[self._runtime_dir, 0] = self._accept_on(
+                    partial(bind_local, self._runtime_dir)
+                )
                 acceptor.keep_open = True
             except OSError as error:
-                reason = f"no Unix socket in {self._runtime_dir}: {error}"
-                logger.warning("members on this host are connected by TCP: %s", reason)
+                logger.warning("members on this host use TCP: no Unix socket in %s: %s", self._runtime_dir, error)
                 self._runtime_dir = ""
         return acceptor
 
-    def _accept_on(self, sock: socket.socket) -> Acceptor:
-        try:
-            control_loop = self._running_loop()
-        except BaseException:
-            sock.close()
-            raise
-        acceptor = Acceptor(control_loop, sock, self._secrets)
+    def _accept_on(self, listening: Callable[[], socket.socket]) -> Acceptor:
+        control_loop = self._running_loop()  # first, so that an error leaves no socket open
+        acceptor = Acceptor(control_loop, listening(), self._secrets)
         control_loop.call_soon(acceptor.open)
         return acceptor
 
@@ -428,24 +433,13 @@ class WorldManager:
         _open_managers.discard(self)
 
 
-class _Generations:
-    """The latest generation of each name that this process hosted as rank 0. The number only increases for a name.
-
-    Above the limit of names the oldest is forgotten. An unknown name starts after the highest generation of all forgotten names.
-    """
-
-    def __init__(self) -> None:
-        self._latest: OrderedDict[str, int] = OrderedDict()
-        self._forgotten = 0
-
-    def take(self, name: str, generation: int = 0) -> int:
-        """Return the generation of a new world: `generation` if it is not 0, else the latest of that name plus one."""
-        latest = self._latest.pop(name, self._forgotten)
-        generation = generation or latest + 1
-        self._latest[name] = max(generation, latest)
-        if len(self._latest) > _MAX_GENERATIONS:
-            self._forgotten = max(self._forgotten, self._latest.popitem(last=False)[1])
-        return generation
+async def _listening_address(config: WorldConfig) -> str:
+    """Return the IP address on which rank 0 listens. Raises JoinError after the time that forming the world may take, and OSError."""
+    try:
+        async with asyncio.timeout(config.timeout_s):
+            return (await resolve(config.addr))[0]
+    except TimeoutError:
+        raise JoinError(config.name, f"{config.addr} was not resolved within {config.timeout_s:g} s") from None
 
 
 def _listening_host(addr: str) -> str:

@@ -140,8 +140,8 @@ class World:
         self._state_lock = threading.RLock()
         self._lock = threading.RLock()
         self._teardown_started = False
-        self.nccl = self._make_nccl(config.device) if config.device is not None else None
         self._forming = Forming(self, config, control_loop, acceptor)
+        self.nccl = self._make_nccl(config.device) if config.device is not None else None
         self._poller: Poller | None = None
         self._connections: dict[int, PeerConnection] = {}
         self._pending: set[Operation] = set()
@@ -166,10 +166,8 @@ class World:
         return self._config.segments.allocate(shape, dtype)
 
     def _make_nccl(self, device: torch.device) -> NcclCollectives:
-        def publish(key: str, value: bytes) -> None:
-            self._control_loop.call_soon(self._forming.publish, key, value)
-
-        store = ControlStore(publish, self._config.timeout_s)
+        logger.warning("world=%s uses NCCL, which is experimental: see docs/gpu.md", self.name)
+        store = ControlStore(partial(self._control_loop.call_soon, self._forming.publish), self._config.timeout_s)
         make_group = partial(make_nccl_group, store, self.rank, self.size, device, self._check)
         return NcclCollectives(self.name, store, make_group, self._check, self.on_transferred, self._fail_operations)
 
@@ -321,7 +319,10 @@ class World:
         elif isinstance(operation, Send):
             self._start_send(operation)
         elif isinstance(operation, Receive):
-            self._start_receive(operation)
+            operation.head = encode_signature(operation.signature)
+            if operation.buffer is not None:
+                operation.set_data(operation.buffer())
+            self._connections[operation.peer].receive(operation)
 
     # -- operations on connections -----------------------------------------------------------------------------------------------
 
@@ -344,13 +345,6 @@ class World:
             operation.set_data(data)
             if connection := self._connections.get(operation.peer):
                 connection.send_ready(operation.tag)
-
-    def _start_receive(self, operation: Receive) -> None:
-        """Post a receive on its connection."""
-        operation.head = encode_signature(operation.signature)
-        if operation.buffer is not None:
-            operation.set_data(operation.buffer())
-        self._connections[operation.peer].receive(operation)
 
     # -- collectives -------------------------------------------------------------------------------------------------------------
 

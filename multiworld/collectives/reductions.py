@@ -113,17 +113,14 @@ def barrier(_facts: WorldFacts) -> Collective:
     )
 
 
-def _name(what: str, op: AnyReduceOp) -> str:
-    """The name of a `ReduceOp`, such as "SUM". Raises ValueError for an unknown one."""
+def _checked(what: str, facts: WorldFacts, tensor: Tensor, op: AnyReduceOp) -> str:
+    """The name of a `ReduceOp`, such as "SUM", that the backend of `tensor` supports for its dtype. NCCL checks dtypes itself.
+
+    Raises ValueError for an unknown operation, TypeError for the dtype.
+    """
     name = next((key for key, value in _REDUCTIONS.items() if op == value), None)
     if name is None:
         raise ValueError(f"{what}: {op} is not supported, only {', '.join(_REDUCTIONS)}")
-    return name
-
-
-def _checked(what: str, facts: WorldFacts, tensor: Tensor, op: AnyReduceOp) -> str:
-    """The name of a `ReduceOp` that the backend of `tensor` supports for its dtype. NCCL checks dtypes itself."""
-    name = _name(what, op)
     if not facts.uses_nccl(tensor):
         check_computable(what, tensor, name)
     return name

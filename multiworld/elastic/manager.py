@@ -1,5 +1,6 @@
 """`ElasticManager`: the elastic worlds of a process, by name."""
 
+from functools import partial
 from types import TracebackType
 
 from multiworld.elastic.agent import MemberAgent, MemberConfig
@@ -26,10 +27,14 @@ class ElasticManager:
         self, *, secret: bytes | str = b"", heartbeat_interval_s: float = 0.2, heartbeat_timeout_s: float = 1.0
     ) -> None:
         self._secret = secret.encode() if isinstance(secret, str) else secret
-        self._heartbeat_interval_s = heartbeat_interval_s
-        self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._worlds: dict[str, ElasticWorld] = {}
-        self._names: set[str] = set()  # includes worlds that are being joined or left
+        self._make_manager = partial(
+            WorldManager,
+            secret=self._secret,
+            heartbeat_interval_s=heartbeat_interval_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            verify_collectives=False,
+        )
+        self._worlds: dict[str, ElasticWorld | None] = {}  # None while this process joins
 
     async def __aenter__(self) -> "ElasticManager":
         return self
@@ -68,32 +73,26 @@ class ElasticManager:
             RendezvousError: the rendezvous server cannot be reached, or refuses this member.
             OSError: cannot listen at `host`.
         """
-        if world_name in self._names:
+        if world_name in self._worlds:
             raise WorldExistsError(world_name, "this process is a member already; leave first")
-        self._names.add(world_name)
-        manager = WorldManager(
-            secret=self._secret,
-            heartbeat_interval_s=self._heartbeat_interval_s,
-            heartbeat_timeout_s=self._heartbeat_timeout_s,
-            verify_collectives=False,
-        )
+        self._worlds[world_name] = None
         config = MemberConfig(addr, port, self._secret, host, form_timeout_s, view_change_timeout_s)
-        agent = MemberAgent(manager, world_name, config)
+        agent = MemberAgent(self._make_manager(), world_name, config)
         try:
             await agent.join(timeout_s)
         except BaseException:
             await agent.close()
-            self._names.discard(world_name)
+            del self._worlds[world_name]
             raise
         world = self._worlds[world_name] = ElasticWorld(world_name, agent)
         return world
 
     def world(self, world_name: str) -> ElasticWorld:
         """Return the world of that name. Raises WorldNotFoundError."""
-        try:
-            return self._worlds[world_name]
-        except KeyError:
-            raise WorldNotFoundError(world_name, "this process is not a member") from None
+        world = self._worlds.get(world_name)
+        if world is None:
+            raise WorldNotFoundError(world_name, "this process is not a member")
+        return world
 
     async def leave(self, world_name: str) -> None:
         """Leave the world and free its resources. Idempotent: does nothing if this process is not a member."""
@@ -103,4 +102,3 @@ class ElasticManager:
         await world.leave()
         if self._worlds.get(world_name) is world:  # a concurrent call may have removed it
             del self._worlds[world_name]
-            self._names.discard(world_name)

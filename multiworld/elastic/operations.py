@@ -10,7 +10,7 @@ tensors keep their original values until then, and nothing has to be restored.
 import asyncio
 from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from multiworld.collectives.reductions import AnyReduceOp, all_reduce
 from multiworld.elastic.protocol.rounds import Round
 from multiworld.errors import Cause, WorldError
 from multiworld.ops.buffers import RecvBuffer, check_dense
+from multiworld.ops.operation import Status
 from multiworld.ops.validation import check_distinct
 from multiworld.world import World
 
@@ -29,7 +30,6 @@ BUCKET_BYTES = 1 << 20
 """Maximum bytes of a bucket with several tensors: large enough to share one transfer, small enough to repeat little after a failure."""
 TAG_LIMIT = 1 << 28
 """Tags of `all_reduce_async` are below this limit. The numbers of the buckets of a call follow."""
-Status = Literal["pending", "done", "failed"]
 _OPS = {"SUM": ReduceOp.SUM, "AVG": ReduceOp.AVG, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX, "PRODUCT": ReduceOp.PRODUCT}
 
 
@@ -194,8 +194,6 @@ class AllReduceCall:
             number: identifies the operation among those of this view that are in flight.
         Raises BrokenWorldException when the view has ended; the result is undefined then.
         """
-        if ending := world.ending():
-            raise ending
         result = self._results[index] = self.buckets[index].copy()
         plan = all_reduce(world.facts, result, ReduceOp.SUM if self._is_truncated(index) else _OPS[self._op])
         plan.number = number
