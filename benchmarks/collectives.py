@@ -81,7 +81,7 @@ async def measure(perform: Call, operation: str, rank: int, ranks: int, size: in
 async def main(rank: int, ranks: int, port: int, c10d_port: int, options: argparse.Namespace) -> None:
     store = TCPStore("127.0.0.1", c10d_port, ranks, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    async with WorldManager() if rank else options.manager as manager:
+    async with WorldManager(enable_monitor=False) if rank else options.manager as manager:
         calls: dict[str, Call] = {"c10d": with_c10d}
         for way in WAYS[1:]:
             await manager.initialize_world(way, rank, ranks, port=port, verify_collectives=way == "checked")
@@ -115,7 +115,7 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one turn, about")
     chosen = parser.parse_args()
     for index, ranks in enumerate(chosen.ranks):
-        manager = WorldManager()
+        manager = WorldManager(enable_monitor=False)
         port = manager.listen()
         c10d_port = 20000 + (os.getpid() + index) % 9000
         with started(main, range(1, ranks), ranks, port, c10d_port, chosen):

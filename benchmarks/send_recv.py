@@ -107,7 +107,7 @@ async def _in_turns(
 async def main(rank: int, port: int, c10d_port: int, options: argparse.Namespace) -> None:
     store = TCPStore("127.0.0.1", c10d_port, 2, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    async with WorldManager() if rank else options.manager as manager:
+    async with WorldManager(enable_monitor=False) if rank else options.manager as manager:
         names = [f"plain{index}" for index in range(options.worlds)]
         for name in ("plain", *names):
             await manager.initialize_world(name, rank, 2, port=port, verify_collectives=False)
@@ -160,7 +160,7 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one turn, about")
     parser.add_argument("--worlds", type=int, default=8, help="how many worlds stream at once")
     chosen = parser.parse_args()
-    manager = WorldManager()
+    manager = WorldManager(enable_monitor=False)
     port = manager.listen()
     c10d_port = 20000 + os.getpid() % 9000
     with started(main, [1], port, c10d_port, chosen):

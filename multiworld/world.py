@@ -46,6 +46,7 @@ from multiworld.execution.threads import WorkerThread
 from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.forming import Forming
 from multiworld.ops import p2p
+from multiworld.ops.buffers import contiguous
 from multiworld.ops.operation import Collective, Message, Operation, Receive, Send, View
 from multiworld.ops.validation import WorldFacts
 from multiworld.transport.connection import PeerConnection, SocketPayloads
@@ -320,27 +321,24 @@ class World:
             self._start_send(operation)
         elif isinstance(operation, Receive):
             operation.head = encode_signature(operation.signature)
-            if operation.buffer is not None:
-                operation.set_data(operation.buffer())
             self._connections[operation.peer].receive(operation)
 
     # -- operations on connections -----------------------------------------------------------------------------------------------
 
     def _start_send(self, operation: Send) -> None:
         """Queue a send on its connection. It is queued before its data is copied from a device, to keep the order of messages."""
+        (tensor,) = operation.tensors
         if operation.header is None:
-            operation.head = message_head(operation.signature, operation.tag, operation.size_bytes)
+            operation.head = message_head(operation.signature, operation.tag, tensor.nbytes)
         else:
-            operation.head = pack_head(MESSAGE, operation.tag, operation.size_bytes, operation.header)
-        if not operation.staged:
-            operation.set_data(operation.buffer())
+            operation.head = pack_head(MESSAGE, operation.tag, tensor.nbytes, operation.header)
         self._connections[operation.peer].send(operation)
         if operation.staged:
             self._copying.run(partial(self._run_step, operation, partial(self._load, operation)))
 
     def _load(self, operation: Send) -> None:
         """Copy the data of a send from its device, then send it."""
-        data = operation.buffer()
+        data = contiguous(operation.tensors[0], on_host=True)
         with self._lock:
             operation.set_data(data)
             if connection := self._connections.get(operation.peer):

@@ -152,14 +152,10 @@ class Send(Message):
     """A send.
 
     Attributes:
-        size_bytes: size of the data.
-        buffer: returns the contiguous tensor to send from, on the host if `staged`.
         header: header of a message that travels in place of the signature; see multiworld/ops/p2p.py. A tensor of `allocate` may not be
             changed then until it is dropped, so a send in place is complete when it is announced.
     """
 
-    size_bytes: int
-    buffer: Callable[[], Tensor]
     header: bytes | None = None
 
     @property
@@ -172,12 +168,10 @@ class Receive(Message):
     """A receive.
 
     Attributes:
-        buffer: returns the contiguous tensor to receive into; None for a message of unknown size.
         accept: for a message of unknown size, returns its memory when its head has arrived; see multiworld/ops/p2p.py.
         view: for a message of unknown size that is received as a view.
     """
 
-    buffer: Callable[[], Tensor] | None = None
     accept: Callable[[bytes, int], Tensor] | None = None
     view: "View | None" = None
 

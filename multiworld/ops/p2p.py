@@ -8,7 +8,6 @@ provides memory, so one message needs one transfer, and a peer cannot choose how
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,15 +23,10 @@ def send(facts: WorldFacts, tensor: Tensor, dst: int, tag: int) -> Send:
     """A send of `tensor`, any shape and dtype, to rank `dst`. Raises ValueError or TypeError for invalid arguments."""
     facts.check_peer("send", dst, tag)
     staged = facts.check_devices("send", (tensor,)) or facts.uses_nccl(tensor)
-    return Send(
-        signature=tensor_signature(tensor),
-        tensors=(tensor,),
-        staged=staged,
-        peer=dst,
-        tag=tag,
-        size_bytes=tensor.nbytes,
-        buffer=partial(contiguous, tensor, staged),
-    )
+    operation = Send(signature=tensor_signature(tensor), tensors=(tensor,), staged=staged, peer=dst, tag=tag)
+    if not staged:
+        operation.set_data(contiguous(tensor, on_host=False))
+    return operation
 
 
 def recv(facts: WorldFacts, tensor: Tensor, src: int, tag: int) -> Receive:
@@ -43,15 +37,16 @@ def recv(facts: WorldFacts, tensor: Tensor, src: int, tag: int) -> Receive:
     facts.check_peer("recv", src, tag)
     staged = facts.check_devices("recv", (tensor,)) or facts.uses_nccl(tensor)
     target = RecvBuffer("recv", tensor, staged)
-    return Receive(
+    operation = Receive(
         signature=tensor_signature(tensor),
         copy_back=None if target.direct else target.copy_back,
         tensors=(tensor,),
         staged=staged,
         peer=src,
         tag=tag,
-        buffer=target.materialize,
     )
+    operation.set_data(target.materialize())
+    return operation
 
 
 def send_message(facts: WorldFacts, header: bytes, payload: Tensor | None, dst: int, tag: int) -> Send:

@@ -171,7 +171,7 @@ async def claim(world: World, size_bytes: int, kind: MessageKind = MessageKind.F
     """Send the head of a message without the payload that it announces."""
     header = _LAYOUT.pack(_MAGIC, kind, _CODES[torch.uint8] << 4 | 1, 0, size_bytes, 0, 0, 0)
     plan = send_message(world.facts, header, None, 1 - world.rank, 0)
-    plan.size_bytes = size_bytes
+    plan.tensors = (torch.empty(size_bytes, dtype=torch.uint8, device="meta"),)
     await world.start(plan)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from multiworld.collectives import reductions
 from multiworld.elastic.agent import suspect_of
 from multiworld.elastic.protocol.messages import MemberInfo, View
 from multiworld.ops import p2p as messages
-from multiworld.ops.operation import Collective, Operation
+from multiworld.ops.operation import Collective, Operation, Send
 from tests.integration.members import PATIENCE_S, form
 
 PATIENT_S = 20.0
@@ -48,6 +49,12 @@ def failing_algorithm(error: Exception) -> Callable[..., Any]:
     return fail
 
 
+def staged(operation: Send, copy: Callable[..., Any]) -> Send:
+    """Let `copy` take the data of the operation from a device."""
+    on_device: Any = SimpleNamespace(nbytes=16, is_cuda=False, detach=copy)
+    return replace(operation, tensors=(on_device,), staged=True, data=None, memory=None)
+
+
 def all_reduce(world: World) -> Collective:
     return reductions.all_reduce(world.facts, torch.ones(4), ReduceOp.SUM)
 
@@ -61,12 +68,8 @@ OPERATIONS: dict[str, Callable[[World, Exception], tuple[Operation, Callable[[Wo
         replace(messages.recv(world.facts, torch.zeros(4), 1, 0), copy_back=raising(error)),
         lambda peer: messages.send(peer.facts, torch.ones(4), 0, 0),
     ),
-    "taking a message's memory": lambda world, error: (
-        replace(messages.send(world.facts, torch.zeros(4), 1, 0), buffer=raising(error)),
-        lambda peer: messages.recv(peer.facts, torch.ones(4), 0, 0),
-    ),
     "taking a message from a device": lambda world, error: (
-        replace(messages.send(world.facts, torch.zeros(4), 1, 0), buffer=raising(error), staged=True),
+        staged(messages.send(world.facts, torch.zeros(4), 1, 0), raising(error)),
         lambda peer: messages.recv(peer.facts, torch.ones(4), 0, 0),
     ),
     "taking a collective from a device": lambda world, error: (

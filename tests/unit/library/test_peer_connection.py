@@ -57,7 +57,7 @@ class End:
     def send(self, tensor: torch.Tensor, tag: int = 0) -> Operation:
         operation = send(FACTS, tensor, 1, tag)
         operation.future = asyncio.get_running_loop().create_future()
-        operation.head = message_head(operation.signature, tag, operation.size_bytes)
+        operation.head = message_head(operation.signature, tag, tensor.nbytes)
         operation.set_data(tensor)
         with self.lock:
             self.connection.send(operation)
