@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -334,7 +335,7 @@ class World:
             operation.head = pack_head(MESSAGE, operation.tag, tensor.nbytes, operation.header)
         self._connections[operation.peer].send(operation)
         if operation.staged:
-            self._copying.run(partial(self._run_step, operation, partial(self._load, operation)))
+            self._copying.run(partial(self._run_step, self._load, operation))
 
     def _load(self, operation: Send) -> None:
         """Copy the data of a send from its device, then send it."""
@@ -404,7 +405,7 @@ class World:
         if operation.copy_back is None:
             self._complete(operation)
         else:
-            self._copying.run(partial(self._finish, operation))
+            self._copying.run(partial(self._run_step, self._copy_back, operation))
 
     def on_connection_lost(self, peer: int, pending: list[Message], reason: str) -> None:
         operations = list(dict.fromkeys(each.collective or each for each in pending))
@@ -422,26 +423,22 @@ class World:
 
     # -- steps on threads ------------------------------------------------------------------------------------
 
-    def _finish(self, operation: Operation) -> None:
+    def _copy_back(self, operation: Operation) -> None:
         """Copy the results back, and complete the operation."""
+        assert operation.copy_back is not None
+        with self._lock:
+            if operation not in self._pending:  # it has failed: nothing may be written any more
+                raise RuntimeError("the world has ended")
+            self._pending.remove(operation)
+            self._copying_back.add(operation)
+        operation.copy_back()
+        await_queued(operation.stream)
+        self._complete(operation)
 
-        def finish() -> None:
-            assert operation.copy_back is not None
-            with self._lock:
-                if operation not in self._pending:  # it has failed: nothing may be written any more
-                    raise RuntimeError("the world has ended")
-                self._pending.remove(operation)
-                self._copying_back.add(operation)
-            operation.copy_back()
-            await_queued(operation.stream)
-            self._complete(operation)
-
-        self._run_step(operation, finish)
-
-    def _run_step(self, operation: Operation, step: Callable[[], None]) -> None:
+    def _run_step(self, step: Callable[[Any], None], operation: Operation) -> None:
         """Run a step of the operation on its stream. An error fails the operation."""
         try:
-            call_on(operation.stream, step)
+            call_on(operation.stream, partial(step, operation))
         except Exception as error:  # noqa: BLE001 - see `_fail_operations`
             self._fail_operations([operation], error)
 
