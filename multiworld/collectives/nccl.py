@@ -52,14 +52,10 @@ _NCCL_DEFAULTS = {
 """Environment variables that are set unless they are set already."""
 
 
-class UnsupportedBackendError(ValueError):
-    """The backend is unknown or not available in this build of torch."""
-
-
 def uses_nccl(backend: str) -> bool:
     """Whether a backend, or a list as in c10d such as `"cpu:gloo,cuda:nccl"`, has NCCL for CUDA tensors.
 
-    "gloo" and "tcp" are other names of "multiworld". Raises UnsupportedBackendError.
+    "gloo" and "tcp" are other names of "multiworld". Raises ValueError for a backend that is unknown or not available here.
     """
     parts = [part.strip() for part in backend.lower().split(",")]
     if len(parts) == 1 and ":" not in parts[0]:
@@ -67,16 +63,14 @@ def uses_nccl(backend: str) -> bool:
     for part in parts:
         device, _, name = part.partition(":")
         if name not in (*_OWN, NCCL) or device not in ("cpu", "cuda") or (device, name) == ("cpu", NCCL):
-            raise UnsupportedBackendError(
+            raise ValueError(
                 f"unknown backend {backend!r}: expected 'multiworld', 'nccl', or a list such as 'cpu:multiworld,cuda:nccl'; "
                 "'gloo' means 'multiworld'"
             )
     if f"cuda:{NCCL}" not in parts:
         return False
     if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
-        raise UnsupportedBackendError(
-            "backend 'nccl' needs a CUDA device and a torch build with NCCL; use 'multiworld' here"
-        )
+        raise ValueError("backend 'nccl' needs a CUDA device and a torch build with NCCL; use 'multiworld' here")
     return True
 
 

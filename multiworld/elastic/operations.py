@@ -104,37 +104,13 @@ class AllReduceOutcome:
     contributors: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Tensors of one dtype and device that are reduced together."""
+def make_buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group the tensors, in the given order, into buckets of one dtype and device that are reduced together.
 
-    tensors: tuple[Tensor, ...]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensors[0].dtype
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    def copy(self) -> Tensor:
-        """Return the elements as one flat, contiguous tensor on the host, in memory of its own."""
-        return torch.cat([tensor.reshape(-1) for tensor in self.tensors]).cpu()
-
-    def unpack(self, result: Tensor) -> None:
-        """Copy the result into the tensors."""
-        with torch.inference_mode():
-            parts = result.to(self.tensors[0].device).split_with_sizes([tensor.numel() for tensor in self.tensors])
-            torch._foreach_copy_(
-                list(self.tensors), [part.view(tensor.shape) for part, tensor in zip(parts, self.tensors, strict=True)]
-            )
-
-
-def make_buckets(name: str, tensors: Sequence[Tensor]) -> list[Bucket]:
-    """Group the tensors, in the given order, into buckets. Raises TypeError, ValueError."""
-    writable = [_writable(name, tensor) for tensor in tensors]
-    check_distinct(name, writable)
+    Raises TypeError, ValueError.
+    """
+    writable = [_writable(tensor) for tensor in tensors]
+    check_distinct("all_reduce", writable)
     buckets: list[list[Tensor]] = []
     size = 0
     for tensor in writable:
@@ -144,16 +120,28 @@ def make_buckets(name: str, tensors: Sequence[Tensor]) -> list[Bucket]:
             buckets.append([])
             size = tensor.nbytes
         buckets[-1].append(tensor)
-    return [Bucket(tuple(each)) for each in buckets]
+    return buckets
 
 
-def _writable(name: str, tensor: Tensor) -> Tensor:
+def _writable(tensor: Tensor) -> Tensor:
     """Return the tensor, without its gradient. Raises TypeError, ValueError if a result cannot be written into it."""
-    check_dense(name, tensor)
+    check_dense("all_reduce", tensor)
     if tensor.dtype not in DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(f"{name}: cannot reduce {tensor.dtype}; expected one of {known}")
-    return RecvBuffer(name, tensor, on_host=False).tensor
+        raise TypeError(f"all_reduce: cannot reduce {tensor.dtype}; expected one of {known}")
+    return RecvBuffer("all_reduce", tensor, on_host=False).tensor
+
+
+def flatten(bucket: list[Tensor]) -> Tensor:
+    """Return the elements of the tensors as one flat, contiguous tensor on the host, in memory of its own."""
+    return torch.cat([tensor.reshape(-1) for tensor in bucket]).cpu()
+
+
+def write_back(bucket: list[Tensor], result: Tensor) -> None:
+    """Copy the result into the tensors."""
+    with torch.inference_mode():
+        parts = result.to(bucket[0].device).split_with_sizes([tensor.numel() for tensor in bucket])
+        torch._foreach_copy_(bucket, [part.view(each.shape) for part, each in zip(parts, bucket, strict=True)])
 
 
 class AllReduceCall:
@@ -172,7 +160,7 @@ class AllReduceCall:
         names = [name for name, known in _OPS.items() if op == known]
         if not names:
             raise ValueError(f"all_reduce: {op} is not supported, only {', '.join(_OPS)}")
-        self.buckets = make_buckets("all_reduce", tensors)
+        self.buckets = make_buckets(tensors)
         self.counters = ByteCounters()
         self.contributors = [0] * len(self.buckets)
         self.runs = 0
@@ -182,7 +170,7 @@ class AllReduceCall:
     @property
     def signature(self) -> str:
         """Describes the operations; equal on all members whose calls match."""
-        sizes = [(str(bucket.dtype), [tensor.numel() for tensor in bucket.tensors]) for bucket in self.buckets]
+        sizes = [(str(bucket[0].dtype), [tensor.numel() for tensor in bucket]) for bucket in self.buckets]
         return f"{self._op} {sizes}"
 
     async def reduce(self, world: World, index: int, number: int) -> None:
@@ -194,12 +182,12 @@ class AllReduceCall:
             number: identifies the operation among those of this view that are in flight.
         Raises BrokenWorldException when the view has ended; the result is undefined then.
         """
-        result = self._results[index] = self.buckets[index].copy()
+        result = self._results[index] = flatten(self.buckets[index])
         plan = all_reduce(world.facts, result, ReduceOp.SUM if self._is_truncated(index) else _OPS[self._op])
         plan.number = number
         await world.start(plan).finish()
         self.contributors[index] = world.size
-        moved = bytes_sent(self.buckets[index].nbytes, world.size)
+        moved = bytes_sent(result.nbytes, world.size)
         self.counters.sent += moved
         self.counters.received += moved
 
@@ -231,8 +219,8 @@ class AllReduceCall:
         if self._is_truncated(index):
             with torch.inference_mode():
                 result.div_(self.contributors[index], rounding_mode="trunc")
-        self.buckets[index].unpack(result)
+        write_back(self.buckets[index], result)
 
     def _is_truncated(self, index: int) -> bool:
         """Whether the sum is divided by the number of contributors afterwards."""
-        return self._op == "AVG" and not self.buckets[index].dtype.is_floating_point
+        return self._op == "AVG" and not self.buckets[index][0].dtype.is_floating_point

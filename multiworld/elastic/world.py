@@ -127,7 +127,7 @@ class ElasticWorld:
                 size = call.contributors[index] if round_.finished[index] else 0
                 if size:
                     call.unpack(index)
-                contributors += [size] * len(bucket.tensors)
+                contributors += [size] * len(bucket)
         counters, retries = call.counters, max(call.runs - 1, 0)
         return AllReduceOutcome(success, counters.sent, counters.received, retries, self.size, tuple(contributors))
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.elastic.operations import BUCKET_BYTES, make_buckets
+from multiworld.elastic.operations import BUCKET_BYTES, flatten, make_buckets, write_back
 from multiworld.elastic.protocol.rounds import Round, RoundMismatch
 
 
@@ -35,10 +35,10 @@ def test_buckets_hold_every_tensor_once_and_return_it_unchanged(
     kinds: list[tuple[int, torch.dtype]],
 ) -> None:
     tensors = [torch.arange(count).to(dtype) for count, dtype in kinds]
-    made = make_buckets("test", tensors)
-    assert [(each.numel(), each.dtype) for bucket in made for each in bucket.tensors] == kinds
+    made = make_buckets(tensors)
+    assert [(each.numel(), each.dtype) for bucket in made for each in bucket] == kinds
     for bucket in made:
-        assert bucket.nbytes <= BUCKET_BYTES or len(bucket.tensors) == 1
-        bucket.unpack(bucket.copy() + 1)
+        assert sum(each.nbytes for each in bucket) <= BUCKET_BYTES or len(bucket) == 1
+        write_back(bucket, flatten(bucket) + 1)
     for (count, dtype), tensor in zip(kinds, tensors, strict=True):
         assert torch.equal(tensor, torch.arange(count).to(dtype) + 1)
