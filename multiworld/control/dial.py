@@ -117,19 +117,17 @@ async def read_frame(sock: socket.socket, timeout_s: float) -> Frame:
 
 
 async def _read(sock: socket.socket, count: int, timeout_s: float) -> bytes:
-    data, waited = b"", False
+    data = b""
     while len(data) < count:
         try:
             more = sock.recv(count - len(data))
         except BlockingIOError:
-            if waited:
+            if not await readable(sock, timeout_s):
                 raise
-            await readable(sock, timeout_s)
-            waited = True
             continue
         if not more:
             raise ConnectionError("the connection was lost")
-        data, waited = data + more, False
+        data += more
     return data
 
 

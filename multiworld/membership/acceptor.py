@@ -24,11 +24,8 @@ from multiworld.texts import one_line
 
 logger = logging.getLogger(__name__)
 
-_MAX_AUTHENTICATED = 4096
 _MAX_UNAUTHENTICATED = 512
 """Limit of unauthenticated connections. With one more the oldest is closed; a normal handshake takes milliseconds."""
-_ACCEPTS_PER_ITERATION = 64
-"""Connections accepted in one iteration of the control loop."""
 _HANDSHAKE_S = 10.0
 """An unauthenticated connection is closed after this time."""
 _ANSWER_S = 60.0
@@ -106,8 +103,8 @@ class Acceptor:
         self._targets: dict[tuple[str, int | None], AdmissionTarget] = {}
         self._target_added: asyncio.Future[None] = control_loop.loop.create_future()
         self._newest: dict[tuple[object, ...], asyncio.Task[None]] = {}  # of the clients that wait with equal names
-        self._clients: dict[asyncio.Task[None], socket.socket] = {}  # authenticated, waiting for an answer or a target
-        self._strangers: dict[asyncio.Task[None], socket.socket] = {}  # not authenticated; oldest first
+        self._clients: dict[asyncio.Task[None], socket.socket] = {}  # until they are admitted
+        self._strangers: dict[asyncio.Task[None], None] = {}  # those that are not authenticated; oldest first
         # Logs each refusal once, because a client asks again and again.
         self._log_refusal = functools.lru_cache(_MAX_REFUSALS)(_log_refusal)
 
@@ -124,38 +121,34 @@ class Acceptor:
         if isinstance(self.address, str):
             with contextlib.suppress(OSError):
                 os.unlink(self.address)
-        for task in (*self._strangers, *self._clients):
+        for task in self._clients:
             task.cancel()
 
     # -- accepting -----------------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        for _ in range(_ACCEPTS_PER_ITERATION):
-            try:
-                sock = close_in_child(self._sock.accept()[0])
-            except BlockingIOError:
-                return
-            except OSError as error:  # for example EMFILE: the connection stays in the backlog
-                logger.warning("cannot accept connections on port %d for now: %s", self.port, error)
-                self._control_loop.loop.remove_reader(self._sock)
-                self._control_loop.loop.call_later(_ACCEPT_PAUSE_S, self.open)
-                return
-            if len(self._clients) >= _MAX_AUTHENTICATED:
-                sock.close()
-                continue
-            sock.setblocking(False)
-            task = self._control_loop.loop.create_task(self._serve(sock))
-            self._strangers[task] = sock
-            task.add_done_callback(self._on_served)
-            if len(self._strangers) > _MAX_UNAUTHENTICATED:
-                oldest = next(iter(self._strangers))
-                self._clients[oldest] = self._strangers.pop(oldest)
-                oldest.cancel()
+        try:
+            sock = close_in_child(self._sock.accept()[0])
+        except BlockingIOError:
+            return
+        except OSError as error:  # for example EMFILE: the connection stays in the backlog
+            logger.warning("cannot accept connections on port %d for now: %s", self.port, error)
+            self._control_loop.loop.remove_reader(self._sock)
+            self._control_loop.loop.call_later(_ACCEPT_PAUSE_S, self.open)
+            return
+        sock.setblocking(False)
+        task = self._control_loop.loop.create_task(self._serve(sock))
+        self._clients[task], self._strangers[task] = sock, None
+        task.add_done_callback(self._on_served)
+        if len(self._strangers) > _MAX_UNAUTHENTICATED:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cancel()
 
     def _on_served(self, task: asyncio.Task[None]) -> None:
         """Close the socket of a client, unless it was admitted."""
-        sock = self._strangers.pop(task, None) or self._clients.pop(task, None)
-        if sock is not None:
+        self._strangers.pop(task, None)
+        if (sock := self._clients.pop(task, None)) is not None:
             sock.close()
 
     async def _serve(self, sock: socket.socket) -> None:
@@ -168,7 +161,7 @@ class Acceptor:
                 host = sock.getpeername()[0]
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             hello = await self._authenticate(sock, handshake, host)
-            self._clients[task] = self._strangers.pop(task)
+            self._strangers.pop(task, None)
             if hello.question is not None:
                 answer = handshake.welcome(await self._answer(hello.question, host)).encode()
                 async with asyncio.timeout(_HANDSHAKE_S):
