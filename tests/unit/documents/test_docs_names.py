@@ -12,6 +12,7 @@ import typer
 from multiworld_serving.cli.main import app
 from multiworld_serving.cli.options import PROGRAMS
 from multiworld_serving.common.config.sources import OTHER_VARIABLES, variable
+from multiworld_serving.server.settings import ServeSettings
 from tests.dashboard_queries import recorded_names
 from tests.documents import ROOT, documents
 from tests.unit.programs.test_dashboards import told
@@ -150,3 +151,10 @@ def test_response_headers_of_the_openapi_document_are_described() -> None:
     document = json.loads((ROOT / "server/api/openapi.json").read_text())
     described = spans(PAGES["docs/http.md"].read_text())
     assert set(document["components"]["headers"]) - {"WWW-Authenticate"} <= described
+
+
+def test_ports_in_the_picture_are_the_defaults() -> None:
+    picture = (ROOT / "docs" / "img" / "ports.svg").read_text(encoding="utf-8")
+    defaults = [ServeSettings.model_fields[name].default for name in ("http_port", "metrics_port", "join_port")]
+    assert set(re.findall(r">(\d+)<", picture)) == set(map(str, defaults))
+    assert set(OPTION.findall(picture)) <= options()
