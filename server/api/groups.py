@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -62,6 +63,10 @@ class Group:
             raise NotReadyError(f"the model {self.name!r} has not been ready yet; wait until its leader has started")
         return self.inference
 
+    def statistics(self) -> dict[str, Any]:
+        """One element of `model_stats`."""
+        return self.requests.statistics(str(self.pool.version.number))
+
     async def predict(self, request: Request) -> Response:
         """Respond to POST /predict. Raises RequestRejected."""
         self.described()
@@ -99,7 +104,7 @@ class Groups:
         """The model with this name. Raises UnknownModelError."""
         if (found := self._by_name.get(name)) is None:
             known = f"the only model is {self.only.name!r}" if self.only else f"the models are {_listed(self.names)}"
-            raise UnknownModelError(f"there is no model {name[:64]!r}; {known}")
+            raise UnknownModelError(f"Request for unknown model: {name[:64]!r}; {known}")
         return found
 
     def chosen(self, request: Request) -> Group:

@@ -200,7 +200,7 @@ def test_both_frontends_serve_the_port(service: LocalService) -> None:
         nonlocal asked
         with triton_grpc.InferenceServerClient(service.grpc_address, channel_args=OWN_CONNECTION) as client:
             for _ in range(3):
-                with pytest.raises(InferenceServerException, match="no model"):
+                with pytest.raises(InferenceServerException, match="unknown model"):
                     client.infer("x", [])
         asked += 3
         counts = [

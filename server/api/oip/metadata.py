@@ -37,7 +37,7 @@ class Signature:
             now: the version that serves.
         """
         if model != self.model.name:
-            raise UnknownModelError(f"there is no model {model[:64]!r}; the only model is {self.model.name!r}")
+            raise UnknownModelError(f"Request for unknown model: {model[:64]!r}; the only model is {self.model.name!r}")
         if version is not None and version != str(now.number):
             raise UnknownModelError(
                 f"the model {model!r} has no version {version[:64]!r}; the only version is {str(now.number)!r}, "

@@ -22,7 +22,7 @@ from multiworld_serving.server.api.oip.metadata import readiness_error, reposito
 from multiworld_serving.server.errors import InferenceRequestError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.http.open_request import OpenRequest
-from multiworld_serving.server.http.route import Endpoint, client_timeout_s, query_parameters, route
+from multiworld_serving.server.http.route import Endpoint, client_timeout_s, route
 from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import Prediction
 
@@ -31,7 +31,7 @@ _EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "s
 
 @dataclass(frozen=True)
 class V2Routes:
-    """The routes under /v2."""
+    """The routes under /v2. They ignore query parameters, as Triton does."""
 
     groups: Groups
 
@@ -40,7 +40,7 @@ class V2Routes:
         of_model: dict[str, Callable[[Group], object]] = {
             "": lambda group: group.described().signature.metadata(group.pool.version),
             "/config": lambda group: group.described().signature.config(group.pool.version),
-            "/stats": lambda group: {"model_stats": [_statistics(group)]},
+            "/stats": lambda group: {"model_stats": [group.statistics()]},
             "/ready": lambda group: {"name": group.name} | _ready(group.pool),
         }
         models = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
@@ -50,14 +50,16 @@ class V2Routes:
             route("/v2/health/live", _json_endpoint(lambda: {"live": True})),
             route("/v2/health/ready", _json_endpoint(self._health)),
             route("/v2/models", _json_endpoint(lambda: {"models": self.groups.names})),
-            route("/v2/models/stats", _json_endpoint(lambda: {"model_stats": list(map(_statistics, self.groups))})),
+            route(
+                "/v2/models/stats",
+                _json_endpoint(lambda: {"model_stats": [group.statistics() for group in self.groups]}),
+            ),
             route("/v2/repository/index", _json_endpoint(self._index), "POST"),
             *(route(f"{model}{path}", self._of_model(find)) for model in models for path, find in of_model.items()),
         ]
 
     def _of_model(self, find: Callable[[Group], object]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
-            query_parameters(request)
             return JSONResponse(find(self._group(**request.path_params)))
 
         return endpoint
@@ -77,7 +79,6 @@ class V2Routes:
 
     async def _infer(self, request: Request) -> Response:
         """Compute one or more samples. If one of them is rejected, the whole request is."""
-        query_parameters(request)
         inference = self._group(**request.path_params).described()
         headers, version = request.headers, request.path_params.get("version")
         encoding, json_bytes = (
@@ -119,15 +120,10 @@ def _ready(pool: LeaderPool) -> dict[str, Any]:
     return {"ready": True}
 
 
-def _statistics(group: Group) -> dict[str, Any]:
-    return group.requests.statistics(str(group.pool.version.number))
-
-
 def _json_endpoint(find: Callable[[], object]) -> Endpoint:
     """Responds with what `find` returns."""
 
     async def endpoint(request: Request) -> Response:
-        query_parameters(request)
         return JSONResponse(find())
 
     return endpoint

@@ -58,7 +58,7 @@ _MAX_METADATA_BYTES = 32 * 2**10
 _ONLY_UNCOMPRESSED = 1
 """gRPC does not limit the size of a message after decompression."""
 
-_EXTENSIONS = ["classification", "model_repository(index)"]
+_EXTENSIONS = ["classification", "model_configuration", "model_repository(index)", "statistics"]
 
 STATUS_CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -162,6 +162,8 @@ class GrpcPort:
             "ModelReady": (f"{model}/ready", self._model_ready),
             "ServerMetadata": ("/v2", lambda _: server_metadata(_EXTENSIONS)),
             "ModelMetadata": (model, self._model_metadata),
+            "ModelConfig": (f"{model}/config", self._model_config),
+            "ModelStatistics": (f"{model}/stats", self._model_statistics),
             "RepositoryIndex": ("/v2/repository/index", self._index),
         }
         found = {name: self._handler(name, path, self._plain(name, respond)) for name, (path, respond) in plain.items()}
@@ -273,6 +275,14 @@ class GrpcPort:
         group = self._group(request)
         metadata = group.described().signature.metadata(group.pool.version)
         return {name: metadata[name] for name in ("name", "versions", "platform", "inputs", "outputs")}
+
+    def _model_config(self, request: Any) -> Mapping[str, Any]:
+        group = self._group(request)
+        return {"config": group.described().signature.config(group.pool.version)}
+
+    def _model_statistics(self, request: Any) -> Mapping[str, Any]:
+        groups = [self._group(request)] if request.name else self._groups
+        return {"model_stats": [group.statistics() for group in groups]}
 
     def _index(self, request: Any) -> Mapping[str, Any]:
         snapshots = (group.pool.snapshot() for group in self._groups)

@@ -60,7 +60,7 @@ async def test_request_without_a_known_model_is_refused_with_the_names_of_the_ot
         for path in ("/v2/models/c/infer", "/predict/c"):
             response = await client.post(path, json=INFER)
             assert (response.status_code, response.json()["reason"]) == (404, "unknown_model")
-            assert "there is no model 'c'; the models are 'a', 'b'" in response.json()["error"]
+            assert "Request for unknown model: 'c'; the models are 'a', 'b'" in response.json()["error"]
         response = await client.post("/predict", files={"image": image_bytes("blue")})
     assert 'model="c"' not in metrics.text().decode(), "clients cannot create series"
     assert (response.status_code, response.json()["reason"]) == (400, "no_model_named")

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from tritonclient.grpc import model_config_pb2 as model_config
 from tritonclient.grpc import service_pb2 as pb
 
 from multiworld_serving.server import errors
@@ -96,7 +97,7 @@ async def test_invalid_requests_harm_nobody() -> None:
         large = infer(tensor("input", "UINT8", SHAPE), raw=[bytes(200_000)])
         await refused(port.stub.ModelInfer(large), "RESOURCE_EXHAUSTED", "larger than max")
         await refused(port.stub.ModelInfer(colours("red"), compression=grpc.Compression.Gzip), "UNIMPLEMENTED", "gzip")
-        await refused(port.stub.ModelConfig(pb.ModelConfigRequest()), "UNIMPLEMENTED")
+        await refused(port.stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest()), "UNIMPLEMENTED")
         await until(lambda: port.requests(code="413", reason="body_too_large") == 1)
         assert await asked == ["red"] * 20
 
@@ -163,6 +164,26 @@ async def test_stop_answers_what_is_in_flight_and_accepts_nothing_more() -> None
         assert predictor.proceed is not None
         predictor.proceed.set()
         assert await call == ["red"]
+
+
+async def test_configuration_and_statistics_are_those_of_http() -> None:
+    async with running_grpc() as port:
+        await port.stub.ModelInfer(colours("green", "blue"))
+        for name in (MODEL.name, ""):
+            (found,) = (await port.stub.ModelStatistics(pb.ModelStatisticsRequest(name=name))).model_stats
+            assert (found.name, found.version, found.inference_count) == (MODEL.name, "1", 2)
+            assert (found.inference_stats.success.count, found.batch_stats[0].compute_infer.count) == (1, 2)
+        config = (await port.stub.ModelConfig(pb.ModelConfigRequest(name=MODEL.name, version="1"))).config
+        assert (config.name, list(config.version_policy.specific.versions)) == (MODEL.name, [1])
+        (given,) = config.input
+        assert (given.name, list(given.dims)) == ("input", SHAPE[1:])
+        assert given.data_type == model_config.DataType.TYPE_UINT8
+        assert given.format == model_config.ModelInput.FORMAT_NCHW
+        assert config.output[0].data_type == model_config.DataType.TYPE_FP32
+        assert config.parameters["weights"].string_value
+        for method, message in (("ModelConfig", pb.ModelConfigRequest), ("ModelStatistics", pb.ModelStatisticsRequest)):
+            wrong = getattr(port.stub, method)(message(name="other"))
+            await refused(wrong, "NOT_FOUND", "Request for unknown model: 'other'; the only model is")
 
 
 async def test_a_service_that_is_not_ready_says_so() -> None:
