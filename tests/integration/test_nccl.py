@@ -49,7 +49,6 @@ def test_tensor_on_another_device_than_the_worlds_is_rejected() -> None:
         with pytest.raises(ValueError, match="send: the tensors are on cuda:0"):
             messages.send(ON_SECOND, other, 1, 0)
         assert messages.send(ON_SECOND, ours, 1, 0).staged, "NCCL carries no messages"
-        assert messages.recv(ON_SECOND, ours, 1, 0).staged
 
 
 def test_nccl_uses_the_current_device_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

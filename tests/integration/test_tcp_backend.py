@@ -1,6 +1,7 @@
 """A world of two listens on one port, of rank 0, and its connections leave from the address that was bound."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,9 +18,10 @@ async def managers() -> AsyncIterator[tuple[WorldManager, WorldManager]]:
 
 
 def _sockets(state: str) -> list[list[str]]:
-    """The TCP sockets of this network in this state: columns as the kernel writes them."""
+    """The TCP sockets of this process in this state: columns as the kernel writes them."""
     lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
-    return [columns for columns in map(str.split, lines) if columns[3] == state]
+    files = {os.path.basename(os.path.realpath(each)) for each in Path("/proc/self/fd").iterdir()}
+    return [columns for columns in map(str.split, lines) if columns[3] == state and f"socket:[{columns[9]}]" in files]
 
 
 async def test_connections_leave_from_the_address_that_was_bound(managers: tuple[WorldManager, WorldManager]) -> None:
