@@ -106,10 +106,10 @@ class WorldManager:
         self._worlds: dict[str, World] = {}
         self._announced: set[str] = set()
         self._created: weakref.WeakSet[World] = weakref.WeakSet()
-        self._generations: dict[
-            str, int
-        ] = {}  # the latest of each name that this process hosted as rank 0, oldest first
-        self._forgotten_generation = 0  # the highest of all names that were dropped from there
+        self._generations: dict[str, int] = {}
+        """The latest generation of each name that this process hosted as rank 0; the oldest first."""
+        self._forgotten_generation = 0
+        """The highest generation of all names that were dropped from there."""
         self._secrets = [self._secret]  # shared with all acceptors
         # By IP address and port. That of the Unix socket by its folder and 0.
         self._acceptors: dict[tuple[str, int], Acceptor] = {}

@@ -97,7 +97,7 @@ TRANSITIONS: dict[WorldState, tuple[WorldState, ...]] = {
     WorldState.BROKEN: (),
     WorldState.CLOSED: (),
 }
-"""The states of a world, and those that may follow each."""
+"""For each state of a world: the states that may follow it."""
 
 
 class World:

@@ -104,7 +104,7 @@ class Acceptor:
         self._target_added: asyncio.Future[None] = control_loop.loop.create_future()
         self._newest: dict[tuple[object, ...], asyncio.Task[None]] = {}  # of the clients that wait with equal names
         self._clients: dict[asyncio.Task[None], socket.socket] = {}  # until they are admitted
-        self._strangers: dict[asyncio.Task[None], None] = {}  # those that are not authenticated; oldest first
+        self._unauthenticated: dict[asyncio.Task[None], None] = {}  # the oldest first
         # Logs each refusal once, because a client asks again and again.
         self._log_refusal = functools.lru_cache(_MAX_REFUSALS)(_log_refusal)
 
@@ -138,16 +138,16 @@ class Acceptor:
             return
         sock.setblocking(False)
         task = self._control_loop.loop.create_task(self._serve(sock))
-        self._clients[task], self._strangers[task] = sock, None
+        self._clients[task], self._unauthenticated[task] = sock, None
         task.add_done_callback(self._on_served)
-        if len(self._strangers) > _MAX_UNAUTHENTICATED:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
+        if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
+            oldest = next(iter(self._unauthenticated))
+            del self._unauthenticated[oldest]
             oldest.cancel()
 
     def _on_served(self, task: asyncio.Task[None]) -> None:
         """Close the socket of a client, unless it was admitted."""
-        self._strangers.pop(task, None)
+        self._unauthenticated.pop(task, None)
         if (sock := self._clients.pop(task, None)) is not None:
             sock.close()
 
@@ -161,7 +161,7 @@ class Acceptor:
                 host = sock.getpeername()[0]
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             hello = await self._authenticate(sock, handshake, host)
-            self._strangers.pop(task, None)
+            self._unauthenticated.pop(task, None)
             if hello.question is not None:
                 answer = handshake.welcome(await self._answer(hello.question, host)).encode()
                 async with asyncio.timeout(_HANDSHAKE_S):

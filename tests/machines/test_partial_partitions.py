@@ -38,7 +38,7 @@ class Site:
     def started(self, host: Host, *arguments: str) -> Iterator[None]:
         with (self.folder / f"{host.name}.log").open("w") as log, host.entered():
             environment = {**os.environ, "MULTIWORLD_TOKEN": TOKEN}
-            patience = ("--heartbeat-timeout-s", "6")  # only those that are cut off may be lost
+            patience = ("--heartbeat-timeout-s", "6")  # a busy machine must not lose a process that is not cut off
             process = subprocess.Popen([*PROGRAM, *arguments, *patience], env=environment, stderr=log)
         try:
             yield

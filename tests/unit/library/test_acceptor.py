@@ -287,7 +287,7 @@ def test_the_oldest_unauthenticated_client_is_closed_when_there_are_too_many(
         stranger.next()
     for stranger in strangers[:2]:
         assert stranger.next() is None
-    assert harness.on_control_loop(lambda: len(harness.acceptor._strangers)) == 3
+    assert harness.on_control_loop(lambda: len(harness.acceptor._unauthenticated)) == 3
     strangers[4].sock.sendall(Heartbeat().encode())
     harness.host("later")
     assert friend.next() == started(1)
