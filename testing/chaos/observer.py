@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import httpx
@@ -89,7 +89,7 @@ class Snapshot:
     @property
     def complete(self) -> bool:
         """Every slot of every stage, and every leader, is ready."""
-        return self.leaders_ready and all(replica.ready for replica in self.replicas.values())
+        return self.leaders_ready and bool(self.replicas) and all(replica.ready for replica in self.replicas.values())
 
 
 def parse_status(status: dict[str, Any], at_s: float) -> Snapshot:
@@ -163,6 +163,8 @@ class Observer:
             with contextlib.suppress(httpx.HTTPError):
                 found = self._poll()
                 with self._changed:
+                    if not found.replicas:  # no leader is connected to the frontend, so nothing is known of them
+                        found = replace(found, replicas=self.snapshots[-1].replicas)
                     if found != self.snapshots[-1]:
                         self.snapshots.append(found)
                         self._changed.notify_all()

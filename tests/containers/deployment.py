@@ -27,6 +27,8 @@ from tests.programs import free_port
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = 4
+HEARTBEAT_TIMEOUT_S = 3.0
+"""Longer than processes wait for a processor while four others start on two cores."""
 SETTINGS = {
     "MULTIWORLD_MODEL": "resnet18",
     "MULTIWORLD_WEIGHTS": "random:0",
@@ -35,14 +37,13 @@ SETTINGS = {
     "MULTIWORLD_RECOVERY_GRACE_S": "200",
     "MULTIWORLD_TIMEOUT_S": "210",
     "WORKER_MEMORY": "1280m",
+    "MULTIWORLD_HEARTBEAT_TIMEOUT_S": str(HEARTBEAT_TIMEOUT_S),
     # No collector runs and nothing is sampled: the programs start only if the image has the packages for tracing.
     "MULTIWORLD_OTLP_ENDPOINT": "http://127.0.0.1:4318",
     "MULTIWORLD_TRACE_RATIO": "0",
 }
 """Small enough for two cores."""
 CLIENT_TIMEOUT_S = 220.0
-HEARTBEAT_TIMEOUT_S = 1.0
-"""The service's own default."""
 
 
 @dataclass(frozen=True, slots=True)

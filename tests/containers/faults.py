@@ -18,7 +18,7 @@ from multiworld_serving.testing.chaos.faults.fault import (
 )
 from tests.containers.project import ComposeProject, Container
 
-LEADER_AWAY_S = 4.0
+LEADER_AWAY_S = 6.0
 """How long a leader is disconnected: longer than the heartbeat timeout."""
 MORE_WORKERS = 2
 Down = Callable[[Container], AbstractContextManager[None]]
