@@ -27,8 +27,8 @@ from tests.programs import free_port
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = 4
-HEARTBEAT_TIMEOUT_S = 3.0
-"""Longer than processes wait for a processor while four others start on two cores."""
+HEARTBEAT_TIMEOUT_S = 8.0
+"""Longer than processes wait for a processor while four others start on two cores, beside other tests."""
 SETTINGS = {
     "MULTIWORLD_MODEL": "resnet18",
     "MULTIWORLD_WEIGHTS": "random:0",
@@ -97,7 +97,7 @@ class Deployment:
             began_s = time.monotonic()
             self.compose("up", "--detach", "--wait", "--wait-timeout", "400")
             self.up_s = time.monotonic() - began_s
-            self.project = ComposeProject(self.name, environment=self.environment)
+            self.project = ComposeProject(self.name, environment=self.environment, prometheus=self.prometheus)
         except BaseException:
             self._tell_logs()
             self.down()

@@ -10,7 +10,6 @@ from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
 from multiworld_serving.testing.chaos.faults.fault import (
     EXIT_CAUSES,
     HANG_CAUSES,
-    HOLD_S,
     LEFT_CAUSES,
     NO_CAUSES,
     PARTITION_CAUSES,
@@ -18,9 +17,8 @@ from multiworld_serving.testing.chaos.faults.fault import (
 )
 from tests.containers.project import ComposeProject, Container
 
-LEADER_AWAY_S = 6.0
-"""How long a leader is disconnected: longer than the heartbeat timeout."""
 MORE_WORKERS = 2
+WORKERS_UP = 'sum(up{job="multiworld-worker"})'
 Down = Callable[[Container], AbstractContextManager[None]]
 """Takes a container down while a block runs."""
 
@@ -30,13 +28,14 @@ def _project(context: FaultContext) -> ComposeProject:
     return context.system
 
 
-def _take_down(context: FaultContext, down: Down, hold_s: float = HOLD_S) -> None:
-    """Take the container of a worker down until the leader has detected it, and longer."""
-    container = _project(context).container(str(context.targets[0].worker))
+def _take_down(context: FaultContext, down: Down) -> None:
+    """Take the container of a worker down until the leader has detected it and Prometheus has scraped that."""
+    (target,), project = context.targets, _project(context)
+    container = project.container(str(target.worker))
     context.begin()
     with down(container):
         context.wait_broken()
-        context.hold(hold_s)
+        project.prometheus.wait_for(f'multiworld_world_up{{stage="{target.stage}",replica="{target.slot}"}} == 0')
 
 
 def _restart_workers(context: FaultContext) -> None:
@@ -54,7 +53,7 @@ def _scale(context: FaultContext) -> None:
     try:
         _scale_to(project, service, count + MORE_WORKERS)
         context.observer.wait(lambda now: now.ready >= before.ready + MORE_WORKERS, WAIT_S, "scaled up")
-        context.hold(HOLD_S)
+        project.prometheus.wait_for(f"{WORKERS_UP} == {count + MORE_WORKERS}")
     finally:
         _scale_to(project, service, count)
     context.observer.wait(lambda now: len(now.replicas) == len(before.replicas), WAIT_S, "scaled down")
@@ -64,37 +63,31 @@ def _scale_to(project: ComposeProject, service: str, count: int) -> None:
     project.compose("up", "--detach", "--no-recreate", "--no-deps", "--scale", f"{service}={count}", service)
 
 
-def _take_leaders_down(context: FaultContext, down: Down, hold_s: float) -> None:
-    """Take each leader down in turn. Waits after each until it was lost and all leaders are ready again."""
+def _take_leaders_down(context: FaultContext, down: Down) -> None:
+    """Take each leader down in turn, until the frontend has lost it and Prometheus has scraped that. The next one when all are ready."""
+    project = _project(context)
     context.begin()
-    snapshots = context.observer.snapshots
-    for leader in _project(context).leaders:
-        seen = len(snapshots)
+    for leader in project.leaders:
         with down(leader):
-            context.hold(hold_s)
-        context.observer.wait(
-            lambda now, since=seen: (  # type: ignore[misc]  # mypy does not infer the type of a default
-                now.leaders_ready and not all(each.leaders_ready for each in snapshots[since:])
-            ),
-            WAIT_S,
-            "lost by a leader and served by all leaders again",
-        )
+            context.observer.wait(lambda now: not now.leaders_ready, WAIT_S, "lost by the frontend")
+            project.prometheus.wait_for("multiworld_leaders == 1")
+        context.observer.wait(lambda now: now.leaders_ready, WAIT_S, "served by all leaders again")
 
 
-def _of_leaders(name: str, down: Down, hold_s: float) -> Fault:
-    return Fault(name, "", "leader", partial(_take_leaders_down, down=down, hold_s=hold_s), NO_CAUSES)
+def _of_leaders(name: str, down: Down) -> Fault:
+    return Fault(name, "", "leader", partial(_take_leaders_down, down=down), NO_CAUSES)
 
 
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("container-kill", "", "one", partial(_take_down, down=Container.killed, hold_s=0.0), EXIT_CAUSES),
+        Fault("container-kill", "", "one", partial(_take_down, down=Container.killed), EXIT_CAUSES),
         Fault("container-pause", "", "one", partial(_take_down, down=Container.paused), HANG_CAUSES),
         Fault("unplug", "", "one", partial(_take_down, down=Container.unplugged), PARTITION_CAUSES),
         Fault("restart-workers", "", "all", _restart_workers, LEFT_CAUSES),
         Fault("scale", "", "none", _scale, NO_CAUSES),
-        _of_leaders("leader-kill", Container.killed, HOLD_S),
-        _of_leaders("leader-unplug", Container.unplugged, LEADER_AWAY_S),
+        _of_leaders("leader-kill", Container.killed),
+        _of_leaders("leader-unplug", Container.unplugged),
     )
 }
 """By name."""

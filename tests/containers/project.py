@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiworld_serving.testing.chaos.system.system_under_test import RunningService
+from tests.e2e.prometheus_server import PrometheusServer
 
 HTTP_PORT = "8000/tcp"
 """Port of the HTTP API in the container of a frontend."""
@@ -107,13 +108,14 @@ class ComposeProject(RunningService):
     Args:
         name: name of the project, as in `docker compose ls`.
         environment: environment of `docker compose`.
+        prometheus: the Prometheus of the project.
 
     Raises:
         ContainerError: Docker or the project does not exist, or no container publishes the HTTP API.
     """
 
-    def __init__(self, name: str, *, environment: Mapping[str, str]) -> None:
-        self.name = name
+    def __init__(self, name: str, *, environment: Mapping[str, str], prometheus: PrometheusServer) -> None:
+        self.name, self.prometheus = name, prometheus
         self._environment = environment
         super().__init__(f"http://{self.frontend.http}")
 
