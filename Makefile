@@ -45,7 +45,7 @@ fmt: $(STAMP) ## Format the code and apply the linter's automatic fixes.
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-RULES := deploy/kubernetes/base/prometheus-rules.yaml
+RULES := deploy/kubernetes/base/frontends/prometheus-rules.yaml
 
 rules: ## Copy the rules of deploy/prometheus/rules into the PrometheusRule resource for Kubernetes.
 	{ sed '/^  groups:$$/q' $(RULES); sed -s '1,/^groups:$$/d; s/^./  &/' deploy/prometheus/rules/*.yml; } > $(RULES).new

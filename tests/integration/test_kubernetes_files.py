@@ -7,13 +7,14 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import kubernetes_validate
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
+from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.config.settings import Settings
 from multiworld_serving.common.config.sources import load
 from multiworld_serving.server.leader_settings import LeaderSettings
@@ -27,13 +28,15 @@ KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 BASE = KUBERNETES / "base"
 CRD_SCHEMAS = Path(__file__).parents[1] / "data" / "crd_schemas.json"
 """Parts of the schemas of kserve/kserve and kubernetes-sigs/lws: what the examples use, and the names of all other fields."""
-OVERLAYS = ("cpu", "gpu", "same-node")
+OVERLAYS = ("cpu", "gpu", "same-node", "several-models")
 VERSIONS = ("1.30.0", "1.33.0")
 """The oldest version with all used features, and a later one."""
+WORKLOADS = ("Deployment", "StatefulSet")
 PROGRAMS = ("multiworld-leader", "multiworld-frontend", "multiworld-worker")
 NOT_A_RESOURCE = {"kustomization.yaml"}
 
 Resource = dict[str, Any]
+S = TypeVar("S", bound=Settings)
 
 
 def documents(text: str) -> list[Resource]:
@@ -41,16 +44,15 @@ def documents(text: str) -> list[Resource]:
 
 
 def of_base() -> list[Resource]:
-    files = sorted(path for path in BASE.glob("*.yaml") if path.name not in NOT_A_RESOURCE)
+    files = sorted(path for path in BASE.glob("*/*.yaml") if path.name not in NOT_A_RESOURCE)
     return [document for path in files for document in documents(path.read_text())]
 
 
-@pytest.fixture(scope="module", params=OVERLAYS)
-def overlay(request: pytest.FixtureRequest) -> list[Resource]:
+def rendered(overlay: str) -> list[Resource]:
     """All resources of an overlay, as `kubectl apply --kustomize` would send them."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
-    command = ["kubectl", "kustomize", str(KUBERNETES / "overlays" / request.param)]
+    command = ["kubectl", "kustomize", str(KUBERNETES / "overlays" / overlay)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not done.stderr, "kustomize warns about deprecated syntax"
@@ -75,16 +77,62 @@ def test_base_matches_the_strict_schemas(version: str) -> None:
             kubernetes_validate.validate(resource, version, strict=True)
 
 
-def test_overlay_matches_the_strict_schemas(overlay: list[Resource]) -> None:
-    for resource in overlay:
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_overlay_matches_the_strict_schemas(name: str) -> None:
+    resources = rendered(name)
+    for resource in resources:
         if resource["apiVersion"] != OPERATOR:
             kubernetes_validate.validate(resource, VERSIONS[-1], strict=True)
-    namespaces = {each["metadata"].get("namespace") for each in overlay if each["kind"] != "Namespace"}
+    namespaces = {each["metadata"].get("namespace") for each in resources if each["kind"] != "Namespace"}
     assert namespaces == {"multiworld"}
 
 
-def test_gpu_overlay_gives_each_worker_one_gpu_and_cpu_overlay_none(overlay: list[Resource]) -> None:
-    (container,) = pod(overlay, "multiworld-worker")["spec"]["containers"]
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_each_selector_selects_the_pods_of_one_kind_and_model(name: str) -> None:
+    resources = rendered(name)
+    pods = {each["metadata"]["name"]: each["spec"] for each in resources if "template" in each.get("spec", {})}
+    selectors = [each for each in resources if each["kind"] in (*WORKLOADS, "Service", "PodDisruptionBudget")]
+    for each in selectors:
+        selector = each["spec"]["selector"]
+        wanted = selector.get("matchLabels", selector).items()
+        selected = [pod for pod, spec in pods.items() if wanted <= spec["template"]["metadata"]["labels"].items()]
+        own = each["metadata"]["name"]
+        assert selected == ["multiworld-frontend" if own == "multiworld" else own]
+    for spec in pods.values():
+        (spread,) = spec["template"]["spec"]["topologySpreadConstraints"]
+        assert spread["labelSelector"] == spec["selector"]
+
+
+def test_each_model_has_leaders_workers_and_an_autoscaler_and_frontends_know_its_leaders(tmp_path: Path) -> None:
+    resources = rendered("several-models")
+
+    def settings_of(cls: type[S], kind: str, name: str) -> S:
+        volumes = find(resources, kind, name)["spec"]["template"]["spec"]["volumes"]
+        [config] = [each["configMap"]["name"] for each in volumes if each["name"] == "settings"]
+        file = tmp_path / config
+        file.write_text(find(resources, "ConfigMap", config)["data"]["multiworld.toml"])
+        return load(cls, {}, config_file=file, programs=(LeaderSettings, FrontendSettings, WorkerSettings))
+
+    models = settings_of(FrontendSettings, "Deployment", "multiworld-frontend").models
+    assert list(models) == ["resnet18", "resnet50"]
+    for model, frontend in models.items():
+        name = f"{model}-multiworld-leader"
+        leader = settings_of(LeaderSettings, "StatefulSet", name)
+        worker = settings_of(WorkerSettings, "Deployment", f"{model}-multiworld-worker")
+        leaders = find(resources, "StatefulSet", name)["spec"]
+        assert leaders["serviceName"] == name
+        assert leader.model == model == leaders["template"]["metadata"]["labels"]["model"]
+        hosts = [Address(f"{name}-{number}.{name}", leader.join_port) for number in range(leaders["replicas"])]
+        assert list(frontend.leaders) == list(worker.leaders) == hosts
+        scaler = find(resources, "HorizontalPodAutoscaler", f"{model}-multiworld-worker")["spec"]
+        assert scaler["scaleTargetRef"]["name"] == f"{model}-multiworld-worker"
+        assert scaler["minReplicas"] == leader.stages * leader.replicas
+        assert scaler["metrics"][0]["external"]["metric"]["selector"]["matchLabels"] == {"model": model}
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu", "same-node"])
+def test_gpu_overlay_gives_each_worker_one_gpu_and_cpu_overlay_none(name: str) -> None:
+    (container,) = pod(rendered(name), "multiworld-worker")["spec"]["containers"]
     gpus = container["resources"]["limits"].get("nvidia.com/gpu")
     devices = [each["value"] for each in container["env"] if each["name"] == "MULTIWORLD_DEVICE"]
     assert container["image"].startswith("registry.example/multiworld-serving:")
