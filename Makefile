@@ -68,7 +68,10 @@ gpu: $(STAMP) ## Run all GPU tests and benchmarks, at most nine minutes; report 
 	exec $(BIN)/python -m benchmarks.gpu $(ARGS)
 
 soak: $(STAMP) ## Test scheduler and worlds under random faults with new seeds: make soak ARGS="--hours 3".
-	exec $(BIN)/python -m tests.torture.soak $(ARGS)
+	status=0; \
+	for program in multiworld_serving.testing.simulation tests.torture.worlds; do $(BIN)/python -m $$program $(ARGS) || status=1; done; \
+	MULTIWORLD_TEST_CYCLES=1000 $(BIN)/python -m pytest -q tests/integration/test_worlds_reclaim.py -k leak_nothing || status=1; \
+	exit $$status
 
 mutants: $(STAMP) ## Plant 30 known bugs, one at a time, and list the bugs that no test detects. Takes about 30 minutes.
 	exec $(BIN)/python -m tests.mutations $(ARGS)

@@ -39,14 +39,14 @@ PATIENCE_S = 60.0
 
 
 def resources() -> dict[str, int]:
-    """Threads (without asyncio's pool, which grows on demand), open descriptors and resident memory (KiB) of this process."""
+    """Threads (without asyncio's pool, which grows on demand), open descriptors and anonymous memory (KiB) of this process."""
     status = Path("/proc/self/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
     pool = sum(thread.name.startswith("asyncio_") for thread in threading.enumerate())
     return {
         "threads": int(fields["Threads"]) - pool,
         "fds": len(os.listdir("/proc/self/fd")),
-        "rss_kib": int(fields["VmRSS"].split()[0]),
+        "memory_kib": int(fields["RssAnon"].split()[0]),
     }
 
 

@@ -46,7 +46,7 @@ async def assert_flat(before: dict[str, int], pool: SegmentPool | None = None) -
                 await asyncio.sleep(0.05)
                 after = held(pool)
     assert not grown(), (before, after)
-    assert after["rss_kib"] < before["rss_kib"] + GROWTH_KIB, (before, after)
+    assert after["memory_kib"] < before["memory_kib"] + GROWTH_KIB, (before, after)
 
 
 async def assert_leaks_nothing(cycle: Callable[[], Awaitable[None]]) -> None:
@@ -71,13 +71,11 @@ def held(pool: SegmentPool | None = None) -> dict[str, int]:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     kept = 0 if pool is None else len(pool._segments)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     usage = resources()
     return {
         **usage,
         "fds": usage["fds"] - 2 * kept,
         "mappings": Path("/proc/self/maps").read_text().count("/memfd:multiworld") - kept,
-        "rss_kib": usage["rss_kib"] - int(status["RssShmem"].split()[0]),
     }
 
 

@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -27,7 +26,6 @@ from tests.torture.schedule import (
     FAULT_TAG,
     MADE_OF_OPERATIONS,
     Fault,
-    FaultKind,
     Phase,
     PlannedWorld,
     Round,
@@ -72,11 +70,9 @@ class TorturePart:
         self._port = self.manager.listen()
         return self._port
 
-    async def torture_join(
-        self, seed: int, number: int, process: int, ports: list[int], faults: list[FaultKind]
-    ) -> None:
+    async def torture_join(self, seed: int, number: int, process: int, ports: list[int]) -> None:
         """Join the worlds of a round."""
-        self._round, self._process = plan_round(seed, number, faults), process
+        self._round, self._process = plan_round(seed, number), process
         self._seed_and_round = f"{seed}/{number}"
         self._begun, self._fired, self._verified = set(), [], 0
         async with asyncio.TaskGroup() as group:
@@ -115,17 +111,12 @@ class TorturePart:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         held = resources()
-        held["memory_kib"] = _anonymous_kib()
         # A lasting world keeps as many blocking threads as it ever needed at once.
         lasting = {f"multiworld-{planned.name}" for planned in self._mine() if planned.lasting}
         held["threads"] -= sum(thread.name in lasting for thread in threading.enumerate())
-        held["fds"] -= (
-            self.manager._runtime_dir,
-            0,
-        ) in self.manager._acceptors  # opened by the first world that needs it, and kept
-        if (
-            pool := self.manager._segments
-        ) is not None:  # unused segments, with two descriptors each, are kept up to a limit
+        # The first world that needs the local acceptor opens it, and it is kept. So are unused segments, with two descriptors each.
+        held["fds"] -= (self.manager._runtime_dir, 0) in self.manager._acceptors
+        if (pool := self.manager._segments) is not None:
             held["fds"] -= 2 * sum(map(len, pool._kept.values()))
         return held
 
@@ -320,12 +311,6 @@ class TorturePart:
         elif fault.kind == "cut":
             _shut_down(self._joined[world]._connections[fault.peer].sock)
         return future
-
-
-def _anonymous_kib() -> int:
-    """Anonymous memory of this process."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["RssAnon"].split()[0])
 
 
 def _shut_down(sock: socket.socket) -> None:

@@ -4,7 +4,7 @@ A round has worlds over a few processes. In each world its members run phases; i
 operations at once and awaits them. Faults hit one process, or one world of it, during a phase.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
@@ -197,11 +197,11 @@ class Round:
         ]
 
 
-def plan_round(seed: int, number: int, faults: Sequence[FaultKind] = (*OF_PROCESSES, *OF_WORLDS)) -> Round:
-    """Round `number` of the run of that seed, with faults of these kinds."""
+def plan_round(seed: int, number: int) -> Round:
+    """Round `number` of the run of that seed."""
     rng = random_of(f"{seed}/{number}")
     worlds = tuple(_world(rng, f"w{index}", f"{seed}/{number}/w{index}") for index in range(rng.randint(2, 6)))
-    return Round((_lasting_world(rng, f"{seed}/{number}/home"), *worlds), tuple(_faults(rng, worlds, faults)))
+    return Round((_lasting_world(rng, f"{seed}/{number}/home"), *worlds), tuple(_faults(rng, worlds)))
 
 
 def _lasting_world(rng: Random, key: str) -> PlannedWorld:
@@ -259,11 +259,13 @@ def _count(rng: Random, dtype: torch.dtype) -> int:
     return -(-size // dtype.itemsize)
 
 
-def _faults(rng: Random, worlds: tuple[PlannedWorld, ...], kinds: Sequence[FaultKind]) -> Iterator[Fault]:
+def _faults(rng: Random, worlds: tuple[PlannedWorld, ...]) -> Iterator[Fault]:
     """None, one or two. Two faults affect disjoint worlds, or both affect whole processes."""
-    kinds = [kind for kind in kinds if kind != "disagree" or any(world.verified for world in worlds)]
+    kinds = list(OF_PROCESSES + OF_WORLDS)
+    if not any(world.verified for world in worlds):
+        kinds.remove("disagree")
     struck: list[Fault] = []
-    for _ in range(rng.choice((0, 1, 1, 2)) if kinds else 0):
+    for _ in range(rng.choice((0, 1, 1, 2))):
         fault = _fault(rng, worlds, rng.choice(kinds), len(struck))
         if fault is not None and all(_compatible(fault, other, worlds) for other in struck):
             struck.append(fault)

@@ -1,6 +1,6 @@
 """Torture test of worlds: random memberships, operations and faults, with every result verified, until the time is up.
 
-    python -m tests.torture.worlds --duration 30m
+    python -m tests.torture.worlds --hours 2
     python -m tests.torture.worlds --seed 7 --first-round 42 --rounds 1
 
 Exit status: 0 if all checks passed, 1 at the first failure; the seed and the round that reproduce it are printed then.
@@ -9,15 +9,13 @@ They determine all random choices; the interleaving of operations and faults var
 
 import argparse
 import asyncio
-import contextlib
-import re
 import secrets
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,8 +27,6 @@ from tests.torture.part import PATIENCE_S
 from tests.torture.schedule import (
     CAUSES,
     ENDING,
-    OF_PROCESSES,
-    OF_WORLDS,
     PROCESSES,
     Fault,
     FaultKind,
@@ -46,7 +42,6 @@ _GROWTH_KIB = 65_536
 """Memory fluctuation that is not a leak."""
 _REPORT_EVERY_S = 30.0
 _AFTERMATH_S = 3.0
-_ALL_FAULTS: tuple[FaultKind, ...] = (*OF_PROCESSES, *OF_WORLDS)
 
 
 class TortureError(AssertionError):
@@ -86,21 +81,19 @@ class _Process:
 class Torture:
     """A run. Its processes live from round to round, except those that a fault ends."""
 
-    def __init__(self, seed: int, spawn: Spawn, faults: Sequence[FaultKind] = _ALL_FAULTS) -> None:
+    def __init__(self, seed: int, spawn: Spawn) -> None:
         self.tally = Tally()
         self._seed = seed
         self._spawn = spawn
-        self._faults = faults
         self._processes: dict[int, _Process] = {}
 
     async def run_round(self, number: int) -> None:
         """Raises TortureError, which says how to reproduce it."""
         try:
-            await self._run_round(number, plan_round(self._seed, number, self._faults))
+            await self._run_round(number, plan_round(self._seed, number))
         except Exception as error:
-            raise TortureError(
-                f"{error}\n\nseed {self._seed}, round {number}; replay:\n  {self._replay(number)}"
-            ) from error
+            replay = f"python -m tests.torture.worlds --seed {self._seed} --first-round {number} --rounds 1"
+            raise TortureError(f"{error}\n\nreplay:\n  {replay}") from error
 
     async def _run_round(self, number: int, plan: Round) -> None:
         for index in range(PROCESSES):
@@ -109,7 +102,7 @@ class Torture:
         ports = [self._processes[index].port for index in range(PROCESSES)]
         await self._tell_all(
             lambda index: self._member(index).start(
-                "torture_join", seed=self._seed, number=number, process=index, ports=ports, faults=list(self._faults)
+                "torture_join", seed=self._seed, number=number, process=index, ports=ports
             )
         )
         reports = await self._go_through(plan)
@@ -226,10 +219,6 @@ class Torture:
             )
         process.held = before
 
-    def _replay(self, number: int) -> str:
-        chosen = "" if tuple(self._faults) == _ALL_FAULTS else f" --faults {','.join(self._faults)}"
-        return f"python -m tests.torture.worlds --seed {self._seed} --first-round {number} --rounds 1{chosen}"
-
 
 _OF_PEERS: tuple[FaultKind, ...] = ("cut", "lose", "timeout", "mismatch")
 """Either end may be reported as the failed one."""
@@ -251,51 +240,22 @@ async def _gathered(tasks: "dict[int, asyncio.Task[Any]]") -> dict[int, Any]:
     return {index: task.result() for index, task in tasks.items()}
 
 
-@contextlib.asynccontextmanager
-async def torture(seed: int, faults: Sequence[FaultKind] = _ALL_FAULTS) -> AsyncIterator[Torture]:
-    """A run in processes of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        async with members(Path(folder)) as spawn:
-            yield Torture(seed, spawn, faults)
-
-
 async def run(
-    seed: int,
-    *,
-    lasts_s: float = float("inf"),
-    first_round: int = 0,
-    rounds: int | None = None,
-    faults: Sequence[FaultKind] = _ALL_FAULTS,
-    say: Callable[[str], object],
+    seed: int, *, lasts_s: float, first_round: int = 0, rounds: int | None = None, say: Callable[[str], object]
 ) -> Tally:
     """Run rounds until the time is up or `rounds` are over. Raises TortureError at the first failure."""
     until_s = time.monotonic() + lasts_s
     told_s, number = time.monotonic(), first_round
-    async with torture(seed, faults) as running:
-        while time.monotonic() < until_s and (rounds is None or number < first_round + rounds):
-            await running.run_round(number)
-            number += 1
-            if time.monotonic() - told_s >= _REPORT_EVERY_S:
-                told_s = time.monotonic()
-                say(f"{until_s - told_s:.0f} s left: {running.tally}")
-        return running.tally
-
-
-def seconds(text: str) -> float:
-    """Parse a duration such as 90s, 30m or 2h into seconds. Raises ArgumentTypeError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration: expected one such as 90s, 30m or 2h")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
-
-
-def _kinds(text: str) -> tuple[FaultKind, ...]:
-    kinds = tuple(kind for kind in _ALL_FAULTS if kind in text.split(","))
-    if len(kinds) != len(text.split(",")):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has a fault that does not exist: expected some of {', '.join(_ALL_FAULTS)}"
-        )
-    return kinds
+    with tempfile.TemporaryDirectory() as folder:
+        async with members(Path(folder)) as spawn:
+            running = Torture(seed, spawn)
+            while time.monotonic() < until_s and (rounds is None or number < first_round + rounds):
+                await running.run_round(number)
+                number += 1
+                if time.monotonic() - told_s >= _REPORT_EVERY_S:
+                    told_s = time.monotonic()
+                    say(f"{until_s - told_s:.0f} s left: {running.tally}")
+            return running.tally
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -304,25 +264,18 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tests.torture.worlds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seed", type=int, help="a fresh one unless given")
-    parser.add_argument("--duration", type=seconds, metavar="60s", help="90s, 30m or 2h; without end unless given")
+    parser.add_argument("--hours", type=float, default=1.0, help="how long rounds are run")
     parser.add_argument("--first-round", type=int, default=0)
     parser.add_argument("--rounds", type=int, help="how many, unless the time is up before")
-    parser.add_argument("--faults", type=_kinds, default=_ALL_FAULTS, help=f"some of {','.join(_ALL_FAULTS)}")
     options = parser.parse_args(arguments)
     seed = secrets.randbelow(2**40) if options.seed is None else options.seed
     say = partial(print, flush=True)
     say(f"torture of worlds, seed {seed}")
     try:
-        tally = asyncio.run(
-            run(
-                seed,
-                lasts_s=options.duration or float("inf"),
-                first_round=options.first_round,
-                rounds=options.rounds,
-                faults=options.faults,
-                say=say,
-            )
+        running = run(
+            seed, lasts_s=options.hours * 3600, first_round=options.first_round, rounds=options.rounds, say=say
         )
+        tally = asyncio.run(running)
     except TortureError as error:
         say(f"FAILED: {error}")
         return 1
