@@ -134,17 +134,18 @@ class FrontendSettings(LeadersSettings, EdgePortSettings, HttpSettings):
     name: str = setting(None, "Network", default_factory=default_name, pattern=NAME_PATTERN, allowed=NAME_ALLOWED)
     """Name of this frontend in logs, metrics and the status; by default HOSTNAME-PID."""
     model_settings: dict[str, dict[str, Any]] = setting({}, INTERNAL)
-    """The settings that each model has of its own, by name."""
+    """The settings that each model has of its own, by name. If each has a file of leaders, `leaders_file` is any of them."""
 
     @property
     def models(self) -> dict[str, Self]:
         """The settings for each model by its name; "" = the leaders decide the name of the only model."""
-        if self.leaders_file is not None or self.leader is None:
-            return {"": self}
-        return {
-            name: self.model_copy(update={**self.model_settings.get(name, {}), "leader": ",".join(map(str, leaders))})
-            for name, leaders in leaders_by_model(self.leader).items()
-        }
+        by_model = self.model_settings or {"": {}}
+        if self.leader is not None:
+            by_model = {
+                name: {**self.model_settings.get(name, {}), "leader": ",".join(map(str, leaders))}
+                for name, leaders in leaders_by_model(self.leader).items()
+            }
+        return {name: type(self)(**dict(self) | own) for name, own in by_model.items()}
 
     @field_validator("leader")
     @classmethod

@@ -2,7 +2,7 @@
 
 import re
 import symtable
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,17 @@ def prepared(settings: ServeSettings, changes: Mapping[str, Table | None]) -> di
     """
     groups = [each for each in settings.groups if served_name(each) not in changes]
     groups += [settings.group_of(table) for table in changes.values() if table is not None]
+    for each in groups:
+        check_model(each)
+    return {
+        name: each.model_copy(update={"weights": available_weights(each)}) for name, each in by_name(groups).items()
+    }
+
+
+def by_name(groups: Sequence[ServeSettings]) -> dict[str, ServeSettings]:
+    """The settings of each model by its name. Raises UserError."""
     models: dict[str, ServeSettings] = {}
-    for given in groups:
-        check_model(given)
-    for given in groups:
-        each = given.model_copy(update={"weights": available_weights(given)})
+    for each in groups:
         name = served_name(each)
         if len(groups) > 1 and not re.fullmatch(MODEL_NAME, name):
             raise UserError(f"the model {name!r} needs a name of {MODEL_NAME_ALLOWED}; write NAME={each.model_source}")

@@ -26,6 +26,7 @@ from multiworld_serving.deploy.processes.programs import (
     Values,
     frontend_values,
     memory_file,
+    model_values,
     timeouts_s,
 )
 from multiworld_serving.deploy.processes.supervisor import ProcessSet
@@ -36,8 +37,6 @@ from multiworld_serving.server.settings import ServeSettings
 logger = logging.getLogger(__name__)
 
 _KEPT_OUTCOMES = 64
-_OF_MODEL = ("handler", "timeout_s", "queue_limit", "recovery_grace_s")
-"""Settings of frontends that differ for each model."""
 
 
 class Frontends(ProcessSet):
@@ -243,9 +242,7 @@ class Models:
             "supervisor_metrics_file": self._restarts_file,
             "changes_file": self._outcomes_file,
             "leader": ",".join(f"{name}={group.leaders}" for name, group in groups.items()),
-            "model_settings": {
-                name: {each: getattr(group.settings, each) for each in _OF_MODEL} for name, group in groups.items()
-            },
+            "model_settings": model_values({name: group.settings for name, group in groups.items()}),
         }
         first = settings.frontends - self.frontends.first if self._generations else 0
         made = Frontends(settings, self._starter, values, self._fds, first)

@@ -50,6 +50,8 @@ START_TIMEOUT_S = 900.0
 Role = Literal["leader", "frontend", "worker"]
 Values = dict[str, object]
 """Settings by name."""
+_OF_MODEL = ("handler", "timeout_s", "queue_limit", "recovery_grace_s")
+"""Settings of frontends that differ for each model."""
 
 
 def leader_values(settings: ServeSettings, index: int) -> Values:
@@ -66,6 +68,11 @@ def leader_values(settings: ServeSettings, index: int) -> Values:
 def frontend_values(settings: ServeSettings, index: int) -> Values:
     """The settings of a frontend, without its sockets and leaders."""
     return {**_shared(settings, FrontendSettings), "name": f"frontend-{index}"}
+
+
+def model_values(models: Mapping[str, ServeSettings]) -> dict[str, Values]:
+    """The setting `model_settings` of a frontend."""
+    return {name: {each: getattr(settings, each) for each in _OF_MODEL} for name, settings in models.items()}
 
 
 def worker_values(settings: ServeSettings) -> Values:

@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import ray
@@ -44,8 +45,9 @@ class ProcessSpec:
         need: what Ray reserves for it.
         values: its settings; secrets are `SecretStr`, so that no log shows them.
         timeouts_s: see the function `timeouts_s`.
+        models: of a frontend: the settings that each model has of its own.
         sockets: sockets that it inherits: for the setting that takes the descriptor, host and port.
-        leaders: names of the leaders' actors that it joins, in this namespace.
+        leaders: for each model, names of the leaders' actors that it joins, in this namespace.
     """
 
     role: Role
@@ -54,8 +56,9 @@ class ProcessSpec:
     values: Values
     namespace: str
     timeouts_s: tuple[float, float]
+    models: Mapping[str, Values] = field(default_factory=dict)
     sockets: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    leaders: tuple[str, ...] = ()
+    leaders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class ProcessState(NamedTuple):
@@ -87,7 +90,7 @@ class ProcessActor:
         self._stack = contextlib.ExitStack()
         self._notify = self._stack.enter_context(NotifyListener())
         self._leaders: dict[str, str] = {}
-        self._leaders_fd = os.memfd_create("leaders")
+        self._leaders_fds = {model: os.memfd_create("leaders") for model in spec.leaders}
         self._leader_known = asyncio.Event()
         self._sockets = {
             name: _listen(self._bind_host(host), port, reserve=name == "grpc_fd")
@@ -95,7 +98,8 @@ class ProcessActor:
         }
         self._write_leaders()
         fds = {name: sock.fileno() for name, sock in self._sockets.items()}
-        process = Process(spec.name, {**spec.values, **self._local_values()}, fds, int(spec.need.cores))
+        values = {**spec.values, "name": spec.name, **self._local_values()}
+        process = Process(spec.name, values, fds, int(spec.need.cores))
         self._supervisor = Starter(self._notify).supervisor(spec.role, 1, lambda _: process, spec.timeouts_s)
         self._loop = asyncio.new_event_loop()
         # The kernel ends the process with the thread that started it, so this thread lives as long as the actor.
@@ -132,7 +136,7 @@ class ProcessActor:
 
     async def _supervise(self) -> None:
         with self._stack, self._notify.receiving(), contextlib.ExitStack() as lookups:
-            for name in self._spec.leaders:
+            for name in chain.from_iterable(self._spec.leaders.values()):
                 lookups.callback(asyncio.create_task(self._look_up(name)).cancel)
             if self._spec.leaders:
                 await self._leader_known.wait()
@@ -147,10 +151,12 @@ class ProcessActor:
         if self._spec.role == "leader":
             # Workers and frontends join at the address of the node, also if the leader listens on all.
             return {**values, "join_host": hosts["join_fd"], "advertise_host": self._address("join_fd")}
-        values["leaders_file"] = f"/proc/{os.getpid()}/fd/{self._leaders_fd}"
-        if self._spec.role == "frontend":
-            return {**values, "host": hosts["http_fd"], "metrics_host": hosts["metrics_fd"]}
-        return {**values, "name": self._spec.name, "bind_host": self._node_address, "advertise_host": self._host}
+        files = {model: f"/proc/{os.getpid()}/fd/{fd}" for model, fd in self._leaders_fds.items()}
+        values["leaders_file"] = next(iter(files.values()))
+        if self._spec.role == "worker":
+            return {**values, "bind_host": self._node_address, "advertise_host": self._host}
+        models = {model: {**own, "leaders_file": files[model]} for model, own in self._spec.models.items()}
+        return {**values, "model_settings": models, "host": hosts["http_fd"], "metrics_host": hosts["metrics_fd"]}
 
     def _address(self, name: str) -> str:
         """Where this socket listens."""
@@ -185,13 +191,14 @@ class ProcessActor:
         self._leader_known.set()
 
     def _write_leaders(self) -> None:
-        """Replace the file of leaders at once, so that a process never reads a part of it."""
-        # The name of a leader that was never reached cannot be resolved (RFC 2606), so the process tries again later.
-        lines = [self._leaders.get(name, f"{name}.invalid:1") for name in self._spec.leaders]
-        with os.fdopen(os.memfd_create("leaders"), "w") as file:
-            file.write("\n".join(lines) + "\n")
-            file.flush()
-            os.dup2(file.fileno(), self._leaders_fd, inheritable=False)
+        """Replace the file of each model's leaders at once, so that a process never reads a part of it."""
+        for model, leaders in self._spec.leaders.items():
+            # The name of a leader that was never reached cannot be resolved (RFC 2606), so the process tries again later.
+            lines = [self._leaders.get(name, f"{name}.invalid:1") for name in leaders]
+            with os.fdopen(os.memfd_create("leaders"), "w") as file:
+                file.write("\n".join(lines) + "\n")
+                file.flush()
+                os.dup2(file.fileno(), self._leaders_fds[model], inheritable=False)
 
 
 def _listen(host: str, port: int, *, reserve: bool) -> socket.socket:

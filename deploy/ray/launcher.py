@@ -9,6 +9,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 import ray
@@ -21,10 +22,12 @@ from multiworld_serving.common.config.addresses import parse_address
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.deploy.health import health_error
+from multiworld_serving.deploy.processes.checks import by_name
 from multiworld_serving.deploy.processes.programs import (
     Role,
     frontend_values,
     leader_values,
+    model_values,
     timeouts_s,
     worker_values,
 )
@@ -62,6 +65,7 @@ def serve(settings: ServeSettings) -> int:
             Nothing is left running.
     """
     settings = _checked(settings)
+    models = by_name(settings.groups)
     with _connected(settings.ray_namespace):
         if _running_actors():
             raise UserError(
@@ -69,9 +73,9 @@ def serve(settings: ServeSettings) -> int:
                 f"or choose another --ray-namespace"
             )
         nodes = _free_resources()
-        specs = _specs(settings)
-        groups = [{name: spec.need for name, spec in specs.items() if spec.role == role} for role in _ROLES]
-        spread = max(settings.replicas, settings.leaders, settings.frontends)
+        specs = _specs(settings, models)
+        groups = [{name: specs[name].need for name in names} for _, names in groupby(specs, _kind)]
+        spread = max(settings.frontends, *(max(each.replicas, each.leaders) for each in models.values()))
         placement = place(groups, nodes, spread)
         logger.info("starting processes=%d nodes=%d strict=%s", len(specs), len(nodes), placement.strict)
         try:
@@ -99,7 +103,7 @@ def down(namespace: str, timeout_s: float) -> None:
         if not actors and not _remove_group():
             raise UserError(f"no service runs in the namespace {namespace} of this Ray cluster; see --ray-namespace")
         for role in _ROLES:
-            of_role = {name: actor for name, actor in actors.items() if name.startswith(f"{role}-")}
+            of_role = {name: actor for name, actor in actors.items() if _role(name) == role}
             stops = [actor.stop.remote() for actor in of_role.values()]
             if stops:
                 ray.wait(stops, num_returns=len(stops), timeout=timeout_s)
@@ -110,20 +114,17 @@ def down(namespace: str, timeout_s: float) -> None:
 
 def _checked(settings: ServeSettings) -> ServeSettings:
     """The settings with a new secret of the processes. Raises UserError for settings that make no sense on a cluster."""
-    if settings.device.startswith("cuda:"):
-        raise UserError(f"--device {settings.device}: Ray chooses the GPU of each worker; use --device cuda")
-    if len(settings.groups) > 1:
-        raise UserError(
-            "--launcher ray serves one model; start one service for each model, with another --ray-namespace"
-        )
-    if settings.external_workers:
-        raise UserError(
-            "--external-workers: the launcher ray starts the workers; further ones may join with --token-file"
-        )
-    if settings.autoscale is not None:
-        raise UserError(
-            "--autoscale: the launcher ray starts a fixed number of workers; further ones may join with --token-file"
-        )
+    for each in settings.groups:
+        if each.device.startswith("cuda:"):
+            raise UserError(f"--device {each.device}: Ray chooses the GPU of each worker; use --device cuda")
+        if each.external_workers:
+            raise UserError(
+                "--external-workers: the launcher ray starts the workers; further ones may join with --token-file"
+            )
+        if each.autoscale is not None:
+            raise UserError(
+                "--autoscale: the launcher ray starts a fixed number of workers; further ones may join with --token-file"
+            )
     secrets = settings.secrets  # raises if the token file is invalid
     settings = settings.model_copy(update={"local_token": new_token()})
     if settings.token_file is not None:  # nodes need no copy of the file
@@ -131,19 +132,38 @@ def _checked(settings: ServeSettings) -> ServeSettings:
     return settings
 
 
-def _specs(settings: ServeSettings) -> dict[str, ProcessSpec]:
+def _kind(name: str) -> str:
+    """The name of a process without its number."""
+    return name.rpartition("-")[0]
+
+
+def _role(name: str) -> str:
+    return _kind(name).rpartition("-")[2]
+
+
+def _specs(settings: ServeSettings, models: Mapping[str, ServeSettings]) -> dict[str, ProcessSpec]:
     """The processes of the service by name."""
-    leaders = tuple(f"leader-{index}" for index in range(settings.leaders))
+    prefixes = {model: f"{model}-" if len(models) > 1 else "" for model in models}
+    leaders = {
+        model: tuple(f"{prefixes[model]}leader-{index}" for index in range(each.leaders))
+        for model, each in models.items()
+    }
     specs: dict[str, ProcessSpec] = {}
 
-    def add(role: Role, index: int, need: Resources, values: dict[str, object], **more: Any) -> None:
+    def add(role: Role, name: str, need: Resources, values: dict[str, object], **more: Any) -> None:
         timeouts = timeouts_s(settings, role, _WORKER_STOP_S)
-        options = {"namespace": settings.ray_namespace, "leaders": leaders, "timeouts_s": timeouts, **more}
-        specs[f"{role}-{index}"] = ProcessSpec(role, f"{role}-{index}", need, values, **options)
+        options = {"namespace": settings.ray_namespace, "timeouts_s": timeouts, **more}
+        specs[name] = ProcessSpec(role, name, need, values, **options)
 
-    for index in range(settings.leaders):
-        sockets = {"join_fd": (settings.join_host, settings.join_port_of(index))}
-        add("leader", index, Resources(1), leader_values(settings, index), sockets=sockets, leaders=())
+    for model, each in models.items():
+        for index, name in enumerate(leaders[model]):
+            sockets = {"join_fd": (each.join_host, each.join_port_of(index))}
+            add("leader", name, Resources(1), leader_values(each, index), sockets=sockets)
+        threads, gpus = each.threads or 1, int(each.device == "cuda")
+        values = {**worker_values(each), "device": "cuda:0" if gpus else "cpu", "threads": threads}
+        for index in range(each.num_workers):
+            name = f"{prefixes[model]}worker-{index}"
+            add("worker", name, Resources(threads, gpus), values, leaders={model: leaders[model]})
     for index in range(settings.frontends):
         sockets = {
             "http_fd": (settings.host, settings.http_port),
@@ -151,11 +171,8 @@ def _specs(settings: ServeSettings) -> dict[str, ProcessSpec]:
         }
         if settings.grpc_port is not None:
             sockets["grpc_fd"] = (settings.host, settings.grpc_port)
-        add("frontend", index, Resources(1), frontend_values(settings, index), sockets=sockets)
-    threads, gpus = settings.threads or 1, int(settings.device == "cuda")
-    values = {**worker_values(settings), "device": "cuda:0" if gpus else "cpu", "threads": threads}
-    for index in range(settings.num_workers):
-        add("worker", index, Resources(threads, gpus), values)
+        more = {"leaders": leaders, "models": model_values(models), "sockets": sockets}
+        add("frontend", f"frontend-{index}", Resources(1), frontend_values(settings, index), **more)
     return specs
 
 
@@ -284,7 +301,7 @@ def _running_actors() -> dict[str, ActorHandle]:
     """The actors of the service in this namespace, by name."""
     found = {}
     for name in ray.util.list_named_actors():
-        if name.partition("-")[0] in _ROLES:
+        if _role(name) in _ROLES:
             with contextlib.suppress(ValueError):  # it has ended meanwhile
                 found[name] = ray.get_actor(name)
     return found

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,6 +25,8 @@ SERVE = (
     *("serve", "--launcher", "ray", "--model", "resnet18", "--weights", "random:0", "--image-size", "32"),
     *("--http-port", "0", "--join-port", "0", "--metrics-port", "0", "--heartbeat-timeout-s", "10"),
 )
+JPEG = {"Content-Type": "image/jpeg"}
+PHOTO = Path(__file__).parents[2] / "examples/images/clock.jpg"
 
 
 class Cluster(RayCluster):
@@ -137,6 +140,23 @@ def test_no_request_is_lost_while_the_head_restarts(cluster: Cluster, redis: str
         stopped = cluster.run("down")
     assert stopped.returncode == 0, "the new head knows the service"
     assert not status(urls)
+
+
+def test_each_model_has_leaders_and_workers_of_its_own(cluster: Cluster) -> None:
+    models = ("resnet18", "second-leader")
+    started = cluster.run(*SERVE, "--model", f"{models[1]}=resnet18", "--stages", "1", "--replicas", "1")
+    assert started.returncode == 0, started.stderr
+    try:
+        [url] = re.findall(r"listening http=(\S+)", started.stderr)[-1].split(",")
+        workers = [ready(httpx.get(f"{url}/status", params={"model": model}, timeout=60).json()) for model in models]
+        assert workers == [[f"{model}-worker-0"] for model in models]
+        for model in models:
+            response = httpx.post(f"{url}/predict/{model}", content=PHOTO.read_bytes(), headers=JPEG, timeout=60)
+            assert response.status_code == 200, response.text
+    finally:
+        stopped = cluster.run("down")
+    assert stopped.returncode == 0, stopped.stderr
+    assert "stopped leaders=2" in stopped.stderr
 
 
 def test_everything_is_taken_down_when_a_process_refuses_its_settings(cluster: Cluster) -> None:
