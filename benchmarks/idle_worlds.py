@@ -36,8 +36,7 @@ async def _enter(manager: WorldManager, rank: int, port: int, first: int, last: 
 async def guest(rank: int, port: int, counts: list[int]) -> None:
     async with WorldManager() as manager:
         await _enter(manager, rank, port, 0, max(counts))
-        done = manager.world("world0")
-        await done.recv(torch.zeros(1), 0)
+        await manager.communicator.recv(torch.zeros(1), 0, "world0")
 
 
 async def main(counts: list[int], seconds: float, manager: WorldManager, port: int) -> None:
@@ -75,7 +74,7 @@ async def main(counts: list[int], seconds: float, manager: WorldManager, port: i
             "CPU a world",
         )
         table(f"Worlds of 2, idle for {seconds:g} s, heartbeats every 0.2 s", columns, rows)
-        await manager.world("world0").send(torch.zeros(1), 1)
+        await manager.communicator.send(torch.zeros(1), 1, "world0")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ async def ping_pong_in_place(manager: WorldManager, rank: int, size: int, count:
                 view = await world.recv_view(lambda _header, _size_bytes: None, peer)
                 view.release()
             else:
-                await world.start_send_message(b"", world.allocate((size,), torch.uint8), peer).finish()
+                await world.start_send_message(b"", manager.allocate((size,), torch.uint8), peer).finish()
         times.append((time.perf_counter() - began_s) / 2)
     return statistics.median(times)
 

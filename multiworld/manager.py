@@ -26,7 +26,7 @@ from multiworld.control.dial import resolve
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import JoinError, WorldExistsError, WorldNotFoundError
 from multiworld.events import EventStream, WorldEvent
-from multiworld.membership.acceptor import Acceptor, Answerer, bind
+from multiworld.membership.acceptor import Acceptor, Answerer, listen_on
 from multiworld.membership.local_socket import bind_local, default_runtime_dir
 from multiworld.transport.segments import Register, SegmentPool
 from multiworld.world import World, WorldState
@@ -301,7 +301,7 @@ class WorldManager:
         """Return the acceptor on an IP address and port; open it if necessary. Call it under the lock. Raises OSError, RuntimeError."""
         acceptor = self._acceptors.get((host, port))
         if acceptor is None:
-            acceptor = self._accept_on(lambda: sock or bind(host, port))
+            acceptor = self._accept_on(lambda: sock or listen_on((host, port)))
             self._acceptors[host, acceptor.port] = acceptor
         return acceptor
 

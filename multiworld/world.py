@@ -108,7 +108,7 @@ class World:
         generation: the number of this world among those of its name; 0 until all ranks have joined, unless the caller chose one.
         state: see the module docstring.
         failure: why the world broke; None unless `state` is BROKEN.
-        transports: how this member is connected to each of the others, by rank. Empty until the world is ready.
+        transport: `SHARED_MEMORY` if this member is connected so to all others, else `TCP`. Valid when the world is ready.
 
     Args:
         on_changed: called after each change of the state, from any thread. Must not block.
@@ -127,7 +127,7 @@ class World:
         self.generation = config.generation
         self.state = WorldState.JOINING
         self.failure: BrokenWorldException | None = None
-        self.transports: dict[int, Transport] = {}
+        self.transport = Transport.TCP
         self.undetected_s: float | None = None
         """Seconds without data from the failed member when the world broke, or without a run of its event loop (cause STALLED). None if
         no control connection was lost."""
@@ -158,15 +158,6 @@ class World:
     def __repr__(self) -> str:
         return f"<World {self.name!r} generation={self.generation} rank={self.rank}/{self.size} {self.state}>"
 
-    @property
-    def transport(self) -> Transport:
-        """`SHARED_MEMORY` if this member is connected so to all others, else `TCP`."""
-        return Transport.SHARED_MEMORY if {*self.transports.values()} == {Transport.SHARED_MEMORY} else Transport.TCP
-
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See `WorldManager.allocate`."""
-        return self._config.segments.allocate(shape, dtype)
-
     def _make_nccl(self, device: torch.device) -> NcclCollectives:
         logger.warning("world=%s uses NCCL, which is experimental: see docs/gpu.md", self.name)
         store = ControlStore(partial(self._control_loop.call_soon, self._forming.publish), self._config.timeout_s)
@@ -195,18 +186,19 @@ class World:
                 self._connect(socks)
             self._enter(WorldState.READY)
             self._on_changed(self)  # under the lock, so that READY is reported before the end
-        if Transport.TCP in self.transports.values():
+        if self.transport is Transport.TCP:
             self._control_loop.call_soon(self._watch_connections)
 
     def _connect(self, socks: dict[int, socket.socket]) -> None:
         """Use the connected sockets, by rank. Raises OSError when the kernel cannot poll them; all of them are closed then."""
         assert self._poller is not None
+        if socks and all(sock.family == socket.AF_UNIX for sock in socks.values()):
+            self.transport = Transport.SHARED_MEMORY
         try:
             for peer, sock in socks.items():
                 local = sock.family == socket.AF_UNIX
                 payloads = SharedPayloads(self._config.segments) if local else SocketPayloads()
                 self._connections[peer] = PeerConnection(peer, sock, self._lock, self, self._poller, payloads)
-                self.transports[peer] = Transport.SHARED_MEMORY if local else Transport.TCP
         except OSError:
             self._close_connections()
             for sock in socks.values():
@@ -226,54 +218,30 @@ class World:
 
     # -- operations ----------------------------------------------------------------------------------------------------------
 
-    async def send(self, tensor: Tensor, dst: int, *, tag: int = 0, timeout_s: float | None = None) -> None:
-        """Send `tensor` to rank `dst`. The tensor may be changed when it completes (see `WorldCommunicator.send`)."""
-        await self.start_send(tensor, dst, tag=tag, timeout_s=timeout_s).finish()
-
-    async def recv(self, tensor: Tensor, src: int, *, tag: int = 0, timeout_s: float | None = None) -> None:
-        """Receive from rank `src` into `tensor`, in place. Element count and dtype must equal the sender's."""
-        await self.start_recv(tensor, src, tag=tag, timeout_s=timeout_s).finish()
-
-    def start_send(self, tensor: Tensor, dst: int, *, tag: int = 0, timeout_s: float | None = None) -> Operation:
-        """Start a send and return at once. Await the returned operation."""
-        return self.start(p2p.send(self.facts, tensor, dst, tag), timeout_s=timeout_s)
-
-    def start_recv(self, tensor: Tensor, src: int, *, tag: int = 0, timeout_s: float | None = None) -> Operation:
-        """Start a receive and return at once. Await the returned operation."""
-        return self.start(p2p.recv(self.facts, tensor, src, tag), timeout_s=timeout_s)
-
     def start_send_message(
         self, header: bytes, payload: Tensor | None, dst: int, *, tag: int = 0, timeout_s: float | None = None
     ) -> Operation:
-        """Start a send of a message for `recv_message` and return at once. `header` has at most 48 bytes.
+        """Start a send of a message for `recv_view` and return at once. `header` has at most 48 bytes.
 
         If the payload is of `allocate`, it must not be changed any more: the receiver may read it at any time.
         """
         return self.start(p2p.send_message(self.facts, header, payload, dst, tag), timeout_s=timeout_s)
-
-    async def recv_message(
-        self, accept: Callable[[bytes, int], Tensor], src: int, *, tag: int = 0, timeout_s: float | None = None
-    ) -> None:
-        """Receive a message of unknown size: `accept(header, size_bytes)` returns the tensor for its payload.
-
-        If `accept` raises ValueError, the world breaks with cause `error`; see multiworld/ops/p2p.py.
-        """
-        await self.start(p2p.recv_message(self.facts, accept, src, tag), timeout_s=timeout_s).finish()
 
     async def recv_view(
         self,
         check: Callable[[bytes, int], object],
         src: int,
         *,
+        copy: bool = False,
         tag: int = 0,
         timeout_s: float | None = None,
     ) -> View:
         """Receive a message of unknown size without a copy, if the sender has allocated its payload with `allocate` on this host.
 
-        Otherwise the view has memory of its own. `check(header, size_bytes)` raises ValueError to refuse the message: the world breaks
-        with cause `error`.
+        Otherwise, or with `copy`, the view has memory of its own. `check(header, size_bytes)` raises ValueError to refuse the message:
+        the world breaks with cause `error`. It must not block, and may be called on another thread.
         """
-        view = View(check)
+        view = View(check, copy)
         await self.start(p2p.recv_view(self.facts, view, src, tag), timeout_s=timeout_s).finish()
         return view
 

@@ -151,7 +151,7 @@ class Edge:
         kind = MessageKind.TAKE_ROWS if take else MessageKind.FETCH_ROWS
         async with asyncio.timeout(_FETCH_S):
             await channel.send(Message(kind, number, row_refs_tensor(refs)))
-            tensor = (await channel.receive_view()).payload
+            tensor = (await channel.receive(copy=False)).payload
         if tensor is not None:
             self._metrics.bytes["received", self.transport].inc(tensor.nbytes)
         return tensor

@@ -290,7 +290,7 @@ class Edges:
     async def _answer(self, world: World) -> NoReturn:
         """Answer fetches in their order until the edge ends. Raises WorldError; TimeoutError if the consumer does not read."""
         channel = Channel(world, _CONSUMER_RANK, _check)
-        allocate = world.allocate if world.transport is Transport.SHARED_MEMORY else None
+        allocate = self._manager.allocate if world.transport is Transport.SHARED_MEMORY else None
         while True:
             message = await channel.receive()
             assert message.payload is not None, "`_check` requires it"

@@ -2,13 +2,8 @@
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
 from multiworld import BrokenWorldException, Cause, Operation, World, WorldError
 from multiworld_serving.common.wire.message import Message
-
-_NO_PAYLOAD = torch.empty(0, dtype=torch.uint8)
 
 
 class Channel:
@@ -46,30 +41,16 @@ class Channel:
             self.world.fail(Cause.ABORTED, self.world.rank, detail)
             raise BrokenWorldException(self.world.name, Cause.ABORTED, self.world.rank, detail) from error
 
-    async def receive(self) -> Message:
+    async def receive(self, *, copy: bool = True) -> Message:
         """Receive the next message.
 
+        Args:
+            copy: whether the payload gets memory of its own. Without, it stays in shared memory of the sender if it can, until all tensors
+                that use it are dropped.
         Raises:
             BrokenWorldException: the link ended; with cause `error` if the peer sent an invalid or unexpected message.
             WorldClosedError: this process closed the link.
         """
-        message: Message | None = None
-
-        def accept(data: bytes, size_bytes: int) -> Tensor:
-            nonlocal message
-            message = Message.parse(data, size_bytes)
-            self._check(message)
-            if message.shape is None:
-                return _NO_PAYLOAD
-            message.payload = torch.empty(message.shape, dtype=message.dtype)
-            return message.payload
-
-        await self.world.recv_message(accept, self.peer)
-        assert message is not None, "a message is received after `accept` has returned"
-        return message
-
-    async def receive_view(self) -> Message:
-        """As `receive`, but a large payload stays in shared memory of the sender if it can, until all tensors that use it are dropped."""
         message: Message | None = None
 
         def check(data: bytes, size_bytes: int) -> None:
@@ -77,7 +58,7 @@ class Channel:
             message = Message.parse(data, size_bytes)
             self._check(message)
 
-        view = await self.world.recv_view(check, self.peer)
+        view = await self.world.recv_view(check, self.peer, copy=copy)
         assert message is not None, "a view is received after `check` has returned"
         if message.shape is not None:
             message.payload = view.data.view(message.dtype).view(message.shape)

@@ -8,13 +8,9 @@ import socket
 from collections.abc import Callable
 
 from multiworld.control.frames import MAX_HANDSHAKE_BYTES, Frame, Heartbeat, Refuse, decode_frame, decode_length
-from multiworld.control.handshake import ClientHandshake, Hello
+from multiworld.control.handshake import ClientHandshake, Hello, RefusedError
 from multiworld.control.sockets import close_in_child
 from multiworld.texts import one_line
-
-
-class RefusedError(Exception):
-    """The other process refused us for good, or does not know the secret."""
 
 
 async def dial(
@@ -49,11 +45,7 @@ async def request(sock: socket.socket, challenge: Frame, secret: bytes, hello: H
     """Send our request and wait for the `Welcome`. Returns its answer. Errors as in `dial`."""
     handshake = ClientHandshake(secret, hello)
     await asyncio.get_running_loop().sock_sendall(sock, handshake.hello(challenge).encode())
-    welcome = await next_frame(sock, timeout_s)
-    try:
-        return handshake.check_welcome(welcome)
-    except PermissionError as error:
-        raise RefusedError(str(error)) from None
+    return handshake.check_welcome(await next_frame(sock, timeout_s))
 
 
 async def connect(address: tuple[str, int] | str, timeout_s: float, bind_host: str = "") -> tuple[socket.socket, Frame]:

@@ -17,6 +17,10 @@ from multiworld.texts import one_line
 NONCE_BYTES = 32
 
 
+class RefusedError(Exception):
+    """The other process refused us for good, or does not know the secret."""
+
+
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The client's request: join `world` as `rank` of `size`; or, if `peer` is set, a data connection to that rank; or, if
     `question` is set, a query.
@@ -99,9 +103,9 @@ class ClientHandshake:
         return SignedHello(self._body, nonce, _proof(self._secret, b"client", *self._transcript))
 
     def check_welcome(self, frame: Frame) -> bytes:
-        """Return the answer. Raises PermissionError when the server does not know the secret, FrameError for another frame."""
+        """Return the answer. Raises RefusedError when the server does not know the secret, FrameError for another frame."""
         if not isinstance(frame, Welcome):
             raise FrameError(f"unexpected {type(frame).__name__} before the welcome")
         if not hmac.compare_digest(frame.proof, _proof(self._secret, b"server", *self._transcript, frame.answer)):
-            raise PermissionError("the server does not know the secret")
+            raise RefusedError("the server does not know the secret")
         return frame.answer

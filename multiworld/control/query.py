@@ -10,9 +10,9 @@ import math
 import socket
 from collections.abc import Awaitable, Callable
 
-from multiworld.control.dial import RefusedError, connect, reason_of, request, resolve
+from multiworld.control.dial import connect, reason_of, request, resolve
 from multiworld.control.frames import Frame, FrameError
-from multiworld.control.handshake import Hello
+from multiworld.control.handshake import Hello, RefusedError
 from multiworld.errors import AskError
 
 _CONNECT_S = 5.0

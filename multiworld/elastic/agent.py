@@ -29,6 +29,7 @@ from multiworld.elastic.protocol.messages import (
 )
 from multiworld.elastic.rendezvous_link import RendezvousLink
 from multiworld.errors import AskError, BrokenWorldException, Cause, WorldClosedError, WorldError
+from multiworld.events import WorldEvent
 from multiworld.manager import WorldManager
 from multiworld.ops.buffers import byte_view
 from multiworld.texts import one_line
@@ -234,9 +235,7 @@ class MemberAgent:
         async for event in self._manager.events():
             view = self.state.view
             if event.kind == "broken" and event.world_name == self._name and event.generation == view.number:
-                world = self._manager.worlds.get(self._name)
-                failure = world.failure if world is not None and world.generation == event.generation else None
-                self.perform(self.state.on_failed(view.number, suspect_of(self.state.id, view, failure)))
+                self.perform(self.state.on_failed(view.number, suspect_of(self.state.id, view, event)))
 
     # -- the rendezvous server -----------------------------------------------------------------------------------------
 
@@ -301,12 +300,12 @@ class MemberAgent:
             self.leave(ViewChangeError, f"internal error: {error!r}")
 
 
-def suspect_of(member_id: str, view: View, failure: Exception | None) -> str:
+def suspect_of(member_id: str, view: View, failure: Exception | WorldEvent) -> str:
     """Return the id of the member that caused `failure`; "" if there is none, or if it is this member."""
     match failure:
-        case BrokenWorldException(cause=cause, rank=rank) if cause in _SUSPECT_CAUSES and 0 <= rank < len(view.members):
-            suspect = view.members[rank].id
-            return suspect if suspect != member_id else ""
+        case BrokenWorldException(cause=cause, rank=int(rank)) | WorldEvent(cause=cause, rank=int(rank)):
+            if cause in _SUSPECT_CAUSES and 0 <= rank < len(view.members) and view.members[rank].id != member_id:
+                return view.members[rank].id
     return ""
 
 

@@ -33,14 +33,6 @@ TAG_LIMIT = 1 << 28
 _OPS = {"SUM": ReduceOp.SUM, "AVG": ReduceOp.AVG, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX, "PRODUCT": ReduceOp.PRODUCT}
 
 
-@dataclass(slots=True)
-class ByteCounters:
-    """Bytes of tensors that this member has sent and received. Incomplete all-reduces do not count."""
-
-    sent: int = 0
-    received: int = 0
-
-
 class AllReduceHandle:
     """An all-reduce started by `ElasticWorld.all_reduce_async`. Await it, or poll `done` and `status`.
 
@@ -50,15 +42,11 @@ class AllReduceHandle:
     Attributes:
         view_number: number of the view in which it runs.
         world_size: number of members of that view.
-        counters: bytes of tensors sent and received so far.
     """
 
-    def __init__(
-        self, work: Coroutine[Any, Any, None], view_number: int, world_size: int, counters: ByteCounters
-    ) -> None:
+    def __init__(self, work: Coroutine[Any, Any, None], view_number: int, world_size: int) -> None:
         self.view_number = view_number
         self.world_size = world_size
-        self.counters = counters
         self._task = asyncio.get_running_loop().create_task(work)
         self._task.add_done_callback(_retrieve_exception)
 
@@ -151,6 +139,7 @@ class AllReduceCall:
 
     Attributes:
         contributors: for each bucket, the number of members of the view in which it finished here last; 0 before.
+        bytes_moved: bytes of tensors that this member has sent, and received. Incomplete all-reduces do not count.
         runs: how often unfinished operations were run.
 
     Raises TypeError, ValueError for invalid arguments.
@@ -161,7 +150,7 @@ class AllReduceCall:
         if not names:
             raise ValueError(f"all_reduce: {op} is not supported, only {', '.join(_OPS)}")
         self.buckets = make_buckets(tensors)
-        self.counters = ByteCounters()
+        self.bytes_moved = 0
         self.contributors = [0] * len(self.buckets)
         self.runs = 0
         self._op = names[0]
@@ -187,9 +176,7 @@ class AllReduceCall:
         plan.number = number
         await world.start(plan).finish()
         self.contributors[index] = world.size
-        moved = bytes_sent(result.nbytes, world.size)
-        self.counters.sent += moved
-        self.counters.received += moved
+        self.bytes_moved += bytes_sent(result.nbytes, world.size)
 
     async def run(self, world: World, round_: Round, max_in_flight: int) -> None:
         """Run the unfinished operations and mark those that finish. Wait for all operations in flight, even if some of them fail.

@@ -141,11 +141,6 @@ class ElasticRendezvous:
         world = self._worlds.get(world_name)
         return len(world.links) if world else 0
 
-    def waiting(self, world_name: str) -> int:
-        """Return the number of new members that wait until the members of that world are at a boundary."""
-        world = self._worlds.get(world_name)
-        return world.coordinator.waiting if world else 0
-
     # -- members that join ---------------------------------------------------------------------------------------------
 
     async def _reply(self, question: str, host: str) -> bytes:

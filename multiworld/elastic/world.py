@@ -128,8 +128,8 @@ class ElasticWorld:
                 if size:
                     call.unpack(index)
                 contributors += [size] * len(bucket)
-        counters, retries = call.counters, max(call.runs - 1, 0)
-        return AllReduceOutcome(success, counters.sent, counters.received, retries, self.size, tuple(contributors))
+        moved, retries = call.bytes_moved, max(call.runs - 1, 0)
+        return AllReduceOutcome(success, moved, moved, retries, self.size, tuple(contributors))
 
     async def all_reduce_with_retry(
         self,
@@ -183,7 +183,7 @@ class ElasticWorld:
             finally:
                 self._async_tags.discard(running)
 
-        return AllReduceHandle(reduce(), view_number, self.size, call.counters)
+        return AllReduceHandle(reduce(), view_number, self.size)
 
     async def agree(self, finished: Sequence[bool]) -> list[bool]:
         """Return, for each operation, whether it finished on all members. If all did, the round is committed: the originals may be freed.

@@ -1,7 +1,7 @@
 """Accepts connections on a listening port that many worlds share.
 
 A client authenticates. Then it joins a world as a rank, opens a data connection to a member of a forming world, or sends a query.
-Everything except `bind` runs on the control loop's thread. The number, the input bytes and the lifetime of unauthenticated connections
+Everything except `listen_on` runs on the control loop's thread. The number, the input bytes and the lifetime of unauthenticated connections
 are limited.
 """
 
@@ -14,7 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from multiworld.control.dial import read_frame, readable
+from multiworld.control.dial import read_frame, readable, reason_of
 from multiworld.control.frames import HEARTBEAT_BYTES, FrameError, Refuse
 from multiworld.control.handshake import Hello, ServerHandshake
 from multiworld.control.loop import ControlLoop
@@ -42,18 +42,22 @@ Answerer = Callable[[str, str], Awaitable[bytes]]
 """(question, address of the client) → answer. To refuse the question it raises AskError; its text is sent to the client."""
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a non-blocking socket that listens on `host`. Port 0 takes a free one. Raises OSError, with the address in its message."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def listen_on(address: tuple[str, int] | str) -> socket.socket:
+    """Return a non-blocking socket that listens on an IP address and port, or on the path of a Unix socket. Port 0 takes a free one.
+
+    Raises OSError, with the address in its message.
+    """
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
+        sock.bind(address)
         sock.listen(1024)
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
+        where = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
+        raise OSError(error.errno, f"cannot listen on {where}: {reason_of(error)}") from error
     return sock
 
 

@@ -17,13 +17,13 @@ from msgspec.structs import replace
 
 from multiworld.collectives.nccl import NCCL, NcclCollectives
 from multiworld.config import WorldConfig
-from multiworld.control.dial import RefusedError, dial, reason_of, resolve
+from multiworld.control.dial import dial, reason_of, resolve
 from multiworld.control.frames import Address, Start
-from multiworld.control.handshake import Hello
+from multiworld.control.handshake import Hello, RefusedError
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause, JoinError, WorldError
 from multiworld.execution.failures import ConnectionLostError, described
-from multiworld.membership.acceptor import Acceptor, RejectedError, bind
+from multiworld.membership.acceptor import Acceptor, RejectedError, listen_on
 from multiworld.membership.monitor import MembershipMonitor, MonitoredWorld
 
 logger = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ class Forming:
         if rank == self._config.size - 1:
             return Address()
         if self._port is None and rank:
-            self._port = Acceptor(self._control_loop, bind(local_host, 0), [self._config.secret])
+            self._port = Acceptor(self._control_loop, listen_on((local_host, 0)), [self._config.secret])
             self._port.open()
             self._data_acceptors.append(self._port)
         host, port = self._port.address[:2] if self._port is not None else ("", 0)

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from multiworld.control.sockets import close_in_child
+from multiworld.membership.acceptor import listen_on
 
 _STARTED_S = 60.0
 """Age of a socket file from which on its process must listen on it if it is alive."""
@@ -43,15 +43,7 @@ def bind_local(runtime_dir: str) -> socket.socket:
     # Under another kernel, which may share the folder through a network file system, a live socket looks abandoned.
     boot = _BOOT_ID.read_text()[:8]
     _delete_abandoned(folder, boot)
-    sock = close_in_child(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-    try:
-        sock.bind(str(folder / f"{boot}-{os.urandom(8).hex()}"))
-        sock.listen(1024)
-        sock.setblocking(False)
-    except OSError:
-        sock.close()
-        raise
-    return sock
+    return listen_on(str(folder / f"{boot}-{os.urandom(8).hex()}"))
 
 
 def _delete_abandoned(folder: Path, boot: str) -> None:

@@ -22,6 +22,7 @@ Raises RuntimeError when a connection is lost, WorldError when the world has end
 """
 Post = Callable[[ProcessGroup], Work]
 """Hands an operation to c10d's NCCL group."""
+_NO_DATA = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -168,11 +169,9 @@ class Receive(Message):
     """A receive.
 
     Attributes:
-        accept: for a message of unknown size, returns its memory when its head has arrived; see multiworld/ops/p2p.py.
-        view: for a message of unknown size that is received as a view.
+        view: for a message of unknown size; it provides the memory when the head has arrived. See multiworld/ops/p2p.py.
     """
 
-    accept: Callable[[bytes, int], Tensor] | None = None
     view: "View | None" = None
 
     @property
@@ -209,18 +208,20 @@ class View:
 
     Args:
         check: called with header and size in bytes; raises ValueError to refuse the message.
+        copied: the data must be in memory of this process.
     """
 
-    def __init__(self, check: Callable[[bytes, int], object]) -> None:
+    def __init__(self, check: Callable[[bytes, int], object], copied: bool = False) -> None:
         self.header = b""
-        self.data = torch.empty(0, dtype=torch.uint8)
+        self.data = _NO_DATA
         self.size_bytes = 0
+        self.copied = copied
         self._check = check
         self._release: Callable[[], object] | None = None
 
     def release(self) -> None:
         """Let the sender use the memory again, although tensors may still use it: their content is undefined from now on. Idempotent."""
-        self.data = torch.empty(0, dtype=torch.uint8)
+        self.data = _NO_DATA
         if self._release is not None:
             self._release()
 
@@ -238,7 +239,8 @@ class View:
 
     def allocate(self) -> Tensor:
         """Provide memory of this process for the data."""
-        self.data = torch.empty(self.size_bytes, dtype=torch.uint8)
+        if self.size_bytes:
+            self.data = torch.empty(self.size_bytes, dtype=torch.uint8)
         return self.data
 
     def place(self, data: Tensor, release: Callable[[], object]) -> Tensor:

@@ -3,11 +3,9 @@
 NCCL carries no messages: it has no tags, and two members that both send first would block each other.
 
 The receiver of a tensor knows its size. The receiver of a *message* does not know it before the message arrives: the sender adds a header
-of its own format, which travels in the head of the message in place of the signature. The receiver reads header and size before it
+of its own format, which travels in the head of the message in place of the signature. The receiver checks header and size before it
 provides memory, so one message needs one transfer, and a peer cannot choose how much memory is allocated.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -61,19 +59,6 @@ def send_message(facts: WorldFacts, header: bytes, payload: Tensor | None, dst: 
     operation = send(facts, torch.empty(0, dtype=torch.uint8) if payload is None else payload, dst, tag)
     operation.header = header
     return operation
-
-
-def recv_message(facts: WorldFacts, accept: Callable[[bytes, int], Tensor], src: int, tag: int) -> Receive:
-    """A receive of a message of `send_message` from rank `src`.
-
-    Args:
-        accept: called once with the header, padded with zeros to MAX_HEADER_BYTES, and the size of the payload in bytes. Returns a
-            contiguous tensor of this size on the CPU, which the payload is written into. If it raises ValueError, the world breaks
-            with cause `error` and this text. It must not block, and may be called on another thread.
-    Raises ValueError for invalid arguments.
-    """
-    facts.check_peer("recv_message", src, tag)
-    return Receive(signature="", peer=src, tag=tag, accept=accept)
 
 
 def recv_view(facts: WorldFacts, view: View, src: int, tag: int) -> Receive:

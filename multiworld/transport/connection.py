@@ -346,12 +346,9 @@ class PeerConnection:
         if not messages:
             raise ValueError(f"it sent a message with tag {tag}, for which no receive is pending")
         message = messages[0]
-        if isinstance(message, Receive) and message.memory is None:
-            if message.view is not None:
-                message.view.accept(signature, size)
-                message.set_data(place(message.view))
-            elif message.accept is not None:
-                message.set_data(message.accept(signature, size))
+        if isinstance(message, Receive) and message.view is not None:
+            message.view.accept(signature, size)
+            message.set_data(place(message.view))
             message.head = signature
         assert message.memory is not None
         if size != len(message.memory) or signature != message.head:

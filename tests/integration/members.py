@@ -104,12 +104,11 @@ class Script(TorturePart, ElasticPart):
     async def recv_slowly(self, world: str, src: int, seconds: float) -> None:
         """Receive a message with a callback that blocks; signals its start so that a test can observe it."""
 
-        def accept(_header: bytes, size_bytes: int) -> torch.Tensor:
+        def check(_header: bytes, _size_bytes: int) -> None:
             os.write(2, b"the loop stands still\n")
             time.sleep(seconds)
-            return torch.empty(size_bytes, dtype=torch.uint8)
 
-        await self.manager.worlds[world].recv_message(accept, src)
+        await self.manager.worlds[world].recv_view(check, src)
 
     async def recv(self, world: str, src: int, count: int = 4, tag: int = 0) -> list[float]:
         """The distinct values of the received tensor."""

@@ -89,7 +89,7 @@ async def test_frozen_member_is_evicted_and_rejoins_at_a_boundary_when_it_wakes(
 
         await everybody[0].do("elastic_leave", world="w")
         coming = everybody[0].start("elastic_join", world="w", port=holder.port)
-        await until(lambda: holder.waiting("w"))
+        await until(lambda: holder._worlds["w"].coordinator._waiting)
         again = await asyncio.gather(*reduce_all(everybody[1:], counts=[10]))
         assert [outcome["size"] for outcome in again] == [2, 2], "no member is admitted before a boundary"
         views = [1, 1]

@@ -22,7 +22,7 @@ from multiworld import (
     WorldNotFoundError,
     WorldState,
 )
-from multiworld.control.dial import RefusedError, dial, next_frame
+from multiworld.control.dial import dial, next_frame
 from multiworld.control.frames import (
     PROTOCOL_VERSION,
     Challenge,
@@ -35,8 +35,8 @@ from multiworld.control.frames import (
     Start,
     StoreSet,
 )
-from multiworld.control.handshake import NONCE_BYTES, Hello
-from multiworld.membership.acceptor import bind
+from multiworld.control.handshake import NONCE_BYTES, Hello, RefusedError
+from multiworld.membership.acceptor import listen_on
 from tests.integration.members import PATIENCE_S, Spawn, form
 from tests.programs import free_port
 
@@ -89,7 +89,7 @@ async def impostor(listener: socket.socket, *frames: Frame) -> bytes:
 )
 async def test_frames_of_an_unauthenticated_host_are_ignored(manager: WorldManager, frame: Frame) -> None:
     """Skipping the welcome must not work: the group would be built with the unauthenticated host."""
-    with bind("127.0.0.1", 0) as listener:
+    with listen_on(("127.0.0.1", 0)) as listener:
         joining = asyncio.create_task(manager.initialize_world("w", 1, 2, port=listener.getsockname()[1], timeout=3600))
         heard = await impostor(listener, frame)
         assert {type(each) for each in FrameReader().feed(heard)} <= {SignedHello, Heartbeat}
@@ -165,7 +165,7 @@ async def test_join_timeout_says_that_the_host_answered_when_only_the_world_did_
 
 
 async def test_busy_port_is_named_and_the_world_name_stays_free(manager: WorldManager) -> None:
-    with bind("127.0.0.1", 0) as busy:
+    with listen_on(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         with pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use"):
             await manager.initialize_world("w", 0, 2, port=port)
@@ -187,13 +187,13 @@ async def test_busy_port_is_named_and_the_world_name_stays_free(manager: WorldMa
 async def test_invalid_join_is_rejected_and_leaves_nothing_behind(
     manager: WorldManager, arguments: dict[str, object], error: type[Exception], text: str
 ) -> None:
-    with bind("127.0.0.1", 0) as free:
+    with listen_on(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     wanted = {"rank": 0, "world_size": 2, "port": port, **arguments}
     with pytest.raises(error, match=text):
         await manager.initialize_world("w", **wanted)
     assert "w" not in manager.worlds
-    bind("127.0.0.1", port).close()
+    listen_on(("127.0.0.1", port)).close()
     assert (await manager.initialize_world("w", 0, 1, port=port)).generation == 1
 
 

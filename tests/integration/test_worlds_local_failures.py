@@ -101,7 +101,7 @@ async def test_world_breaks_with_the_failing_member_named_when_an_operation_rais
             await world.start(operation)
         await asyncio.gather(*pending, return_exceptions=True)
         with pytest.raises(BrokenWorldException) as told:
-            await peer.recv(torch.zeros(1), 0, tag=9)
+            await peer.start(messages.recv(peer.facts, torch.zeros(1), 0, 9))
     for failure in (caught.value, told.value):
         assert (failure.cause, failure.rank) == (Cause.LOCAL, 0)
         assert type(error).__name__ in failure.detail

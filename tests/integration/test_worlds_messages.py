@@ -238,3 +238,16 @@ async def test_lost_peer_connection_breaks_the_world_without_heartbeats(spawn: S
             with pytest.raises(BrokenWorldException) as caught:
                 await coming
         assert (caught.value.cause, caught.value.rank) == (Cause.TRANSPORT, 1)
+
+
+async def test_peer_is_named_when_a_collective_starts_on_a_lost_connection() -> None:
+    settings: dict[str, Any] = {"heartbeat_timeout_s": PATIENT_S, "shared_memory_bytes": 0}
+    async with WorldManager(**settings) as host, WorldManager(**settings) as guest:
+        await form("w", host.listen(), host, guest)
+        with data_sockets() as socks:
+            for sock in socks:
+                sock.shutdown(socket.SHUT_RDWR)
+        await until(lambda: host.world("w")._connections[1].end_reason is not None)
+        with pytest.raises(BrokenWorldException) as caught:
+            await host.communicator.all_reduce(torch.zeros(4), world_name="w")
+        assert (caught.value.cause, caught.value.rank) == (Cause.TRANSPORT, 1)

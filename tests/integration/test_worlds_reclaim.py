@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from multiworld import BrokenWorldException, Cause, WorldClosedError, WorldManag
 from multiworld.ops import p2p
 from multiworld.transport.segments import SegmentPool
 from tests.integration.members import PATIENCE_S, Spawn, form, resources
+from tests.waiting import until
 
 CYCLES = int(os.environ.get("MULTIWORLD_TEST_CYCLES", "60"))
 """Number of worlds to create and end; enough to see a leak of one thread or descriptor per cycle. 1000 takes some minutes."""
@@ -239,6 +241,25 @@ async def test_ended_worlds_with_unlimited_names_are_forgotten(monkeypatch: pyte
         assert manager.is_broken("w0")
 
 
+async def test_connection_is_freed_when_its_ended_world_is_kept_by_name() -> None:
+    async with (
+        WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
+        WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
+    ):
+        await form("w", host.listen(), host, guest)
+        world = host.world("w")
+        connection = weakref.ref(world._connections[1])
+        guest.world("w").fail(Cause.ABORTED, 1, "for the test")
+        assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
+
+        def is_freed() -> bool:
+            gc.collect()
+            return connection() is None
+
+        await until(is_freed)
+        assert host.world("w") is world
+
+
 async def test_callers_get_errors_and_the_lost_thread_is_reported_when_a_thread_never_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -257,8 +278,8 @@ async def test_callers_get_errors_and_the_lost_thread_is_reported_when_a_thread_
         await form("w", host.listen(), host, guest)
         world = host.world("w")
         receiving = world.start(replace(p2p.recv(world.facts, torch.zeros(4), 1, 0), copy_back=copy_back))
-        other = asyncio.create_task(world.recv(torch.zeros(4), 1, tag=1))
-        await guest.world("w").send(torch.ones(4), 0)
+        other = asyncio.create_task(host.communicator.recv(torch.zeros(4), 1, "w", tag=1))
+        await guest.communicator.send(torch.ones(4), 0, "w")
         assert await asyncio.to_thread(copying.wait, PATIENCE_S)
         guest.world("w").fail(Cause.ABORTED, 1, "for the test")
         async with asyncio.timeout(PATIENCE_S):

@@ -88,11 +88,6 @@ class Coordinator:
         """Whether the world has no members, no new members, and no members that may reconnect."""
         return not (self._present or self._absent or self._waiting)
 
-    @property
-    def waiting(self) -> int:
-        """Number of new members that wait for admission."""
-        return len(self._waiting)
-
     def may_resume(self, member_id: str) -> bool:
         """Return whether this member of the stored view may reconnect."""
         return member_id in self._absent

@@ -26,7 +26,7 @@ from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause
 from multiworld.execution.store import ControlStore
 from multiworld.membership import acceptor as acceptor_module
-from multiworld.membership.acceptor import Acceptor, bind
+from multiworld.membership.acceptor import Acceptor, listen_on
 from multiworld.membership.monitor import MembershipMonitor
 from multiworld.texts import MAX_TEXT_CHARS
 
@@ -111,7 +111,7 @@ class AcceptorHarness:
 
     def __init__(self, control_loop: ControlLoop) -> None:
         self.control_loop = control_loop
-        self.acceptor = Acceptor(control_loop, bind("127.0.0.1", 0), [b"secret"])
+        self.acceptor = Acceptor(control_loop, listen_on(("127.0.0.1", 0)), [b"secret"])
         self.clients: list[Client] = []
         self.tasks: set[asyncio.Task[None]] = set()
         control_loop.call_soon(self.acceptor.open)

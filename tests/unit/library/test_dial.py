@@ -5,10 +5,10 @@ import socket
 
 import pytest
 
-from multiworld.control.dial import RefusedError, dial, reason_of
+from multiworld.control.dial import dial, reason_of
 from multiworld.control.frames import HEARTBEAT_BYTES, Address, FrameReader, Refuse
-from multiworld.control.handshake import Hello, ServerHandshake
-from multiworld.membership.acceptor import bind
+from multiworld.control.handshake import Hello, RefusedError, ServerHandshake
+from multiworld.membership.acceptor import listen_on
 
 PATIENCE_S = 30.0
 
@@ -31,7 +31,7 @@ def accept(listener: socket.socket, secret: bytes = b"secret") -> tuple[socket.s
 
 async def test_data_after_the_handshake_is_left_to_the_owner_of_the_socket() -> None:
     """A server may write to the connection right after it has accepted the client."""
-    with bind("127.0.0.1", 0) as listener:
+    with listen_on(("127.0.0.1", 0)) as listener:
         dialing = asyncio.create_task(connect(listener.getsockname()))
         theirs, handshake, hello = await asyncio.to_thread(accept, listener)
         assert hello.address.host == "127.0.0.1"
@@ -43,7 +43,7 @@ async def test_data_after_the_handshake_is_left_to_the_owner_of_the_socket() -> 
 
 @pytest.mark.parametrize(("retry", "error"), [(False, RefusedError), (True, ConnectionError)])
 async def test_a_refusal_is_reported_with_its_reason(retry: bool, error: type[Exception]) -> None:
-    with bind("127.0.0.1", 0) as listener:
+    with listen_on(("127.0.0.1", 0)) as listener:
         dialing = asyncio.create_task(connect(listener.getsockname()))
         theirs, _, _ = await asyncio.to_thread(accept, listener)
         theirs.sendall(Refuse("full", retry).encode())
@@ -52,7 +52,7 @@ async def test_a_refusal_is_reported_with_its_reason(retry: bool, error: type[Ex
 
 
 async def test_a_server_that_says_nothing_is_given_up_after_the_timeout() -> None:
-    with bind("127.0.0.1", 0) as listener, pytest.raises(OSError) as ending:  # noqa: PT011 - its text is checked below
+    with listen_on(("127.0.0.1", 0)) as listener, pytest.raises(OSError) as ending:  # noqa: PT011 - its text is checked below
         await connect(listener.getsockname(), 0.1)
     assert reason_of(ending.value) == "no answer"
 

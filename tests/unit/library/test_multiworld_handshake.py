@@ -13,7 +13,7 @@ from multiworld.control.frames import (
     SignedHello,
     Welcome,
 )
-from multiworld.control.handshake import NONCE_BYTES, ClientHandshake, Hello, ServerHandshake
+from multiworld.control.handshake import NONCE_BYTES, ClientHandshake, Hello, RefusedError, ServerHandshake
 
 SEAT = Hello("w", 1, 2, 3)
 
@@ -37,7 +37,7 @@ def test_server_with_a_wrong_secret_is_refused() -> None:
     impostor, guest = ServerHandshake(b"wrong"), ClientHandshake(b"right", SEAT)
     hello = guest.hello(impostor.challenge())
     impostor._transcript = (impostor._nonce, hello.nonce, hello.hello)
-    with pytest.raises(PermissionError, match="does not know the secret"):
+    with pytest.raises(RefusedError, match="does not know the secret"):
         guest.check_welcome(impostor.welcome(b"answer"))
 
 
@@ -55,21 +55,21 @@ def test_replayed_welcome_is_refused() -> None:
     host.accept(guest.hello(challenge))
     later = ClientHandshake(b"secret", SEAT)
     later.hello(challenge)
-    with pytest.raises(PermissionError):
+    with pytest.raises(RefusedError):
         later.check_welcome(host.welcome())
 
 
 def test_reflected_proof_is_refused() -> None:
     host, guest = ServerHandshake(b"secret"), ClientHandshake(b"secret", SEAT)
     hello = guest.hello(host.challenge())
-    with pytest.raises(PermissionError):
+    with pytest.raises(RefusedError):
         guest.check_welcome(Welcome(hello.proof))
 
 
 def test_modified_answer_is_refused() -> None:
     host, guest = ServerHandshake(b"secret"), ClientHandshake(b"secret", Hello(question="where?"))
     host.accept(guest.hello(host.challenge()))
-    with pytest.raises(PermissionError):
+    with pytest.raises(RefusedError):
         guest.check_welcome(Welcome(host.welcome(b"here").proof, b"there"))
 
 

@@ -71,8 +71,8 @@ class LocalEnd(End):
             self.connection.send(operation)
         return operation
 
-    def view(self) -> tuple[View, Operation]:
-        view = View(lambda _header, _size_bytes: None)
+    def view(self, *, copied: bool = False) -> tuple[View, Operation]:
+        view = View(lambda _header, _size_bytes: None, copied)
         operation = recv_view(FACTS, view, 1, 0)
         operation.future = asyncio.get_running_loop().create_future()
         with self.lock:
@@ -234,6 +234,18 @@ async def test_view_stays_intact_when_the_connection_and_the_tensor_of_the_sende
     assert torch.equal(view.data, expected)
     view.release()
     view.release()
+
+
+async def test_segment_is_released_while_the_received_data_is_used_when_it_is_copied(
+    pair: tuple[LocalEnd, LocalEnd],
+) -> None:
+    one, other = pair
+    tensor = allocated(one, MIB)
+    view, received = other.view(copied=True)
+    one.send_message(tensor)
+    await other.until_completed(received)
+    await until(lambda: not leases(one))
+    assert torch.equal(view.data, tensor)
 
 
 async def test_data_goes_through_the_socket_when_the_budget_is_used_up() -> None:
@@ -428,7 +440,7 @@ async def test_members_use_tcp_when_one_of_them_cannot_reach_the_socket(tmp_path
         assert {world.transport for world in worlds} == {"tcp"}
         received = torch.empty(MIB, dtype=torch.uint8)
         sent = one.allocate((MIB,), torch.uint8).fill_(3)
-        await asyncio.gather(worlds[1].send(sent, 1), worlds[0].recv(received, 0))
+        await asyncio.gather(other.communicator.send(sent, 0, "w"), one.communicator.recv(received, 1, "w"))
         assert torch.equal(sent, received)
 
 
@@ -439,7 +451,6 @@ async def test_members_use_shared_memory_when_they_share_a_host(tmp_path: Path) 
             *(manager.initialize_world("w", rank, 2, port=port) for rank, manager in enumerate((one, other)))
         )
         assert [world.transport for world in worlds] == ["shared memory"] * 2
-        assert worlds[0].transports == {1: "shared memory"}
     assert not sockets(tmp_path)
 
 
