@@ -1,7 +1,5 @@
 """A scheduler driver with links to no world, and requests as futures."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any, cast

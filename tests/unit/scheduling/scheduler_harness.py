@@ -1,7 +1,5 @@
 """Drives a scheduler step by step: events in, actions out, at times that the test chooses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, TypeVar
 

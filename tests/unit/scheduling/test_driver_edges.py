@@ -1,7 +1,5 @@
 """SchedulerDriver with data edges: it sends references, releases what is not needed, and relays what cannot be fetched."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import cast
 

@@ -1,7 +1,5 @@
 """Random failures against `reconcile`: its invariants hold at every step, and in the end everything serves."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

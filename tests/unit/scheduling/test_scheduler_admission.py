@@ -1,7 +1,5 @@
 """Admission: which requests are refused, and the reasons."""
 
-from __future__ import annotations
-
 import pytest
 
 from multiworld_serving.server.scheduling.actions import Reject, SendBatch

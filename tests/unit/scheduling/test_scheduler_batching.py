@@ -1,7 +1,5 @@
 """Policies of batches: when they are formed and where they are sent. Invariants under faults: tests/simulation."""
 
-from __future__ import annotations
-
 import pytest
 
 from multiworld_serving.server.scheduling.actions import Action, Answer, FreeBatch, KeepOutput, SendBatch

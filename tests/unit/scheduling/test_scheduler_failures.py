@@ -1,7 +1,5 @@
 """Links that break, hang or leave, and stages that raise."""
 
-from __future__ import annotations
-
 import pytest
 
 from multiworld_serving.server.scheduling.actions import FailReplica, FreeBatch, Reject, SendBatch

@@ -1,7 +1,5 @@
 """Hedging: late batches are sent twice; the first result wins."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

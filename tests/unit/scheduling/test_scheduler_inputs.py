@@ -1,7 +1,5 @@
 """Inputs that stay at the replica that computed them, and inputs that are lost."""
 
-from __future__ import annotations
-
 from multiworld_serving.server.scheduling.actions import FailReplica, FreeBatch, ReleaseReplica, SendBatch
 from multiworld_serving.server.scheduling.events import RequestCancelled
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, sends

@@ -1,7 +1,5 @@
 """Isolation: suspect samples are computed one by one, so that only the poison is refused."""
 
-from __future__ import annotations
-
 from multiworld_serving.server.scheduling.actions import FreeBatch, SendBatch
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, sends
 

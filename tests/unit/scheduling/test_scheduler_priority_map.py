@@ -1,7 +1,5 @@
 """The heap for the scheduler's timers and loads, compared with a plain dictionary."""
 
-from __future__ import annotations
-
 import math
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Several versions of the model at once: a batch stays with the version that it started with."""
 
-from __future__ import annotations
-
 from multiworld_serving.server.scheduling.actions import FreeBatch, SendBatch
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only
 

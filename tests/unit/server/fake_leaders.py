@@ -1,7 +1,5 @@
 """Leaders for a frontend's pool: links without a network, which answer as a test tells them."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator

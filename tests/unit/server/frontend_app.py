@@ -1,7 +1,5 @@
 """The real HTTP application with a fake pipeline: the class of an image is its strongest color."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import struct

@@ -1,7 +1,5 @@
 """The gRPC port on a socket of this process, with the pipeline of `frontend_app` and Triton's message classes."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The HTTP port on a socket of this process, with the pipeline of `frontend_app` and clients that send raw bytes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import ssl
@@ -19,32 +17,6 @@ from tests.unit.server.frontend_app import ColourPredictor, running_frontend
 from tests.waiting import until
 
 PATIENCE_S = 30.0
-
-
-@dataclass
-class Port:
-    """The listening server and its dependencies."""
-
-    number: int
-    server: HttpServer
-    predictor: ColourPredictor
-    metrics: FrontendMetrics
-    clients: list[Client] = field(default_factory=list)
-
-    async def open(self, context: ssl.SSLContext | None = None) -> Client:
-        """A new connection; with `context`, after the TLS handshake."""
-        name = None if context is None else "localhost"
-        opened = await asyncio.open_connection("127.0.0.1", self.number, ssl=context, server_hostname=name)
-        self.clients.append(Client(*opened))
-        return self.clients[-1]
-
-    def sample(self, name: str, **labels: str) -> float | None:
-        """The current value of one series."""
-        return self.metrics.registry.get_sample_value(name, labels)
-
-    async def until_open(self, count: int) -> None:
-        """Wait until this many connections are open."""
-        await until(lambda: self.server.connections == count)
 
 
 @dataclass
@@ -83,6 +55,32 @@ class Client:
         self.writer.transport.abort()
         with suppress(OSError):
             await self.writer.wait_closed()
+
+
+@dataclass
+class Port:
+    """The listening server and its dependencies."""
+
+    number: int
+    server: HttpServer
+    predictor: ColourPredictor
+    metrics: FrontendMetrics
+    clients: list[Client] = field(default_factory=list)
+
+    async def open(self, context: ssl.SSLContext | None = None) -> Client:
+        """A new connection; with `context`, after the TLS handshake."""
+        name = None if context is None else "localhost"
+        opened = await asyncio.open_connection("127.0.0.1", self.number, ssl=context, server_hostname=name)
+        self.clients.append(Client(*opened))
+        return self.clients[-1]
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        """The current value of one series."""
+        return self.metrics.registry.get_sample_value(name, labels)
+
+    async def until_open(self, count: int) -> None:
+        """Wait until this many connections are open."""
+        await until(lambda: self.server.connections == count)
 
 
 @asynccontextmanager

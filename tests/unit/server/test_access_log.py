@@ -1,7 +1,5 @@
 """The lines about requests: which are logged, and their fields."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Reloading keys and certificates: all are used or none, with a log line that says which."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

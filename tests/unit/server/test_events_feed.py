@@ -1,7 +1,5 @@
 """The event feed: differences between snapshots, for followers that read at their own speed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Bad input gets an error in the common format, and the service continues."""
 
-from __future__ import annotations
-
 import asyncio
 import zlib
 from collections.abc import AsyncIterator

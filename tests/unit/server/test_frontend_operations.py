@@ -1,7 +1,5 @@
 """Probes, status, metrics and the OpenAPI document."""
 
-from __future__ import annotations
-
 import httpx
 import pytest
 from starlette.routing import Route

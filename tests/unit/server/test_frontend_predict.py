@@ -1,7 +1,5 @@
 """POST /predict without errors, and its calls to the pipeline."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.unit.server.frontend_app import MODEL, image_bytes, running_frontend

@@ -1,7 +1,5 @@
 """Responses when the pipeline rejects a request, and cancellation when the client disconnects."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 

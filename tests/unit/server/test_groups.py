@@ -1,7 +1,5 @@
 """A frontend with several models: which one gets a request, and what it says about all of them."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Messages of the Open Inference Protocol over gRPC: their definition, and what they become."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The gRPC port: answers, status codes, limits, keys, TLS and the end, with a client of gRPC's own."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Handlers: the user's code between the body of /predict and the model."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Damaged and malicious files raise ImageError and nothing else."""
 
-from __future__ import annotations
-
 import struct
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """Preprocessing of images: upright, RGB, scaled and cropped like torchvision."""
 
-from __future__ import annotations
-
 import io
 import tracemalloc
 

@@ -1,7 +1,5 @@
 """Metrics of a leader and of a frontend after reported events, as scraped by Prometheus."""
 
-from __future__ import annotations
-
 from collections import Counter as Tally
 from collections.abc import Sequence
 

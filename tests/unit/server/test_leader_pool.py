@@ -1,7 +1,5 @@
 """Which leader gets a request of a frontend, and what happens to the request when that leader rejects it or is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import replace

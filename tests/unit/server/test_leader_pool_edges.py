@@ -1,7 +1,5 @@
 """A frontend with data edges: it keeps images, fetches answers, and sends a request again when one of both is lost."""
 
-from __future__ import annotations
-
 import time
 
 import msgspec

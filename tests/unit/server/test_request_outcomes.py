@@ -1,7 +1,5 @@
 """One record of the outcomes of requests: for Prometheus, the status page and the Open Inference Protocol."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -11,6 +9,15 @@ import torch
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.requests import MAX_VERSIONS
 from multiworld_serving.server.predictor import Prediction
+
+
+class OfModel(FrontendMetrics):
+    """Those of a frontend with one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = self.requests.of_model("m")
+        self.counts.declare("v", ("v2",))
 
 
 def predicted(images: int = 1, batch_size: int = 4, compute_s: float = 2.0) -> Prediction:
@@ -33,15 +40,6 @@ def end(
     record.prediction, record.input_s, record.output_s = prediction, input_s, 0.5
     record.started_s = time.monotonic() - duration_s
     metrics.requests.end(scope, record)
-
-
-class OfModel(FrontendMetrics):
-    """Those of a frontend with one model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = self.requests.of_model("m")
-        self.counts.declare("v", ("v2",))
 
 
 @pytest.fixture

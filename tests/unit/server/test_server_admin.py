@@ -1,7 +1,5 @@
 """The verbs of the admin port: rolling restart, and Triton's model repository extension."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

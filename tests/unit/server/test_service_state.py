@@ -1,7 +1,5 @@
 """The state of the service and its reasons."""
 
-from __future__ import annotations
-
 import pytest
 
 from multiworld_serving.server.snapshots import (

@@ -1,7 +1,5 @@
 """The files of the status page: their paths, what they may load, and consistent references."""
 
-from __future__ import annotations
-
 import re
 from importlib.resources import files
 

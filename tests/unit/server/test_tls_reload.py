@@ -1,7 +1,5 @@
 """Certificates and client certificate authorities that are replaced while a port serves."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from contextlib import suppress

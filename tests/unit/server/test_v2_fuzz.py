@@ -1,7 +1,5 @@
 """Inference requests of arbitrary bytes give a request or a rejection, with bounded memory."""
 
-from __future__ import annotations
-
 import json
 import struct
 import tracemalloc

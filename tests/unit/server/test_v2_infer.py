@@ -1,7 +1,5 @@
 """Successful requests to POST /v2/models/{model}/infer."""
 
-from __future__ import annotations
-
 import base64
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Refused inference requests of the Open Inference Protocol: one clear sentence each, and the service continues."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

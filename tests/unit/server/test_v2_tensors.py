@@ -1,7 +1,5 @@
 """The Open Inference Protocol for models with any inputs and outputs."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loading a version and restarting workers, with workers that are not connected: what is performed, and what stays after a failure."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable

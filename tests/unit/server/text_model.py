@@ -1,7 +1,5 @@
 """A model with several inputs and outputs and a variable dimension, computed by a fake pipeline."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

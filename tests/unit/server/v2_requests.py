@@ -1,7 +1,5 @@
 """Requests of the Open Inference Protocol for the color model, written by hand."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import struct
