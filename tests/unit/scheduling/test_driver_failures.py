@@ -93,7 +93,6 @@ async def test_requests_are_answered_when_their_batch_could_not_be_stacked(
     answers = await bench.work(bench.ask(3))
     assert_right(answers)
     assert [answer.batch_size for answer in answers if isinstance(answer, Prediction)] == [1, 1, 1]
-    bench.driver.close()
 
 
 async def test_requests_get_an_error_when_their_answer_cannot_be_built() -> None:
@@ -108,7 +107,6 @@ async def test_requests_get_an_error_when_their_answer_cannot_be_built() -> None
         with pytest.raises(StageError, match="the leader failed: IndexError"):
             await asked[1]
     assert_right(await bench.work(bench.ask(2)))
-    bench.driver.close()
 
 
 async def test_stages_never_get_another_stages_input_when_an_output_could_not_be_kept(
@@ -124,7 +122,6 @@ async def test_stages_never_get_another_stages_input_when_an_output_could_not_be
     bench.compute(first, batch, first_pixels(inputs))
     assert second.sent.empty()
     assert_right(await bench.work(asked))
-    bench.driver.close()
 
 
 async def test_wake_up_is_set_and_later_events_are_handled_when_the_scheduler_fails(
@@ -139,7 +136,6 @@ async def test_wake_up_is_set_and_later_events_are_handled_when_the_scheduler_fa
     bench.driver.submit_event(RequestArrived(1000, time.monotonic() + 60))
     assert bench.driver._timer is not None
     assert_right(await bench.work(bench.ask(1)))
-    bench.driver.close()
 
 
 async def test_false_compute_times_count_at_most_the_elapsed_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +163,6 @@ async def test_false_compute_times_count_at_most_the_elapsed_time(monkeypatch: p
     )
     assert total_s is not None
     assert total_s <= took_s
-    bench.driver.close()
 
 
 async def test_rows_of_one_request_are_answered_together_in_their_order() -> None:

@@ -20,6 +20,14 @@ def join(slots: Placement, worker: str, host: str = "h") -> str:
     return fill(slots, slots.free_slot(slots.choose_stage(host)), worker, host)
 
 
+def placed(workers: str, num_stages: int = 2, replicas: int = 2, spares: int = 0) -> Placement:
+    """A placement that workers with these names of one letter have joined."""
+    slots = Placement(num_stages, replicas, spares)
+    for worker in workers:
+        join(slots, worker)
+    return slots
+
+
 def slot_named(slots: Placement, name: str) -> Slot:
     return next(slot for slot in slots.slots if slot.id.name == name)
 
@@ -67,9 +75,7 @@ def test_replicas_of_a_stage_are_spread_over_hosts() -> None:
 
 
 def test_new_worker_gets_the_slot_of_the_broken_one() -> None:
-    slots = Placement(2, 2)
-    for name in "abcd":
-        join(slots, name)
+    slots = placed("abcd")
     former = slot_named(slots, "s1.r0").worker
     assert former is not None
     fail(slots, "s1.r0")
@@ -87,9 +93,7 @@ def names(slots: Placement) -> list[str]:
 
 
 def test_stage_returns_to_its_size_when_extra_replicas_have_left() -> None:
-    slots = Placement(2, 2)
-    for name in "abcdef":
-        join(slots, name)
+    slots = placed("abcdef")
     assert names(slots) == ["s0.r0", "s0.r1", "s0.r2", "s1.r0", "s1.r1", "s1.r2"]
     leave(slots, "s0.r0")  # any of them
     leave(slots, "s1.r2")
@@ -98,9 +102,7 @@ def test_stage_returns_to_its_size_when_extra_replicas_have_left() -> None:
 
 
 def test_slot_of_a_failed_extra_replica_is_kept_for_a_successor_for_a_while() -> None:
-    slots = Placement(1, 2)
-    for name in "abc":
-        join(slots, name)
+    slots = placed("abc", 1, 2)
     fail(slots, "s0.r2")
     assert others(slots, now_s=59) == []
     assert reconcile(Goal((1,)), slots, 59).wake_s == 60
@@ -124,9 +126,7 @@ def test_excess_workers_become_spares_first_and_then_extra_replicas() -> None:
 
 
 def test_spare_takes_the_empty_slot_and_its_name_is_reserved_while_its_world_lives() -> None:
-    slots = Placement(2, 2, spares_wanted=1)
-    for name in "abcde":
-        join(slots, name)
+    slots = placed("abcde", spares=1)
     assert settle(slots) == []
     fail(slots, "s1.r1")
     assert settle(slots) == ["e"]
@@ -138,9 +138,7 @@ def test_spare_takes_the_empty_slot_and_its_name_is_reserved_while_its_world_liv
 
 
 def test_spare_goes_to_the_stage_with_the_fewest_replicas() -> None:
-    slots = Placement(2, 2, spares_wanted=1)
-    for name in "abcde":
-        join(slots, name)
+    slots = placed("abcde", spares=1)
     for name in ("s0.r0", "s1.r0", "s1.r1"):
         fail(slots, name)
     [step] = others(slots)
@@ -149,9 +147,7 @@ def test_spare_goes_to_the_stage_with_the_fewest_replicas() -> None:
 
 
 def test_spare_waits_for_the_workers_that_another_leader_has_placed() -> None:
-    slots = Placement(1, 1, spares_wanted=1)
-    join(slots, "a")
-    join(slots, "b")
+    slots = placed("ab", 1, 1, spares=1)
     fail(slots, "s0.r0")
     waiting = reconcile(Goal((1,), settle_until_s=6.0), slots, 5.0)
     assert (waiting.now, waiting.wake_s) == ([], 6.0)
@@ -163,9 +159,7 @@ def moved(slots: Placement, now_s: float) -> list[int | None]:
 
 
 def test_empty_stage_gets_a_replica_of_the_largest_stage_after_a_while() -> None:
-    slots = Placement(3, 2)
-    for name in "abcdef":
-        join(slots, name)
+    slots = placed("abcdef", 3, 2)
     fail(slots, "s0.r0")
     fail(slots, "s1.r0")
     assert moved(slots, 100) == []
@@ -203,18 +197,14 @@ def test_leaders_call_a_worker_the_same_in_whatever_order_it_joins_them(first: l
 
 
 def test_worker_that_holds_a_stage_gets_it_if_it_has_a_free_slot_and_every_stage_has_a_worker() -> None:
-    slots = Placement(3, 2)
-    for name in "abc":
-        join(slots, name)
+    slots = placed("abc", 3, 2)
     assert [slots.choose_stage(held=[stage]) for stage in range(3)] == [0, 1, 2]
     fail(slots, "s1.r0")
     assert slots.choose_stage(held=[0]) == 1, "which has no worker"
 
 
 def test_worker_that_obeys_another_leader_is_not_reassigned() -> None:
-    slots = Placement(2, 2)
-    for name in "abcd":
-        join(slots, name)
+    slots = placed("abcd")
     fail(slots, "s1.r0")
     fail(slots, "s1.r1")
     for worker in slots.ready(0):
@@ -224,9 +214,7 @@ def test_worker_that_obeys_another_leader_is_not_reassigned() -> None:
 
 
 def test_further_workers_join_the_stage_with_the_most_load() -> None:
-    slots = Placement(2, 2)
-    for name in "abcd":
-        join(slots, name)
+    slots = placed("abcd")
     slots.wanted = (1.0, 3.0)
     assert [join(slots, name)[:2] for name in "efgh"] == ["s1", "s1", "s1", "s1"]
     assert [join(slots, name)[:2] for name in "ijkl"].count("s0") == 1
