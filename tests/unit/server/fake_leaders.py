@@ -17,15 +17,7 @@ from multiworld_serving.common.wire.protocol import Kind, Received, rows_payload
 from multiworld_serving.server.administration import Desired
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.frontends.messages import (
-    Done,
-    Follow,
-    LeaderState,
-    Operation,
-    Predict,
-    Scrape,
-    Step,
-)
+from multiworld_serving.server.frontends.messages import Done, Follow, LeaderState, Operation, Predict, Scrape, Step
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
 from tests.unit.edges.edge_parts import unused_edges

@@ -182,10 +182,7 @@ async def running_frontend(
     groups = Groups(group_of(predictor, metrics, inference, handler))
     app = create_api(groups, metrics, authorizer, admin_port=admin_port)
     transport = httpx.ASGITransport(app)
-    async with (
-        inference.threads,
-        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
-    ):
+    async with inference.threads, httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield RunningFrontend(app, client, predictor, metrics)
 
 

@@ -85,11 +85,7 @@ class Port:
 
 @asynccontextmanager
 async def http_port(
-    predictor: ColourPredictor | None = None,
-    *,
-    app: ASGIApp | None = None,
-    max_connections: int = 1000,
-    **options: Any,
+    predictor: ColourPredictor | None = None, *, app: ASGIApp | None = None, max_connections: int = 1000, **options: Any
 ) -> AsyncIterator[Port]:
     """Serve with these options of `HttpServer`. `app` replaces the application."""
     sock = bind("127.0.0.1", 0, "--http-port")

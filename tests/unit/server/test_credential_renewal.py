@@ -7,11 +7,7 @@ import pytest
 
 from multiworld_serving.common.config.keys import hash_key
 from multiworld_serving.common.config.sources import load
-from multiworld_serving.server.auth.credentials import (
-    Credentials,
-    read_credentials,
-    reload_credentials,
-)
+from multiworld_serving.server.auth.credentials import Credentials, read_credentials, reload_credentials
 from multiworld_serving.server.settings import FrontendSettings
 from tests.certificates import Authority
 

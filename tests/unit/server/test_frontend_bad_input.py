@@ -37,12 +37,7 @@ BAD_BODIES: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "a GIF": ({"content": b"GIF89a" + bytes(99), "headers": PNG}, 422, "invalid_image", "neither JPEG nor PNG"),
     "truncated": ({"content": IMAGE[:-30], "headers": PNG}, 422, "invalid_image", "damaged"),
     "1x1": ({"content": image_bytes(size=(1, 1)), "headers": PNG}, 422, "invalid_image", "at least 8x8"),
-    "bomb": (
-        {"content": BOMB, "headers": PNG},
-        413,
-        "image_too_large",
-        "20000x20000",
-    ),
+    "bomb": ({"content": BOMB, "headers": PNG}, 413, "image_too_large", "20000x20000"),
     "no type": ({"content": IMAGE}, 415, "unsupported_media_type", "there is no content type"),
     "empty": ({"content": b"", "headers": PNG}, 422, "invalid_body", "empty"),
     "too long": (

@@ -16,11 +16,7 @@ _NOT_IN_A_FRONTEND = (
 )
 
 
-_NOT_IN_A_WORKER = (
-    "multiworld_serving.models.export",
-    "multiworld_serving.server",
-    "torchvision",
-)
+_NOT_IN_A_WORKER = ("multiworld_serving.models.export", "multiworld_serving.server", "torchvision")
 
 
 def imported_by(program: str) -> set[str]:

@@ -60,9 +60,7 @@ async def test_predict_returns_500_and_logs_once_when_the_predictor_raises(caplo
         await frontend.assert_serves()
 
 
-async def test_predict_returns_504_when_the_predictor_exceeds_the_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_predict_returns_504_when_the_predictor_exceeds_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multiworld_serving.server.http.open_request.DEADLINE_GRACE_S", 0.0)
     async with running_frontend(ColourPredictor(proceed=asyncio.Event()), timeout_s=3.0) as frontend:
         response = await frontend.client.post("/predict", files={"image": image_bytes()})

@@ -113,9 +113,7 @@ async def test_images_are_sent_until_the_link_is_formed_again_when_a_worker_cann
         assert leader.images[-1] is not None
 
 
-async def test_image_is_sent_when_the_memory_for_edges_is_used_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_image_is_sent_when_the_memory_for_edges_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multiworld_serving.common.edges.edges._MAX_KEPT_BYTES", 10)
     async with edges("f") as frontend:
         made = Pool(frontend=frontend, model=MODEL)

@@ -10,14 +10,7 @@ from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.server.api.oip.tensors import BINARY_ONLY, DATATYPES
 from multiworld_serving.server.predictor import ImageSizes, Prediction, ServedModel
 from tests.unit.server.frontend_app import ColourPredictor, image_bytes, running_frontend
-from tests.unit.server.text_model import (
-    INFER,
-    TEXT,
-    binary,
-    binary_outputs,
-    tensors,
-    text_predictor,
-)
+from tests.unit.server.text_model import INFER, TEXT, binary, binary_outputs, tensors, text_predictor
 from tests.unit.server.v2_requests import elements
 
 IDS = torch.tensor([[1, 2, 3], [4, 5, 600]])
@@ -107,12 +100,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "BF16 as JSON": ({"json": {"inputs": tensors(IDS.tolist())}}, "'halves' is BF16, which JSON cannot express"),
     "classes without labels": (
-        {
-            "json": {
-                "inputs": tensors(IDS.tolist()),
-                "outputs": [{"name": "sums", "parameters": {"classification": 1}}],
-            }
-        },
+        {"json": {"inputs": tensors(IDS.tolist()), "outputs": [{"name": "sums", "parameters": {"classification": 1}}]}},
         "needs labels",
     ),
     "raw": (
