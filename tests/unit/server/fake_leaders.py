@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -51,7 +51,6 @@ class FakeLeader(LeaderLink):
         got: the requests, in order.
         told: what the frontend has said that other leaders serve.
         refuses: what the operations raise, by weights.
-        cancelled: how many requests were withdrawn.
         joins_again: whether it is connected again at once when its link has ended.
     """
 
@@ -65,7 +64,6 @@ class FakeLeader(LeaderLink):
         self.told: list[Desired] = []
         self.operations: list[str] = []
         self.refuses: dict[str | None, Exception] = {}
-        self.cancelled = 0
         self.withdrawn: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.joins_again = False
 
@@ -111,23 +109,19 @@ class FakeLeader(LeaderLink):
     async def call(self, body: Predict | Scrape, payload: memoryview | bytes = b"", *, timeout_s: float) -> Received:
         self.got.append((body, bytes(payload)))
         answer = self.answers.pop(0) if self.answers else None
-        try:
-            await asyncio.sleep(0)
-            if isinstance(answer, LinkLostError):
-                self._on_lost()
-                if self.joins_again:
-                    self.tells()
-            if isinstance(answer, BaseException):
-                raise answer
-            if answer is not None:
-                answered: asyncio.Future[Any] = asyncio.ensure_future(answer.wait())
-                await asyncio.wait({answered, self.withdrawn}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                if not answered.done():
-                    answered.cancel()
-                    self.withdrawn.result()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
+        await asyncio.sleep(0)
+        if isinstance(answer, LinkLostError):
+            self._on_lost()
+            if self.joins_again:
+                self.tells()
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer is not None:
+            answered: asyncio.Future[Any] = asyncio.ensure_future(answer.wait())
+            await asyncio.wait({answered, self.withdrawn}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not answered.done():
+                answered.cancel()
+                self.withdrawn.result()
         assert self.state is not None
         found = prediction(self.state.served.version.name, self.state.served.version.number)
         probabilities = memoryview(bytearray(rows_payload(found.output)))
@@ -173,14 +167,13 @@ class Pool:
         return self.metrics.registry.get_sample_value(name, {"model": MODEL.name, "reason": reason}) or 0.0
 
 
-@contextmanager
-def pool_of(leaders: int = 2, *, grace_s: float = 5.0, connected: bool = True) -> Iterator[Pool]:
-    """A pool of fake leaders."""
+def pool_of(leaders: int, *, grace_s: float = 5.0, connected: bool = True) -> tuple[Pool, list[FakeLeader]]:
+    """A pool of fake leaders, and these leaders."""
     made = Pool(leaders, grace_s)
     if connected:
         for leader in made.leaders:
             leader.tells()
-    yield made
+    return made, made.leaders
 
 
 @asynccontextmanager

@@ -29,6 +29,7 @@ from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaState
 from tests.unit.server.image_model import image_classifier
 from tests.unit.server.pipelines import pipeline
 
+MAX_BODY_BYTES = 200_000
 SIDE = 16
 MODEL = image_classifier("meancolour", "weights v1 ü", ("red", "green", "blue"), ImageSizes(18, SIDE))
 

@@ -11,7 +11,7 @@ from multiworld_serving.server import errors
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.observability import requests
 from multiworld_serving.server.observability.requests import MAX_ERRORS_PER_S
-from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, RunningFrontend, image_bytes, running_frontend
 
 
 @pytest.fixture(autouse=True)
@@ -55,15 +55,14 @@ async def test_request_id_of_an_error_is_logged_without_the_access_log(caplog: p
 
 
 async def test_lines_about_errors_are_bounded(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    frontend: RunningFrontend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = [1.0]
     monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
-    async with running_frontend() as frontend:
-        for _ in range(MAX_ERRORS_PER_S + 3):
-            await frontend.client.post("/predict")
-        assert len(lines(caplog)) == MAX_ERRORS_PER_S
-        seconds[0] = 2.0
+    for _ in range(MAX_ERRORS_PER_S + 3):
         await frontend.client.post("/predict")
+    assert len(lines(caplog)) == MAX_ERRORS_PER_S
+    seconds[0] = 2.0
+    await frontend.client.post("/predict")
     assert len(lines(caplog)) == MAX_ERRORS_PER_S + 2
     assert lines(caplog)[-2].getMessage().endswith("left_out=3")

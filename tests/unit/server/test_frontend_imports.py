@@ -3,35 +3,22 @@
 import subprocess
 import sys
 
-_NOT_IN_A_FRONTEND = (
-    "multiworld_serving.models.optimize",
-    "multiworld_serving.models.export",
-    "multiworld_serving.server.leader",
-    "multiworld_serving.server.scheduling",
-    "multiworld_serving.workers",
-    "torch._dynamo",
-    "torchvision",
-    "grpc",
-    "sympy",
-)
+import pytest
+
+NEEDLESS = {
+    "server.frontends.main": {
+        *(f"multiworld_serving.{name}" for name in ("models.optimize", "models.export", "server.leader")),
+        *("multiworld_serving.server.scheduling", "multiworld_serving.workers"),
+        *("torch._dynamo", "torchvision", "grpc", "sympy"),
+    },
+    "workers.main": {"multiworld_serving.models.export", "multiworld_serving.server", "torchvision"},
+}
 
 
-_NOT_IN_A_WORKER = ("multiworld_serving.models.export", "multiworld_serving.server", "torchvision")
-
-
-def imported_by(program: str) -> set[str]:
+@pytest.mark.parametrize("program", NEEDLESS)
+def test_program_imports_no_module_of_others_and_no_compiler(program: str) -> None:
     code = f"import sys; import multiworld_serving.{program}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True, timeout=100)
-    return set(done.stdout.split())
-
-
-def test_frontend_imports_no_module_of_leaders_and_no_compiler() -> None:
-    imported = imported_by("server.frontends.main")
-    assert "multiworld_serving.server.frontends.leader_pool" in imported
-    assert not imported & set(_NOT_IN_A_FRONTEND)
-
-
-def test_worker_imports_no_torchvision_and_no_export() -> None:
-    imported = imported_by("workers.main")
-    assert "multiworld_serving.models.optimize" in imported
-    assert not imported & set(_NOT_IN_A_WORKER)
+    imported = set(done.stdout.split())
+    assert f"multiworld_serving.{program}" in imported
+    assert not imported & NEEDLESS[program]

@@ -21,14 +21,12 @@ from multiworld_serving.common.wire.join import WORLD_BACKEND
 from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.common.wire.protocol import Kind, Received, encode, rows_payload
-from multiworld_serving.models.bundle.manifest import TensorSpec
-from multiworld_serving.server.administration import Desired, RestartFailedError
+from multiworld_serving.server.administration import RestartFailedError
 from multiworld_serving.server.errors import STATUS_OF_REASON, OverloadedError, RequestRejected
 from multiworld_serving.server.frontends.messages import (
     FRONTEND_PROTOCOL,
     MAX_BYTES,
     Done,
-    LeaderState,
     Operation,
     Predict,
     Rejection,
@@ -36,8 +34,9 @@ from multiworld_serving.server.frontends.messages import (
     Step,
     parse_rows,
 )
-from multiworld_serving.server.predictor import ModelVersion, Prediction, RestartStep, ServedModel
-from multiworld_serving.server.snapshots import PipelineSnapshot
+from multiworld_serving.server.predictor import Prediction, RestartStep
+from tests.unit.server.fake_leaders import leader_state
+from tests.unit.server.text_model import TEXT
 from tests.waiting import until
 
 decode = FRONTEND_PROTOCOL.decode
@@ -323,7 +322,7 @@ def test_prediction_round_trips_without_its_rows_which_are_the_payload() -> None
 
 
 def test_rows_of_several_tensors_round_trip() -> None:
-    rows = TEXT_MODEL.input_rows
+    rows = TEXT.input_rows
     packed = rows.pack([torch.arange(6).view(2, 3), torch.tensor([[True, False, True]] * 2)])
     assert torch.equal(parse_rows(memoryview(bytearray(rows_payload(packed))), 2, rows), packed)
     for wrong in (b"", bytes(16), bytes(packed.nbytes), bytes(rows_payload(packed))[:-1]):
@@ -341,7 +340,7 @@ def test_rows_of_several_tensors_round_trip() -> None:
 )
 def test_impossible_model_of_a_leader_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"row|dtype"):
-        round_trip({**msgspec.to_builtins(STATE), "model": {**msgspec.to_builtins(TEXT_MODEL), **wrong}})
+        round_trip({**msgspec.to_builtins(leader_state("m")), "model": {**msgspec.to_builtins(TEXT), **wrong}})
 
 
 def test_every_rejection_round_trips() -> None:
@@ -354,18 +353,3 @@ def test_every_rejection_round_trips() -> None:
         assert isinstance(found, RequestRejected)
         assert found.reason == reason
     assert type(Rejection.of(ValueError("secret")).error()) is RuntimeError, "a defect of ours is no rejection"
-
-
-TEXT_MODEL = ServedModel(
-    "text",
-    "v1",
-    (TensorSpec("ids", "int64", ("batch", "tokens")), TensorSpec("mask", "bool", ("batch", "tokens"))),
-    (TensorSpec("logits", "bfloat16", ("batch", 2)),),
-    {"batch": (1, 8), "tokens": (1, 16)},
-)
-STATE = LeaderState(
-    *("here", 12),
-    Desired(3, ModelVersion(3, "v3", "0123"), "random:3"),
-    Desired(1, ModelVersion(2, "v2", "4567"), None, unloaded=True),
-    PipelineSnapshot("m", "v2", True, False, 1.5, 2, 3, stages=()),
-)

@@ -8,7 +8,14 @@ from multiworld_serving.server.api.app import create_admin_app
 from multiworld_serving.server.api.groups import Groups
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.snapshots import ReplicaState
-from tests.unit.server.frontend_app import MODEL, ColourPredictor, Repository, group_of, running_frontend
+from tests.unit.server.frontend_app import (
+    MODEL,
+    ColourPredictor,
+    Repository,
+    RunningFrontend,
+    group_of,
+    running_frontend,
+)
 
 ADMIN = Groups(group_of(Repository(), FrontendMetrics()))
 
@@ -39,19 +46,10 @@ async def test_service_is_alive_and_says_why_it_is_not_ready(
     assert says in indexed["reason"]
 
 
-async def test_status_shows_the_snapshot() -> None:
-    async with running_frontend(ColourPredictor(states=("ready", "broken"))) as frontend:
-        status = (await frontend.client.get("/status")).json()
-    assert (status["model"], status["ready"], status["uptime_s"]) == (MODEL.name, False, 1.5)
-    assert [stage["replicas"][0]["state"] for stage in status["stages"]] == ["ready", "broken"]
-    assert (status["state"], status["stages"][1]["replicas"][0]["world"]) == ("not_ready", "s1.r0")
-
-
-async def test_openapi_describes_every_route_but_the_files_of_the_status_page() -> None:
-    async with running_frontend() as frontend:
-        document = (await frontend.client.get("/openapi.json")).json()
-        status = (await frontend.client.get("/status")).json()
-        routes = [route for route in frontend.app.routes if isinstance(route, Route)]
+async def test_openapi_describes_every_route_but_the_files_of_the_status_page(frontend: RunningFrontend) -> None:
+    document = (await frontend.client.get("/openapi.json")).json()
+    status = (await frontend.client.get("/status")).json()
+    routes = [route for route in frontend.app.routes if isinstance(route, Route)]
     served = {(route.path, method) for route in routes for method in (route.methods or set()) - {"HEAD"}}
     documented = {(path, method.upper()) for path, of_path in document["paths"].items() for method in of_path}
     assert documented == {

@@ -49,12 +49,8 @@ async def test_infer_is_answered_logged_and_counted_as_over_http(caplog: pytest.
         }
         assert port.predictor.request_ids == ["first"]
         await until(lambda: port.requests(code="200", reason="ok") == 1)
-        assert (
-            port.metrics.registry.get_sample_value(
-                "multiworld_images_total", {"model": MODEL.name, "version": MODEL.version}
-            )
-            == 2
-        )
+        images = {"model": MODEL.name, "version": MODEL.version}
+        assert port.metrics.registry.get_sample_value("multiworld_images_total", images) == 2
     (line,) = [record for record in caplog.records if record.message == "request"]
     assert (line.request_id, line.target, line.status, line.path) == (  # type: ignore[attr-defined]
         *("first", "/inference.GRPCInferenceService/ModelInfer", 200),
@@ -114,8 +110,7 @@ async def test_the_clients_deadline_is_that_of_the_request() -> None:
         # The client ends the call at its own deadline: on a slow machine this looks like a cancellation.
         counted = (("504", "deadline"), ("499", "cancelled"))
         await until(lambda: sum(port.requests(code=code, reason=reason) for code, reason in counted))
-        call = refused(port.stub.ModelInfer(colours("red", given={"timeout": 100_000})), "DEADLINE_EXCEEDED")
-        await call
+        await refused(port.stub.ModelInfer(colours("red", given={"timeout": 100_000})), "DEADLINE_EXCEEDED")
         near, *_, far = port.predictor.deadlines_s
         assert abs(far - near) < PATIENCE_S
 

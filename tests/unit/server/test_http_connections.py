@@ -1,11 +1,15 @@
-"""What the HTTP port does below the application: malformed requests, limits, and clients that go away."""
+"""What the HTTP port does below the application: malformed requests, limits, clients that go away, and new certificates."""
 
 import asyncio
+import ssl
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from tests.certificates import Authority
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes
-from tests.unit.server.http_port import http_port
+from tests.unit.server.http_port import Port, http_port
 from tests.waiting import until
 
 IMAGE = image_bytes("blue")
@@ -68,3 +72,39 @@ async def test_request_that_is_open_when_the_server_ends_gets_a_clear_503() -> N
         status, body = await client.answer()
         assert (status, body["reason"]) == (503, "draining")
         assert await client.rest() == b""
+
+
+# -- TLS -----------------------------------------------------------------------------------------------------------------------
+
+
+async def answered(port: Port, context: ssl.SSLContext) -> None:
+    client = await port.open(context)
+    await client.say(ASK % len(IMAGE), IMAGE)
+    assert (await client.answer())[0] == 200
+    assert await client.healthy()
+
+
+async def test_new_connections_need_a_certificate_of_the_replaced_authority(tmp_path: Path) -> None:
+    services, former, newest = (Authority(tmp_path, name) for name in ("services", "former", "newest"))
+
+    def accepts(authority: Authority) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(services.sign("server"))
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(authority.file)
+        return context
+
+    def client_with(authority: Authority) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=str(services.file))
+        context.load_cert_chain(authority.sign("client"))
+        return context
+
+    async with http_port(context=accepts(former)) as port:
+        await answered(port, client_with(former))
+        port.server.reload_tls(accepts(newest))
+        await answered(port, client_with(newest))
+        refused = await port.open(client_with(former))
+        with suppress(OSError):  # with TLS 1.3 a client learns of the refusal when it reads
+            await refused.say(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        with pytest.raises((OSError, asyncio.IncompleteReadError)):
+            await refused.answer()

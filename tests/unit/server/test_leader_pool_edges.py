@@ -1,6 +1,7 @@
 """A frontend with data edges: it keeps images, fetches answers, and sends a request again when one of both is lost."""
 
 import time
+from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -10,7 +11,6 @@ from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, Source
 from multiworld_serving.common.wire.protocol import Kind, Received, rows_payload
 from multiworld_serving.server.errors import InputUnreachableError
-from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.messages import Predict, Rejection, Scrape
 from multiworld_serving.server.predictor import ImageSizes, Prediction
 from tests.unit.edges.edge_parts import edges
@@ -23,7 +23,7 @@ MODEL = image_classifier("m", "v1", ("?",) * 2, ImageSizes(4, 4))
 
 
 class EdgeLeader(FakeLeader):
-    """Answers with references to rows of a worker.
+    """The only leader of a frontend. It answers with references to rows of a worker.
 
     Attributes:
         kept: where the answers are; None: in the frame.
@@ -34,13 +34,12 @@ class EdgeLeader(FakeLeader):
     kept: tuple[Source, ...] = ()
     rest = torch.empty(0, 2)
     unreachable = False
-    frontend: Edges
 
-    def __init__(self, pool: LeaderPool, frontend: Edges) -> None:
-        super().__init__(pool, 0)
-        self.frontend = frontend
+    def __init__(self, frontend: Edges) -> None:
+        self.frontend, self.made = frontend, Pool(frontend=frontend, model=MODEL)
+        super().__init__(self.made.pool, 0)
         self.images: list[torch.Tensor | None] = []
-        pool.links.append(self)
+        self.pool.links.append(self)
         self.tells()
 
     async def call(self, body: Predict | Scrape, payload: memoryview | bytes = b"", *, timeout_s: float) -> Received:
@@ -56,6 +55,10 @@ class EdgeLeader(FakeLeader):
         answer = msgspec.structs.replace(prediction(), kept=self.kept)
         return Received(Kind.REPLY, 1, answer, rows_payload(self.rest))
 
+    async def predict(self, images: torch.Tensor = IMAGE[None]) -> Prediction:
+        """The answer of the frontend."""
+        return await self.pool.predict(images, deadline_s=time.monotonic() + 30, request_id="mine")
+
     @property
     def last(self) -> Predict:
         body, _ = self.got[-1]
@@ -63,83 +66,83 @@ class EdgeLeader(FakeLeader):
         return body
 
 
-async def predict(pool: LeaderPool) -> Prediction:
-    return await pool.predict(IMAGE[None], deadline_s=time.monotonic() + 30, request_id="mine")
+@pytest.fixture
+async def leader() -> AsyncIterator[EdgeLeader]:
+    async with edges("f") as frontend:
+        yield EdgeLeader(frontend)
 
 
-async def test_image_stays_at_the_frontend_and_the_answer_at_the_worker() -> None:
-    async with edges("f") as frontend, edges("w") as worker:
-        made = Pool(frontend=frontend, model=MODEL)
-        leader = EdgeLeader(made.pool, frontend)
-        number = worker.store.put("leader", ANSWERS)
-        assert number is not None
-        leader.kept = (Source(worker.holder, (RowRef(number, 1),), (0,)),)
-        found = await predict(made.pool)
-        assert torch.equal(found.output, ANSWERS[1:])
-        assert (found.kept, found.attempts) == ((), 1)
-        [image] = leader.images
-        assert image is not None
-        assert torch.equal(image, IMAGE[None])
-        assert len(frontend.store) == 0, "the image is freed with its answer"
+def put(worker: Edges, answers: torch.Tensor) -> int:
+    """The number of these answers, which the worker keeps."""
+    number = worker.store.put("leader", answers)
+    assert number is not None
+    return number
+
+
+async def test_image_stays_at_the_frontend_and_the_answer_at_the_worker(leader: EdgeLeader) -> None:
+    async with edges("w") as worker:
+        leader.kept = (Source(worker.holder, (RowRef(put(worker, ANSWERS), 1),), (0,)),)
+        found = await leader.predict()
+    assert torch.equal(found.output, ANSWERS[1:])
+    assert (found.kept, found.attempts) == ((), 1)
+    [image] = leader.images
+    assert image is not None
+    assert torch.equal(image, IMAGE[None])
+    assert len(leader.frontend.store) == 0, "the image is freed with its answer"
 
 
 @pytest.mark.parametrize("gone", [True, False])
-async def test_request_is_sent_again_and_its_answer_relayed_when_it_cannot_be_fetched(gone: bool) -> None:
-    async with edges("f") as frontend, edges("w") as worker:
-        made = Pool(frontend=frontend, model=MODEL)
-        leader = EdgeLeader(made.pool, frontend)
+async def test_request_is_sent_again_and_its_answer_relayed_when_it_cannot_be_fetched(
+    leader: EdgeLeader, gone: bool
+) -> None:
+    async with edges("w") as worker:
         holder = worker.holder if gone else "127.0.0.1:1/abc"
         leader.kept = (Source(holder, (RowRef(99, 0),), (0,)),)
-        found = await predict(made.pool)
-        assert torch.equal(found.output, torch.tensor([[0.25, 0.75]]))
-        assert found.attempts == 2
-        assert (leader.last.fetches, leader.last.unreachable) == (False, None if gone else holder)
-        assert made.resubmitted("answer_lost") == 1
+        found = await leader.predict()
+    assert torch.equal(found.output, torch.tensor([[0.25, 0.75]]))
+    assert found.attempts == 2
+    assert (leader.last.fetches, leader.last.unreachable) == (False, None if gone else holder)
+    assert leader.made.resubmitted("answer_lost") == 1
 
 
-async def test_images_are_sent_until_the_link_is_formed_again_when_a_worker_cannot_fetch_one() -> None:
-    async with edges("f") as frontend:
-        made = Pool(frontend=frontend, model=MODEL)
-        leader = EdgeLeader(made.pool, frontend)
-        leader.unreachable = True
-        await predict(made.pool)
-        await predict(made.pool)
-        assert [payload == IMAGE.numpy().tobytes() for _, payload in leader.got] == [False, True, True]
-        assert made.resubmitted("relay") == 1
-        leader.unreachable = False
-        leader._on_lost()
-        leader.tells()
-        await predict(made.pool)
-        assert leader.images[-1] is not None
+async def test_images_are_sent_until_the_link_is_formed_again_when_a_worker_cannot_fetch_one(
+    leader: EdgeLeader,
+) -> None:
+    leader.unreachable = True
+    await leader.predict()
+    await leader.predict()
+    assert [payload == IMAGE.numpy().tobytes() for _, payload in leader.got] == [False, True, True]
+    assert leader.made.resubmitted("relay") == 1
+    leader.unreachable = False
+    leader.is_lost()
+    leader.tells()
+    await leader.predict()
+    assert leader.images[-1] is not None
 
 
 async def test_image_is_sent_when_the_memory_for_edges_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multiworld_serving.common.edges.edges._MAX_KEPT_BYTES", 10)
     async with edges("f") as frontend:
-        made = Pool(frontend=frontend, model=MODEL)
-        leader = EdgeLeader(made.pool, frontend)
-        await predict(made.pool)
-        assert leader.images == [None]
+        leader = EdgeLeader(frontend)
+        await leader.predict()
+    assert leader.images == [None]
 
 
-async def test_rows_of_one_request_come_from_workers_and_from_the_leader_in_their_order() -> None:
-    async with edges("f") as frontend, edges("a") as first, edges("b") as second:
-        made = Pool(frontend=frontend, model=MODEL)
-        leader = EdgeLeader(made.pool, frontend)
-        rows, numbers = torch.rand(4, 2), []
-        for worker, own in ((first, [3, 0]), (second, [2])):
-            numbers.append(worker.store.put("leader", torch.cat([torch.zeros(1, 2), rows[own]])))
-        assert numbers[0] is not None
-        assert numbers[1] is not None
+async def test_rows_of_one_request_come_from_workers_and_from_the_leader_in_their_order(leader: EdgeLeader) -> None:
+    async with edges("a") as first, edges("b") as second:
+        rows = torch.rand(4, 2)
+        one, other = (
+            put(worker, torch.cat([torch.zeros(1, 2), rows[own]])) for worker, own in ((first, [3, 0]), (second, [2]))
+        )
         leader.kept = (
-            Source(first.holder, (RowRef(numbers[0], 1), RowRef(numbers[0], 2)), (3, 0)),
-            Source(second.holder, (RowRef(numbers[1], 1),), (2,)),
+            Source(first.holder, (RowRef(one, 1), RowRef(one, 2)), (3, 0)),
+            Source(second.holder, (RowRef(other, 1),), (2,)),
         )
         leader.rest = rows[1:2]
         images = torch.stack([IMAGE + at for at in range(4)])
-        found = await made.pool.predict(images, deadline_s=time.monotonic() + 30, request_id="mine")
-        assert torch.equal(found.output, rows)
-        assert leader.last.rows == 4
-        [sent] = leader.images
-        assert sent is not None
-        assert torch.equal(sent, images)
+        found = await leader.predict(images)
+    assert torch.equal(found.output, rows)
+    assert leader.last.rows == 4
+    [sent] = leader.images
+    assert sent is not None
+    assert torch.equal(sent, images)

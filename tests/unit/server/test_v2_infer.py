@@ -11,7 +11,7 @@ import torch
 
 from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH
 from multiworld_serving.server.predictor import ModelVersion, Prediction
-from tests.unit.server.frontend_app import MODEL, SIDE, ColourPredictor, image_bytes, running_frontend
+from tests.unit.server.frontend_app import MODEL, SIDE, ColourPredictor, RunningFrontend, image_bytes, running_frontend
 from tests.unit.server.v2_requests import (
     INFER,
     PACK,
@@ -49,12 +49,11 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_infer_answers_images_in_order_in_every_format(name: str) -> None:
-    async with running_frontend() as frontend:
-        response = await frontend.client.post(INFER, **REQUESTS[name])
-        assert strongest(response) == ["green", "blue"]
-        versioned = f"/v2/models/{MODEL.name}/versions/1/infer"
-        assert strongest(await frontend.client.post(versioned, **REQUESTS[name])) == ["green", "blue"]
+async def test_infer_answers_images_in_order_in_every_format(frontend: RunningFrontend, name: str) -> None:
+    response = await frontend.client.post(INFER, **REQUESTS[name])
+    assert strongest(response) == ["green", "blue"]
+    versioned = f"/v2/models/{MODEL.name}/versions/1/infer"
+    assert strongest(await frontend.client.post(versioned, **REQUESTS[name])) == ["green", "blue"]
     head, _ = parts(response)
     assert (head["model_name"], head["model_version"], "id" in head) == (MODEL.name, "1", False)
     assert response.headers["Content-Type"] == "application/json"
@@ -71,41 +70,33 @@ async def test_infer_answers_images_in_order_in_every_format(name: str) -> None:
         ({"outputs": wanting(binary_data=False), "parameters": {"binary_data_output": True}}, False),
     ],
 )
-async def test_infer_answers_in_binary_on_request(fields: dict[str, Any], binary: bool) -> None:
-    async with running_frontend() as frontend:
-        response = await frontend.client.post(INFER, **request(tensor("BYTES", [2], data=TEXTS), **fields))
+async def test_infer_answers_in_binary_on_request(
+    frontend: RunningFrontend, fields: dict[str, Any], binary: bool
+) -> None:
+    response = await frontend.client.post(INFER, **request(tensor("BYTES", [2], data=TEXTS), **fields))
     assert (HEADER_LENGTH in response.headers) is binary
     assert response.headers["Content-Type"] == ("application/octet-stream" if binary else "application/json")
     assert strongest(response) == ["green", "blue"]
 
 
 @pytest.mark.parametrize(("classes", "answered"), [(1, 1), (2, 2), (3, 3), (99, 3)])
-@pytest.mark.parametrize("binary", [False, True])
 async def test_infer_returns_the_best_classes_with_value_index_and_label(
-    classes: int, answered: int, binary: bool
+    frontend: RunningFrontend, classes: int, answered: int
 ) -> None:
-    outputs = wanting(classification=classes, binary_data=binary)
-    async with running_frontend() as frontend:
-        response = await frontend.client.post(INFER, **request(tensor("BYTES", [2], data=TEXTS), outputs=outputs))
-        plain = await frontend.client.post(INFER, **request(tensor("BYTES", [2], data=TEXTS)))
-    head, data = parts(response)
-    (output,) = head["outputs"]
-    assert (output["datatype"], output["shape"]) == ("BYTES", [2, answered])
-    texts = output["data"] if not binary else [data.decode() for data in _elements(data)]
+    given = tensor("BYTES", [2], data=TEXTS)
+    plain = (await frontend.client.post(INFER, **request(given))).json()["outputs"][0]
+    heads = []
+    for binary in (False, True):
+        outputs = wanting(classification=classes, binary_data=binary)
+        head, data = parts(await frontend.client.post(INFER, **request(given, outputs=outputs)))
+        heads += head["outputs"]
+    assert [(head["datatype"], head["shape"]) for head in heads] == [("BYTES", [2, answered])] * 2
+    texts = heads[0]["data"]
+    assert data == elements(*(text.encode() for text in texts))
     values, indices, labels = zip(*(text.split(":") for text in texts), strict=True)
     assert (indices[0], labels[0], indices[answered], labels[answered]) == ("1", "green", "2", "blue")
-    probabilities = torch.tensor(plain.json()["outputs"][0]["data"]).view(2, 3)
-    expected = probabilities.topk(answered).values.flatten().tolist()
+    expected = torch.tensor(plain["data"]).view(2, 3).topk(answered).values.flatten().tolist()
     assert [float(value) for value in values] == pytest.approx(expected, rel=1e-8)
-
-
-def _elements(data: bytes) -> list[bytes]:
-    found = []
-    while data:
-        end = 4 + int.from_bytes(data[:4], "little")
-        found.append(data[4:end])
-        data = data[end:]
-    return found
 
 
 async def test_infer_rounds_floats_to_the_nearest_gray_level() -> None:
@@ -127,13 +118,12 @@ async def test_infer_rounds_floats_to_the_nearest_gray_level() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "GZIP", "identity"])
-async def test_infer_decompresses_the_body(encoding: str) -> None:
+async def test_infer_decompresses_the_body(frontend: RunningFrontend, encoding: str) -> None:
     arguments = request(binary_tensor("UINT8", SHAPE, TWO.numpy().tobytes()))
     pack = PACK.get(encoding.lower(), bytes)
     arguments["content"] = pack(arguments["content"])
     arguments["headers"]["Content-Encoding"] = encoding
-    async with running_frontend() as frontend:
-        assert strongest(await frontend.client.post(INFER, **arguments)) == ["green", "blue"]
+    assert strongest(await frontend.client.post(INFER, **arguments)) == ["green", "blue"]
 
 
 @pytest.mark.parametrize(
@@ -149,21 +139,21 @@ async def test_infer_decompresses_the_body(encoding: str) -> None:
         ("", None),
     ],
 )
-async def test_infer_compresses_the_answer_as_accepted(accepted: str, encoding: str | None) -> None:
+async def test_infer_compresses_the_answer_as_accepted(
+    frontend: RunningFrontend, accepted: str, encoding: str | None
+) -> None:
     arguments = request(tensor("BYTES", [2], data=TEXTS), parameters={"binary_data_output": True})
-    async with running_frontend() as frontend:
-        response = await frontend.client.post(INFER, **arguments, headers={"Accept-Encoding": accepted})
-        assert response.headers.get("Content-Encoding") == encoding
-        assert response.headers["Vary"] == "Accept-Encoding"
-        assert strongest(response) == ["green", "blue"]
+    response = await frontend.client.post(INFER, **arguments, headers={"Accept-Encoding": accepted})
+    assert response.headers.get("Content-Encoding") == encoding
+    assert response.headers["Vary"] == "Accept-Encoding"
+    assert strongest(response) == ["green", "blue"]
 
 
-async def test_infer_returns_version_path_attempts_and_id_in_headers() -> None:
+async def test_infer_returns_version_path_attempts_and_id_in_headers(frontend: RunningFrontend) -> None:
     image = tensor("BYTES", [2], data=TEXTS)
-    async with running_frontend() as frontend:
-        by_body = await frontend.client.post(INFER, **request(image, id="mine-1"))
-        by_both = await frontend.client.post(INFER, **request(image, id="mine-2"), headers={"X-Request-Id": "header"})
-        strange = await frontend.client.post(INFER, **request(image, id="with space ü"))
+    by_body = await frontend.client.post(INFER, **request(image, id="mine-1"))
+    by_both = await frontend.client.post(INFER, **request(image, id="mine-2"), headers={"X-Request-Id": "header"})
+    strange = await frontend.client.post(INFER, **request(image, id="with space ü"))
     assert by_body.headers["X-Request-Id"] == by_body.json()["id"] == "mine-1"
     assert (by_both.headers["X-Request-Id"], by_both.json()["id"]) == ("header", "mine-2")
     assert strange.json()["id"] == "with space ü"

@@ -11,10 +11,17 @@ import torch
 
 from multiworld_serving.server import errors
 from multiworld_serving.server.predictor import Prediction
-from tests.unit.server.frontend_app import MODEL, SIDE, ColourPredictor, RunningFrontend, image_bytes, running_frontend
+from tests.unit.server.frontend_app import (
+    MAX_BODY_BYTES,
+    MODEL,
+    SIDE,
+    ColourPredictor,
+    RunningFrontend,
+    image_bytes,
+    running_frontend,
+)
 from tests.unit.server.v2_requests import INFER, PACK, binary_tensor, elements, pixels, request, tensor
 
-MAX_BODY_BYTES = 200_000
 ONE = pixels("red")
 SHAPE = list(ONE.shape)
 VALUES = ONE.flatten().tolist()
@@ -22,12 +29,6 @@ DATA = ONE.numpy().tobytes()
 GOOD = tensor("UINT8", SHAPE, data=VALUES)
 GOOD_BINARY = binary_tensor("UINT8", SHAPE, DATA)
 FILE = image_bytes("green", (8, 8))
-
-
-@pytest.fixture
-async def frontend() -> AsyncIterator[RunningFrontend]:
-    async with running_frontend(max_body_bytes=MAX_BODY_BYTES, max_image_pixels=1_000_000) as running:
-        yield running
 
 
 def floats(*values: float) -> dict[str, Any]:
@@ -196,12 +197,13 @@ async def test_maximum_images_per_request_fit_into_a_body() -> None:
         ("m" * 5000, "the only model is 'meancolour'"),
     ],
 )
-async def test_unknown_models_and_versions_get_404_with_the_known_ones(model: str, says: str) -> None:
-    async with running_frontend() as frontend:
-        for suffix in ("", "/config", "/stats", "/ready", "/infer"):
-            method = "POST" if suffix == "/infer" else "GET"
-            response = await frontend.client.request(method, f"/v2/models/{model}{suffix}")
-            assert response.status_code == 404
-            assert response.json()["reason"] == "unknown_model"
-            assert says in response.json()["error"]
-            assert len(response.json()["error"]) < 300
+async def test_unknown_models_and_versions_get_404_with_the_known_ones(
+    frontend: RunningFrontend, model: str, says: str
+) -> None:
+    for suffix in ("", "/config", "/stats", "/ready", "/infer"):
+        method = "POST" if suffix == "/infer" else "GET"
+        response = await frontend.client.request(method, f"/v2/models/{model}{suffix}")
+        assert response.status_code == 404
+        assert response.json()["reason"] == "unknown_model"
+        assert says in response.json()["error"]
+        assert len(response.json()["error"]) < 300

@@ -1,6 +1,7 @@
 """The Open Inference Protocol for models with any inputs and outputs."""
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.server.api.oip.tensors import BINARY_ONLY, DATATYPES
 from multiworld_serving.server.predictor import ImageSizes, Prediction, ServedModel
-from tests.unit.server.frontend_app import ColourPredictor, image_bytes, running_frontend
+from tests.unit.server.frontend_app import ColourPredictor, RunningFrontend, image_bytes, running_frontend
 from tests.unit.server.text_model import INFER, TEXT, binary, binary_outputs, tensors, text_predictor
-from tests.unit.server.v2_requests import elements
+from tests.unit.server.v2_requests import binary_tensor, elements, request
 
 IDS = torch.tensor([[1, 2, 3], [4, 5, 600]])
 MASK = torch.tensor([[True, True, False], [False, True, True]])
@@ -19,25 +20,28 @@ GIVEN = [("ids", "INT64", IDS), ("mask", "BOOL", MASK)]
 SUMS = {"name": "sums"}
 
 
-async def test_rows_of_a_request_are_computed_and_answered_together() -> None:
-    predictor = text_predictor()
-    async with running_frontend(predictor, TEXT) as frontend:
-        given = tensors(IDS.tolist(), MASK.tolist())
-        asked = {"inputs": given[::-1], "outputs": [{"name": "ids"}, SUMS]}
-        response = await frontend.client.post(INFER, json=asked)
+@pytest.fixture
+async def frontend() -> AsyncIterator[RunningFrontend]:
+    async with running_frontend(text_predictor(), TEXT) as running:
+        yield running
+
+
+async def test_rows_of_a_request_are_computed_and_answered_together(frontend: RunningFrontend) -> None:
+    given = tensors(IDS.tolist(), MASK.tolist())
+    asked = {"inputs": given[::-1], "outputs": [{"name": "ids"}, SUMS]}
+    response = await frontend.client.post(INFER, json=asked)
     assert response.status_code == 200, response.text
     ids, sums = response.json()["outputs"]
     assert (ids["name"], ids["datatype"], ids["shape"], ids["data"]) == ("ids", "INT64", [2, 3], IDS.flatten().tolist())
     assert (sums["datatype"], sums["shape"], sums["data"]) == ("FP32", [2], [3.0, 605.0])
-    assert predictor.keys == ["3x3"], "rows of one length share batches"
+    assert frontend.predictor.keys == ["3x3"], "rows of one length share batches"
 
 
-async def test_tensors_travel_as_binary_data_in_both_directions() -> None:
-    async with running_frontend(text_predictor(), TEXT) as frontend:
-        every = await frontend.client.post(INFER, **binary(GIVEN, parameters={"binary_data_output": True}))
-        mixed = await frontend.client.post(
-            INFER, **binary(GIVEN, outputs=[{"name": "halves", "parameters": {"binary_data": True}}, SUMS])
-        )
+async def test_tensors_travel_as_binary_data_in_both_directions(frontend: RunningFrontend) -> None:
+    every = await frontend.client.post(INFER, **binary(GIVEN, parameters={"binary_data_output": True}))
+    mixed = await frontend.client.post(
+        INFER, **binary(GIVEN, outputs=[{"name": "halves", "parameters": {"binary_data": True}}, SUMS])
+    )
     found = binary_outputs(every)
     assert found["ids"] == IDS.numpy().tobytes()
     halves = torch.frombuffer(bytearray(found["halves"]), dtype=torch.bfloat16).view(2, 3)
@@ -46,10 +50,9 @@ async def test_tensors_travel_as_binary_data_in_both_directions() -> None:
     assert b'"data":[3.0,605.0]' in mixed.content
 
 
-async def test_metadata_describes_inputs_outputs_and_dimensions() -> None:
-    async with running_frontend(text_predictor(), TEXT) as frontend:
-        found = (await frontend.client.get("/v2/models/text")).json()
-        config = (await frontend.client.get("/v2/models/text/config")).json()
+async def test_metadata_describes_inputs_outputs_and_dimensions(frontend: RunningFrontend) -> None:
+    found = (await frontend.client.get("/v2/models/text")).json()
+    config = (await frontend.client.get("/v2/models/text/config")).json()
     assert found["inputs"] == [
         {"name": "ids", "datatype": "INT64", "shape": [-1, -1]},
         {"name": "mask", "datatype": "BOOL", "shape": [-1, -1]},
@@ -111,12 +114,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_request_that_does_not_fit_the_model_is_refused_with_what_was_expected(name: str) -> None:
+async def test_request_that_does_not_fit_the_model_is_refused_with_what_was_expected(
+    frontend: RunningFrontend, name: str
+) -> None:
     arguments, says = REFUSED[name]
     if "json" in arguments and "outputs" not in arguments["json"] and name != "BF16 as JSON":
         arguments["json"]["outputs"] = [SUMS]
-    async with running_frontend(text_predictor(), TEXT) as frontend:
-        response = await frontend.client.post(INFER, **arguments)
+    response = await frontend.client.post(INFER, **arguments)
     assert response.status_code == 400, response.text
     assert says in response.json()["error"]
 
@@ -180,11 +184,8 @@ async def test_images_without_labels_are_answered_with_tensors_and_not_at_predic
         return Prediction(rows.float().mean(dim=(2, 3))[:, :2], "segments", "v1", 0, 0, 0, 1, ("w",))
 
     async with running_frontend(ColourPredictor(answer=brightness), model) as frontend:
-        given = ("image", "BYTES", torch.frombuffer(bytearray(elements(image_bytes("white"))), dtype=torch.uint8))
-        sent = binary([given])
-        head, _, data = sent["content"].partition(b"}}]}")
-        sent["content"] = head.replace(f"[{len(given[2])}]".encode(), b"[1]") + b"}}]}" + data
-        sent["headers"]["Inference-Header-Content-Length"] = str(len(sent["content"]) - len(data))
+        described, data = binary_tensor("BYTES", [1], elements(image_bytes("white")))
+        sent = request((described | {"name": "image"}, data))
         answer = await frontend.client.post("/v2/models/segments/infer", **sent)
         refused = await frontend.client.post("/predict", files={"image": image_bytes()})
     assert answer.status_code == 200, answer.text

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from multiworld_serving.server.administration import (
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.operations import Operations
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
-from multiworld_serving.server.predictor import ModelVersion, RestartStep
+from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.replicas import reconcile
 from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.replicas.worker import Ending, LinkEndedError, SelfTestError, Worker
@@ -137,17 +136,14 @@ class Service:
         await until(lambda: not self.busy)
 
 
-@asynccontextmanager
-async def running() -> AsyncIterator[Service]:
-    service = Service()
-    try:
-        async with asyncio.timeout(WAIT_S):
-            yield service
-    finally:
-        service.loader.proceed.set()
-        service.driver.close()
-        service.operations.close()
-        service.registry.stop()
+@pytest.fixture
+async def service() -> AsyncIterator[Service]:
+    made = Service()
+    yield made
+    made.loader.proceed.set()
+    made.driver.close()
+    made.operations.close()
+    made.registry.stop()
 
 
 async def cancelled(task: asyncio.Task[ModelVersion]) -> None:
@@ -156,157 +152,143 @@ async def cancelled(task: asyncio.Task[ModelVersion]) -> None:
         await task
 
 
-async def test_next_version_is_read_after_the_file_of_a_cancelled_load() -> None:
-    async with running() as service:
-        task = service.load()
-        await asyncio.to_thread(service.loader.begun.wait, WAIT_S)
-        assert service.operations.progress == RolloutProgress("reading")
-        await cancelled(task)
-        await service.until_idle()
-        service.loader.begun.clear()
-        task = service.load()
-        await asyncio.sleep(0)
-        assert not service.loader.begun.is_set(), "it would take memory for two versions"
-        service.loader.proceed.set()
-        await until(service.links[0].loading.is_set)
-        await cancelled(task)
+async def test_next_version_is_read_after_the_file_of_a_cancelled_load(service: Service) -> None:
+    task = service.load()
+    await asyncio.to_thread(service.loader.begun.wait, WAIT_S)
+    assert service.operations.progress == RolloutProgress("reading")
+    await cancelled(task)
+    await service.until_idle()
+    service.loader.begun.clear()
+    task = service.load()
+    await asyncio.sleep(0)
+    assert not service.loader.begun.is_set(), "it would take memory for two versions"
+    service.loader.proceed.set()
+    await until(service.links[0].loading.is_set)
+    await cancelled(task)
 
 
-async def test_workers_drop_the_version_when_a_load_is_cancelled_while_one_loads() -> None:
-    async with running() as service:
-        service.loader.proceed.set()
-        task = service.load()
-        first, second = service.links
-        await first.loading.wait()
-        await cancelled(task)
-        assert service.busy
-        assert first.dropped == [], "its reply to the assignment is outstanding"
-        first.proceed.set()
-        await service.until_idle()
-        assert not second.loading.is_set()
-        assert [link.worker.loaded for link in service.links] == [{1}, {1}]
-        assert first.dropped == [2]
-        assert (service.versions.current.number, service.switched) == (1, [])
+async def test_workers_drop_the_version_when_a_load_is_cancelled_while_one_loads(service: Service) -> None:
+    service.loader.proceed.set()
+    task = service.load()
+    first, second = service.links
+    await first.loading.wait()
+    await cancelled(task)
+    assert service.busy
+    assert first.dropped == [], "its reply to the assignment is outstanding"
+    first.proceed.set()
+    await service.until_idle()
+    assert not second.loading.is_set()
+    assert [link.worker.loaded for link in service.links] == [{1}, {1}]
+    assert first.dropped == [2]
+    assert (service.versions.current.number, service.switched) == (1, [])
 
 
-async def test_progress_names_the_worker_that_loads_and_those_that_have_passed() -> None:
-    async with running() as service:
-        first, second = service.links
-        service.loader.proceed.set()
-        task = service.load()
-        await first.loading.wait()
-        assert service.operations.progress == RolloutProgress("loading", "a", "s0.r0", (), 2)
-        assert not second.loading.is_set(), "the first worker of a stage shows that the version can be loaded"
-        first.proceed.set()
-        await second.loading.wait()
-        assert service.operations.progress == RolloutProgress("loading", "b", "s0.r1", ("a",), 2)
-        second.proceed.set()
-        assert await task == ModelVersion(2, "v2")
-        assert [desired.version.number for desired in service.switched] == [2]
-        assert service.operations.progress is None
-        assert [(link.worker.loaded, link.dropped) for link in service.links] == [({2}, [1])] * 2
+async def test_progress_names_the_worker_that_loads_and_those_that_have_passed(service: Service) -> None:
+    first, second = service.links
+    service.loader.proceed.set()
+    task = service.load()
+    await first.loading.wait()
+    assert service.operations.progress == RolloutProgress("loading", "a", "s0.r0", (), 2)
+    assert not second.loading.is_set(), "the first worker of a stage shows that the version can be loaded"
+    first.proceed.set()
+    await second.loading.wait()
+    assert service.operations.progress == RolloutProgress("loading", "b", "s0.r1", ("a",), 2)
+    second.proceed.set()
+    assert await task == ModelVersion(2, "v2")
+    assert [desired.version.number for desired in service.switched] == [2]
+    assert service.operations.progress is None
+    assert [(link.worker.loaded, link.dropped) for link in service.links] == [({2}, [1])] * 2
 
 
-async def test_version_fails_when_a_worker_computes_something_else() -> None:
-    async with running() as service:
-        first, second = service.links
-        first.failure.append(SelfTestError("the output differs"))
-        service.loader.proceed.set()
-        first.proceed.set()
-        with pytest.raises(VersionFailedError, match="version v2 failed: the output differs"):
-            await service.load()
-        assert not second.loading.is_set()
-        assert service.versions.current.number == 1
+async def test_version_fails_when_a_worker_computes_something_else(service: Service) -> None:
+    first, second = service.links
+    first.failure.append(SelfTestError("the output differs"))
+    service.loader.proceed.set()
+    first.proceed.set()
+    with pytest.raises(VersionFailedError, match="version v2 failed: the output differs"):
+        await service.load()
+    assert not second.loading.is_set()
+    assert service.versions.current.number == 1
 
 
-async def test_rollout_completes_when_a_worker_is_lost_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rollout_completes_when_a_worker_is_lost_while_it_loads(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reconcile, "_RETRY_S", 0.01)
-    async with running() as service:
-        first, second = service.links
-        first.failure.append(LinkEndedError("gone"))
-        service.loader.proceed.set()
-        task = service.load()
-        await first.loading.wait()
-        first.end(Cause.EXIT)
-        first.proceed.set()
-        await second.loading.wait()
-        again = service.join("a")
-        second.proceed.set()
-        await again.loading.wait()
-        again.proceed.set()
-        assert await task == ModelVersion(2, "v2")
+    first, second = service.links
+    first.failure.append(LinkEndedError("gone"))
+    service.loader.proceed.set()
+    task = service.load()
+    await first.loading.wait()
+    first.end(Cause.EXIT)
+    first.proceed.set()
+    await second.loading.wait()
+    again = service.join("a")
+    second.proceed.set()
+    await again.loading.wait()
+    again.proceed.set()
+    assert await task == ModelVersion(2, "v2")
 
 
-async def test_version_fails_when_it_may_be_the_reason_that_workers_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_version_fails_when_it_may_be_the_reason_that_workers_are_lost(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reconcile, "_RETRY_S", 0.01)
-    async with running() as service:
-        for link in service.links:
-            link.failure += [LinkEndedError("gone")] * 3
-            link.proceed.set()
-        service.loader.proceed.set()
-        with pytest.raises(VersionFailedError, match="3 workers in a row were lost while they loaded it"):
-            await service.load()
-        assert service.versions.current.number == 1
+    for link in service.links:
+        link.failure += [LinkEndedError("gone")] * 3
+        link.proceed.set()
+    service.loader.proceed.set()
+    with pytest.raises(VersionFailedError, match="3 workers in a row were lost while they loaded it"):
+        await service.load()
+    assert service.versions.current.number == 1
 
 
-async def test_operation_that_a_lost_leader_has_begun_is_awaited_and_not_performed_again() -> None:
-    async with running() as service:
+async def test_operation_that_a_lost_leader_has_begun_is_awaited_and_not_performed_again(service: Service) -> None:
+    async def inform() -> None:
+        pass
 
-        async def inform() -> None:
-            pass
-
-        serving = Serving(
-            *(service.registry, service.versions, cast(ModelSource, service.loader), WAIT_S, service.driver.requests),
-            *(inform, lambda: None),
-        )
-        wanted = Desired(3, ModelVersion(2, "v2"), "v2")
-        serving.follow(wanted)
-        asked = asyncio.create_task(serving.load_version("v2", 3))
-        service.loader.proceed.set()
-        for link in service.links:
-            link.proceed.set()
-        assert await asked == wanted.version
-        assert serving.served == wanted
-        serving.close()
+    serving = Serving(
+        *(service.registry, service.versions, cast(ModelSource, service.loader), WAIT_S, service.driver.requests),
+        *(inform, lambda: None),
+    )
+    wanted = Desired(3, ModelVersion(2, "v2"), "v2")
+    serving.follow(wanted)
+    asked = asyncio.create_task(serving.load_version("v2", 3))
+    service.loader.proceed.set()
+    for link in service.links:
+        link.proceed.set()
+    assert await asked == wanted.version
+    assert serving.served == wanted
+    serving.close()
 
 
-async def test_workers_are_restarted_one_after_another_each_when_all_others_are_ready() -> None:
-    async with running() as service:
-        first, second = service.links
-        steps: list[RestartStep] = []
+async def test_workers_are_restarted_one_after_another_each_when_all_others_are_ready(service: Service) -> None:
+    first, second = service.links
 
-        async def restart() -> None:
-            async for step in service.operations.restart_workers():
-                steps.append(step)
+    async def restart() -> list[str]:
+        return [f"{step.worker} {step.state}" async for step in service.operations.restart_workers()]
 
-        task = asyncio.create_task(restart())
-        await until(lambda: first.restarts == 1)
-        with pytest.raises(OperationInProgressError, match="a rolling restart is in progress"):
-            await service.load()
-        first.end()
-        await asyncio.sleep(0.01)
-        assert second.restarts == 0
-        service.join("a")
-        await until(lambda: second.restarts == 1)
-        second.end()
-        service.join("b")
-        await task
-        assert [(step.worker, step.state) for step in steps] == [
-            ("a", "restarting"),
-            ("a", "restarted"),
-            ("b", "restarting"),
-            ("b", "restarted"),
-        ]
+    task = asyncio.create_task(restart())
+    await until(lambda: first.restarts == 1)
+    with pytest.raises(OperationInProgressError, match="a rolling restart is in progress"):
+        await service.load()
+    first.end()
+    await asyncio.sleep(0.01)
+    assert second.restarts == 0
+    service.join("a")
+    await until(lambda: second.restarts == 1)
+    second.end()
+    service.join("b")
+    assert await task == ["a restarting", "a restarted", "b restarting", "b restarted"]
 
 
-async def test_restart_fails_when_a_worker_does_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_restart_fails_when_a_worker_does_not_leave(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multiworld_serving.server.operations._LEAVE_S", 0.05)
-    async with running() as service:
-        with pytest.raises(RestartFailedError, match=r"a has not left for 0\.05 s"):
-            async for _ in service.operations.restart_workers():
-                pass
-        assert service.links[1].restarts == 0
-        assert not service.busy
+    with pytest.raises(RestartFailedError, match=r"a has not left for 0\.05 s"):
+        async for _ in service.operations.restart_workers():
+            pass
+    assert service.links[1].restarts == 0
+    assert not service.busy
 
 
 def test_version_numbers_are_unique_and_known_ones_are_bounded() -> None:
