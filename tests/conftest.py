@@ -14,7 +14,6 @@ import hypothesis
 import pytest
 import safetensors.torch
 import torch
-from _pytest.runner import runtestprotocol
 from torchvision.models import resnet18
 
 from multiworld import WorldManager
@@ -46,47 +45,20 @@ setattr(httpx._transports.default, "create_ssl_context", functools.cache(httpx.c
 
 LAYERS = ("unit", "simulation", "ray", "slurm", "machines", "chaos", "e2e", "integration")
 """The order of the folders: fast tests first, then those with the longest files, so that no process is left with a long file at the end."""
-_MAX_TIMING = 9
-"""Upper limit of the number of tests with the marker `timing`."""
 _SECONDS = pytest.StashKey[defaultdict[str, float]]()
-_REPEATED = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_SECONDS], config.stash[_REPEATED] = defaultdict(float), []
-    config.pluginmanager.register(
-        _Reports(config.stash[_SECONDS], config.stash[_REPEATED]), "folder_times_and_repetitions"
-    )
+    config.stash[_SECONDS] = defaultdict(float)
+    config.pluginmanager.register(_Reports(config.stash[_SECONDS]), "folder_times")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {folder: position for position, folder in enumerate(LAYERS)}
     items.sort(key=lambda item: order.get(_folder(item.nodeid), len(order)))
-    if sum(item.get_closest_marker("timing") is not None for item in items) > _MAX_TIMING:
-        raise pytest.UsageError(f"more than {_MAX_TIMING} tests have the marker `timing`: mend them instead")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Repeat a failed test with the marker `timing` once; its reports are those of the repetition."""
-    if item.get_closest_marker("timing") is None:
-        return None
-    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    reports = runtestprotocol(item, log=False, nextitem=nextitem)
-    if failed := [report for report in reports if report.failed]:
-        item.user_properties.append(("repeated", failed[0].longreprtext))
-        item._initrequest()  # type: ignore[attr-defined]
-        reports = runtestprotocol(item, log=False, nextitem=nextitem)
-    for report in reports:
-        item.ihook.pytest_runtest_logreport(report=report)
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for text in config.stash[_REPEATED]:
-        terminalreporter.section("failed once, was repeated")
-        terminalreporter.line(text)
     if seconds := config.stash[_SECONDS]:
         terminalreporter.section("seconds by folder, summed over all processes")
         for folder, spent_s in sorted(seconds.items(), key=lambda item: -item[1]):
@@ -94,17 +66,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 class _Reports:
-    """Adds up the time of the tests of each folder, and collects the failures of tests that were repeated."""
+    """Adds up the time of the tests of each folder."""
 
-    def __init__(self, seconds: defaultdict[str, float], repeated: list[str]) -> None:
-        self._seconds, self._repeated = seconds, repeated
+    def __init__(self, seconds: defaultdict[str, float]) -> None:
+        self._seconds = seconds
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[_folder(report.nodeid)] += report.duration
-        if report.when == "call":
-            self._repeated += [
-                f"{report.nodeid}\n{text}" for name, text in report.user_properties if name == "repeated"
-            ]
 
 
 def _folder(nodeid: str) -> str:

@@ -94,10 +94,7 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         ),
         "multiworld/membership/forming.py": (
             # A data connection of another formation of the world is accepted.
-            (
-                "if not ours.formation or hello.formation != ours.formation",
-                "if not ours.formation",
-            ),
+            ("if not ours.formation or hello.formation != ours.formation", "if not ours.formation"),
         ),
         "multiworld/execution/store.py": (
             # A wait for a key is not woken by the end of the world.
@@ -108,10 +105,7 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         ),
         "multiworld/membership/acceptor.py": (
             # The end of a world removes the next generation.
-            (
-                "self._targets.get(target.key) is target",
-                "self._targets.get(target.key) is not None",
-            ),
+            ("self._targets.get(target.key) is target", "self._targets.get(target.key) is not None"),
         ),
         "multiworld/transport/connection.py": (
             # A frame is written between a partly written head and its message.

@@ -125,11 +125,11 @@ class Nursery:
 NURSERY = Nursery()
 
 
-def start_program(arguments: Sequence[str]) -> ForkedProcess:
+def start_program(arguments: Sequence[str], call: str = "") -> ForkedProcess:
     """Fork `multiworld` with these arguments; its standard error can be read from `stderr`."""
     reader, writer = os.pipe()
     try:
-        return fork_program(arguments, writer, reader)
+        return fork_program(arguments, writer, reader, call)
     finally:
         os.close(writer)
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 
 _PATIENCE_S = 300.0
 """Shorter than a test may take; long enough for the start of several processes on a machine with other work and cold files."""
@@ -26,6 +26,12 @@ def wait_until(holds: Callable[[], object]) -> None:
         if time.monotonic() > deadline_s:
             raise TimeoutError
         time.sleep(_REQUEST_PAUSE_S)
+
+
+def wait_for_more(items: Sized, count: int) -> None:
+    """Wait until there are so many more of them, such as the samples of a load."""
+    wanted = len(items) + count
+    wait_until(lambda: len(items) >= wanted)
 
 
 class Gate:

@@ -1,7 +1,5 @@
 """`--autoscale` starts a worker under load and stops it afterwards, and no request fails."""
 
-import os
-from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -13,7 +11,7 @@ from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.load.requests import ReferenceRequest
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import answers, assert_nothing_lost
-from tests.nursery import ForkedProcess, fork_program, run_program
+from tests.nursery import run_program, start_program
 from tests.services import small_service
 from tests.waiting import wait_until
 
@@ -26,18 +24,11 @@ def run_with_a_short_memory(arguments: list[str], environment: dict[str, str]) -
     run_program(arguments, environment)
 
 
-def start_program(arguments: Sequence[str]) -> ForkedProcess:
-    reader, writer = os.pipe()
-    try:
-        return fork_program(arguments, writer, reader, call=f"{__name__}:run_with_a_short_memory")
-    finally:
-        os.close(writer)
-
-
 def test_a_worker_is_added_under_load_and_leaves_afterwards_without_a_failed_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(LocalService, "start_program", staticmethod(start_program))
+    start = partial(start_program, call=f"{__name__}:run_with_a_short_memory")
+    monkeypatch.setattr(LocalService, "start_program", staticmethod(start))
     with small_service(image_size=224, leaders=2, optimize="fused", autoscale="1..2") as service:
         requests = [ReferenceRequest(photo())]
         with run_load(service.url, requests, clients=8) as load:  # the only worker is always busy

@@ -10,7 +10,7 @@ import torch
 
 from multiworld import BrokenWorldException, Cause, WorldEvent, WorldManager, WorldState
 from tests.integration.members import PATIENCE_S, Member, Spawn, form
-from tests.integration.proxy import HOST, Line, line_to
+from tests.integration.proxy import DATA, HOST, LIFELINE, Proxy, proxy_to
 
 UNSENDABLE = 3_000_000  # float32: 12 MB cannot be sent before the receiver receives
 
@@ -54,10 +54,7 @@ async def broken(stream: AsyncIterator[WorldEvent], world: str) -> tuple[Cause |
     raise AssertionError("the events ended")
 
 
-FAULTS = [
-    pytest.param(signal.SIGKILL, Cause.EXIT, id="killed"),
-    pytest.param(signal.SIGSTOP, Cause.HANG, id="frozen"),
-]
+FAULTS = [pytest.param(signal.SIGKILL, Cause.EXIT, id="killed"), pytest.param(signal.SIGSTOP, Cause.HANG, id="frozen")]
 
 
 @pytest.mark.parametrize(("signum", "cause"), FAULTS)
@@ -141,13 +138,13 @@ async def test_both_sides_see_a_broken_world_when_they_are_cut_off(
 ) -> None:
     victim, neighbour = await spawn(), await spawn()
     port = manager.listen(HOST)
-    async with undisturbed(manager, manager.listen(), neighbour), line_to(port) as line:
-        await form_over(line, manager, victim, port)
+    async with undisturbed(manager, manager.listen(), neighbour), proxy_to(port) as proxy:
+        await form_over(proxy, manager, victim, port)
         there = victim.start("recv", world="w", src=0)
         here = asyncio.create_task(manager.communicator.recv(torch.zeros(4), 1, "w"))
-        line.freeze_lifeline()
+        proxy.freeze(LIFELINE)
         if data_too:
-            line.freeze_data()
+            proxy.freeze(DATA)
         with pytest.raises(BrokenWorldException) as raised:
             await here
         assert (raised.value.cause, raised.value.rank) == (Cause.HANG, 1)
@@ -162,9 +159,9 @@ async def test_only_the_operation_timeout_detects_a_cut_data_connection(spawn: S
     # Without shared memory, because only a TCP connection can be cut.
     async with WorldManager(heartbeat_timeout_s=PULSE_S, shared_memory_bytes=0) as manager:
         port = manager.listen(HOST)
-        async with line_to(port) as line:
-            await form_over(line, manager, victim, port)
-            line.freeze_data()
+        async with proxy_to(port) as proxy:
+            await form_over(proxy, manager, victim, port)
+            proxy.freeze(DATA)
             there = victim.start("recv", world="w", src=0)
             victim.start("send", world="w", dst=0)
             with pytest.raises(BrokenWorldException) as raised:
@@ -175,8 +172,8 @@ async def test_only_the_operation_timeout_detects_a_cut_data_connection(spawn: S
             assert raised.value.cause is Cause.TIMEOUT
 
 
-async def form_over(line: Line, manager: WorldManager, victim: Member, port: int) -> None:
-    joining = victim.start("join", world="w", rank=1, size=2, port=line.port, addr=HOST)
+async def form_over(proxy: Proxy, manager: WorldManager, victim: Member, port: int) -> None:
+    joining = victim.start("join", world="w", rank=1, size=2, port=proxy.port, addr=HOST)
     await manager.initialize_world("w", 0, 2, addr=HOST, port=port)
     await joining
 

@@ -24,6 +24,7 @@ from tests.containers.faults import FAULTS
 from tests.containers.project import ComposeProject, ContainerError, docker
 from tests.e2e.prometheus_server import PrometheusServer
 from tests.programs import free_port
+from tests.waiting import wait_for_more
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = 4
@@ -133,9 +134,9 @@ class Deployment:
             now = observer.wait(lambda now: now.complete, WAIT_S, "complete")
             targets = choose_targets(fault, now, self._random)
             with self.load(requests) as load:
-                await_samples(load, CLIENTS)
+                wait_for_more(load.samples, CLIENTS)
                 made = inject(fault, FaultContext(self.project, observer, targets, HEARTBEAT_TIMEOUT_S, requests[0]))
-                await_samples(load, 2 * CLIENTS)
+                wait_for_more(load.samples, 2 * CLIENTS)
         return self.judged(made, load)
 
     def judged(self, made: Injection, load: Load) -> Row:
@@ -174,14 +175,6 @@ class Deployment:
             print(self.compose("ps", "--all"), self.compose("logs", "--no-color", "--tail", "40"))
         except ContainerError as error:
             print(error)
-
-
-def await_samples(load: Load, more: int) -> None:
-    """Wait until this many further requests have ended."""
-    wanted, deadline_s = len(load.samples) + more, time.monotonic() + WAIT_S
-    while len(load.samples) < wanted:
-        assert time.monotonic() < deadline_s, f"{len(load.samples)} of {wanted} requests have come to an end"
-        time.sleep(0.02)
 
 
 def _faster_prometheus(folder: Path) -> Path:

@@ -11,9 +11,10 @@ import httpx
 import pytest
 
 from multiworld_serving.testing.chaos.injection import Injection
-from tests.containers.deployment import CLIENTS, Deployment, await_samples
+from tests.containers.deployment import CLIENTS, Deployment
 from tests.containers.faults import WORKERS_UP
 from tests.e2e.prometheus_server import wait_until_answers
+from tests.waiting import wait_for_more
 
 LEADER_UP = 'sum(up{job="multiworld-leader"})'
 FRONTEND_UP = 'sum(up{job="multiworld-frontend"})'
@@ -81,22 +82,22 @@ def test_no_request_is_lost_when_each_leader_fails_in_turn(deployment: Deploymen
 def test_requests_wait_and_succeed_when_both_leaders_are_restarted(deployment: Deployment) -> None:
     requests = deployment.requests()
     with deployment.load(requests) as load:
-        await_samples(load, CLIENTS)
+        wait_for_more(load.samples, CLIENTS)
         deployment.compose("restart", "leader-a", "leader-b")
         deployment.await_complete()
-        await_samples(load, 2 * CLIENTS)
+        wait_for_more(load.samples, 2 * CLIENTS)
     # A request that was at both leaders when they ended is rejected as poison.
     assert all("poison" in sample.error for sample in load.failed), load.failed[:3]
 
 
 def test_service_is_unaffected_when_prometheus_is_restarted(deployment: Deployment) -> None:
     with deployment.load(deployment.requests()) as load:
-        await_samples(load, CLIENTS)
+        wait_for_more(load.samples, CLIENTS)
         began_s = time.time()
         deployment.compose("restart", "prometheus")
         wait_until_answers(f"{deployment.prometheus.url}/-/ready")
         deployment.prometheus.wait_for("multiworld_redundancy == 1")
-        await_samples(load, CLIENTS)
+        wait_for_more(load.samples, CLIENTS)
     assert not load.failed, load.failed[:3]
     before = deployment.prometheus.query_range("multiworld_redundancy", began_s - 10, began_s)
     assert before, "earlier data is kept"

@@ -24,10 +24,10 @@ class HostileRequest:
     proxied: str = ""
 
 
-def _http(path: str, body: bytes = b"", method: str = "POST", **headers: str) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
+def _http(path: str, method: str = "POST", **headers: str) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: x", "Content-Length: 0"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
-    return "\r\n".join([*lines, "", ""]).encode() + body
+    return "\r\n".join([*lines, "", ""]).encode()
 
 
 def _get(*lines: str, path: str = "/healthz") -> bytes:
@@ -53,28 +53,13 @@ HOSTILE_REQUESTS = (
     HostileRequest("no HTTP at all", b"hello\r\n\r\n", _RAW),
     HostileRequest("the first bytes of TLS", bytes.fromhex("16030100c8010000c40303"), _RAW),
     HostileRequest("HTTP/2 without asking", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", _RAW),
-    HostileRequest(
-        "1,000 headers",
-        _http("/predict", b"", "POST", **{f"h{number}": "v" for number in range(1000)}),
-        "415 unsupported_media_type",
-        "400",
-    ),
+    HostileRequest("1,000 headers", _get("Host: x", *(f"h{number}: v" for number in range(1000))), "200", "400"),
     HostileRequest("one header of 1 MiB", _http("/predict", X_Long="a" * 2**20), "415 unsupported_media_type", "400"),
     HostileRequest("a path of 1 MiB", _http("/" + "a" * 2**20, method="GET"), _RAW),
     HostileRequest("a zero byte in a header", _http("/predict", X_Zero="\0"), _RAW),
-    HostileRequest(
-        "Content-Length and chunks (smuggling)",
-        b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        _RAW,
-    ),
-    HostileRequest(
-        "two Content-Lengths",
-        b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabc",
-        _RAW,
-    ),
-    HostileRequest(
-        "a negative Content-Length", b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", _RAW
-    ),
+    HostileRequest("Content-Length and chunks (smuggling)", _post("Content-Length: 3", _CHUNKED, body=_END), _RAW),
+    HostileRequest("two Content-Lengths", _post("Content-Length: 3", "Content-Length: 4", body=b"abc"), _RAW),
+    HostileRequest("a negative Content-Length", _post("Content-Length: -1"), _RAW),
     HostileRequest("the same Content-Length twice", _post("Content-Length: 3", "Content-Length: 3", body=b"abc"), _RAW),
     HostileRequest("a list of Content-Lengths", _post("Content-Length: 3, 3", body=b"abc"), _RAW),
     HostileRequest(

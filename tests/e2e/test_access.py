@@ -49,9 +49,7 @@ class Guarded:
 
         def logged(frontend: str) -> str:
             return self.service.wait_for(
-                lambda line: line["process"] == frontend and "keys and certificates" in line.message,
-                60.0,
-                after=before,
+                lambda line: line["process"] == frontend and "keys and certificates" in line.message, 60.0, after=before
             ).message
 
         (message,) = {logged(name) for name in ("frontend-0", "frontend-1")}

@@ -27,11 +27,6 @@ class Webhook:
         self.told: list[tuple[str, str, str]] = []
         self.news = threading.Condition()
 
-    def has(self, path: str, alert: str, status: str) -> bool:
-        """Whether this notification has arrived."""
-        with self.news:
-            return (path, alert, status) in self.told
-
     def wait_for(self, path: str, alert: str, status: str, timeout_s: float = 150.0) -> None:
         deadline_s = time.monotonic() + timeout_s
         with self.news:

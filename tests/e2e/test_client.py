@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 
 from examples.digits.train import IMAGE_SIZE, LABELS
-from multiworld_client import (
-    AsyncClient,
-    Client,
-    InputError,
-    Prediction,
-)
+from multiworld_client import AsyncClient, Client, InputError, Prediction
 from multiworld_serving.models.export.torchvision_models import load_model
 from multiworld_serving.testing.local_service import LocalService
 from tests.e2e.images import pil_image, png

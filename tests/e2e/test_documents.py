@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from PIL import Image
 
+from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.documents import ROOT, PageRunner, blocks, documents, is_runnable
 
@@ -41,12 +40,6 @@ def running() -> Iterator[LocalService]:
         model="resnet18", weights="random:0", image_size=SIDE, heartbeat_timeout_s=10, grpc_port=0
     ) as service:
         yield service
-
-
-def photo() -> bytes:
-    file = io.BytesIO()
-    Image.radial_gradient("L").convert("RGB").save(file, "JPEG")
-    return file.getvalue()
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from multiworld_serving.testing.load.clients import Load, run_load
+from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.load.requests import served_requests
 from multiworld_serving.testing.local_service import LocalService, LogLine, start_program
@@ -23,7 +23,7 @@ from tests.e2e.hostile_requests import BODY_LIMIT, HOSTILE_REQUESTS, HostileRequ
 from tests.nursery import ForkedProcess
 from tests.programs import free_port, process, program
 from tests.services import external_frontend, small_service
-from tests.waiting import wait_until
+from tests.waiting import wait_for_more, wait_until
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "haproxy"
 
@@ -157,17 +157,11 @@ def test_connections_of_one_address_are_limited(service: LocalService, tmp_path:
         wait_until(lambda: asyncio.run(served(port)) == 5)
 
 
-def wait_for_requests(load: Load, count: int) -> None:
-    """Wait until so many more requests have their responses."""
-    answered = len(load.samples)
-    wait_until(lambda: len(load.samples) > answered + count)
-
-
 def test_no_request_fails_when_one_frontend_is_killed(proxied: Proxied) -> None:
     with run_load(proxied.url, served_requests(proxied.url, photos(4)), clients=8) as load:
-        wait_for_requests(load, 50)
+        wait_for_more(load.samples, 50)
         proxied.frontends[0].process.kill()
-        wait_for_requests(load, 100)
+        wait_for_more(load.samples, 100)
     assert not load.failed, load.failed[:3]
 
 
@@ -206,6 +200,6 @@ def test_no_request_fails_when_the_service_is_upgraded_or_cannot_be(
             assert len(service.status()["stages"]) == 1
             upgrade("[serve]\nstages = 2\nreplicas = 1\n", "upgraded", "stopped")
             assert len(service.status()["stages"]) == 2
-            wait_for_requests(load, 50)
+            wait_for_more(load.samples, 50)
         assert not load.failed, load.failed[:3]
         assert service.stop() == 0

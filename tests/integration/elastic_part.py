@@ -35,11 +35,7 @@ class ElasticPart:
         await self.elastic.leave(world)
 
     async def elastic_reduce(
-        self,
-        world: str,
-        weight: float,
-        counts: list[int],
-        timeout_s: float | None = None,
+        self, world: str, weight: float, counts: list[int], timeout_s: float | None = None
     ) -> dict[str, Any]:
         """Reduce tensors; tensor i is filled with `weight * (i + 1)`."""
         self._tensors = [torch.full((count,), weight * (index + 1)) for index, count in enumerate(counts)]

@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import json
 import os
+import pickle
 import resource
 import signal
 import socket
@@ -27,12 +28,12 @@ from typing import Any
 import torch
 
 import multiworld
-import multiworld.elastic
 from multiworld import WorldManager
 from multiworld.membership.forming import Forming
 from tests.integration.elastic_part import ElasticPart
 from tests.nursery import NURSERY, ForkedProcess
 from tests.torture.part import TorturePart
+from tests.waiting import until
 
 PATIENCE_S = 60.0
 """Time limit of every wait. Generous, because no test measures speed."""
@@ -148,11 +149,8 @@ class Script(TorturePart, ElasticPart):
 
     async def event(self, kind: str, world: str) -> list[Any]:
         """Wait for the event of this kind of this world and return it."""
-        while True:
-            for event in self.events:
-                if event[:2] == [kind, world]:
-                    return event
-            await asyncio.sleep(0.01)
+        await until(lambda: any(event[:2] == [kind, world] for event in self.events))
+        return next(event for event in self.events if event[:2] == [kind, world])
 
     async def block(self, seconds: float) -> None:
         """Block the event loop; signals its start so that a test can observe it."""
@@ -206,17 +204,13 @@ class Script(TorturePart, ElasticPart):
         return pid
 
 
-def _describe(error: BaseException) -> dict[str, Any]:
-    if isinstance(error, multiworld.MultiWorldError):
-        return {"kind": type(error).__name__, "args": list(error.args)}
-    if isinstance(error, OSError):
-        return {
-            "kind": type(error).__name__,
-            "args": [error.errno, error.strerror] if error.errno else list(error.args),
-        }
-    known = isinstance(error, ValueError | asyncio.CancelledError)
-    text = str(error) if known else "".join(traceback.format_exception(error))
-    return {"kind": type(error).__name__, "args": [text]}
+def _pickled(error: BaseException) -> str:
+    """An expected error as it is; another one as a RuntimeError with its traceback."""
+    if isinstance(error, asyncio.CancelledError):
+        error = InterruptedError()  # a CancelledError would look like a cancellation of the test itself
+    if not isinstance(error, multiworld.MultiWorldError | OSError | ValueError):
+        error = RuntimeError("".join(traceback.format_exception(error)))
+    return pickle.dumps(error).hex()
 
 
 async def _perform(sock: socket.socket) -> None:
@@ -230,7 +224,7 @@ async def _perform(sock: socket.socket) -> None:
         try:
             reply["result"] = await getattr(script, command)(**arguments)
         except BaseException as error:  # noqa: BLE001 - the test raises it
-            reply["error"] = _describe(error)
+            reply["error"] = _pickled(error)
         writer.write(json.dumps(reply).encode() + b"\n")
 
     while line := await reader.readline():
@@ -294,9 +288,7 @@ class Member:
 
     async def stopped(self) -> None:
         """Wait until SIGSTOP has stopped the process with all its threads."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not _stopped(self.pid):  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0.005)
+        await until(lambda: _stopped(self.pid))
 
     async def end(self) -> int:
         """Let the program end normally, without explicit clean-up. Returns the exit status."""
@@ -348,28 +340,12 @@ class Member:
                 reply = json.loads(line)
                 future = self._replies.pop(reply["id"])
                 if "error" in reply:
-                    future.set_exception(_rebuild(**reply["error"]))
+                    future.set_exception(pickle.loads(bytes.fromhex(reply["error"])))
                 else:
                     future.set_result(reply["result"])
         for future in self._replies.values():
             future.set_exception(EOFError(f"member {self.pid} ended; it wrote: {self.complaints[-2000:]}"))
         self._replies.clear()
-
-
-def _rebuild(kind: str, args: list[Any]) -> Exception:
-    if kind == "BrokenWorldException":
-        args[1] = multiworld.Cause(args[1])
-    known: type[Exception] = (
-        getattr(multiworld, kind, None)
-        or getattr(multiworld.elastic, kind, None)
-        or {
-            "ValueError": ValueError,
-            "OSError": OSError,
-            "PermissionError": PermissionError,
-            "CancelledError": InterruptedError,  # a CancelledError here would look like a cancellation of the test itself
-        }.get(kind, RuntimeError)
-    )
-    return known(*args)
 
 
 def _stopped(pid: int) -> bool:

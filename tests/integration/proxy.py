@@ -6,7 +6,7 @@ import socket
 from collections.abc import AsyncIterator
 
 HOST = "127.0.0.5"
-"""Where rank 0 of a `Line` listens."""
+"""Where rank 0 listens."""
 
 
 class Proxy:
@@ -21,11 +21,6 @@ class Proxy:
         self._sock.setblocking(False)
         self.port: int = self._sock.getsockname()[1]
         self._spawn(self._accept())
-
-    @property
-    def connections(self) -> int:
-        """Number of connections so far."""
-        return len(self._flows)
 
     def freeze(self, connections: slice = slice(None)) -> None:
         """Stop forwarding on these connections; they stay open."""
@@ -72,31 +67,15 @@ class Proxy:
             target.shutdown(socket.SHUT_WR)
 
 
-class Line:
-    """All traffic between two members of a world: one proxy for the control connection (first) and the peer connection."""
-
-    def __init__(self, join_port: int) -> None:
-        self._joining = Proxy(HOST, join_port)
-
-    @property
-    def port(self) -> int:
-        """The port at which the other member joins."""
-        return self._joining.port
-
-    def freeze_lifeline(self) -> None:
-        self._joining.freeze(slice(0, 1))
-
-    def freeze_data(self) -> None:
-        self._joining.freeze(slice(1, None))
-
-    async def close(self) -> None:
-        await self._joining.close()
+LIFELINE, DATA = slice(0, 1), slice(1, None)
+"""The connections between two members of a world: the control connection is the first one."""
 
 
 @contextlib.asynccontextmanager
-async def line_to(join_port: int) -> AsyncIterator[Line]:
-    line = Line(join_port)
+async def proxy_to(join_port: int) -> AsyncIterator[Proxy]:
+    """A proxy to rank 0, which listens on `HOST`, while the block lasts."""
+    proxy = Proxy(HOST, join_port)
     try:
-        yield line
+        yield proxy
     finally:
-        await line.close()
+        await proxy.close()

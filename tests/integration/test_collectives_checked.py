@@ -38,11 +38,7 @@ DISAGREEMENTS: dict[str, tuple[str, Call, Call]] = {
         lambda c, w: c.all_reduce(t(4), ReduceOp.SUM, w),
         lambda c, w: c.all_reduce(t(4), ReduceOp.MAX, w),
     ),
-    "another operation": (
-        "barrier()",
-        lambda c, w: c.all_reduce(t(4), world_name=w),
-        lambda c, w: c.barrier(w),
-    ),
+    "another operation": ("barrier()", lambda c, w: c.all_reduce(t(4), world_name=w), lambda c, w: c.barrier(w)),
     "nothing against something": (
         "scatter(float32[0], src 0)",
         lambda c, w: c.scatter(t(4), [t(4), t(4), t(4)] if c is CREW_FIRST[0] else None, 0, w),

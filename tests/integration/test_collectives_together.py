@@ -11,6 +11,7 @@ from multiworld import BrokenWorldException, Cause, World, WorldManager
 from multiworld.collectives.reductions import all_reduce
 from multiworld.ops.validation import WorldFacts
 from tests.integration.crew import Crew
+from tests.waiting import wait_until
 
 BOTH = pytest.mark.parametrize("verified", [False, True])
 
@@ -77,14 +78,8 @@ def test_tensors_are_released_when_their_operations_complete(crew: Crew, verifie
         return [weakref.ref(tensor), weakref.ref(message)]
 
     references = crew.run(2, part, verified=verified)
-
-    async def let_go() -> None:
-        async with asyncio.timeout(60):
-            while any(reference() is not None for each in references for reference in each):
-                await asyncio.sleep(0.01)
-                gc.collect()
-
-    crew.await_(let_go())
+    tensors = [reference for each in references for reference in each]
+    wait_until(lambda: gc.collect() >= 0 and all(tensor() is None for tensor in tensors))
 
 
 @BOTH
@@ -137,8 +132,7 @@ def test_conjugated_and_negated_views_are_sent_by_value(crew: Crew, verified: bo
             return torch.tensor(0)
         got, imaginary = torch.zeros(2, dtype=torch.complex64), torch.zeros(2)
         await asyncio.gather(
-            manager.communicator.recv(got, 0, world.name),
-            manager.communicator.recv(imaginary, 0, world.name, tag=1),
+            manager.communicator.recv(got, 0, world.name), manager.communicator.recv(imaginary, 0, world.name, tag=1)
         )
         assert imaginary.tolist() == [-2.0, 4.0]
         return got

@@ -11,7 +11,7 @@ import pytest
 
 from multiworld.elastic import ElasticRendezvous, EvictedError, RendezvousError, ViewChangeError
 from tests.integration.members import Member, Spawn
-from tests.integration.proxy import HOST, Proxy
+from tests.integration.proxy import HOST, proxy_to
 from tests.waiting import until
 
 PULSE_S = 2.0
@@ -71,9 +71,7 @@ async def test_survivors_finish_with_identical_bits_when_one_of_four_is_killed(
         assert holder.view("w").number == 2
 
 
-async def test_frozen_member_is_evicted_and_rejoins_at_a_boundary_when_it_wakes(
-    spawn: Spawn,
-) -> None:
+async def test_frozen_member_is_evicted_and_rejoins_at_a_boundary_when_it_wakes(spawn: Spawn) -> None:
     async with rendezvous(initial_members=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         await everybody[0].do("elastic_fault", signum=signal.SIGSTOP, messages=5)
@@ -135,26 +133,22 @@ async def test_all_survivors_fail_when_the_rendezvous_is_gone_or_has_lost_its_st
 
 
 async def test_minority_does_not_continue_when_cut_off_from_the_rendezvous(spawn: Spawn) -> None:
-    async with rendezvous(initial_members=3, addr=HOST) as holder:
-        proxy = Proxy(HOST, holder.port)
-        try:
-            everybody = [await spawn() for _ in range(3)]
-            joining = []
-            for member, port in zip(everybody, (proxy.port, holder.port, holder.port), strict=True):
-                await member.do("elastic_configure", heartbeat_timeout_s=PULSE_S)
-                settings = {"world": "w", "port": port, "addr": HOST, "host": "127.0.0.1", "view_change_timeout_s": 4.0}
-                joining.append(member.start("elastic_join", **settings))
-            await asyncio.gather(*joining)
-            assert all(outcome["success"] for outcome in await asyncio.gather(*reduce_all(everybody, counts=[10])))
-            proxy.freeze()
-            await until(lambda: len(holder.view("w").members) != 3)
-            tasks = reduce_all(everybody)
-            with pytest.raises((RendezvousError, ViewChangeError, EvictedError)):
-                await tasks[0]
-            outcomes = await asyncio.gather(*tasks[1:])
-            assert [outcome["size"] for outcome in outcomes] == [2, 2]
-        finally:
-            await proxy.close()
+    async with rendezvous(initial_members=3, addr=HOST) as holder, proxy_to(holder.port) as proxy:
+        everybody = [await spawn() for _ in range(3)]
+        joining = []
+        for member, port in zip(everybody, (proxy.port, holder.port, holder.port), strict=True):
+            await member.do("elastic_configure", heartbeat_timeout_s=PULSE_S)
+            settings = {"world": "w", "port": port, "addr": HOST, "host": "127.0.0.1", "view_change_timeout_s": 4.0}
+            joining.append(member.start("elastic_join", **settings))
+        await asyncio.gather(*joining)
+        assert all(outcome["success"] for outcome in await asyncio.gather(*reduce_all(everybody, counts=[10])))
+        proxy.freeze()
+        await until(lambda: len(holder.view("w").members) != 3)
+        tasks = reduce_all(everybody)
+        with pytest.raises((RendezvousError, ViewChangeError, EvictedError)):
+            await tasks[0]
+        outcomes = await asyncio.gather(*tasks[1:])
+        assert [outcome["size"] for outcome in outcomes] == [2, 2]
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, None])

@@ -1,5 +1,6 @@
-"""A leader refuses invalid join requests and gives the reason."""
+"""A leader refuses invalid join requests and gives the reason; and the address that it announces."""
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -7,8 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 from pydantic import SecretStr
 
-from multiworld import AskError, ask
-from multiworld_serving.common.wire.join import PROTOCOL, RELEASE
+from multiworld import AskError, WorldManager, ask
+from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.wire.join import PROTOCOL, RELEASE, JoinOffer
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.predictor import ImageSizes
@@ -21,28 +23,18 @@ from tests.unit.server.image_model import image_classifier
 SECRET = "a-secret-of-this-test"
 GOOD = {
     **{"worker": "w", "device": "cpu", "host": "node-1", "pid": 12, "parts": "", "obeys": ""},
-    **{
-        "edge": "10.0.0.5:4000/0123abcd",
-        "protocol": PROTOCOL,
-        "release": RELEASE,
-    },
+    **{"edge": "10.0.0.5:4000/0123abcd", "protocol": PROTOCOL, "release": RELEASE},
 }
 BAD = {
     "a surrogate in the name": ({**GOOD, "worker": "\ud800"}, "JoinRequest: "),
     "an empty name": ({**GOOD, "worker": ""}, "worker"),
     "a very long name": ({**GOOD, "worker": "w" * 40_000}, "worker"),
     "a process that cannot be": ({**GOOD, "pid": -1}, "pid"),
-    "an edge without an incarnation": (
-        {**GOOD, "edge": "10.0.0.5:4000"},
-        "edge",
-    ),
+    "an edge without an incarnation": ({**GOOD, "edge": "10.0.0.5:4000"}, "edge"),
     "parts that are none": ({**GOOD, "parts": "0,1"}, "parts"),
     "a number for a name": ({**GOOD, "worker": 1}, "JoinRequest: Expected `str`, got `int` - at `\\$.worker`"),
     "a field too many": ({**GOOD, "more": 1}, "unknown field `more`; do both sides run the same release"),
-    "a field too few": (
-        {"worker": "w", "protocol": PROTOCOL},
-        "missing required field `device`; do both",
-    ),
+    "a field too few": ({"worker": "w", "protocol": PROTOCOL}, "missing required field `device`; do both"),
     "an earlier protocol": (
         {**GOOD, "protocol": PROTOCOL - 1, "release": "0.0.1"},
         f"worker 'w' has release 0.0.1 with protocol {PROTOCOL - 1}, .* upgrade this worker",
@@ -58,7 +50,7 @@ def plan() -> VersionPlan:
 
 @pytest.fixture
 async def leader(plan: VersionPlan) -> AsyncIterator[Leader]:
-    settings = ServeSettings(token=SecretStr(SECRET), join_port=0, stages=1)
+    settings = ServeSettings(token=SecretStr(SECRET), join_port=0, stages=1, advertise_host="leader.example")
     model = image_classifier("resnet18", "random:0", ("a", "b"), ImageSizes(32, 32))
     async with Leader(model, plan, settings, LeaderMetrics()) as made:
         yield made
@@ -88,3 +80,15 @@ async def test_deeply_nested_join_request_is_refused_with_a_reason(
     leader: Leader, caplog: pytest.LogCaptureFixture
 ) -> None:
     await assert_refused(leader, "[" * 30_000, "JoinRequest: ", caplog)
+
+
+async def test_offer_has_the_advertised_address(leader: Leader) -> None:
+    offer = JoinOffer.from_json(await ask("127.0.0.1", leader.join_port, json.dumps(GOOD), secret=SECRET.encode()))
+    assert offer.address == f"leader.example:{leader.join_port}"
+
+
+async def test_worker_joins_at_the_address_of_the_offer() -> None:
+    async with WorldManager() as leader, WorldManager() as worker:
+        address, nowhere = Address("127.0.0.1", leader.listen()), Address("127.0.0.1", 9)
+        offer = JoinOffer("w", 1, address=str(address))
+        await asyncio.gather(offer.form(leader, 0, address, 60.0), offer.join(worker, nowhere, 60.0))

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import re
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from multiworld.ops.p2p import send_message
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import BatchInputs
-from multiworld_serving.common.wire.join import WORLD_BACKEND
+from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinRequest
 from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.message import _CODES, _LAYOUT, _MAGIC, Message, MessageKind
 from multiworld_serving.common.wire.protocol import Body, Kind, Received, rows_payload
@@ -124,47 +125,45 @@ class Pair:
     heard: Heard = field(default_factory=Heard)
     tasks: list[asyncio.Task[object]] = field(default_factory=list)
 
-    def link(self, *plans: StagePlan, slot: SlotId | None = None) -> WorkerLink:
-        slot = slot or SlotId(plans[0].spec.index, 0)
-        link = WorkerLink(worker_at(slot), plans, self.heard.on_state, self.heard.on_batch)
+    def link(self, *plans: StagePlan, request: JoinRequest | None = None) -> WorkerLink:
+        worker = worker_at(SlotId(plans[0].spec.index, 0), request)
+        link = WorkerLink(worker, plans, self.heard.on_state, self.heard.on_batch)
         running = link.run(self.leader, "127.0.0.1", self.port, join_timeout_s=WAIT_S, max_batch_size=4, window=2)
         self.tasks.append(asyncio.create_task(running))
         return link
 
-    async def session(self, link: WorkerLink) -> Session:
-        return await session_of(link, self.worker, self.port, self.tasks, self.engine)
+    async def world(self, link: WorkerLink) -> World:
+        """The worker's side of the world of this link."""
+        return await self.worker.initialize_world(
+            *(link.worker.id.world, 1, 2, WORLD_BACKEND), port=self.port, generation=link.worker.generation
+        )
+
+    async def session(self, link: WorkerLink, own: Edges | None = None, place: LeaderPlace | None = None) -> Session:
+        """The session of a worker that joins this link."""
+        session = Session(await self.world(link), self.engine, own or unused_edges(), place=place)
+        self.tasks.append(asyncio.create_task(session.run()))
+        return session
 
 
-async def session_of(
-    link: WorkerLink,
-    worker: WorldManager,
-    port: int,
-    tasks: list[asyncio.Task[object]],
-    engine: Engine,
-    own: Edges | None = None,
-    place: LeaderPlace | None = None,
-) -> Session:
-    """The session of a worker that joins this link."""
-    world = await worker.initialize_world(
-        *(link.worker.id.world, 1, 2, WORLD_BACKEND), addr="127.0.0.1", port=port, generation=link.worker.generation
-    )
-    session = Session(world, engine, unused_edges() if own is None else own, place=place)
-    tasks.append(asyncio.create_task(session.run()))
-    return session
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
+@asynccontextmanager
+async def pair_with(engine: Engine) -> AsyncIterator[Pair]:
+    """A pair whose worker has this engine, while the block lasts."""
     async with (
         WorldManager(secret="s", verify_collectives=False) as leader,
         WorldManager(secret="s", verify_collectives=False) as worker,
     ):
-        made = Pair(leader, worker, leader.listen("127.0.0.1", 0), Engine(torch.device("cpu")))
+        made = Pair(leader, worker, leader.listen("127.0.0.1", 0), engine)
         yield made
         for task in made.tasks:
             task.cancel()
         await asyncio.gather(*made.tasks, return_exceptions=True)
-        made.engine.close()
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with pair_with(Engine(torch.device("cpu"))) as made:
+        yield made
+    made.engine.close()
 
 
 async def claim(world: World, size_bytes: int, kind: MessageKind = MessageKind.FRAMES) -> None:
@@ -296,10 +295,7 @@ LEADERS_LIES: dict[str, tuple[Callable[[Link], object], str]] = {
         lambda link: link.send(Weights(0, 1), b"1234"),
         "4 bytes of weights; expected 1 to 0",
     ),
-    "too many batches": (
-        ask_often,
-        "a batch while 3 others have no result",
-    ),
+    "too many batches": (ask_often, "a batch while 3 others have no result"),
     "worker's": (lambda link: link.send(Loaded()), "unexpected Loaded from a leader"),
     "huge": (lambda link: asyncio.ensure_future(claim(link.world, 2**32 - 1)), "expected torch.uint8, 1 to"),
 }
@@ -352,9 +348,7 @@ class Script:
 
 async def serving_script(pair: Pair, link: WorkerLink, plan: StagePlan, *, leaves: bool = False) -> Script:
     """A scripted worker that has become ready, or that leaves when it has computed the self-test."""
-    world = await pair.worker.initialize_world(
-        link.worker.id.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=pair.port, generation=link.worker.generation
-    )
+    world = await pair.world(link)
     came: asyncio.Queue[Received] = asyncio.Queue()
     own = Link(world, 0, WORKER_PROTOCOL, came.put_nowait)
     script = Script(own, came, asyncio.create_task(own.run()))

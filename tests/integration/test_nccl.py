@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -16,12 +15,6 @@ from multiworld.ops import p2p as messages
 from multiworld.ops.validation import WorldFacts
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@pytest.fixture
-async def manager() -> AsyncIterator[WorldManager]:
-    async with WorldManager() as made:
-        yield made
 
 
 def _device() -> torch.device:

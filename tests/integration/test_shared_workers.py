@@ -4,23 +4,25 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from multiworld import Cause, WorldManager
-from multiworld_serving.server.replicas.worker import AssignmentRefusedError, SlotId
+from multiworld import Cause
+from multiworld_serving.server.replicas.worker import AssignmentRefusedError
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers import session as worker_session
 from multiworld_serving.workers.compute.engine import Engine, LoadedStage, StageTask
 from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
+from multiworld_serving.workers.session import Session
 from multiworld_serving.workers.stage_loader import AssignedStage
-from tests.integration.test_links import Heard, ending_of, session_of
+from tests.integration.test_links import Heard, ending_of, pair_with
 from tests.resnets import resnet_plan
-from tests.sent_batches import send, worker_at
+from tests.sent_batches import send
+from tests.waiting import until
 
 IMAGE_SIZE = 32
 WAIT_S = 60.0
@@ -44,27 +46,10 @@ def second() -> StagePlan:
 class LeaderSide:
     """A leader with one link, in this process, and the worker's session with it."""
 
-    manager: WorldManager
-    workers_manager: WorldManager
-    engine: Engine
+    heard: Heard
     plan: StagePlan
-    max_batch_size: int = 4
-    place: LeaderPlace | None = None
-    heard: Heard = field(default_factory=Heard)
-    tasks: list[asyncio.Task[object]] = field(default_factory=list)
-
-    async def join(self) -> None:
-        """Form the world and start to load the stage."""
-        port = self.manager.listen("127.0.0.1", 0)
-        slot = SlotId(self.plan.spec.index, 0)
-        self.link = WorkerLink(worker_at(slot), (self.plan,), self.heard.on_state, self.heard.on_batch)
-        running = self.link.run(
-            *(self.manager, "127.0.0.1", port), join_timeout_s=WAIT_S, max_batch_size=self.max_batch_size, window=2
-        )
-        self.tasks.append(asyncio.create_task(running))
-        self.session = await session_of(
-            self.link, self.workers_manager, port, self.tasks, self.engine, place=self.place
-        )
+    link: WorkerLink
+    session: Session
 
     async def until(self, state: str) -> None:
         await self.heard.until(state)
@@ -81,23 +66,16 @@ class LeaderSide:
 class SharedWorker:
     engine: Engine
     stack: contextlib.AsyncExitStack
-    sides: list[LeaderSide] = field(default_factory=list)
 
-    async def leader(self, plan: StagePlan, *, max_batch_size: int = 4, place: LeaderPlace | None = None) -> LeaderSide:
+    async def leader(self, plan: StagePlan, place: LeaderPlace | None = None) -> LeaderSide:
         """A further leader whose link is loading."""
-        manager = await self.stack.enter_async_context(WorldManager(secret="s", verify_collectives=False))
-        workers_manager = await self.stack.enter_async_context(WorldManager(secret="s", verify_collectives=False))
-        side = LeaderSide(manager, workers_manager, self.engine, plan, max_batch_size, place)
-        self.sides.append(side)
-        await side.join()
-        return side
+        pair = await self.stack.enter_async_context(pair_with(self.engine))
+        link = pair.link(plan)
+        return LeaderSide(pair.heard, plan, link, await pair.session(link, place=place))
 
     async def until_stages(self, count: int) -> None:
         """Wait until so many stages are in memory."""
-        async with asyncio.timeout(WAIT_S):
-            while len(self.engine.stages) != count:  # nothing tells of it
-                gc.collect()
-                await asyncio.sleep(0.01)
+        await until(lambda: gc.collect() >= 0 and len(self.engine.stages) == count)
 
 
 @pytest.fixture
@@ -105,11 +83,7 @@ async def worker() -> AsyncIterator[SharedWorker]:
     async with contextlib.AsyncExitStack() as stack:
         made = SharedWorker(Engine(torch.device("cpu")), stack)
         yield made
-        tasks = [task for side in made.sides for task in side.tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        made.engine.close()
+    made.engine.close()
 
 
 @pytest.fixture
@@ -203,9 +177,7 @@ async def test_worker_refuses_what_the_leader_that_it_obeys_has_not_assigned(
         await acting.until("ready")
         standby = await worker.leader(plan, place=later)
         await standby.until("ready")
-        async with asyncio.timeout(WAIT_S):
-            while standby.link.worker.obeys != "acting":  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0.01)
+        await until(lambda: standby.link.worker.obeys == "acting")
         with pytest.raises(AssignmentRefusedError, match="it obeys leader acting"):
             await standby.link.load((second,))
         assert standby.link.worker.state == "draining"

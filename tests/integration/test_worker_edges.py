@@ -11,19 +11,17 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from multiworld import Cause, WorldManager
+from multiworld import Cause
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, Source
 from multiworld_serving.common.wire.join import EDGE_DTYPES, JoinRequest
 from multiworld_serving.models.optimize.tuning import Tuning
-from multiworld_serving.server.replicas.worker import SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute.engine import Engine
-from multiworld_serving.workers.session import Session
-from tests.integration.test_links import Heard, Returned, session_of
+from tests.integration.test_links import Heard, Returned, pair_with
 from tests.resnets import resnet_plan, sent_stage
-from tests.sent_batches import send, worker_at
+from tests.sent_batches import send
 from tests.unit.edges.edge_parts import edges
 from tests.waiting import until
 
@@ -38,12 +36,11 @@ def plan(request: pytest.FixtureRequest) -> tuple[StagePlan, ...]:
 
 @dataclass
 class Stage:
-    """A worker of one stage, and the leader's link to it."""
+    """A worker of one stage, and a leader's link to it."""
 
     link: WorkerLink
     heard: Heard
     edges: Edges
-    session: Session
 
     async def result(self) -> Returned:
         async with asyncio.timeout(WAIT_S):
@@ -52,28 +49,19 @@ class Stage:
 
 @pytest.fixture
 async def stages(plan: tuple[StagePlan, ...]) -> AsyncIterator[list[Stage]]:
-    tasks: list[asyncio.Task[object]] = []
     engine = Engine(torch.device("cpu"))
     async with AsyncExitStack() as stack:
-        leader = await stack.enter_async_context(WorldManager(secret="s", verify_collectives=False))
-        port = leader.listen("127.0.0.1", 0)
         made = []
         for each in plan:
-            worker = await stack.enter_async_context(WorldManager(secret="s", verify_collectives=False))
-            own, heard = await stack.enter_async_context(edges(f"w{each.spec.index}")), Heard()
-            request = JoinRequest(f"w{each.spec.index}", "cpu", "here", 1, edge=own.holder)
-            slot = SlotId(each.spec.index, 0)
-            link = WorkerLink(worker_at(slot, request), (each,), heard.on_state, heard.on_batch)
-            running = link.run(leader, "127.0.0.1", port, join_timeout_s=WAIT_S, max_batch_size=4, window=2)
-            tasks.append(asyncio.create_task(running))
-            session = await session_of(link, worker, port, tasks, engine, own)
-            await heard.until("ready")
-            made.append(Stage(link, heard, own, session))
+            name = f"w{each.spec.index}"
+            own = await stack.enter_async_context(edges(name))
+            pair = await stack.enter_async_context(pair_with(engine))
+            link = pair.link(each, request=JoinRequest(name, "cpu", "here", 1, edge=own.holder))
+            await pair.session(link, own)
+            await pair.heard.until("ready")
+            made.append(Stage(link, pair.heard, own))
         yield made
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        engine.close()
+    engine.close()
 
 
 def images(rows: int) -> torch.Tensor:

@@ -95,10 +95,7 @@ async def test_message_arrives_when_the_receivers_loop_is_blocked_while_the_send
 
 # -- failures during a transfer ------------------------------------------------------------------------------------------------
 
-FAULTS = [
-    pytest.param(signal.SIGKILL, Cause.EXIT, id="killed"),
-    pytest.param(signal.SIGSTOP, Cause.HANG, id="frozen"),
-]
+FAULTS = [pytest.param(signal.SIGKILL, Cause.EXIT, id="killed"), pytest.param(signal.SIGSTOP, Cause.HANG, id="frozen")]
 
 
 def _descriptors() -> int:

@@ -46,6 +46,12 @@ async def happened(*snapshots: PipelineSnapshot) -> list[tuple[str, int, str]]:
     return [(e["what"], e["generation"], e["detail"]) for kind, e in await told(feed) if kind == "event"]
 
 
+async def test_feed_emits_the_change_of_the_version() -> None:
+    before = snapshot(replica("ready"))
+    after = replace(before, version="v2")
+    assert (await happened(before, before, after, after))[1:] == [("version_changed", 0, f"{before.version} to v2")]
+
+
 async def test_feed_emits_broken_and_rejoined_when_a_worker_is_killed() -> None:
     events = await happened(
         snapshot(replica("absent", 0, world=None, worker=None)),
