@@ -116,11 +116,5 @@ INTEGERS = {
     "tensor": integer("mul", [X, 2]),
     "unknown": integer("__import__", [1, 2]),
 }
-HOSTILE = {
-    f"{group}: {name}": content
-    for group, cases in {
-        **{"operators": OPERATORS, "arguments": ARGUMENTS, "order": ORDER},
-        **{"shapes": SHAPES, "integers": INTEGERS},
-    }.items()
-    for name, content in cases.items()
-}
+GROUPS = {"operators": OPERATORS, "arguments": ARGUMENTS, "order": ORDER, "shapes": SHAPES, "integers": INTEGERS}
+HOSTILE = {f"{group}: {name}": content for group, cases in GROUPS.items() for name, content in cases.items()}

@@ -23,7 +23,7 @@ from multiworld_serving.models.bundle.checking import check_graph
 from multiworld_serving.models.bundle.files import read_bundle, write_bundle
 from multiworld_serving.models.bundle.graph import Graph
 from multiworld_serving.models.bundle.manifest import Manifest, TensorSpec
-from multiworld_serving.models.errors import BundleError, ModelError
+from multiworld_serving.models.errors import ModelError
 from tests.unit.models.hostile_graphs import HOSTILE, rows
 
 LENGTHS = ({"batch": 1}, {"batch": 2}, {"batch": 8})
@@ -36,42 +36,29 @@ def checked(content: list[Any] | str) -> Graph:
 
 
 def outcome(read: Callable[[], object]) -> str | None:
-    """Message of the refusal, which is one line; None if it is accepted. Other exceptions fail the test."""
+    """Message of the refusal, which is one short line; None if it is accepted. Other exceptions fail the test."""
     try:
         read()
     except ModelError as error:
         message = str(error)
     else:
         return None
+    assert message
     assert "\n" not in message
+    assert len(message) < 800
     return message
-
-
-def test_graph_computes_like_torch_when_it_is_valid() -> None:
-    graph = checked(rows())
-    weights = {name: torch.rand(4) + 0.5 for name in ("scale", "shift", "mean", "var")}
-    x = torch.randn(3, 4, 6, 6)
-    (found,) = graph.build(weights, torch.device("cpu"))(x)
-    norm = torch.nn.functional.batch_norm(x, weights["mean"], weights["var"], weights["scale"], weights["shift"])
-    assert torch.equal(found, norm.reshape(3, 144).softmax(1))
 
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_graph_is_refused_with_one_line_when_it_is_hostile(case: str) -> None:
-    with pytest.raises(BundleError) as refused:
-        checked(HOSTILE[case])
-    message = str(refused.value)
-    assert message
-    assert "\n" not in message
-    assert len(message) < 800
+    assert outcome(lambda: checked(HOSTILE[case]))
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "{}", "null", "3", '"x"', "[" * 1_000_000, "[" * 900 + "]" * 900, "[1e999, NaN]", "\ud800"]
 )
 def test_graph_is_refused_when_the_text_is_not_rows(text: str) -> None:
-    with pytest.raises(BundleError):
-        checked(text)
+    assert outcome(lambda: checked(text))
 
 
 def damaged(document: Any, values: Sequence[Any], chance: random.Random) -> Any:
@@ -89,14 +76,12 @@ def damaged(document: Any, values: Sequence[Any], chance: random.Random) -> Any:
 
 
 def test_graph_is_refused_or_computes_finite_shapes_when_parts_of_it_are_replaced() -> None:
-    """Fuzzed rows raise BundleError and nothing else."""
+    """Fuzzed rows raise ModelError and nothing else."""
     chance = random.Random(7)
     other: list[Any] = [None, True, -1, 0, 1 << 62, 1 << 63, 0.5, "", "x", "batch", "aten.relu.default", [], [[]], {}]
     other += [{"value": "y"}, {"value": "rows"}, {"dtype": "int64"}, {"device": None}, ["output", ["x"]], [1] * 50]
-    times = 0
-    for _ in range(300):
-        times += outcome(partial(checked, damaged(rows(), other, chance))) is not None
-    assert times > 200
+    fuzzed = [damaged(rows(), other, chance) for _ in range(300)]
+    assert sum(outcome(partial(checked, each)) is not None for each in fuzzed) > 200
 
 
 # -- files -------------------------------------------------------------------------------------------------------------------------
@@ -156,21 +141,18 @@ def refused(path: Path) -> str:
     """Message of the refusal. Nothing is left in the folder for temporary files."""
     with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", scratch)
-        with pytest.raises(ModelError) as caught:
-            read_bundle(path)
+        message = outcome(lambda: read_bundle(path))
         assert not list(Path(scratch).iterdir())
-    message = str(caught.value)
-    assert "\n" not in message
-    assert len(message) < 800
+    assert message is not None, "it was accepted"
     return message
 
 
-def pack(folder: Path, target: Path, **more: Any) -> Path:
-    with zipfile.ZipFile(target, "w", more.get("compression", zipfile.ZIP_STORED)) as archive:
+def pack(folder: Path, target: Path, compression: int = zipfile.ZIP_STORED, extra: str = "") -> Path:
+    with zipfile.ZipFile(target, "w", compression) as archive:
         for name in FILES:
             archive.write(folder / name, name)
-        for name, content in more.get("extra", {}).items():
-            archive.writestr(name, content)
+        if extra:
+            archive.writestr(extra, b"{}")
     return target
 
 
@@ -283,11 +265,8 @@ def test_bundle_is_refused_when_its_tensors_are_not_safetensors(folder: Path, na
     refused(folder)
 
 
-@pytest.mark.parametrize(
-    "case", ["shapes: wrong shape", "arguments: unknown argument", "order: cycle", "integers: enormous power"]
-)
-def test_bundle_is_refused_when_its_graph_is_hostile(folder: Path, case: str) -> None:
-    (folder / "graph.json").write_text(json.dumps(HOSTILE[case]))
+def test_bundle_is_refused_when_its_graph_is_hostile(folder: Path) -> None:
+    (folder / "graph.json").write_text(json.dumps(HOSTILE["shapes: wrong shape"]))
     sign(folder)
     refused(folder)
 
@@ -297,13 +276,13 @@ def test_bundle_is_refused_when_its_graph_is_hostile(folder: Path, case: str) ->
     ["../escaped", "/tmp/escaped", "a/../../escaped", "C:\\escaped", "more.json", "manifest.json/x", "weights.pkl"],
 )
 def test_zip_is_refused_when_it_has_other_names(folder: Path, tmp_path: Path, name: str) -> None:
-    refused(pack(folder, tmp_path / "bundle.zip", extra={name: b"x"}))
+    refused(pack(folder, tmp_path / "bundle.zip", extra=name))
     assert not list(tmp_path.rglob("escaped"))
 
 
 def test_zip_is_refused_when_a_name_is_there_twice(folder: Path, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="Duplicate name"):
-        path = pack(folder, tmp_path / "bundle.zip", extra={"manifest.json": b"{}"})
+        path = pack(folder, tmp_path / "bundle.zip", extra="manifest.json")
     refused(path)
 
 

@@ -11,8 +11,9 @@ from torch.nn import functional
 from multiworld_serving.models.bundle.files import Bundle
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, load_bundle_stage, stage_specs
+from multiworld_serving.models.errors import StageError
 from multiworld_serving.models.export.trace import capture
-from multiworld_serving.models.optimize import optimizing
+from multiworld_serving.models.optimize import optimizing, tuning
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
 from multiworld_serving.models.optimize.folding import folded
 from multiworld_serving.models.optimize.fusing import FusedConv, Workload, fusable
@@ -180,3 +181,40 @@ def test_bundle_is_computed_as_written_when_a_rewrite_fails(
     assert str(found.mode) == "eager/float32"
     assert ("of a rewrite" if fault == "raises" else "nan off") in found.why
     check(stages(bundle)[0], found.module, rows, torch.float32)
+
+
+# -- modes and deviations --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fast", "expected"), [(True, "bfloat16"), (False, "float32")])
+def test_auto_is_bfloat16_only_if_the_device_supports_it(
+    monkeypatch: pytest.MonkeyPatch, fast: bool, expected: str
+) -> None:
+    monkeypatch.setattr(tuning, "has_native_bfloat16", lambda device: fast)
+    assert Tuning("auto", "fused").stage_precision(CPU) == expected
+    assert Tuning("auto", "eager").stage_precision(CPU) == "float32"
+    assert Tuning("float16", "compile").stage_precision(CPU) == "float16"
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimize", "word"),
+    [("int8", "fused", "int8"), ("float32", "fast", "fast"), ("bfloat16", "eager", "choose optimize fused")],
+)
+def test_invalid_tuning_is_refused(precision: str, optimize: str, word: str) -> None:
+    with pytest.raises(StageError, match=word):
+        Tuning(precision, optimize)
+
+
+def test_deviation_of_probabilities_equals_that_of_their_logits() -> None:
+    logits = torch.linspace(-10, 10, 21).unsqueeze(0)
+    off = logits.clone()
+    off[0, 0] += 0.2
+    assert deviation(off.softmax(1), logits.softmax(1), probabilities=True) == pytest.approx(0.01, rel=0.2)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -1.0, 7.0])
+def test_deviation_of_invalid_probabilities_exceeds_any_tolerance(bad: float) -> None:
+    expected = torch.full((1, 4), 0.25)
+    output = expected.clone()
+    output[0, 2] = bad
+    assert not deviation(output, expected, probabilities=True) <= max(TOLERANCE.values())

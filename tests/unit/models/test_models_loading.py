@@ -40,9 +40,7 @@ def file(tmp_path_factory: pytest.TempPathFactory, weights: dict[str, Tensor]) -
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_random_weights_depend_only_on_the_seed_and_keep_the_global_generator() -> None:
@@ -67,13 +65,6 @@ def test_random_weights_have_imagenet_labels_and_preprocessing() -> None:
     assert len(model.labels) == 1000
     assert (model.labels[0], model.labels[999]) == ("tench", "toilet tissue")
     assert model.preprocessing == IMAGENET
-
-
-@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", "lraspp_mobilenet_v3_large"])
-def test_model_is_created_for_inference_without_a_download(name: str) -> None:
-    module = load_model(name).module
-    assert not module.training
-    assert not any(parameter.requires_grad for parameter in module.parameters())
 
 
 @pytest.mark.parametrize(
@@ -176,26 +167,14 @@ def test_truncated_file_is_refused(tmp_path: Path, weights: dict[str, Tensor], s
         (torch.zeros(3), "contains a Tensor"),
         ({"fc.weight": torch.zeros(10**6, 1)}, "does not fit resnet18"),
         ({"fc.weight": torch.zeros(())}, "does not fit resnet18"),
+        ({"fc.bias": torch.full((10,), float("nan"))}, "fc.bias contains NaN or infinity"),
+        ({"fc.bias": torch.zeros(10, dtype=torch.int8)}, "fc.bias is torch.int8"),
     ],
 )
-def test_file_without_a_state_dict_is_refused(tmp_path: Path, content: Any, message: str) -> None:
+def test_file_is_refused_when_it_has_no_usable_state_dict(tmp_path: Path, content: Any, message: str) -> None:
     path = tmp_path / "strange.pth"
     torch.save(content, path)
     with pytest.raises(ModelError, match=message):
-        load_model("resnet18", str(path))
-
-
-@pytest.mark.parametrize(
-    ("tensor", "message"),
-    [
-        (torch.full((10,), float("nan")), "fc.bias contains NaN or infinity"),
-        (torch.zeros(10, dtype=torch.int8), "fc.bias is torch.int8"),
-    ],
-)
-def test_unusable_values_are_refused(tmp_path: Path, weights: dict[str, Tensor], tensor: Tensor, message: str) -> None:
-    path = tmp_path / "bad.safetensors"
-    safetensors.torch.save_file({**weights, "fc.bias": tensor}, path)
-    with pytest.raises(WeightsError, match=message):
         load_model("resnet18", str(path))
 
 
@@ -220,10 +199,7 @@ def test_unknown_weights_name_is_refused(name: str, weights_text: str, message: 
 # -- labels -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["cat\ndog\nsea cow\n", "\ufeffcat\r\ndog\r\nsea cow\r\n\r\n"],
-)
+@pytest.mark.parametrize("content", ["cat\ndog\nsea cow\n", "\ufeffcat\r\ndog\r\nsea cow\r\n\r\n"])
 def test_labels_are_read_in_class_order(tmp_path: Path, content: str) -> None:
     path = tmp_path / "labels.txt"
     path.write_bytes(content.encode())
@@ -245,9 +221,6 @@ def test_invalid_labels_file_is_refused(tmp_path: Path, filename: str, content: 
     path.write_bytes(content)
     with pytest.raises(ModelError, match=message):
         read_labels(str(path), 3)
-
-
-@pytest.mark.parametrize("missing", ["nowhere.txt", "."])
-def test_missing_labels_file_is_refused(tmp_path: Path, missing: str) -> None:
-    with pytest.raises(ModelError, match="cannot read labels"):
-        read_labels(str(tmp_path / missing), 3)
+    for missing in (tmp_path / "nowhere.txt", tmp_path):
+        with pytest.raises(ModelError, match="cannot read labels"):
+            read_labels(str(missing), 3)

@@ -107,10 +107,7 @@ def test_empty_tensors_and_computed_dimensions_travel() -> None:
         assert all(torch.equal(*each) for each in zip(found, tensors, strict=True))
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(2,), ("batch", "unknown"), ("batch", 1 << 31)],
-)
+@pytest.mark.parametrize("shape", [(2,), ("batch", "unknown"), ("batch", 1 << 31)])
 def test_impossible_formats_are_refused(shape: tuple[str | int, ...]) -> None:
     with pytest.raises(BundleError, match="row"):
         RowFormat((TensorSpec("a", "uint8", shape),))
