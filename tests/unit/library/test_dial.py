@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from multiworld.control.dial import dial, reason_of
-from multiworld.control.frames import HEARTBEAT_BYTES, Address, FrameReader, Refuse
-from multiworld.control.handshake import Hello, RefusedError, ServerHandshake
+from multiworld.control.frames import HEARTBEAT_BYTES, Address, FrameReader
+from multiworld.control.handshake import Hello, ServerHandshake
 from multiworld.membership.acceptor import listen_on
 
 PATIENCE_S = 30.0
@@ -17,12 +17,12 @@ async def connect(address: tuple[str, int] | str, timeout_s: float = PATIENCE_S)
     return await dial(address, b"secret", lambda host: Hello("w", 1, 2, address=Address(host)), timeout_s)
 
 
-def accept(listener: socket.socket, secret: bytes = b"secret") -> tuple[socket.socket, ServerHandshake, Hello]:
+def accept(listener: socket.socket) -> tuple[socket.socket, ServerHandshake, Hello]:
     """The side of the server, up to our welcome."""
     listener.setblocking(True)
     sock, _ = listener.accept()
     sock.settimeout(PATIENCE_S)
-    handshake, frames = ServerHandshake(secret), FrameReader()
+    handshake, frames = ServerHandshake(b"secret"), FrameReader()
     sock.sendall(HEARTBEAT_BYTES + handshake.challenge().encode())
     while not (come := list(frames.feed(sock.recv(1 << 12)))):
         pass
@@ -39,16 +39,6 @@ async def test_data_after_the_handshake_is_left_to_the_owner_of_the_socket() -> 
         with await dialing as ours, theirs:
             ours.settimeout(PATIENCE_S)
             assert ours.recv(1 << 12) == b"data"
-
-
-@pytest.mark.parametrize(("retry", "error"), [(False, RefusedError), (True, ConnectionError)])
-async def test_a_refusal_is_reported_with_its_reason(retry: bool, error: type[Exception]) -> None:
-    with listen_on(("127.0.0.1", 0)) as listener:
-        dialing = asyncio.create_task(connect(listener.getsockname()))
-        theirs, _, _ = await asyncio.to_thread(accept, listener)
-        theirs.sendall(Refuse("full", retry).encode())
-        with theirs, pytest.raises(error, match="full"):
-            await dialing
 
 
 async def test_a_server_that_says_nothing_is_given_up_after_the_timeout() -> None:

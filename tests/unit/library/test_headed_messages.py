@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from multiworld import BrokenWorldException, Cause, World, WorldManager
+from tests.integration.members import form
 
 WAIT_S = 30.0
 
@@ -14,13 +15,8 @@ WAIT_S = 30.0
 @pytest.fixture
 async def worlds() -> AsyncIterator[tuple[World, World]]:
     async with WorldManager(secret="s") as one, WorldManager(secret="s") as other:
-        port = one.listen("127.0.0.1", 0)
-        joins = [
-            manager.initialize_world("w", rank, 2, "tcp", addr="127.0.0.1", port=port, timeout=WAIT_S)
-            for rank, manager in enumerate((one, other))
-        ]
-        first, second = await asyncio.gather(*joins)
-        yield first, second
+        await form("w", one.listen("127.0.0.1", 0), one, other, backend="tcp")
+        yield one.world("w"), other.world("w")
 
 
 @pytest.mark.parametrize("count", [0, 1, 3_000_000])

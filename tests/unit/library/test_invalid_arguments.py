@@ -45,11 +45,7 @@ WRONG: dict[str, tuple[type[Exception], str, Call]] = {
         "tensor 0 of the list",
         lambda c, w: c.reduce_scatter(t(1), [t(2)] * 3, world_name=w),
     ),
-    "reduce_scatter_tensor": (
-        ValueError,
-        "3 times",
-        lambda c, w: c.reduce_scatter_tensor(t(1), t(2), world_name=w),
-    ),
+    "reduce_scatter_tensor": (ValueError, "3 times", lambda c, w: c.reduce_scatter_tensor(t(1), t(2), world_name=w)),
     "all_to_all lists": (ValueError, "one input", lambda c, w: c.all_to_all([t(1)] * 3, [t(1)], w)),
     "all_to_all dtypes": (TypeError, "one dtype", lambda c, w: c.all_to_all([t(1), t(1), t(1)], [t(1).int()] * 3, w)),
     "all_to_all aliases": (ValueError, "same memory", lambda c, w: c.all_to_all([t(1)] * 3, [t(1)] * 3, w)),
@@ -60,11 +56,7 @@ WRONG: dict[str, tuple[type[Exception], str, Call]] = {
     "int16": (TypeError, "int16", lambda c, w: c.all_reduce(t(1).short(), ReduceOp.SUM, w)),
     "float8": (TypeError, "float8", lambda c, w: c.all_reduce(t(1).to(torch.float8_e5m2), ReduceOp.MAX, w)),
     "order of complex": (TypeError, "complex", lambda c, w: c.all_reduce(t(1).to(torch.complex64), ReduceOp.MAX, w)),
-    "unknown reduction": (
-        ValueError,
-        "not supported",
-        lambda c, w: c.all_reduce(t(1), ReduceOp.PREMUL_SUM, w),
-    ),
+    "unknown reduction": (ValueError, "not supported", lambda c, w: c.all_reduce(t(1), ReduceOp.PREMUL_SUM, w)),
     "conjugated output": (ValueError, "conjugated", lambda c, w: c.recv(t(1).to(torch.complex64).conj(), 1, w)),
 }
 

@@ -4,15 +4,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from multiworld.control.frames import (
-    PROTOCOL_VERSION,
-    Challenge,
-    Frame,
-    FrameError,
-    Heartbeat,
-    SignedHello,
-    Welcome,
-)
+from multiworld.control.frames import PROTOCOL_VERSION, Challenge, Frame, FrameError, Heartbeat, SignedHello, Welcome
 from multiworld.control.handshake import NONCE_BYTES, ClientHandshake, Hello, RefusedError, ServerHandshake
 
 SEAT = Hello("w", 1, 2, 3)
@@ -102,12 +94,7 @@ def test_malformed_hello_is_refused(body: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "frame",
-    [
-        Heartbeat(),
-        Challenge(PROTOCOL_VERSION + 1, b"n" * NONCE_BYTES),
-        Challenge(PROTOCOL_VERSION, b"short"),
-    ],
+    "frame", [Heartbeat(), Challenge(PROTOCOL_VERSION + 1, b"n" * NONCE_BYTES), Challenge(PROTOCOL_VERSION, b"short")]
 )
 def test_client_rejects_a_malformed_server(frame: Frame) -> None:
     with pytest.raises(FrameError):

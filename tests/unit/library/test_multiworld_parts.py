@@ -1,6 +1,7 @@
-"""Parts of a world: its store, its events, its settings, its errors."""
+"""Parts of a world: its store, its events, its settings."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from queue import SimpleQueue
 
@@ -9,6 +10,7 @@ from torch.distributed import DistStoreError
 
 from multiworld import JoinError, WorldEvent, WorldManager
 from multiworld.collectives.nccl import uses_nccl
+from multiworld.config import HeartbeatConfig
 from multiworld.events import EventStream
 from multiworld.execution.store import ControlStore
 from multiworld.execution.threads import WorkerThread
@@ -33,40 +35,22 @@ def test_key_is_published_and_read_back() -> None:
     assert not store.delete_key("a")
 
 
-def test_reader_waits_until_another_member_sets_the_key() -> None:
+def test_reader_waits_until_another_member_sets_the_key_or_the_store_is_aborted() -> None:
     store = ControlStore(lambda _key, _value: None)
-    read: SimpleQueue[bytes] = SimpleQueue()
-    thread = threading.Thread(target=lambda: read.put(store.get("late")))
-    thread.start()
-    store.receive("other", b"")
-    store.receive("late", b"value")
-    assert read.get(timeout=PATIENCE_S) == b"value"
-    thread.join()
-
-
-def test_waiting_ends_when_the_store_is_aborted() -> None:
-    store = ControlStore(lambda _key, _value: None)
-    failures: SimpleQueue[Exception] = SimpleQueue()
-
-    def wait() -> None:
-        try:
-            store.wait(["never"], LONG)
-        except DistStoreError as error:
-            failures.put(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    store.abort(JoinError("w", "over"))
-    assert "over" in str(failures.get(timeout=PATIENCE_S))
-    thread.join()
+    with ThreadPoolExecutor() as threads:
+        reading, waiting = threads.submit(store.get, "late"), threads.submit(store.wait, ["never"], 2 * LONG)
+        store.receive("other", b"")
+        store.receive("late", b"value")
+        assert reading.result(PATIENCE_S) == b"value"
+        store.abort(JoinError("w", "over"))
+        with pytest.raises(DistStoreError, match="over"):
+            waiting.result(PATIENCE_S)
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------------
 
 
-def test_jobs_of_a_world_share_one_thread_and_run_in_order_until_it_is_closed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_jobs_of_a_world_share_one_thread_and_run_in_order_until_it_is_closed(caplog: pytest.LogCaptureFixture) -> None:
     """The copies of tensors of a device are such jobs."""
     ran: SimpleQueue[tuple[int, int]] = SimpleQueue()
     begun, goes = threading.Event(), threading.Event()
@@ -116,7 +100,7 @@ async def test_subscriber_gets_every_event_after_its_subscription() -> None:
     assert [event async for event in first] == []
 
 
-# -- settings and errors -----------------------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("interval_s", "timeout_s"), [(0, 1), (-1, 1), (1, 1), (2, 1)])
@@ -125,14 +109,15 @@ def test_inconsistent_heartbeat_settings_are_refused(interval_s: float, timeout_
         WorldManager(heartbeat_interval_s=interval_s, heartbeat_timeout_s=timeout_s)
 
 
-@pytest.mark.parametrize(
-    "backend", ["gloo", " GLOO ", "tcp", "cpu:gloo", "cuda:gloo", "cpu:gloo, cuda:gloo", "multiworld"]
-)
-def test_backend_without_nccl_is_accepted(backend: str) -> None:
-    assert not uses_nccl(backend)
+def test_stall_timeout_shorter_than_a_few_heartbeats_is_refused() -> None:
+    assert HeartbeatConfig(0.2, 1.0, 0.8).loop_stall_timeout_s == 0.8
+    with pytest.raises(ValueError, match=r"at least 4 times heartbeat_interval_s \(0\.2\), got 0\.7"):
+        HeartbeatConfig(0.2, 1.0, 0.7)
 
 
-@pytest.mark.parametrize("backend", ["", "mpi", "cpu:nccl", "gloo,", "cuda"])
-def test_unknown_backend_is_refused_with_the_known_ones(backend: str) -> None:
-    with pytest.raises(ValueError, match="expected 'multiworld', 'nccl'"):
-        uses_nccl(backend)
+def test_backend_is_refused_with_the_known_ones_when_it_is_unknown() -> None:
+    for known in ("gloo", " GLOO ", "tcp", "cpu:gloo", "cuda:gloo", "cpu:gloo, cuda:gloo", "multiworld"):
+        assert not uses_nccl(known)
+    for unknown in ("", "mpi", "cpu:nccl", "gloo,", "cuda"):
+        with pytest.raises(ValueError, match="expected 'multiworld', 'nccl'"):
+            uses_nccl(unknown)

@@ -8,7 +8,6 @@ import os
 import resource
 import socket
 import tempfile
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ from multiworld import WorldManager
 from multiworld.membership.local_socket import bind_local, default_runtime_dir
 from multiworld.ops.operation import Operation, View
 from multiworld.ops.p2p import recv_view, send_message
-from multiworld.transport.connection import PeerConnection
-from multiworld.transport.poller import poller_of
 from multiworld.transport.segments import MIN_BYTES, SegmentPool
 from multiworld.transport.shared import RING_BYTES, SLOT_BYTES, SharedPayloads
 from multiworld.transport.wire import (
@@ -37,7 +34,8 @@ from multiworld.transport.wire import (
     RING,
     pack_head,
 )
-from tests.unit.library.test_peer_connection import FACTS, End, Owner, heard
+from tests.integration.members import form
+from tests.unit.library.test_peer_connection import FACTS, End, heard
 from tests.waiting import until
 
 MIB = 1 << 20
@@ -56,28 +54,16 @@ class LocalEnd(End):
     """A connection through shared memory and the calls of its world."""
 
     def __init__(self, sock: socket.socket, budget_bytes: int = BUDGET) -> None:
-        self.owner = Owner()
-        self.lock = threading.RLock()
         self.pool = SegmentPool(budget_bytes)
-        poller = poller_of(asyncio.get_running_loop())
-        self.connection = PeerConnection(1, sock, self.lock, self.owner, poller, SharedPayloads(self.pool))
+        super().__init__(sock, SharedPayloads(self.pool))
 
     def send_message(self, payload: Tensor) -> Operation:
-        operation = send_message(FACTS, b"header", payload, 1, 0)
-        operation.future = asyncio.get_running_loop().create_future()
-        operation.head = pack_head(MESSAGE, 0, payload.nbytes, b"header")
-        operation.set_data(payload)
-        with self.lock:
-            self.connection.send(operation)
-        return operation
+        message = send_message(FACTS, b"header", payload, 1, 0)
+        return self.start(message, pack_head(MESSAGE, 0, payload.nbytes, b"header"), payload)
 
     def view(self, *, copied: bool = False) -> tuple[View, Operation]:
         view = View(lambda _header, _size_bytes: None, copied)
-        operation = recv_view(FACTS, view, 1, 0)
-        operation.future = asyncio.get_running_loop().create_future()
-        with self.lock:
-            self.connection.receive(operation)
-        return view, operation
+        return view, self.start(recv_view(FACTS, view, 1, 0))
 
 
 @pytest.fixture
@@ -316,16 +302,19 @@ def in_place(offset: int = 0) -> bytes:
 
 RING_HEAD = pack_head(RING, 0, RING_BYTES)
 RING_MESSAGE = pack_head(IN_RING, 0, MIB)
-NEXT_PIECE = pack_head(PIECE)
+MANY_PIECES = pack_head(PIECE) * (MIB // SLOT_BYTES + 1)
 
 
-def regular_file(tmp_path: Path) -> int:
-    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    os.ftruncate(fd, MIB)
-    return fd
-
-
-HOSTILE_SEGMENTS = [
+DESCRIPTORS: dict[str, Callable[[], int]] = {
+    "file": lambda: os.open(__file__, os.O_RDONLY),
+    "socket": lambda: socket.socket().detach(),
+    "unsealed": lambda: memfd(MIB, seals=0),
+    "growing": lambda: memfd(MIB, seals=fcntl.F_SEAL_GROW),
+    "small": lambda: memfd(MIB - 1),
+    "good": lambda: memfd(MIB),
+    "ring": lambda: memfd(RING_BYTES),
+}
+HOSTILE = [
     pytest.param("file", in_place(), "not shared memory", id="regular file"),
     pytest.param("socket", in_place(), "not shared memory", id="socket"),
     pytest.param("unsealed", in_place(), "size can change", id="unsealed"),
@@ -333,63 +322,34 @@ HOSTILE_SEGMENTS = [
     pytest.param("small", in_place(), "of a segment of", id="too small"),
     pytest.param("good", in_place(1), "of a segment of", id="offset out of range"),
     pytest.param("good", in_place(2**64 - 1), "of a segment of", id="offset overflows"),
+    pytest.param("ring", RING_HEAD + RING_MESSAGE + MANY_PIECES, "piece", id="more pieces than announced"),
+    pytest.param("", in_place(), "sent none", id="no descriptor"),
+    pytest.param("", RING_HEAD, "sent none", id="ring without descriptor"),
+    pytest.param("", pack_head(RING, 0, 1 << 50), "a ring of", id="ring of another size"),
+    pytest.param("", RING_MESSAGE, "not ready", id="message without ring"),
+    pytest.param("", pack_head(PIECE), "no message", id="piece without message"),
+    pytest.param("", pack_head(PIECE_DONE), "does not have", id="piece that was never sent"),
+    pytest.param("", pack_head(RELEASE, lease=1), "does not have", id="lease that was never given"),
+    pytest.param("", pack_head(200, 0, 1), "invalid data", id="unknown kind"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "frame", "reason"), HOSTILE_SEGMENTS)
-async def test_world_breaks_when_the_peer_passes_a_wrong_segment(
-    end: tuple[LocalEnd, socket.socket], tmp_path: Path, kind: str, frame: bytes, reason: str
+@pytest.mark.parametrize(("descriptor", "frames", "reason"), HOSTILE)
+async def test_world_breaks_when_the_peer_violates_the_protocol(
+    end: tuple[LocalEnd, socket.socket], descriptor: str, frames: bytes, reason: str
 ) -> None:
     made, peer = end
     made.view()
     await heard(peer, HEAD.size)
     before = len(os.listdir("/proc/self/fd"))
-    fd = {
-        "file": lambda: regular_file(tmp_path),
-        "socket": lambda: os.dup(peer.fileno()),
-        "unsealed": lambda: memfd(MIB, seals=0),
-        "growing": lambda: memfd(MIB, seals=fcntl.F_SEAL_GROW),
-        "small": lambda: memfd(MIB - 1),
-        "good": lambda: memfd(MIB),
-    }[kind]()
-    pass_fd(peer, frame, fd)
+    if descriptor:
+        pass_fd(peer, frames, DESCRIPTORS[descriptor]())
+    else:
+        peer.send(frames)
     await until(lambda: bool(made.owner.protocol_errors))
     assert reason in made.owner.protocol_errors[0]
+    made.connection.close()
     assert len(os.listdir("/proc/self/fd")) <= before
-
-
-@pytest.mark.parametrize(
-    ("frames", "reason"),
-    [
-        pytest.param(in_place(), "sent none", id="no descriptor"),
-        pytest.param(RING_HEAD, "sent none", id="ring without descriptor"),
-        pytest.param(pack_head(RING, 0, 1 << 50), "a ring of", id="ring of another size"),
-        pytest.param(RING_MESSAGE, "not ready", id="message without ring"),
-        pytest.param(NEXT_PIECE, "no message", id="piece without message"),
-        pytest.param(pack_head(PIECE_DONE), "does not have", id="piece that was never sent"),
-        pytest.param(pack_head(RELEASE, lease=1), "does not have", id="lease that was never given"),
-        pytest.param(pack_head(200, 0, 1), "invalid data", id="unknown kind"),
-    ],
-)
-async def test_world_breaks_when_the_peer_sends_a_frame_out_of_order(
-    end: tuple[LocalEnd, socket.socket], frames: bytes, reason: str
-) -> None:
-    made, peer = end
-    made.view()
-    peer.send(frames)
-    await until(lambda: bool(made.owner.protocol_errors))
-    assert reason in made.owner.protocol_errors[0]
-
-
-async def test_world_breaks_when_the_peer_sends_more_pieces_than_announced(
-    end: tuple[LocalEnd, socket.socket],
-) -> None:
-    made, peer = end
-    made.view()
-    pass_fd(peer, RING_HEAD + RING_MESSAGE, memfd(RING_BYTES))
-    peer.send(NEXT_PIECE * (MIB // SLOT_BYTES + 1))
-    await until(lambda: bool(made.owner.protocol_errors))
-    assert "piece" in made.owner.protocol_errors[0]
 
 
 async def test_world_breaks_when_descriptors_come_without_frames(end: tuple[LocalEnd, socket.socket]) -> None:
@@ -446,11 +406,8 @@ async def test_members_use_tcp_when_one_of_them_cannot_reach_the_socket(tmp_path
 
 async def test_members_use_shared_memory_when_they_share_a_host(tmp_path: Path) -> None:
     async with WorldManager(runtime_dir=str(tmp_path)) as one, WorldManager(runtime_dir=str(tmp_path)) as other:
-        port = one.listen()
-        worlds = await asyncio.gather(
-            *(manager.initialize_world("w", rank, 2, port=port) for rank, manager in enumerate((one, other)))
-        )
-        assert [world.transport for world in worlds] == ["shared memory"] * 2
+        await form("w", one.listen(), one, other)
+        assert [manager.world("w").transport for manager in (one, other)] == ["shared memory"] * 2
     assert not sockets(tmp_path)
 
 
