@@ -6,19 +6,26 @@ Starts a service, sends requests with HTTP keep-alive in a closed loop, and comp
 leader stops by SIGSTOP, until the supervisor kills it. The next fault comes when everything is ready again. `--versions` loads versions
 back and forth, and kills a leader in the middle of each. `--loads` kills a worker every 5 s meanwhile, and `--swaps` kills nothing. The two
 versions differ too little to change an answer.
+
+After kills of workers, it prints the latency of the requests that the kills affected, and when as many requests a second are answered again
+as before. `--pause 6` gives these times a meaning: the next kill comes later.
 """
 
 import argparse
+import math
 import os
 import random
 import signal
 import tempfile
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import httpx
 from safetensors.torch import save_file
@@ -27,21 +34,26 @@ from multiworld_serving.models.export.torchvision_models import load_model
 from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.load.requests import served_requests
+from multiworld_serving.testing.load.statistics import quantile
 from multiworld_serving.testing.local_service import LocalService
 
 _MODEL = "resnet18"
 _READY_S = 120.0
 _PAUSE_S = 0.5
 _KILL_EVERY_S = 5.0
+_AFFECTED_S = 2.0
+_STEPS_S = [step / 10 for step in range(100)]
 _IMAGES = 8
 
 
 class Faults:
     """What happens to a service that has this many leaders."""
 
-    def __init__(self, service: LocalService, leaders: int, seed: int) -> None:
+    def __init__(self, service: LocalService, leaders: int, pause_s: float, seed: int) -> None:
         self._service, self._leaders, self._random = service, leaders, random.Random(seed)
-        self._loads = 0
+        self._pause_s, self._loads = pause_s, 0
+        self.kills_s: list[float] = []
+        """When workers were killed (`time.time()`)."""
 
     def until(self, condition: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + _READY_S
@@ -62,12 +74,13 @@ class Faults:
         pid = self._random.choice([leader["pid"] for leader in self._service.status()["leaders"]])
         os.kill(pid, signum)
         self.until(lambda: all(leader["pid"] != pid for leader in self._service.status()["leaders"]))
-        time.sleep(_PAUSE_S)
+        time.sleep(self._pause_s)
 
     def kill_worker(self) -> None:
         self.until(self.is_ready)
+        self.kills_s.append(time.time())
         os.kill(self._random.choice([*self._service.worker_pids().values()]), signal.SIGKILL)
-        time.sleep(_PAUSE_S)
+        time.sleep(self._pause_s)
 
     def load_version(self) -> None:
         """Load the other version, and check that all leaders serve it."""
@@ -117,16 +130,20 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=0)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--leaders", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--spares", type=int, default=0)
+    parser.add_argument("--pause", type=float, default=_PAUSE_S, help="seconds after each kill")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         state = load_model(_MODEL, "random:0").module.state_dict()
         for number in range(2):
             save_file({**state, "fc.bias": state["fc.bias"] + number * 1e-6}, Path(folder) / f"{number}.safetensors")
-        shape = {"image_size": 32, "stages": 1, "replicas": 2, "leaders": options.leaders}
+        shape: dict[str, Any] = {"image_size": 32, "replicas": 2}
+        shape |= {name: getattr(options, name) for name in ("stages", "spares", "leaders")}
         with LocalService(model=_MODEL, weights=f"{folder}/0.safetensors", weights_dir=folder, **shape) as service:
             requests, faults = (
                 served_requests(service.url, photos(_IMAGES)),
-                Faults(service, options.leaders, options.seed),
+                Faults(service, options.leaders, options.pause, options.seed),
             )
             campaigns: dict[str, tuple[int, Callable[[], None]]] = {
                 "no fault": (1, lambda: time.sleep(5.0)),
@@ -143,6 +160,30 @@ def main() -> None:
                         for _ in range(count):
                             fault()
                     print(f"{count} x {name}: {_summary(load)}", flush=True)
+                    if name == "worker killed":
+                        print(f"    {_after_kills(load, faults.kills_s)}", flush=True)
+
+
+def _after_kills(load: Load, kills_s: list[float]) -> str:
+    """The latency with and without a kill, and the time until the rate of responses of half a second is at 95 % of the one before."""
+    affected: list[float] = []
+    others: list[float] = []
+    for sample in load.samples:
+        near = any(killed_s - sample.took_s <= sample.sent_s <= killed_s + _AFFECTED_S for killed_s in kills_s)
+        (affected if near else others).append(sample.took_s)
+    ended_s = sorted(sample.done_s for sample in load.samples if not sample.failed)
+
+    def rate(since_s: float, seconds: float) -> float:
+        return (bisect_left(ended_s, since_s + seconds) - bisect_left(ended_s, since_s)) / seconds
+
+    back_s = [
+        next((after_s for after_s in _STEPS_S if rate(at_s + after_s, 0.5) >= 0.95 * rate(at_s - 2.0, 2.0)), math.inf)
+        for at_s in kills_s
+    ]
+    return (
+        f"p99 {1e3 * quantile(others, 0.99):.0f} ms, sent up to {_AFFECTED_S:g} s after a kill or in flight then "
+        f"{1e3 * quantile(affected, 0.99):.0f} ms; at 95 % of the rate after {median(back_s):.1f} s (max {max(back_s):.1f} s)"
+    )
 
 
 def _summary(load: Load) -> str:
