@@ -112,6 +112,11 @@ class LeaderPlace:
         """The `BundleStageSpec.part`s of the stages that this leader has assigned."""
         return {stage.spec.part for stage in self.stages.values()}
 
+    @property
+    def _indexes(self) -> set[int]:
+        """The assigned stages, whichever version they have."""
+        return {index for _, index in self.stages}
+
     def accepts(self, digest: str) -> bool:
         """Whether this worker may serve a stage with this digest for this leader."""
         places = self._order.links.values()
@@ -124,11 +129,11 @@ class LeaderPlace:
             self._order.attempts[self._number].set()
 
     def loaded(self) -> None:
-        """A stage is loaded. If this worker obeys the leader, leaders with stages that it has not assigned have to join again."""
+        """A stage is loaded. If this worker obeys the leader, it joins later leaders again that do not know of all its stages."""
         if self._number not in self._order.links or self.obeyed:
             return
         for other, place in self._order.links.items():
-            if other > self._number and place.parts and not place.parts & self.parts:
+            if other > self._number and place.stages and self._indexes - place._indexes:
                 place.leave()
 
     def unloaded(self, version: int) -> None:

@@ -261,7 +261,7 @@ def _fill(goal: Goal, placement: Placement, steps: Steps, now_s: float) -> None:
             if steps.at(max(settled_s, changed_s) + BALANCE_AFTER_S, now_s):
                 steps.now.append(move)
         return
-    movable = [worker for worker in candidates if not worker.obeys]
+    movable = [worker for worker in candidates if worker.holds_all or not worker.obeys]
     if not movable or len(candidates) < (placement.replicas + 1 if count else 2):
         return
     lost_s = [slot.worker.since_s for slot in placement.of_stage(fewest) if slot.worker is not None and slot.free]

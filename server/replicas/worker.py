@@ -60,6 +60,7 @@ class Worker:
         since_s: when `state` changed last, as `time.monotonic()`.
         ready_at_s: when it first was "ready".
         obeys: name of the leader that the worker obeys instead of this one, as it reported; empty if it obeys this one.
+        holds_all: whether it has joined as a spare: it can serve any stage, also for a leader that it does not obey.
         loaded: numbers of the versions that the worker has loaded and that passed the self-test.
         replicas: its replicas at the scheduler, by version; the value says whether they still get new batches.
         busy_with: the version that it is loading while it serves; "restart" or "close" if its link is about to end.
@@ -82,6 +83,7 @@ class Worker:
     def __post_init__(self) -> None:
         self.id = LinkId(self.slot.name, self.generation)
         self.obeys = self.request.obeys
+        self.holds_all = self.slot.stage is None
 
     @property
     def name(self) -> str:

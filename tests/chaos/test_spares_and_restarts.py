@@ -9,29 +9,37 @@ from pathlib import Path
 import pytest
 
 from multiworld_serving.cli.main import main
-from multiworld_serving.testing.local_service import LocalService
+from multiworld_serving.testing.local_service import LocalService, LogLine
 from tests.chaos.clients import answers, assert_nothing_lost, run_load
 from tests.services import small_service
+from tests.waiting import wait_until
 
 WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[LocalService]:
-    """Two stages with one replica each, and one spare."""
-    with small_service(stages=2, spares=1) as running:
+    """Two stages with one replica each, one spare, and two leaders, which both have to follow what the spares do."""
+    with small_service(stages=2, spares=1, leaders=2) as running:
         yield running
 
 
 def until_a_spare_is_ready(service: LocalService, killed: Collection[int] = ()) -> None:
-    """Wait for it, and until the status, which may be a moment late, has none of the killed processes."""
-    while True:  # bounded by the test's own timeout
+    """Wait for it, and until both leaders are ready and the status, which may be a moment late, has none of the killed processes."""
+
+    def is_ready() -> bool:
         status = service.status()
         serving = {replica["pid"] for stage in status["stages"] for replica in stage["replicas"]}
         spares = {spare["pid"] for spare in status["spares"] if spare["state"] == "ready"} - serving
-        if spares and not (serving | spares) & set(killed):
-            return
+        leaders = [leader["state"] for leader in status["leaders"]]
         assert answers(service, 1) == [200]
+        return bool(spares) and not (serving | spares) & set(killed) and leaders == ["ready", "ready"]
+
+    wait_until(is_ready)
+
+
+def is_promoted_by_the_first_leader(line: LogLine) -> bool:
+    return line["process"] == "leader-0" and "spare promoted" in line.message
 
 
 def test_spare_takes_over_each_stage_when_its_only_replica_is_killed(service: LocalService) -> None:
@@ -42,7 +50,7 @@ def test_spare_takes_over_each_stage_when_its_only_replica_is_killed(service: Lo
             seen, replica = len(service.lines), service.status()["stages"][stage]["replicas"][0]
             os.kill(replica["pid"], signal.SIGKILL)
             killed.append(replica["pid"])
-            taken = service.wait_for(lambda x: "spare promoted" in x.message, WAIT_S, after=seen)
+            taken = service.wait_for(is_promoted_by_the_first_leader, WAIT_S, after=seen)
             assert taken["stage"] == stage
         until_a_spare_is_ready(service, killed)
     assert_nothing_lost(service, load)

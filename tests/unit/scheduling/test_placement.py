@@ -203,7 +203,7 @@ def test_worker_that_holds_a_stage_gets_it_if_it_has_a_free_slot_and_every_stage
     assert slots.choose_stage(held=[0]) == 1, "which has no worker"
 
 
-def test_worker_that_obeys_another_leader_is_not_reassigned() -> None:
+def test_worker_that_obeys_another_leader_is_reassigned_only_if_it_holds_all_stages() -> None:
     slots = placed("abcd")
     fail(slots, "s1.r0")
     fail(slots, "s1.r1")
@@ -211,6 +211,8 @@ def test_worker_that_obeys_another_leader_is_not_reassigned() -> None:
         assert moved(slots, 10) == [0]
         worker.obeys = "leader-0"
     assert moved(slots, 10) == []
+    worker.holds_all = True
+    assert moved(slots, 10) == [0]
 
 
 def test_further_workers_join_the_stage_with_the_most_load() -> None:

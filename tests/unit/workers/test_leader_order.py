@@ -97,6 +97,22 @@ def test_later_leader_has_to_join_again_when_the_obeyed_one_has_moved_the_worker
         assert left == ["second"]
 
 
+def test_later_leader_has_to_join_again_when_the_obeyed_one_has_assigned_a_further_stage_but_not_for_another_version() -> (
+    None
+):
+    order, left = LeaderOrder(), list[str]()
+    with order.linked(0, "first") as first, order.linked(1, "second") as second:
+        second.leave = lambda: left.append("second")
+        second.assigned(stage(1, FIRST, "one"))
+        for version in (1, 2):
+            first.assigned(stage(version, FIRST, f"version {version}"))
+            first.loaded()
+        assert not left
+        first.assigned(stage(1, LAST, "two"))
+        first.loaded()
+        assert left == ["second"]
+
+
 async def test_later_leader_is_asked_when_the_earlier_one_has_assigned_a_stage_or_cannot_be_joined() -> None:
     order = LeaderOrder()
     with order.attempt(0), order.attempt(1):
