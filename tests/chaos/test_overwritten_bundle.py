@@ -8,9 +8,7 @@ import os
 import random
 import shutil
 import signal
-import threading
 import time
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -18,13 +16,15 @@ import httpx
 import pytest
 import torch
 
+from multiworld_serving.models.bundle.files import Bundle
+from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.local_service import LocalService
-from tests.bundles import CLASSES, SIZE, classifier_bundle
+from tests.bundles import SIZE, classifier_bundle
 from tests.e2e.images import png
+from tests.versioned_requests import versioned_requests
 from tests.waiting import wait_until
 
 DURATION_S = float(os.environ.get("MULTIWORLD_TORTURE_S", "8"))
-CLIENTS = 4
 
 pytestmark = pytest.mark.timeout(DURATION_S + 300)
 
@@ -78,55 +78,32 @@ def kill(service: LocalService, *slots: int) -> None:
 def test_no_response_is_of_another_content_than_its_digest_when_the_bundle_is_overwritten(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (8, 3, SIZE, SIZE), dtype=torch.uint8, generator=generator)
-    contents: dict[str, Path] = {}
-    expected: dict[str, torch.Tensor] = {}
-    served = tmp_path / "served"
+    served, contents, bundles = tmp_path / "served", dict[str, Path](), dict[str, Bundle]()
     for seed in (1, 2):  # both with the label "1"
         bundle = classifier_bundle(tmp_path / f"content-{seed}", seed)
-        contents[bundle.digest] = tmp_path / f"content-{seed}"
-        with torch.inference_mode():
-            (expected[bundle.digest],) = bundle.build(bundle.graph)(images)
+        contents[bundle.digest], bundles[bundle.digest] = tmp_path / f"content-{seed}", bundle
+    with torch.inference_mode():
+        expected = {digest: bundle.build(bundle.graph)(images)[0] for digest, bundle in bundles.items()}
     first, second = contents
     overwrite(served, contents[first])
-    wrong: list[str] = []
-    digests: Counter[str] = Counter()
-    stop = threading.Event()
-
-    def send(service: LocalService, number: int) -> None:
-        with httpx.Client(timeout=60) as client:
-            while not stop.wait(0.05):
-                number = (number + 1) % len(images)
-                body, headers = png(images[number]), {"content-type": "image/png"}
-                response = client.post(f"{service.url}/predict?top_k={CLASSES}", content=body, headers=headers)
-                if response.status_code != 200:
-                    continue
-                digest = response.headers["x-model-digest"]
-                digests[digest] += 1
-                found = {each["class_id"]: each["probability"] for each in response.json()["predictions"]}
-                right = dict(enumerate(expected[digest][number].tolist()))
-                if found != pytest.approx(right, abs=1e-3):
-                    wrong.append(f"{response.headers['x-model-version']} {digest}: {found}, expected {right}")
+    requests = versioned_requests(images, expected, "x-model-digest")
 
     def wait_for_responses(*wanted: str) -> None:
-        seen = sum(digests[digest] for digest in wanted)
-        wait_until(lambda: sum(digests[digest] for digest in wanted) > seen + 20)
+        seen = sum(requests[0].seen[digest] for digest in wanted)
+        wait_until(lambda: sum(requests[0].seen[digest] for digest in wanted) > seen + 20)
 
     chance, ends_s = random.Random(0), time.monotonic() + DURATION_S
-    with LocalService(model=served, stages=2, replicas=2, leaders=2, heartbeat_timeout_s=10) as service:
-        threads = [threading.Thread(target=send, args=(service, number)) for number in range(CLIENTS)]
-        for thread in threads:
-            thread.start()
-        try:
-            while time.monotonic() < ends_s:
-                overwrite(served, contents[chance.choice([first, second])])
-                kill(service, chance.randrange(2))
-                wait_for_responses(first, second)
-            for digest in (second, first):  # when no leader has the former content, the service has the new one
-                overwrite(served, contents[digest])
-                kill(service, 0, 1)
-                wait_for_responses(digest)
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
-    assert not wrong, wrong[0]
+    with (
+        LocalService(model=served, stages=2, replicas=2, leaders=2, heartbeat_timeout_s=10) as service,
+        run_load(service.url, requests, rate_hz=20) as load,
+    ):
+        while time.monotonic() < ends_s:
+            overwrite(served, contents[chance.choice([first, second])])
+            kill(service, chance.randrange(2))
+            wait_for_responses(first, second)
+        for digest in (second, first):  # when no leader has the former content, the service has the new one
+            overwrite(served, contents[digest])
+            kill(service, 0, 1)
+            wait_for_responses(digest)
+    # While both leaders read a mixture, requests are refused.
+    assert not [sample for sample in load.failed if sample.status == 200]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from multiworld_serving.testing.load.images import photo
 from tests.e2e.hostile_requests import HostileRequest
@@ -75,10 +76,6 @@ async def _close(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
-async def _silent(host: str, port: int) -> str:
-    return await _told(host, port, b"")
-
-
 async def _told(host: str, port: int, data: bytes) -> str:
     reader, writer = await asyncio.open_connection(host, port)
     try:
@@ -88,7 +85,7 @@ async def _told(host: str, port: int, data: bytes) -> str:
         await _close(writer)
 
 
-async def _dripped(host: str, port: int, start: bytes, drop: bytes) -> str:
+async def _dripped(host: str, port: int, start: bytes) -> str:
     """A little more every now and then, for ever."""
     reader, writer = await asyncio.open_connection(host, port)
 
@@ -96,7 +93,7 @@ async def _dripped(host: str, port: int, start: bytes, drop: bytes) -> str:
         await _send(writer, start)
         while True:
             await asyncio.sleep(0.25)
-            await _send(writer, drop)
+            await _send(writer, b"a")
 
     dripping = asyncio.create_task(drip())
     try:
@@ -104,22 +101,6 @@ async def _dripped(host: str, port: int, start: bytes, drop: bytes) -> str:
     finally:
         dripping.cancel()
         await _close(writer)
-
-
-async def _slow_head(host: str, port: int) -> str:
-    return await _dripped(host, port, b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: ", b"a")
-
-
-async def _slow_body(host: str, port: int) -> str:
-    return await _dripped(host, port, _POST % 1_000_000, b"a")
-
-
-async def _no_body(host: str, port: int) -> str:
-    return await _told(host, port, _POST % 1_000_000)
-
-
-async def _refused_body(host: str, port: int) -> str:
-    return await _dripped(host, port, b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n", b"a")
 
 
 async def _half_closed(host: str, port: int) -> str:
@@ -139,14 +120,17 @@ async def _gone(host: str, port: int) -> str:
     return _CLOSED
 
 
-SLOW_HEAD = HostileConnections("heads that do not end", 20, _slow_head, "408")
-SILENT = HostileConnections("connections that say nothing", 200, _silent, "closed or 408")
+_HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: "
+_REFUSED = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+_LONG = _POST % 1_000_000
+SLOW_HEAD = HostileConnections("heads that do not end", 20, partial(_dripped, start=_HEAD), "408")
+SILENT = HostileConnections("connections that say nothing", 200, partial(_told, data=b""), "closed or 408")
 """These two need HAProxy: uvicorn waits for them without a limit."""
 
 HOSTILE_CONNECTIONS = (
-    HostileConnections("bodies that never begin", 20, _no_body, "408 body_timeout"),
-    HostileConnections("bodies of one byte at a time", 20, _slow_body, "408 body_timeout"),
-    HostileConnections("bodies that continue after the rejection", 20, _refused_body, "404 not_found"),
+    HostileConnections("bodies that never begin", 20, partial(_told, data=_LONG), "408 body_timeout"),
+    HostileConnections("bodies of one byte at a time", 20, partial(_dripped, start=_LONG), "408 body_timeout"),
+    HostileConnections("bodies after the rejection", 20, partial(_dripped, start=_REFUSED), "404 not_found"),
     HostileConnections("half closed after the request", 20, _half_closed, "200 or closed"),
     HostileConnections("gone before the response", 20, _gone, "closed"),
 )

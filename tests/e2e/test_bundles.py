@@ -1,11 +1,7 @@
 """Models of the user's own, exported and served in three stages; workers are killed under load."""
 
 import os
-import random
 import signal
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +9,11 @@ import httpx
 import torch
 
 from multiworld_client import Client
+from multiworld_serving.testing.load.clients import run_load
+from multiworld_serving.testing.load.requests import served_requests
 from multiworld_serving.testing.local_service import LocalService
 from tests.bundles import Text, text_bundle
-from tests.waiting import wait_until
-
-
-def kill_a_worker_of_each_stage(service: LocalService, call: Callable[[], None]) -> None:
-    """Kill them in turn while three threads repeat a call, which may never raise."""
-    answered, stop = list[None](), threading.Event()
-
-    def load() -> None:
-        while not stop.wait(0.02):
-            call()
-            answered.append(None)
-
-    with ThreadPoolExecutor(3) as threads:
-        clients = [threads.submit(load) for _ in range(3)]
-        try:
-            for stage in range(3):
-                enough = len(answered) + 10
-                os.kill(service.status()["stages"][stage]["replicas"][0]["pid"], signal.SIGKILL)
-                wait_until(lambda: len(answered) > enough or any(client.done() for client in clients))  # noqa: B023
-        finally:
-            stop.set()
-    for client in clients:
-        client.result()
-
+from tests.waiting import wait_for_more
 
 PATIENT: dict[str, Any] = {"heartbeat_timeout_s": 10, "recovery_grace_s": 60, "timeout_s": 100}
 """For a busy machine: only killed workers are lost, and requests wait for their replacement."""
@@ -59,16 +34,13 @@ class Handler:
 """
 
 
-def test_killed_workers_cost_no_request_of_a_transformer_with_variable_lengths(
-    tmp_path: Path,
-) -> None:
+def test_killed_workers_cost_no_request_of_a_transformer_with_variable_lengths(tmp_path: Path) -> None:
     text_bundle(tmp_path / "text")
     (tmp_path / "words.py").write_text(_HANDLER)
-    model = Text().eval()
     handler = f"{tmp_path / 'words.py'}:Handler"
     with (
         LocalService(
-            model=str(tmp_path / "text"), stages=3, replicas=2, max_batch_size=8, handler=handler, **PATIENT
+            model=tmp_path / "text", stages=3, replicas=2, max_batch_size=8, handler=handler, **PATIENT
         ) as service,
         Client(service.url, timeout_s=120) as client,
     ):
@@ -80,14 +52,16 @@ def test_killed_workers_cost_no_request_of_a_transformer_with_variable_lengths(
         assert (unknown.status_code, unknown.json()["reason"]) == (400, "invalid_input")
         assert "index out of range" in unknown.json()["error"]
         assert client.predict_body(b"a transformer answers", content_type="text/plain") == b'{"long words": 2}'
-
-        def call() -> None:
-            ids = torch.randint(0, 50, (random.randrange(1, 4), random.randrange(2, 33)))
-            mask = ids > 10
+        for rows, length in ((1, 2), (3, 32)):
+            ids = torch.randint(0, 50, (rows, length))
             with torch.inference_mode():
-                expected = model(ids, mask)
-            found = client.infer({"ids": ids, "mask": mask})
+                expected = Text().eval()(ids, ids > 10)
+            found = client.infer({"ids": ids, "mask": ids > 10})
             torch.testing.assert_close(torch.from_numpy(found["vector"]), expected["vector"], atol=1e-4, rtol=1e-5)
             assert torch.from_numpy(found["count"]).equal(expected["count"])
 
-        kill_a_worker_of_each_stage(service, call)
+        with run_load(service.url, served_requests(service.url, rows=2), rate_hz=20) as load:
+            for stage in range(3):
+                os.kill(service.status()["stages"][stage]["replicas"][0]["pid"], signal.SIGKILL)
+                wait_for_more(load.samples, 10)
+        assert not load.failed, load.failed[:3]

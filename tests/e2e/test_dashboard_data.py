@@ -14,13 +14,12 @@ from multiworld_serving.testing.load.clients import run_load as slow_load_on
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.load.requests import ReferenceRequest
 from tests import dashboard_queries as written
-from tests.chaos.clients import run_load
+from tests.chaos.clients import TOKEN, external_worker, run_load
 from tests.chaos.injections import make_fault
 from tests.dashboard_queries import dashboard_queries, recorded_names, rules_text, selectors
 from tests.e2e.prometheus_server import PrometheusServer, running_prometheus
-from tests.programs import program
-from tests.services import small_service
-from tests.worker_process import metered_service
+from tests.programs import free_port, program
+from tests.services import service_for_workers, small_service
 
 MOST = {"percentunit": 1.1, "s": 600.0, "reqps": 1e5, "ops": 1e5, "Bps": 1e11, "bytes": 1e12, "none": 1e7}
 """Maximum plausible value per unit; the minimum is 0, except for redundancy."""
@@ -46,14 +45,16 @@ class Watched:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """One worker was killed and one frozen under load, and both were replaced. A worker of a second service has a metrics port."""
     program("prometheus")
+    folder, port = tmp_path_factory.mktemp("watched"), free_port()
+    (folder / "token").write_text(TOKEN)
     with (
         # 3 s: on a busy machine no other worker may be taken for frozen.
         small_service(stages=2, replicas=2, frontends=2, heartbeat_timeout_s=3) as service,
-        metered_service(tmp_path_factory.mktemp("worker")) as (other, worker_url),
-        running_prometheus(
-            tmp_path_factory.mktemp("prometheus"), service.metrics_url, worker_url=worker_url
-        ) as prometheus,
+        service_for_workers(folder / "token") as other,
+        external_worker(other.join_address, name="metered", options=("--metrics-port", str(port))),
+        running_prometheus(folder, service.metrics_url, worker_url=f"http://127.0.0.1:{port}") as prometheus,
     ):
+        other.wait_until_complete(150.0)
         prometheus.wait_for("multiworld_redundancy == 1")
         with run_load(service), slow_load_on(other.url, QUESTIONS, rate_hz=2):
             prometheus.wait_for("rate(multiworld_batch_size_count[5s]) > 0")

@@ -1,8 +1,10 @@
-"""Models that are added to a running service and removed from it, by `multiworld models` and by SIGHUP, while another model has load."""
+"""Several models in one service. They are added and removed by `multiworld models` and by SIGHUP, and faults of one touch no other."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ weights = "random:0"
 image_size = 32
 stages = 1
 replicas = 1
+leaders = 2
 threads = 1
 grpc_port = 0
 heartbeat_timeout_s = 10
@@ -58,7 +61,9 @@ def service(file: Path) -> Iterator[LocalService]:
 
 
 def infer(service: LocalService, model: str) -> int:
-    return httpx.post(f"{service.url}/v2/models/{model}/infer", json=INFER, timeout=60).status_code
+    response = httpx.post(f"{service.url}/v2/models/{model}/infer", json=INFER, timeout=60)
+    assert response.json().get("model_name", model) == model
+    return response.status_code
 
 
 def descriptors(service: LocalService) -> int:
@@ -115,6 +120,34 @@ def test_change_of_models_is_refused_with_its_reason(
     assert infer(service, "first") == 200
 
 
+def pids(service: LocalService, name: str) -> list[int]:
+    """The processes that were started with this name."""
+    started = re.compile(rf"{name} slot=\d+ pid=(\d+) started")
+    return [int(match[1]) for line in service.lines if (match := started.fullmatch(line.message))]
+
+
+def is_complete(service: LocalService, model: str) -> bool:
+    status = httpx.get(f"{service.url}/status", params={"model": model}, timeout=60).json()
+    return [status["state"], *(leader["state"] for leader in status["leaders"])] == ["ready"] * 3
+
+
+def faults_of_one_model_fail_no_request(service: LocalService) -> None:
+    """Kill a leader and the worker of the second model while it and the first one have load."""
+    models = ("first", "second")
+    with contextlib.ExitStack() as stack:
+        wait_until(lambda: all(is_complete(service, model) for model in models))
+        requests = {model: served_requests(service.url, model=model, rows=1) for model in models}
+        loads = [stack.enter_context(run_load(service.url, each, rate_hz=20)) for each in requests.values()]
+        for name in ("second-leader", "second-worker"):
+            before = pids(service, name)
+            os.kill(before[-1], signal.SIGKILL)
+            wait_until(lambda: len(pids(service, name)) > len(before) and is_complete(service, "second"))  # noqa: B023
+    assert not [load.failed[:3] for load in loads if load.failed]
+    assert len(pids(service, "worker")) == 1, "the first model lost no process"
+    assert service.metric("multiworld_leader_restarts_total", model="first") == 0
+    wait_until(lambda: service.metric("multiworld_leader_restarts_total", model="second") == 1)
+
+
 def test_models_of_the_settings_file_serve_after_sighup_and_commands_outlast_an_upgrade(
     service: LocalService, file: Path
 ) -> None:
@@ -123,6 +156,7 @@ def test_models_of_the_settings_file_serve_after_sighup_and_commands_outlast_an_
     os.kill(service.pid, signal.SIGHUP)
     says(service, "added model=second", seen)
     says(service, "model 'bad' is unchanged", seen)
+    faults_of_one_model_fail_no_request(service)
     image = tritonclient.grpc.InferInput("input", [1, 3, 32, 32], "UINT8")
     image.set_data_from_numpy(np.full((1, 3, 32, 32), 7, np.uint8))
     assert main(["models", "add", "third=resnet18", "--url", service.url]) == 0

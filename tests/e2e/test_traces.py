@@ -84,12 +84,7 @@ def spans_sent_often() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def service(collector: Collector) -> Iterator[LocalService]:
-    with small_service(
-        image_size=64,
-        stages=2,
-        otlp_endpoint=collector.url,
-        trace_ratio=0,
-    ) as running:
+    with small_service(stages=2, otlp_endpoint=collector.url, trace_ratio=0) as running:
         yield running
 
 
