@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import itertools
 import os
@@ -69,9 +68,7 @@ async def reclaimed(*managers: WorldManager) -> None:
 
 
 def held(pool: SegmentPool | None = None) -> dict[str, int]:
-    """The resources that this process uses now, without what it keeps for the next tensors: freed memory, and segments of the pool."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    """The resources that this process uses now, without the segments that it keeps for the next tensors."""
     kept = 0 if pool is None else len(pool._segments)
     usage = resources()
     return {

@@ -591,20 +591,17 @@ class Cluster:
             member.poke()
 
 
-def replay(name: str, seed: int) -> Cluster:
-    """Run one schedule. Raises AssertionError with a note that tells how to reproduce it."""
+def replay(name: str, seed: int) -> list[str]:
+    """Run one schedule. Returns its events. Raises AssertionError with notes that list them and tell how to reproduce it."""
     cluster = Cluster(next(each for each in SCENARIOS if each.name == name), seed)
     try:
         cluster.run()
     except Exception as error:
-        error.add_note(f"replay: python -m tests.simulation.elastic_cluster {name} {seed}")
+        for note in (*cluster.log, f"replay: python -m tests.simulation.elastic_cluster {name} {seed}"):
+            error.add_note(note)
         raise
-    return cluster
+    return cluster.log
 
 
 if __name__ == "__main__":
-    chosen = Cluster(next(each for each in SCENARIOS if each.name == sys.argv[1]), int(sys.argv[2]))
-    try:
-        chosen.run()
-    finally:
-        print("\n".join(chosen.log))
+    print(*replay(sys.argv[1], int(sys.argv[2])), sep="\n")

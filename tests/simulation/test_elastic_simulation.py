@@ -1,12 +1,10 @@
 """Elastic worlds under kills, freezes, partitions, newcomers and restarts of the rendezvous server, at random times from a seed."""
 
-import os
-
 import pytest
 
 from tests.simulation.elastic_cluster import SCENARIOS, Scenario, replay
 
-SCHEDULES = int(os.environ.get("MULTIWORLD_ELASTIC_SCHEDULES", "60"))
+SCHEDULES = 60
 """Of each scenario."""
 
 

@@ -1,7 +1,5 @@
 """A worker process that freezes delays requests by less than the time until its heartbeats are missed."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 from multiworld_serving.server.scheduling.actions import Answer, SendBatch

@@ -1,7 +1,5 @@
 """The scheduler with simulated workers: every seed is a run whose invariants are checked after every event."""
 
-from __future__ import annotations
-
 import pytest
 
 from multiworld_serving.server.scheduling.actions import Answer

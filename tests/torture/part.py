@@ -6,7 +6,6 @@ Mixed into `Script` (tests/integration/members.py): each public method is a comm
 import asyncio
 import contextlib
 import ctypes
-import gc
 import os
 import signal
 import socket
@@ -22,15 +21,7 @@ from multiworld import BrokenWorldException, World, WorldClosedError, WorldError
 from multiworld.collectives import reductions
 from tests.torture.data import WrongResultError, random_of
 from tests.torture.operations import CollectivePart, MessagePart
-from tests.torture.schedule import (
-    FAULT_TAG,
-    MADE_OF_OPERATIONS,
-    Fault,
-    Phase,
-    PlannedWorld,
-    Round,
-    plan_round,
-)
+from tests.torture.schedule import FAULT_TAG, MADE_OF_OPERATIONS, Fault, Phase, PlannedWorld, Round, plan_round
 
 PATIENCE_S = 40.0
 """Time limit of operations in healthy worlds and of everything that must end. No test measures speed."""
@@ -105,11 +96,9 @@ class TorturePart:
         return self._port
 
     async def torture_resources(self) -> dict[str, int]:
-        """The resources of this process, after releasing what can be released."""
+        """The resources of this process, without what it keeps for the next worlds."""
         from tests.integration.members import resources  # noqa: PLC0415 - which imports this module
 
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
         held = resources()
         # A lasting world keeps as many blocking threads as it ever needed at once.
         lasting = {f"multiworld-{planned.name}" for planned in self._mine() if planned.lasting}

@@ -1,7 +1,7 @@
 """Torture test of worlds: random memberships, operations and faults, with every result verified, until the time is up.
 
     python -m tests.torture.worlds --hours 2
-    python -m tests.torture.worlds --seed 7 --first-round 42 --rounds 1
+    python -m tests.torture.worlds --seed 7 --round 42
 
 Exit status: 0 if all checks passed, 1 at the first failure; the seed and the round that reproduce it are printed then.
 They determine all random choices; the interleaving of operations and faults varies.
@@ -9,13 +9,14 @@ They determine all random choices; the interleaving of operations and faults var
 
 import argparse
 import asyncio
+import itertools
 import secrets
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,15 +25,7 @@ from typing import Any
 from multiworld import Cause
 from tests.integration.members import Member, Spawn, members
 from tests.torture.part import PATIENCE_S
-from tests.torture.schedule import (
-    CAUSES,
-    ENDING,
-    PROCESSES,
-    Fault,
-    FaultKind,
-    Round,
-    plan_round,
-)
+from tests.torture.schedule import CAUSES, ENDING, PROCESSES, Fault, FaultKind, Round, plan_round
 
 HEARTBEAT_TIMEOUT_S = 3.0
 """Heartbeat timeout: longer than the delays of a busy machine, and short enough for a test to wait for it."""
@@ -92,7 +85,7 @@ class Torture:
         try:
             await self._run_round(number, plan_round(self._seed, number))
         except Exception as error:
-            replay = f"python -m tests.torture.worlds --seed {self._seed} --first-round {number} --rounds 1"
+            replay = f"python -m tests.torture.worlds --seed {self._seed} --round {number}"
             raise TortureError(f"{error}\n\nreplay:\n  {replay}") from error
 
     async def _run_round(self, number: int, plan: Round) -> None:
@@ -240,18 +233,17 @@ async def _gathered(tasks: "dict[int, asyncio.Task[Any]]") -> dict[int, Any]:
     return {index: task.result() for index, task in tasks.items()}
 
 
-async def run(
-    seed: int, *, lasts_s: float, first_round: int = 0, rounds: int | None = None, say: Callable[[str], object]
-) -> Tally:
-    """Run rounds until the time is up or `rounds` are over. Raises TortureError at the first failure."""
-    until_s = time.monotonic() + lasts_s
-    told_s, number = time.monotonic(), first_round
+async def run(seed: int, rounds: Iterable[int], *, lasts_s: float, say: Callable[[str], object]) -> Tally:
+    """Run these rounds until the time is up. Raises TortureError at the first failure."""
+    told_s = time.monotonic()
+    until_s = told_s + lasts_s
     with tempfile.TemporaryDirectory() as folder:
         async with members(Path(folder)) as spawn:
             running = Torture(seed, spawn)
-            while time.monotonic() < until_s and (rounds is None or number < first_round + rounds):
+            for number in rounds:
+                if time.monotonic() >= until_s:
+                    break
                 await running.run_round(number)
-                number += 1
                 if time.monotonic() - told_s >= _REPORT_EVERY_S:
                     told_s = time.monotonic()
                     say(f"{until_s - told_s:.0f} s left: {running.tally}")
@@ -265,17 +257,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, help="a fresh one unless given")
     parser.add_argument("--hours", type=float, default=1.0, help="how long rounds are run")
-    parser.add_argument("--first-round", type=int, default=0)
-    parser.add_argument("--rounds", type=int, help="how many, unless the time is up before")
+    parser.add_argument("--round", type=int, help="run only this round")
     options = parser.parse_args(arguments)
     seed = secrets.randbelow(2**40) if options.seed is None else options.seed
     say = partial(print, flush=True)
     say(f"torture of worlds, seed {seed}")
     try:
-        running = run(
-            seed, lasts_s=options.hours * 3600, first_round=options.first_round, rounds=options.rounds, say=say
-        )
-        tally = asyncio.run(running)
+        rounds = itertools.count() if options.round is None else [options.round]
+        tally = asyncio.run(run(seed, rounds, lasts_s=options.hours * 3600, say=say))
     except TortureError as error:
         say(f"FAILED: {error}")
         return 1
