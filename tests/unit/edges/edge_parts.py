@@ -1,7 +1,5 @@
 """Producers and consumers in one process; they share no state."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any

@@ -5,14 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from multiworld_serving.common.wire.inputs import (
-    ALL_ROWS,
-    BatchInputs,
-    RowRef,
-    Source,
-    row_refs,
-    row_refs_tensor,
-)
+from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, Source, row_refs, row_refs_tensor
 
 HOLDER = "10.0.0.1:4000/abc"
 

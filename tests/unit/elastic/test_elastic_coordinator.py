@@ -17,11 +17,7 @@ from multiworld.errors import BrokenWorldException, Cause
 
 
 def infos(*names: str) -> tuple[MemberInfo, ...]:
-    return tuple(one(name) for name in names)
-
-
-def one(name: str) -> MemberInfo:
-    return MemberInfo(name, "host", 1)
+    return tuple(MemberInfo(name, "host", 1) for name in names)
 
 
 def begun(*names: str, regroup_timeout_s: float = 10.0) -> Coordinator:

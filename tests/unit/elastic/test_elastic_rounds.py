@@ -31,9 +31,7 @@ def test_round_that_another_member_committed_is_committed_here_with_what_there_i
 
 
 @given(st.lists(st.tuples(st.integers(0, 3000), st.sampled_from([torch.float32, torch.int64])), max_size=40))
-def test_buckets_hold_every_tensor_once_and_return_it_unchanged(
-    kinds: list[tuple[int, torch.dtype]],
-) -> None:
+def test_buckets_hold_every_tensor_once_and_return_it_unchanged(kinds: list[tuple[int, torch.dtype]]) -> None:
     tensors = [torch.arange(count).to(dtype) for count, dtype in kinds]
     made = make_buckets(tensors)
     assert [(each.numel(), each.dtype) for bucket in made for each in bucket] == kinds

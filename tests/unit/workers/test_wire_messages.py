@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.transport.wire import encode_signature
-from multiworld_serving.common.wire.join import JoinOffer, JoinRequest
+from multiworld_serving.common.wire.join import JoinOffer
 from multiworld_serving.common.wire.message import (
     _CODES,
     _LAYOUT,
@@ -59,17 +59,12 @@ def test_header_is_refused_when_it_is_the_signature_of_a_tensor(signature: str) 
         Message.parse(encode_signature(signature), 64)
 
 
-SIZES_THAT_ARE_NO_SIZES = {
-    "none of a shape": (0, (8, 1000)),
-    "too large": (4 * 8 * 1000 + 4, (8, 1000)),
-    "that overflows": (2**64 - 4, (2**32 - 1,) * 4),
-    "that wraps to none": (0, (2**31, 2**31, 2)),
-}
-
-
-@pytest.mark.parametrize("what", SIZES_THAT_ARE_NO_SIZES)
-def test_header_is_refused_when_size_and_shape_disagree(what: str) -> None:
-    size, shape = SIZES_THAT_ARE_NO_SIZES[what]
+@pytest.mark.parametrize(
+    ("size", "shape"),
+    [(0, (8, 1000)), (4 * 8 * 1000 + 4, (8, 1000)), (2**64 - 4, (2**32 - 1,) * 4), (0, (2**31, 2**31, 2))],
+    ids=["none of a shape", "too large", "overflow", "overflow to none"],
+)
+def test_header_is_refused_when_size_and_shape_disagree(size: int, shape: tuple[int, ...]) -> None:
     form = _CODES[torch.float32] << 4 | len(shape)
     header = _LAYOUT.pack(_MAGIC, MessageKind.ROWS, form, 1, *shape, *(0,) * (4 - len(shape)))
     with pytest.raises(WireError, match=f"{size} bytes are not torch.float32"):
@@ -78,13 +73,7 @@ def test_header_is_refused_when_size_and_shape_disagree(what: str) -> None:
 
 @pytest.mark.parametrize(
     "payload",
-    [
-        None,
-        torch.zeros(5, 10),
-        torch.zeros(10, 4),
-        torch.zeros(40),
-        torch.zeros(4, 10, dtype=torch.int32),
-    ],
+    [None, torch.zeros(5, 10), torch.zeros(10, 4), torch.zeros(40), torch.zeros(4, 10, dtype=torch.int32)],
     ids=lambda payload: "none" if payload is None else f"{payload.dtype} {tuple(payload.shape)}",
 )
 def test_header_is_refused_when_its_samples_are_unexpected(payload: torch.Tensor | None) -> None:
@@ -93,20 +82,9 @@ def test_header_is_refused_when_its_samples_are_unexpected(payload: torch.Tensor
         parsed(Message(MessageKind.ROWS, 1, payload)).require_batch(torch.float32, (10,), 4, 4)
 
 
-def test_payload_is_refused_when_it_is_unexpected() -> None:
+def test_header_is_refused_when_its_payload_is_unexpected() -> None:
     with pytest.raises(WireError, match="expected no payload"):
         parsed(Message(MessageKind.GONE, 0, torch.zeros(0))).require_no_payload()
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        JoinRequest("w", "cpu", "node-1", 12),
-        JoinOffer("s0.r1", 3),
-    ],
-)
-def test_join_messages_survive_json(value: JoinRequest | JoinOffer) -> None:
-    assert type(value).from_json(value.to_json()) == value
 
 
 @pytest.mark.parametrize(
@@ -118,19 +96,16 @@ def test_inexact_join_messages_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "values"),
     [
-        ("weights_bytes", 0),
-        ("weights_bytes", 1 << 50),
-        ("max_batch_size", 0),
-        ("max_batch_size", 10**30),
-        ("window", 0),
-        ("window", 10**9),
-        ("version", -1),
-        ("version", 1 << 32),
+        ("weights_bytes", (0, 1 << 50)),
+        ("max_batch_size", (0, 10**30)),
+        ("window", (0, 10**9)),
+        ("version", (-1, 1 << 32)),
     ],
 )
-def test_assignment_is_refused_when_a_number_is_out_of_bounds(field: str, value: object) -> None:
+def test_assignment_is_refused_when_a_number_is_out_of_bounds(field: str, values: tuple[int, int]) -> None:
     good = msgspec.to_builtins(StageAssignment("{}", 10, "0" * 64, 8, 2, 1))
-    with pytest.raises(msgspec.MsgspecError, match=field):
-        WORKER_PROTOCOL.bodies.decode(json.dumps({**good, field: value}))
+    for value in values:
+        with pytest.raises(msgspec.MsgspecError, match=field):
+            WORKER_PROTOCOL.bodies.decode(json.dumps({**good, field: value}))

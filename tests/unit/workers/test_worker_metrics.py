@@ -1,7 +1,5 @@
 """Metrics of a worker, its scrape port, and readings of a GPU."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
