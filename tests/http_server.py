@@ -31,9 +31,9 @@ class QuietServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(handler: type[BaseHTTPRequestHandler], server: type[ThreadingHTTPServer] = QuietServer) -> Iterator[str]:
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """Serve on a free port of 127.0.0.1 while the block runs; gives its URL."""
-    with server(("127.0.0.1", 0), handler) as running:
+    with QuietServer(("127.0.0.1", 0), handler) as running:
         thread = threading.Thread(target=running.serve_forever, args=(0.01,))
         thread.start()
         try:

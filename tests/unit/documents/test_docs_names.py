@@ -15,10 +15,10 @@ from multiworld_serving.common.config.sources import OTHER_VARIABLES, variable
 from multiworld_serving.server.settings import ServeSettings
 from tests.dashboard_queries import recorded_names
 from tests.documents import ROOT, documents
+from tests.unit.documents.test_docs_links import FENCED
 from tests.unit.programs.test_dashboards import told
 
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-FENCED = re.compile(r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(r"\bMULTIWORLD_[A-Z][A-Z_]*[A-Z]\b")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 IDENTIFIER = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)+")

@@ -1,9 +1,12 @@
-"""What a campaign of faults observes, and how it continues after an interruption."""
+"""What a campaign of faults observes and counts as wrong, how it continues after an interruption, and how it starts a service."""
 
 import json
+import os
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from multiworld_serving.common.config.errors import UserError
@@ -11,6 +14,8 @@ from multiworld_serving.testing.chaos.injection import Injection
 from multiworld_serving.testing.chaos.journal import Journal
 from multiworld_serving.testing.chaos.observer import Observer
 from multiworld_serving.testing.load.clients import Sample
+from multiworld_serving.testing.load.requests import ReferenceRequest
+from multiworld_serving.testing.local_service import start_program
 from tests.http_server import QuietHandler, serving
 
 
@@ -49,3 +54,34 @@ def test_replicas_are_as_before_while_no_leader_is_connected() -> None:
         after = observer.wait(lambda now: not now.leaders_ready, 60.0, "without a leader")
         assert after.replicas == before.replicas
         assert not after.complete
+
+
+ARRAY = np.linspace(-1, 1, 8, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer", "is_right"),
+    [
+        ({1: 0.5, 2: 0.3, 3: 0.1}, {1: 0.5001, 2: 0.2999, 3: 0.1}, True),
+        ({1: 0.5, 2: 0.3, 3: 0.1}, {1: 0.5, 2: 0.3, 4: 0.1}, True),  # classes of nearly equal probability swap ranks
+        ({"y": ARRAY}, {"y": ARRAY + 1e-4}, True),
+        ({"body": '{"spam": 0.25}'}, {"body": '{"spam": 0.25001}'}, True),
+        ({1: 0.5, 2: 0.3, 3: 0.1}, {7: 0.5, 8: 0.3, 9: 0.1}, False),
+        ({1: 0.5, 2: 0.3, 3: 0.1}, {}, False),
+        ({"y": ARRAY}, {"y": ARRAY[::-1]}, False),
+        ({"body": '{"spam": 0.25}'}, {"body": '{"spam": 0.5}'}, False),
+        ({"body": '{"spam": 0.25}'}, {"body": '{"ham": 0.25}'}, False),
+    ],
+)
+def test_answer_is_right_when_it_differs_by_rounding(
+    expected: dict[Any, Any], answer: dict[Any, Any], is_right: bool
+) -> None:
+    found = ReferenceRequest(b"", expected=expected).find_mismatch(answer)
+    assert found == "" if is_right else found.startswith("wrong answer")
+
+
+def test_signal_for_the_driver_does_not_reach_the_service() -> None:
+    """Ctrl-C goes to the whole process group of a terminal."""
+    with start_program(["--version"]) as service:
+        assert os.getpgid(service.pid) == service.pid
+        service.communicate()

@@ -87,19 +87,16 @@ def test_status_finds_the_http_port_from_the_admin_port(capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out) == STATUS
 
 
-def test_load_prints_the_new_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with service() as (_, admin_url):
-        assert main(["load-version", "random:1", "--url", admin_url]) == 0
-    assert capsys.readouterr().out == "resnet18 answers with random:1, version 2\n"
-
-
-def test_load_says_that_nothing_has_changed_when_the_version_serves(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("served", "says"), [("1", []), ("2", ["nothing has changed: the service already had these weights"])]
+)
+def test_load_prints_the_version_and_whether_it_was_served_before(
+    served: str, says: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Port, "serves_version", "2")
+    monkeypatch.setattr(Port, "serves_version", served)
     with service() as (_, admin_url):
         assert main(["load-version", "random:1", "--url", admin_url]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == ["nothing has changed: the service already had these weights"]
+    assert capsys.readouterr().out.splitlines() == ["resnet18 answers with random:1, version 2", *says]
 
 
 def test_load_that_takes_too_long_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,11 +153,7 @@ def test_command_line_overrides_a_flag_of_the_environment(program: Recorder, mon
         ["sevre"],
         ["serve", "--stagse", "2"],
         ["serve", "--stages", "0"],
-        ["serve", "--config", "/nowhere.toml"],
-        ["serve", "--external-workers"],
         ["serve", "extra"],
-        ["frontend", "--leader", "nowhere"],
-        ["frontend", "--leader", "127.0.0.1:1", "--leader", "127.0.0.1:1"],
         ["worker"],
         ["predict"],
         ["predict", "--url", "nowhere", "cat.jpg"],
@@ -206,18 +202,6 @@ def test_help_all_lists_every_setting_except_secrets(
     assert "--settings-json" not in text
 
 
-def test_verbs_that_do_not_compute_start_without_torch() -> None:
-    program = (
-        "import sys\n"
-        "import multiworld_serving.deploy.processes.service\n"
-        "from multiworld_serving.cli.main import main\n"
-        "for arguments in (['--help'], ['serve', '--help'], ['leader', '--help'], ['frontend', '--help'], ['status', '--url', 'http://127.0.0.1:1']):\n"
-        "    main(arguments)\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
-
-
 def test_predict_prints_one_json_object_per_file(url: str, images: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--url", url, "--json", "--top-k", "1", "cat.jpg", "cat.jpg"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -237,7 +221,7 @@ def test_predict_prints_the_labels_and_continues_when_a_file_is_refused_or_missi
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["predict", "cat.jpg", "cat.jpg"]], ids=["status", "predict"])
-def test_unreachable_service_prints_one_line_with_instructions(
+def test_error_says_what_to_do_when_nothing_answers(
     images: None, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     with serving(FakeService) as url:
@@ -261,15 +245,7 @@ def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], mon
     out = capsys.readouterr().out
     reasons = "stage 0 has 1 of 2 replicas; leader 127.0.0.1:8101 is unreachable"
     assert f"resnet18 random:0: degraded ({reasons}), up 3 min 20 s, 5 waiting, 7 requests in flight" in out
-    for part in (
-        "local-0",
-        "s0r0@3",
-        "absent",
-        "42",
-        "exit, ",
-        "spares: local-4 (ready)",
-        "127.0.0.1:8101 (unreachable)",
-    ):
+    for part in ("s0r0@3", "absent", "exit, ", "spares: local-4 (ready)", "127.0.0.1:8101 (unreachable)"):
         assert part in out
 
 
@@ -301,12 +277,8 @@ def test_watch_in_a_pipe_prints_the_state_every_second(url: str) -> None:
 class BusyService(FakeService):
     """Cannot serve now."""
 
-    def do_GET(self) -> None:
-        self._answer(503, {"error": "not ready"})
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self._answer(503, {"error": "not ready"})
+    def _answer(self, status: int, content: object) -> None:
+        super()._answer(503, {"error": "not ready"})
 
 
 @pytest.mark.parametrize("arguments", [["status", "--json"], ["predict", "cat.jpg", "cat.jpg"]], ids=" ".join)

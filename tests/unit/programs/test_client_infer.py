@@ -1,7 +1,5 @@
 """`infer` of the clients, against the real HTTP application."""
 
-from __future__ import annotations
-
 import json
 
 import httpx

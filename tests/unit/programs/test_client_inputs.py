@@ -13,30 +13,19 @@ from multiworld_serving.server.api.images import image_tensor
 from multiworld_serving.server.predictor import ImageSizes
 
 
-def saved(image: Image.Image, form: str, **settings: object) -> bytes:
-    file = BytesIO()
-    image.save(file, form, **settings)
+def saved(image: Image.Image, orientation: int = 1) -> bytes:
+    file, exif = BytesIO(), Image.Exif()
+    exif[0x0112] = orientation
+    image.save(file, "JPEG" if image.mode == "CMYK" else "PNG", exif=exif)
     return file.getvalue()
 
 
-def rotated(orientation: int) -> bytes:
-    image = Image.fromarray((np.arange(40 * 60 * 3) % 251).astype(np.uint8).reshape(40, 60, 3))
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return saved(image, "PNG", exif=exif)
-
-
-def grey(dtype: str) -> bytes:
-    values = np.linspace(0, 65535, 40 * 60).reshape(40, 60)
-    return saved(Image.fromarray(values.astype(dtype)), "PNG")
-
-
+COLOURS = Image.fromarray((np.arange(40 * 60 * 3) % 251).astype(np.uint8).reshape(40, 60, 3))
+GREY = Image.fromarray(np.linspace(0, 65535, 40 * 60).reshape(40, 60).astype(np.uint16))
 FILES = {
-    **{f"orientation {number}": rotated(number) for number in (1, 3, 6, 8)},
-    "16 bits": grey("uint16"),
-    "palette": saved(Image.open(BytesIO(rotated(1))).convert("P"), "PNG"),
-    "alpha": saved(Image.open(BytesIO(rotated(1))).convert("RGBA"), "PNG"),
-    "CMYK": saved(Image.open(BytesIO(rotated(1))).convert("CMYK"), "JPEG"),
+    **{f"orientation {number}": saved(COLOURS, number) for number in (1, 3, 6, 8)},
+    **{mode: saved(COLOURS.convert(mode)) for mode in ("P", "RGBA", "CMYK")},
+    "16 bits": saved(GREY),
 }
 
 

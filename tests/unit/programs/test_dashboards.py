@@ -1,7 +1,5 @@
 """Every query of the dashboards uses metrics and labels that a leader or a worker exports."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

@@ -49,11 +49,7 @@ def test_processes_are_bundles_of_their_own_when_no_node_has_room_for_a_share() 
         (group("worker", 4, GPU), [Resources(8, 1)] * 2, "lacks 2 GPUs: the service needs 4 CPUs + 4 GPUs"),
         (group("worker", 3, GPU), [Resources(1)], "lacks 2 CPUs + 3 GPUs: "),
         (group("worker", 1), [], "lacks 1 CPUs"),
-        (
-            group("worker", 1, Resources(4)),
-            [Resources(3)] * 2,
-            "a process needs 4 CPUs, and the nodes have free 3 CPUs; 3 CPUs",
-        ),
+        (group("worker", 1, Resources(4)), [Resources(3)] * 2, "needs 4 CPUs, and the nodes have free 3 CPUs; 3 CPUs"),
     ],
 )
 def test_missing_resources_are_named_and_counted(

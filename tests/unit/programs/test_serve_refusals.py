@@ -1,4 +1,4 @@
-"""What `multiworld serve` refuses before it imports torch or starts a process."""
+"""Programs that do not compute start without torch, and what `multiworld serve` refuses before it imports torch or starts a process."""
 
 import json
 import subprocess
@@ -6,12 +6,16 @@ import sys
 
 PROGRAM = """
 import contextlib, io, json, subprocess, sys
+import multiworld_serving.deploy.processes.service
 from multiworld_serving.cli.main import main
 
 def refuse_to_start(*_: object, **__: object) -> None:
     raise AssertionError("a process was started")
 
 subprocess.Popen.__init__ = refuse_to_start
+with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    for arguments in (["--help"], ["leader", "--help"], ["frontend", "--help"], ["status", "--url", "http://127.0.0.1:1"]):
+        main(arguments)
 for arguments in json.load(sys.stdin):
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         status = main(["serve", *arguments, "--http-port", "0", "--join-port", "0", "--metrics-port", "0"])
@@ -33,7 +37,7 @@ REFUSED = {
 """Options, and a part of the line that is printed. A folder is a bundle."""
 
 
-def test_serve_prints_one_line_before_it_imports_torch_or_starts_a_process() -> None:
+def test_refusal_is_one_line_before_torch_is_imported_or_a_process_is_started() -> None:
     given = json.dumps(list(REFUSED))
     ended = subprocess.run([sys.executable, "-c", PROGRAM], input=given, capture_output=True, text=True, check=True)
     for says, line in zip(REFUSED.values(), ended.stdout.splitlines(), strict=True):

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from multiworld_serving.common.config.errors import SettingsError
 from multiworld_serving.common.config.settings import Settings, to_json
 from multiworld_serving.common.config.sources import load
 from multiworld_serving.deploy.processes.programs import frontend_values, leader_values, settings_file
-from multiworld_serving.deploy.processes.service import Service
-from multiworld_serving.deploy.processes.upgrade import Upgrade
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.server.versions.model_files import served_name
@@ -24,18 +21,13 @@ from multiworld_serving.server.versions.model_files import served_name
 PORTS: dict[str, Any] = {"http_port": 0, "join_port": 0, "metrics_port": 0}
 
 
-@contextlib.contextmanager
-def service(settings: ServeSettings) -> Iterator[Service]:
-    with contextlib.ExitStack() as stack:
-        settings = settings.model_copy(update={"local_token": SecretStr("of-the-service")})
-        made = Service(settings, {"m": settings}, stack, print, Upgrade(stack))
-        yield made
+LOCAL = {"local_token": SecretStr("of-the-service")}
 
 
-def passed_on(made: Service, cls: type[Settings], **changes: object) -> Any:
+def passed_on(settings: ServeSettings, cls: type[Settings], **changes: object) -> Any:
     """The settings that a program of this service gets."""
-    values = leader_values(made._settings, 0) if cls is LeaderSettings else frontend_values(made._settings, 0)
-    return cls.model_validate_json(to_json({**values, **changes}))
+    values = leader_values(settings, 0) if cls is LeaderSettings else frontend_values(settings, 0)
+    return cls.model_validate_json(to_json({**values, **LOCAL, **changes}))
 
 
 @pytest.mark.parametrize("cls", [LeaderSettings, FrontendSettings])
@@ -44,8 +36,7 @@ def test_program_has_the_settings_of_the_service(cls: type[Settings]) -> None:
         **PORTS, queue_limit=17, join_timeout_s=3.5, log_format="json", model="resnet18", trace_ratio=0.5
     )
     changes = {"leader": "127.0.0.1:1"} if cls is FrontendSettings else {}
-    with service(given) as made:
-        found = passed_on(made, cls, **changes)
+    found = passed_on(given, cls, **changes)
     own = {"local_token", "name", *changes}
     if cls is LeaderSettings:
         own |= {"metrics_host", "metrics_port"}
@@ -58,19 +49,19 @@ def test_leader_accepts_the_tokens_that_the_file_has_now(tmp_path: Path) -> None
     file = tmp_path / "token"
     file.write_text("former\n")
     settings = load(ServeSettings, {**PORTS, "token_file": str(file), "external_workers": True}).with_token()
-    with service(settings) as made:
-        leader = passed_on(made, LeaderSettings)
-        frontend = passed_on(made, FrontendSettings, leader="127.0.0.1:1")
-        assert set(leader.accepted_secrets) == {b"former", b"of-the-service"}
-        for content, tokens in (("new\nformer\n", (b"new", b"former")), ("new", (b"new",))):
-            file.write_text(content)
-            assert leader.accepted_secrets == (*tokens, b"of-the-service")
-        assert frontend.secret == b"of-the-service", "a change of the file cannot lock our own processes out"
+    leader = passed_on(settings, LeaderSettings)
+    frontend = passed_on(settings, FrontendSettings, leader="127.0.0.1:1")
+    assert set(leader.accepted_secrets) == {b"former", b"of-the-service"}
+    for content, tokens in (("new\nformer\n", (b"new", b"former")), ("new", (b"new",))):
+        file.write_text(content)
+        assert leader.accepted_secrets == (*tokens, b"of-the-service")
+    assert frontend.secret == b"of-the-service", "a change of the file cannot lock our own processes out"
 
 
 def test_file_of_settings_is_in_memory_and_only_this_user_can_read_it() -> None:
-    with service(ServeSettings(**PORTS)) as made, contextlib.ExitStack() as stack:
-        path = Path(settings_file(stack, leader_values(made._settings, 0)))
+    settings = ServeSettings(**PORTS).model_copy(update=LOCAL)
+    with contextlib.ExitStack() as stack:
+        path = Path(settings_file(stack, leader_values(settings, 0)))
         assert str(path).startswith(f"/proc/{os.getpid()}/fd/")
         assert path.stat().st_nlink == 0, "it has no name in any folder"
         assert '"local_token": "of-the-service"' in path.read_text()

@@ -1,15 +1,16 @@
-"""Notifications to systemd, received by a socket of the test."""
+"""Notifications to systemd, received by a socket of the test, and stop signals: the first one stops a program, a later one ends it."""
 
 import asyncio
 import os
+import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from multiworld_serving.common.config.process import notify_systemd
+from multiworld_serving.common.config import process
+from multiworld_serving.common.config.process import notify_systemd, on_stop_signal
 from tests.bundles import PREVIEW
 from tests.nursery import fork_program
 
@@ -32,17 +33,14 @@ class Systemd:
         self._sock.close()
 
 
-@pytest.fixture(params=["path", "abstract"])
-def systemd(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Systemd]:
-    made = Systemd(str(tmp_path / "notify") if request.param == "path" else f"@multiworld-test-{os.getpid()}")
-    monkeypatch.setenv("NOTIFY_SOCKET", made.address)
+@pytest.mark.parametrize("is_path", [True, False], ids=["path", "abstract"])
+async def test_ready_watchdog_and_stopping_are_sent_while_a_service_runs(
+    is_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    systemd = Systemd(str(tmp_path / "notify") if is_path else f"@multiworld-test-{os.getpid()}")
+    monkeypatch.setenv("NOTIFY_SOCKET", systemd.address)
     monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
     monkeypatch.setenv("WATCHDOG_USEC", "20000")
-    yield made
-    made.close()
-
-
-async def test_ready_watchdog_and_stopping_are_sent_while_a_service_runs(systemd: Systemd) -> None:
     async with notify_systemd():
         assert systemd.next() == "READY=1"
         for _ in range(3):
@@ -52,6 +50,7 @@ async def test_ready_watchdog_and_stopping_are_sent_while_a_service_runs(systemd
     while told == "WATCHDOG=1":
         told = await asyncio.to_thread(systemd.next)
     assert told == "STOPPING=1"
+    systemd.close()
 
 
 @pytest.mark.parametrize(
@@ -68,10 +67,40 @@ def test_program_notifies_systemd_when_it_is_ready(program: list[str], tmp_path:
         "MULTIWORLD_TOKEN": "a-secret-of-this-test",
     }
     with open(os.devnull, "wb") as devnull:
-        process = fork_program([*program, *ports], devnull.fileno(), **told)
+        running = fork_program([*program, *ports], devnull.fileno(), **told)
     try:
         assert [systemd.next() for _ in range(3)] == ["READY=1", "WATCHDOG=1", "WATCHDOG=1"]
     finally:
-        process.kill()
-        process.wait()
+        running.kill()
+        running.wait()
         systemd.close()
+
+
+async def receive(*signals: signal.Signals) -> int:
+    """How often the program is told to stop after it received these signals."""
+    stops = 0
+
+    def stop() -> None:
+        nonlocal stops
+        stops += 1
+
+    on_stop_signal(stop)
+    for signum in signals:
+        signal.raise_signal(signum)
+    async with asyncio.timeout(30):
+        while not stops:  # noqa: ASYNC110 - the handler has no event of its own
+            await asyncio.sleep(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return stops
+
+
+def test_signals_at_the_same_time_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "SAME_STOP_S", 60.0)
+    assert asyncio.run(receive(signal.SIGTERM, signal.SIGINT, signal.SIGINT)) == 1
+
+
+def test_later_signal_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "SAME_STOP_S", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(receive(signal.SIGTERM, signal.SIGINT))
