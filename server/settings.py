@@ -271,10 +271,7 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
             raise ValueError(
                 "--model and tables [[models]] are mutually exclusive: give all models in the settings file"
             )
-        names = [name for each in self.groups if (name := each.model_name)]
-        for name, count in Counter(names).items():
-            if count > 1:
-                raise ValueError(f"two models have the name {name!r}: choose different ones with NAME=SOURCE")
+        self.groups  # noqa: B018 - raises
         return self
 
     @model_validator(mode="after")

@@ -29,7 +29,6 @@ from multiworld_serving.server.administration import (
     RestartFailedError,
 )
 from multiworld_serving.server.api.groups import Group, Groups
-from multiworld_serving.server.api.oip.metadata import repository_index
 from multiworld_serving.server.errors import BodyTooLargeError, InferenceRequestError, MediaTypeError, NotReadyError
 from multiworld_serving.server.http.open_request import while_connected
 from multiworld_serving.server.http.route import Endpoint, route
@@ -131,8 +130,7 @@ class AdminRoutes:
         return Response(found or b"{}", media_type="application/json")  # empty: it is being written
 
     async def _index(self, request: Request, body: _Body) -> object:
-        snapshots = (group.pool.snapshot() for group in self.groups)
-        return [each for snapshot in snapshots for each in repository_index(snapshot, only_ready=body.ready)]
+        return self.groups.index(only_ready=body.ready)
 
     async def _load(self, request: Request, body: _Body) -> object:
         """Load a version; responds when only the new version serves. Triton's response is empty; its clients ignore the content.

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.api.handler.route import HandlerRoute
 from multiworld_serving.server.api.inference import Inference
+from multiworld_serving.server.api.oip.metadata import repository_index
 from multiworld_serving.server.api.predict import PredictRoute, wrong_path
 from multiworld_serving.server.errors import NoModelNamedError, NotReadyError, UnknownModelError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
@@ -100,11 +101,13 @@ class Groups:
         """The model with this name, or the only one. None if there is none."""
         return self.only or (None if name is None else self._by_name.get(name))
 
-    def named(self, name: str) -> Group:
-        """The model with this name. Raises UnknownModelError."""
-        if (found := self._by_name.get(name)) is None:
+    def named(self, model: str, version: str | None = None) -> Group:
+        """The model with this name. Raises UnknownModelError unless it serves, and this version of it if one is given."""
+        if (found := self._by_name.get(model)) is None:
             known = f"the only model is {self.only.name!r}" if self.only else f"the models are {_listed(self.names)}"
-            raise UnknownModelError(f"Request for unknown model: {name[:64]!r}; {known}")
+            raise UnknownModelError(f"Request for unknown model: {model[:64]!r}; {known}")
+        if version is not None:
+            found.described().signature.check_served(model, version, found.pool.version)
         return found
 
     def chosen(self, request: Request) -> Group:
@@ -119,16 +122,15 @@ class Groups:
             return found
         return replace(found, models={each.name: each.pool.snapshot().state for each in self})
 
-    @property
-    def ready(self) -> bool:
-        """Whether all models are ready that are not unloaded, and at least one is."""
-        expected = [group for group in self if group.pool.snapshot().state != "unloaded"]
-        return bool(expected) and all(group.pool.ready for group in expected)
+    def index(self, *, only_ready: bool = False) -> list[dict[str, str]]:
+        """The versions of all models, as Triton's repository extension describes them."""
+        return [each for group in self for each in repository_index(group.pool.snapshot(), only_ready=only_ready)]
 
     @property
-    def missing(self) -> Group:
-        """The first model that is not ready. There must be one."""
-        return min(self, key=lambda group: (group.pool.ready, group.pool.snapshot().state == "unloaded"))
+    def not_ready(self) -> Group | None:
+        """The first model that is not ready and not unloaded; the first one if all are unloaded. None if the service is ready."""
+        expected = [group for group in self if group.pool.snapshot().state != "unloaded"] or list(self)
+        return next((group for group in expected if not group.pool.ready), None)
 
     async def predict(self, request: Request) -> Response:
         """POST /predict and /predict/NAME."""

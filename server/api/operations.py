@@ -70,10 +70,11 @@ def operations_routes(groups: Groups, scrape: Scrape) -> list[Route]:
 
     async def readyz(request: Request) -> Response:
         """Readiness: every stage has a replica that passed its join self-test, for all models that are not unloaded."""
-        if groups.ready and groups.only is None:
+        waiting = groups.not_ready
+        if waiting is None and groups.only is None:
             return JSONResponse({"ready": True, "models": groups.names})
-        snapshot = groups.missing.pool.snapshot()
-        if groups.ready:
+        snapshot = (waiting or next(iter(groups))).pool.snapshot()
+        if waiting is None:
             return JSONResponse({"ready": True, "model": snapshot.model, "version": snapshot.version})
         missing, record = list(snapshot.missing_stages), RequestRecord.of(request.scope)
         return rejection_response(readiness_error(snapshot), record, ready=False, missing_stages=missing)

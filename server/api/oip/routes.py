@@ -18,7 +18,7 @@ from multiworld_serving.server.api.inference import InferRequest, prediction_hea
 from multiworld_serving.server.api.oip.compression import accepted_encoding, content_encoding, pack, unpack
 from multiworld_serving.server.api.oip.infer_request import parse_infer_request
 from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH, build_response
-from multiworld_serving.server.api.oip.metadata import readiness_error, repository_index
+from multiworld_serving.server.api.oip.metadata import readiness_error
 from multiworld_serving.server.errors import InferenceRequestError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.http.open_request import OpenRequest
@@ -54,32 +54,23 @@ class V2Routes:
                 "/v2/models/stats",
                 _json_endpoint(lambda: {"model_stats": [group.statistics() for group in self.groups]}),
             ),
-            route("/v2/repository/index", _json_endpoint(self._index), "POST"),
+            route("/v2/repository/index", _json_endpoint(self.groups.index), "POST"),
             *(route(f"{model}{path}", self._of_model(find)) for model in models for path, find in of_model.items()),
         ]
 
     def _of_model(self, find: Callable[[Group], object]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
-            return JSONResponse(find(self._group(**request.path_params)))
+            return JSONResponse(find(self.groups.named(**request.path_params)))
 
         return endpoint
 
-    def _group(self, model: str, version: str | None = None) -> Group:
-        """Raises UnknownModelError unless this model, and this version of it, serves."""
-        group = self.groups.named(model)
-        if version is not None:
-            group.described().signature.check_served(model, version, group.pool.version)
-        return group
-
     def _health(self) -> dict[str, Any]:
-        return {"ready": True} if self.groups.ready else _ready(self.groups.missing.pool)
-
-    def _index(self) -> object:
-        return [each for group in self.groups for each in repository_index(group.pool.snapshot())]
+        waiting = self.groups.not_ready
+        return {"ready": True} if waiting is None else _ready(waiting.pool)
 
     async def _infer(self, request: Request) -> Response:
         """Compute one or more samples. If one of them is rejected, the whole request is."""
-        inference = self._group(**request.path_params).described()
+        inference = self.groups.named(**request.path_params).described()
         headers, version = request.headers, request.path_params.get("version")
         encoding, json_bytes = (
             content_encoding(headers.get("content-encoding")),

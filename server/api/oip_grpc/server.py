@@ -25,7 +25,6 @@ from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.http.server import KEEP_ALIVE_S
 from multiworld_serving.server.api.groups import Group, Groups
 from multiworld_serving.server.api.inference import InferRequest, prediction_headers
-from multiworld_serving.server.api.oip.metadata import repository_index
 from multiworld_serving.server.api.oip.routes import server_metadata
 from multiworld_serving.server.api.oip_grpc.codec import (
     METHODS,
@@ -158,7 +157,7 @@ class GrpcPort:
         model = "/v2/models/MODEL"
         plain: dict[str, tuple[str, Callable[[Any], Mapping[str, Any]]]] = {
             "ServerLive": ("/v2/health/live", lambda _: {"live": True}),
-            "ServerReady": ("/v2/health/ready", lambda _: {"ready": self._groups.ready}),
+            "ServerReady": ("/v2/health/ready", lambda _: {"ready": self._groups.not_ready is None}),
             "ModelReady": (f"{model}/ready", self._model_ready),
             "ServerMetadata": ("/v2", lambda _: server_metadata(_EXTENSIONS)),
             "ModelMetadata": (model, self._model_metadata),
@@ -285,14 +284,10 @@ class GrpcPort:
         return {"model_stats": [group.statistics() for group in groups]}
 
     def _index(self, request: Any) -> Mapping[str, Any]:
-        snapshots = (group.pool.snapshot() for group in self._groups)
-        return {"models": [each for now in snapshots for each in repository_index(now, only_ready=request.ready)]}
+        return {"models": self._groups.index(only_ready=request.ready)}
 
     def _group(self, request: Any) -> Group:
-        group = self._groups.named(request.name)
-        if request.version:
-            group.described().signature.check_served(request.name, request.version, group.pool.version)
-        return group
+        return self._groups.named(request.name, request.version or None)
 
 
 def _set_group(record: RequestRecord, group: Group) -> None:

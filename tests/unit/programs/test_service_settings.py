@@ -10,9 +10,10 @@ import pytest
 from pydantic import SecretStr
 
 from multiworld import WorldManager
-from multiworld_serving.common.config.errors import SettingsError
+from multiworld_serving.common.config.errors import SettingsError, UserError
 from multiworld_serving.common.config.settings import Settings, to_json
 from multiworld_serving.common.config.sources import load
+from multiworld_serving.deploy.processes.checks import by_name
 from multiworld_serving.deploy.processes.programs import frontend_values, leader_values, settings_file
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.settings import FrontendSettings, ServeSettings
@@ -127,7 +128,6 @@ def test_each_model_has_its_own_settings_and_those_of_the_service(tmp_path: Path
         ('[[models]]\nname = "a"', "source of the model a is missing"),
         ('[[models]]\nname = "a"\nsource = "x"\nstages = 0', "model a=x: stages = 0: must be a whole number from 1"),
         ('[[models]]\nname = "a"\nsource = "x"\nhttp_port = 1', "http_port of the model a=x: a model may have"),
-        ('[[models]]\nname = "a"\nsource = "x"\n[[models]]\nname = "a"\nsource = "y"', "two models have the name 'a'"),
         ("models = 3", "must be tables"),
         ('[[models]]\nname = "a"\nsource = "x"\n[serve]\nmodel = "resnet18"', "mutually exclusive"),
     ],
@@ -143,8 +143,8 @@ def test_models_of_the_command_line_may_have_names(tmp_path: Path) -> None:
     found = load(ServeSettings, {**PORTS, "model": f"resnet18,large=resnet50,{tmp_path}/broken.bundle"}).groups
     assert [served_name(each) for each in found] == ["resnet18", "large", "broken"]
     assert [each.join_port for each in load(ServeSettings, {"model": "a,b"}).groups] == [8001, 0]
-    with pytest.raises(SettingsError, match="two models have the name 'a'"):
-        load(ServeSettings, {**PORTS, "model": "a=resnet18,a=resnet50"})
+    with pytest.raises(UserError, match="two models have the name 'a'"):
+        by_name(load(ServeSettings, {**PORTS, "model": "a=resnet18,a=resnet50"}).groups)
 
 
 def test_frontend_has_the_leaders_and_limits_of_each_model() -> None:
