@@ -116,7 +116,7 @@ class PageRunner:
     def _serve(self, options: str) -> None:
         """Start the page's service on free ports, after stopping the previous one."""
         self._running.close()
-        settings: dict[str, Any] = dict(_settings(shlex.split(options)))
+        settings: dict[str, Any] = dict(settings_of(shlex.split(options)))
         settings.setdefault("heartbeat_timeout_s", "10")  # no false detection on a busy machine
         for name in ("model", "weights", "weights_dir"):
             if name in settings and (self.folder / settings[name]).exists():
@@ -132,7 +132,7 @@ class PageRunner:
         return {**os.environ, **urls, "PATH": path, "PYTHONPATH": known}
 
 
-def _settings(options: list[str]) -> Iterator[tuple[str, str]]:
+def settings_of(options: list[str]) -> Iterator[tuple[str, str]]:
     """Names and values for `LocalService`."""
     names = iter(options)
     for name in names:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from multiworld_serving.common.config.sources import option
-from multiworld_serving.testing.local_service import LocalService
+from multiworld_serving.testing.local_service import LocalService, LogLine
 from tests.nursery import ForkedProcess, fork_program
 from tests.waiting import wait_until
 
@@ -38,6 +38,11 @@ def small_service(**settings: Any) -> LocalService:
 def service_for_workers(token_file: Path, **settings: Any) -> LocalService:
     """The same without local workers: others join it with this token. The caller waits until it is ready."""
     return small_service(wait_until_ready=False, external_workers=True, token_file=token_file, **settings)
+
+
+def says(service: LocalService, text: str, after: int = 0) -> LogLine:
+    """Wait for a line of the log with this text."""
+    return service.wait_for(lambda line: text in line.message, 150.0, after=after)
 
 
 @contextlib.contextmanager

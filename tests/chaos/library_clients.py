@@ -24,6 +24,15 @@ class Calls:
     retried: int = 0
     failures: list[Exception] = field(default_factory=list)
 
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a call, or keep its exception, also one that is not of the client."""
+        try:
+            yield
+            self.answered += 1
+        except Exception as error:  # noqa: BLE001
+            self.failures.append(error)
+
     def until_answered(self, more: int) -> None:
         """Wait for this many further answers."""
         wanted = self.answered + more
@@ -35,24 +44,16 @@ def clients(*urls: str) -> Iterator[Calls]:
     """Two threads that share a `Client` and two tasks that share an `AsyncClient` send requests while the block lasts."""
     calls, stop = Calls(), threading.Event()
 
-    def count(tries: int) -> None:
-        calls.answered += 1
-        calls.retried += tries > 1
-
     def threads_call(client: Client) -> None:
         while not stop.wait(PAUSE_S):
-            try:
-                count(client.predict(PHOTO).tries)
-            except Exception as error:  # noqa: BLE001 - errors that are not of the client count too
-                calls.failures.append(error)
+            with calls.counted():
+                calls.retried += client.predict(PHOTO).tries > 1
 
     async def task_calls(client: AsyncClient) -> None:
         while not stop.is_set():
             await asyncio.sleep(PAUSE_S)
-            try:
-                count((await client.predict(PHOTO)).tries)
-            except Exception as error:  # noqa: BLE001 - errors that are not of the client count too
-                calls.failures.append(error)
+            with calls.counted():
+                calls.retried += (await client.predict(PHOTO)).tries > 1
 
     async def tasks_call() -> None:
         async with AsyncClient(urls, timeout_s=WAIT_S) as client:

@@ -73,12 +73,18 @@ def test_rolling_restart_fails_no_request(service: LocalService, capsys: pytest.
 
 
 def test_accepted_requests_are_answered_when_the_service_stops() -> None:
-    # 16 requests take longer than a busy machine needs to stop.
-    with small_service(image_size=224, stages=2, frontends=2) as service, run_load(service, clients=16) as load:
+    with small_service(stages=2, frontends=2) as service, run_load(service, clients=16) as load:
         assert answers(service, 5) == [200] * 5
-        pids = [service.pid, *service.worker_pids().values()]
+        workers = list(service.worker_pids().values())
+        pids = [service.pid, *workers]
+        for pid in workers:  # until the service stops, so that requests are open then
+            os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: service.status()["requests_in_flight"] > 0)
         # Twice, as timeout(1) does: it signals the process and then its process group.
         os.kill(service.pid, signal.SIGTERM)
+        service.wait_for(lambda line: line.message.startswith("stopping: waiting"), WAIT_S)
+        for pid in workers:
+            os.kill(pid, signal.SIGCONT)
         assert service.stop() == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     stopping = [line for line in service.lines if line.message.startswith("stopping: waiting")][:2]

@@ -54,11 +54,6 @@ def ended(service: LocalService, worker: str, after: int, count: int = 1) -> lis
     return causes
 
 
-def assert_quarantined(service: LocalService, worker: str, after: int) -> None:
-    service.wait_for(lambda x: x["worker"] == worker and "quarantined for" in x.message, WAIT_S, after=after)
-    wait_until(lambda: service.metric("multiworld_workers_quarantined") == 1)
-
-
 def states(service: LocalService) -> dict[str, str]:
     return {
         f"s{stage['index']}.r{replica['slot']}": replica["state"]
@@ -92,7 +87,8 @@ def test_faulty_worker_costs_no_request(service: LocalService, fault: str) -> No
             assert exited == status or (status is ... and exited != 0)
         else:
             assert set(ended(service, name, seen, 2)) <= causes
-            assert_quarantined(service, name, seen)
+            service.wait_for(lambda x: x["worker"] == name and "quarantined for" in x.message, WAIT_S, after=seen)
+            wait_until(lambda: service.metric("multiworld_workers_quarantined") == 1)
         if fault == "lies":
             assert any("self-test" in line.message for line in service.lines[seen:])
             assert not any(line["worker"] == name and "->ready" in line.message for line in service.lines[seen:])

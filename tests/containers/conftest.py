@@ -7,21 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers.deployment import Deployment, Row, table
+from tests.containers.deployment import Deployment
 from tests.containers.project import ContainerError, docker, docker_unavailable_reason
 
-ROWS = pytest.StashKey[list[Row]]()
-UP_S = pytest.StashKey[list[float]]()
 REASON = "needs a Docker Engine, an image and minutes: run `make containers`"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--containers", action="store_true", help="run the tests on the Docker Engine that runs here")
     parser.addoption("--image", help="image to test, instead of one that is built now")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[ROWS], config.stash[UP_S] = [], []
 
 
 @pytest.fixture(scope="session")
@@ -48,16 +42,6 @@ def deployment(
 ) -> Iterator[Deployment]:
     """docker-compose.yml, running and ready. Tests that share it leave every replica ready. It is removed completely at the end."""
     folder: Path = tmp_path_factory.mktemp("deployment")
-    with Deployment(folder, pytestconfig.getoption("--image"), pytestconfig.stash[ROWS]) as running:
-        pytestconfig.stash[UP_S].append(running.up_s)
+    with Deployment(folder, pytestconfig.getoption("--image")) as running:
         yield running
     assert running.remains() == [], "docker compose down leaves nothing"
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if rows := config.stash.get(ROWS, []):
-        terminalreporter.section("faults in containers")
-        for up_s in config.stash[UP_S]:
-            terminalreporter.line(f"docker compose up -d --wait took {up_s:.1f} s")
-        for line in table(rows):
-            terminalreporter.line(line)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import random
 import re
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -47,34 +45,21 @@ SETTINGS = {
 CLIENT_TIMEOUT_S = 220.0
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The result of one fault."""
-
-    injection: Injection
-    requests: int
-    failed: int
-
-
 class Deployment:
     """`docker compose up -d --wait` while its `with` block lasts.
 
     Args:
         folder: for the files that the project needs beside the repository's.
         image: image to run; None builds it.
-        rows: the results of the faults are appended here.
 
     Attributes:
         project: set once it is up.
-        up_s: duration of `docker compose up -d --wait`.
     """
 
     project: ComposeProject
 
-    def __init__(self, folder: Path, image: str | None, rows: list[Row]) -> None:
+    def __init__(self, folder: Path, image: str | None) -> None:
         self.name = f"multiworld-test-{os.getpid()}"
-        self.rows = rows
-        self.up_s = 0.0
         self._image = image
         self._ports = {"API_PORT": free_port(hold=False), "PROMETHEUS_PORT": free_port(hold=False)}
         own = {name: value for name, value in os.environ.items() if not name.startswith(("MULTIWORLD_", "COMPOSE_"))}
@@ -95,9 +80,7 @@ class Deployment:
         if self._image is None:
             self.compose("build", "--quiet", "frontend")
         try:
-            began_s = time.monotonic()
             self.compose("up", "--detach", "--wait", "--wait-timeout", "400")
-            self.up_s = time.monotonic() - began_s
             self.project = ComposeProject(self.name, environment=self.environment, prometheus=self.prometheus)
         except BaseException:
             self._tell_logs()
@@ -127,7 +110,7 @@ class Deployment:
         kinds = (("ps", "--all"), ("network", "ls"), ("volume", "ls"))
         return [line for kind in kinds for line in docker(*kind, "--quiet", "--filter", label).split()]
 
-    def hurt(self, name: str) -> Row:
+    def hurt(self, name: str) -> Injection:
         """Inject one fault under load, and wait until every slot is ready again. No request may be lost."""
         fault, requests = FAULTS[name], self.requests()
         with Observer(self.url) as observer:
@@ -137,15 +120,11 @@ class Deployment:
                 wait_for_more(load.samples, CLIENTS)
                 made = inject(fault, FaultContext(self.project, observer, targets, HEARTBEAT_TIMEOUT_S, requests[0]))
                 wait_for_more(load.samples, 2 * CLIENTS)
-        return self.judged(made, load)
-
-    def judged(self, made: Injection, load: Load) -> Row:
-        """The result of a fault, for the table."""
-        self.rows.append(row := Row(made, len(load.samples), len(load.failed)))
+        print(made)
         assert not made.unexpected, made.unexpected
         assert not load.failed, load.failed[:3]
         assert made.duplicates == 0
-        return row
+        return made
 
     def await_complete(self) -> None:
         """Wait until every slot is ready."""
@@ -190,15 +169,3 @@ def _faster_prometheus(folder: Path) -> Path:
         f"services:\n  prometheus:\n    volumes:\n      - {config}:/etc/prometheus/prometheus.compose.yml:ro\n"
     )
     return file
-
-
-def table(rows: Sequence[Row]) -> list[str]:
-    """The results of all faults, as Markdown."""
-    head = ["fault", "requests", "failed", "double", "detect ms", "recover s", "cause"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for row in rows:
-        made = row.injection
-        detect = "-" if made.detected_s is None else f"{made.detected_s * 1e3:.0f}"
-        cells = [made.fault, row.requests, row.failed, made.duplicates, detect, f"{made.recovered_s:.1f}"]
-        lines.append("| " + " | ".join(map(str, [*cells, ", ".join(sorted(set(made.causes))) or "-"])) + " |")
-    return lines

@@ -26,7 +26,6 @@ OF_ONE_WORKER = ("container-kill", "container-pause")
 
 
 def test_service_answers_after_docker_compose_up(deployment: Deployment) -> None:
-    print(f"docker compose up -d --wait: {deployment.up_s:.1f} s")
     assert all(request.expected for request in deployment.requests())
     deployment.prometheus.wait_for(f"{WORKERS_UP} == 4 and on() {LEADER_UP} == 2 and on() {FRONTEND_UP} == 1")
 
@@ -42,7 +41,7 @@ def test_containers_of_one_host_exchange_tensors_through_shared_memory(deploymen
 def test_no_request_is_lost_and_prometheus_counts_it_when_a_worker_fails(deployment: Deployment, name: str) -> None:
     # The counters of both leaders for at least four slots, with the values from before the fault.
     deployment.prometheus.wait_for('count(multiworld_world_failures_total{job="multiworld-leader",cause="exit"}) >= 8')
-    made = deployment.hurt(name).injection
+    made = deployment.hurt(name)
     (cause,) = made.causes
     counter = f'multiworld_world_failures_total{{job="multiworld-leader",{slot(made)},cause="{cause}"}}'
     seen(deployment, made, f"max_over_time({counter}[W]) - min_over_time({counter}[B]) >= 1")
@@ -51,7 +50,7 @@ def test_no_request_is_lost_and_prometheus_counts_it_when_a_worker_fails(deploym
 
 def test_worker_serves_again_when_restarted_with_another_address(deployment: Deployment) -> None:
     before = deployment.worker_addresses()
-    made = deployment.hurt("unplug").injection
+    made = deployment.hurt("unplug")
     assert made.causes
     after = deployment.worker_addresses()
     assert (len(before - after), len(after - before)) == (1, 1)
@@ -59,7 +58,7 @@ def test_worker_serves_again_when_restarted_with_another_address(deployment: Dep
 
 
 def test_requests_wait_and_succeed_when_docker_compose_restarts_all_workers(deployment: Deployment) -> None:
-    made = deployment.hurt("restart-workers").injection
+    made = deployment.hurt("restart-workers")
     assert made.causes == ("left",) * 4
     seen(deployment, made, "min_over_time(multiworld_redundancy[W]) == -1 and multiworld_redundancy == 1")
 

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from multiworld_serving.testing.load.clients import run_load
+from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.load.requests import served_requests
 from multiworld_serving.testing.local_service import LocalService, LogLine, start_program
@@ -41,18 +42,6 @@ class Frontend:
         return int(urlsplit(self.url).port or 0)
 
 
-@dataclass(frozen=True)
-class Proxied:
-    """A service of one leader, two frontends, and HAProxy in front of them."""
-
-    port: int
-    frontends: tuple[Frontend, ...]
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-
 @contextlib.contextmanager
 def proxy(folder: Path, *urls: str, **environment: str) -> Iterator[int]:
     """HAProxy in front of these frontends: its port."""
@@ -65,6 +54,11 @@ def proxy(folder: Path, *urls: str, **environment: str) -> Iterator[int]:
     with (folder / "haproxy.log").open("wb") as log, process(*command, log=log):
         wait_until(lambda: ready(port))
         yield port
+
+
+def load_on(port: int, **options: Any) -> contextlib.AbstractContextManager[Load]:
+    url = f"http://127.0.0.1:{port}"
+    return run_load(url, served_requests(url, photos(4)), **options)
 
 
 def ready(port: int) -> bool:
@@ -93,9 +87,10 @@ def frontends(service: LocalService, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def proxied(frontends: tuple[Frontend, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxied]:
+def proxied(frontends: tuple[Frontend, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of HAProxy in front of both frontends."""
     with proxy(tmp_path_factory.mktemp("haproxy"), *(each.url for each in frontends)) as port:
-        yield Proxied(port, frontends)
+        yield port
 
 
 async def wrong_ends(port: int) -> list[str]:
@@ -113,7 +108,7 @@ async def wrong_ends(port: int) -> list[str]:
 
 def test_hostile_inputs_get_their_responses_and_do_not_affect_other_requests(frontends: tuple[Frontend, ...]) -> None:
     frontend, _ = frontends
-    with run_load(frontend.url, served_requests(frontend.url, photos(4)), rate_hz=20) as load:
+    with load_on(frontend.port, rate_hz=20) as load:
         assert not asyncio.run(wrong_ends(frontend.port))
     assert load.samples
     assert not load.failed, load.failed[:3]
@@ -121,14 +116,14 @@ def test_hostile_inputs_get_their_responses_and_do_not_affect_other_requests(fro
 
 
 @pytest.mark.parametrize("hostile", [each for each in HOSTILE_REQUESTS if each.proxied], ids=lambda each: each.name)
-def test_hostile_request_gets_another_response_through_the_proxy(proxied: Proxied, hostile: HostileRequest) -> None:
-    assert asyncio.run(ask("127.0.0.1", proxied.port, hostile, hostile.proxied)) == hostile.proxied
+def test_hostile_request_gets_another_response_through_the_proxy(proxied: int, hostile: HostileRequest) -> None:
+    assert asyncio.run(ask("127.0.0.1", proxied, hostile, hostile.proxied)) == hostile.proxied
 
 
 @pytest.mark.parametrize("hostile", [SILENT, SLOW_HEAD], ids=lambda each: each.name)
-def test_slow_client_is_disconnected_by_the_proxy(proxied: Proxied, hostile: HostileConnections) -> None:
-    with run_load(proxied.url, served_requests(proxied.url, photos(2)), rate_hz=20) as load:
-        ends = asyncio.run(attack("127.0.0.1", proxied.port, hostile))
+def test_slow_client_is_disconnected_by_the_proxy(proxied: int, hostile: HostileConnections) -> None:
+    with load_on(proxied, rate_hz=20) as load:
+        ends = asyncio.run(attack("127.0.0.1", proxied, hostile))
     assert ends.keys() <= set(hostile.answer.split(" or ")), ends
     assert load.samples
     assert not load.failed, load.failed[:3]
@@ -157,10 +152,10 @@ def test_connections_of_one_address_are_limited(service: LocalService, tmp_path:
         wait_until(lambda: asyncio.run(served(port)) == 5)
 
 
-def test_no_request_fails_when_one_frontend_is_killed(proxied: Proxied) -> None:
-    with run_load(proxied.url, served_requests(proxied.url, photos(4)), clients=8) as load:
+def test_no_request_fails_when_one_frontend_is_killed(proxied: int, frontends: tuple[Frontend, ...]) -> None:
+    with load_on(proxied, clients=8) as load:
         wait_for_more(load.samples, 50)
-        proxied.frontends[0].process.kill()
+        frontends[0].process.kill()
         wait_for_more(load.samples, 100)
     assert not load.failed, load.failed[:3]
 
@@ -194,8 +189,7 @@ def test_no_request_fails_when_the_service_is_upgraded_or_cannot_be(
         ) as service,
         proxy(tmp_path, service.url) as port,
     ):
-        url = f"http://127.0.0.1:{port}"
-        with run_load(url, served_requests(url, photos(4)), rate_hz=20) as load:
+        with load_on(port, rate_hz=20) as load:
             upgrade("[serve]\nstages = 0\n", "the upgrade failed: the new supervisor ended status=2")
             assert len(service.status()["stages"]) == 1
             upgrade("[serve]\nstages = 2\nreplicas = 1\n", "upgraded", "stopped")

@@ -25,6 +25,7 @@ from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.server.api.images import image_tensor
 from multiworld_serving.server.predictor import ImageSizes
 from multiworld_serving.testing.local_service import LocalService
+from tests.documents import settings_of
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTED_URL = "http://127.0.0.1:8000"
@@ -34,13 +35,6 @@ def commands(example: str) -> list[list[str]]:
     """The indented lines of the README, as words."""
     text = (ROOT / "examples" / example / "README.md").read_text()
     return [shlex.split(line) for line in re.findall(r"^ {7}(\S.*)$", text, re.MULTILINE)]
-
-
-def settings_of(words: list[str]) -> dict[str, Any]:
-    """The options of `multiworld serve` as `LocalService` takes them."""
-    return {
-        name.removeprefix("--").replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)
-    }
 
 
 def run(words: list[str], url: str, capsys: pytest.CaptureFixture[str]) -> bytes:
@@ -128,7 +122,7 @@ def test_commands_of_the_readme_serve_the_model(
     for words in prepare:
         run(words, "", capsys)
     assert serve[:2] == ["multiworld", "serve"]
-    settings = settings_of(serve[2:])
+    settings: dict[str, Any] = dict(settings_of(serve[2:]))
     with LocalService(heartbeat_timeout_s=10, **settings) as service:
         check(run(ask, service.url, capsys), Path(settings["model"]))
 

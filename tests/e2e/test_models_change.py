@@ -18,7 +18,8 @@ import tritonclient.http
 from multiworld_serving.cli.main import main
 from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.load.requests import served_requests
-from multiworld_serving.testing.local_service import LocalService, LogLine, start_program
+from multiworld_serving.testing.local_service import LocalService, start_program
+from tests.services import says
 from tests.waiting import wait_until
 
 FILE = """
@@ -68,10 +69,6 @@ def infer(service: LocalService, model: str) -> int:
 
 def descriptors(service: LocalService) -> int:
     return len(os.listdir(f"/proc/{service.pid}/fd"))
-
-
-def says(service: LocalService, text: str, after: int = 0) -> LogLine:
-    return service.wait_for(lambda line: text in line.message, 120.0, after=after)
 
 
 def test_models_are_added_and_removed_while_another_one_serves(

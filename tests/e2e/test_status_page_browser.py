@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shutil
@@ -13,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
-from PIL import Image
 
 from multiworld_serving.common.config.keys import hash_key
+from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests import services
 from tests.chaos.clients import run_load
@@ -70,12 +69,6 @@ class Visit:
     def assert_clean(self, url: str) -> None:
         assert not self.complaints
         assert self.hosts <= {urlsplit(url).netloc, ""}, "the page contacted another host"
-
-
-def photo() -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (64, 48), (200, 80, 40)).save(file, "JPEG")
-    return file.getvalue()
 
 
 def test_page_shows_a_frozen_worker_as_broken_and_its_replacement_as_ready(

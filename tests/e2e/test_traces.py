@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,10 @@ from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.http_server import QuietHandler, serving
 from tests.services import small_service
+from tests.waiting import wait_until
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-PATIENCE_S = 60.0
 
 
 @dataclass
@@ -32,28 +31,22 @@ class Collector:
     services: dict[bytes, str] = field(default_factory=dict)
     """By span id."""
     responsive: threading.Event = field(default_factory=threading.Event)
-    news: threading.Condition = field(default_factory=threading.Condition)
 
     def take(self, body: bytes) -> None:
-        with self.news:
-            for group in ExportTraceServiceRequest.FromString(body).resource_spans:
-                facts = {pair.key: pair.value.string_value for pair in group.resource.attributes}
-                for scope in group.scope_spans:
-                    self.spans += scope.spans
-                    self.services |= {span.span_id: facts["service.name"] for span in scope.spans}
-            self.news.notify_all()
+        for group in ExportTraceServiceRequest.FromString(body).resource_spans:
+            facts = {pair.key: pair.value.string_value for pair in group.resource.attributes}
+            for scope in group.scope_spans:
+                self.services |= {span.span_id: facts["service.name"] for span in scope.spans}
+                self.spans += scope.spans
 
-    def trace(self, trace_id: str, complete: Callable[[list[Any]], bool]) -> list[Any]:
-        """The spans of a trace, once they are complete."""
-        found: list[Any] = []
+    def trace(self, trace_id: str) -> list[Any]:
+        """The spans of a trace, once that of the request has arrived."""
 
-        def enough() -> bool:
-            found[:] = [span for span in self.spans if span.trace_id.hex() == trace_id]
-            return complete(found)
+        def found() -> list[Any]:
+            return [span for span in list(self.spans) if span.trace_id.hex() == trace_id]
 
-        with self.news:
-            assert self.news.wait_for(enough, PATIENCE_S), [span.name for span in found]
-        return found
+        wait_until(lambda: "POST /predict" in [span.name for span in found()])
+        return found()
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +112,6 @@ def facts(span: Any) -> dict[str, Any]:
     return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in span.attributes}
 
 
-def finished(spans: list[Any]) -> bool:
-    """Wait for the span of the request."""
-    return "POST /predict" in [span.name for span in spans]
-
-
 def test_client_trace_has_a_span_of_the_request_with_its_attributes(
     service: LocalService, collector: Collector
 ) -> None:
@@ -131,7 +119,7 @@ def test_client_trace_has_a_span_of_the_request_with_its_attributes(
     before_ns = time.time_ns()
     answer = ask(service, traceparent)
     assert answer.status_code == 200
-    (request,) = collector.trace(trace_id, finished)
+    (request,) = collector.trace(trace_id)
     assert collector.services[request.span_id] == "multiworld-frontend"
     assert request.parent_span_id.hex() == client_span
     said, took_s = facts(request), (request.end_time_unix_nano - request.start_time_unix_nano) / 1e9
@@ -153,7 +141,7 @@ def test_unsampled_requests_are_not_traced(service: LocalService, collector: Col
         assert ask(service, traceparent).status_code == 200
     trace_id, _, traceparent = new_trace()
     ask(service, traceparent)
-    collector.trace(trace_id, finished)
+    collector.trace(trace_id)
     assert {span.trace_id for span in collector.spans} - before == {bytes.fromhex(trace_id)}
 
 
@@ -164,7 +152,7 @@ def test_unresponsive_collector_delays_neither_answers_nor_shutdown(
     collector.responsive.clear()
     trace_id, _, traceparent = new_trace()
     assert ask(service, traceparent).status_code == 200
-    collector.trace(trace_id, finished)  # the collector has got it and does not respond
+    collector.trace(trace_id)  # the collector has got it and does not respond
     for _ in range(5):
         assert ask(service, new_trace()[2]).status_code == 200
     assert service.stop() == 0

@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from multiworld_serving.testing.load.images import photo
-from multiworld_serving.testing.local_service import LocalService, LogLine
+from multiworld_serving.testing.local_service import LocalService
+from tests.services import says
 
 START_TIMEOUT_S = 2
 PROGRAM = f"""
@@ -30,10 +31,6 @@ def start_program(arguments: Sequence[str]) -> "subprocess.Popen[str]":
     """Start `multiworld` with a short deadline for successors, which freeze."""
     command = [sys.executable, "-P", "-c", PROGRAM, *arguments]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-
-def says(service: LocalService, text: str, after: int) -> LogLine:
-    return service.wait_for(lambda line: text in line.message, 60.0, after=after)
 
 
 def test_service_continues_when_its_successor_freezes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """Stages that torch compiles: equal to the reference at every batch size, and replaced while they serve."""
 
-import asyncio
 import gc
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from multiworld_serving.workers.stage_loader import AssignedStage
 from tests.bundles import classifier_bundle, text_bundle
 from tests.cut_bundles import bundle_plan
 from tests.resnets import sent_weights
+from tests.waiting import until
 
 CPU = torch.device("cpu")
 LARGEST = 2
@@ -42,12 +41,6 @@ async def loaded(plan: StagePlan, engine: Engine) -> LoadedStage:
     await stage.load(engine, stage, fetch)
     assert stage.loaded is not None
     return stage.loaded
-
-
-async def until(done: Callable[[], bool]) -> None:
-    async with asyncio.timeout(400):
-        while not done():  # noqa: ASYNC110 - a log line or another thread changes it
-            await asyncio.sleep(0.05)
 
 
 def test_sizes_are_powers_of_two_and_the_largest() -> None:

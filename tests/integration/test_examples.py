@@ -11,27 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 100.0
 STEPS = 100
 KILLED_AFTER = 3
+OF_ALL_RANKS = [torch.full((3,), 1000.0 + rank) for rank in range(3)]
 # What one member of the intact world prints in the last step: (name, output).
 LAST_RESULTS = {
     "send_recv": ("leader", "rank: 0 received tensor([1002., 1002., 1002.]) from rank 2 in world2"),
     "broadcast": ("world2 rank 2", "rank: 2 from world2 has broadcast tensor: tensor([1000., 1000., 1000.])"),
     "reduce": ("leader", "rank: 0 from world2 has reduced tensor: tensor([3003., 3003., 3003.])"),
     "all_reduce": ("world2 rank 1", "rank: 1 from world2 has reduced tensor: tensor([3003., 3003., 3003.])"),
-    "all_gather": (
-        "world2 rank 2",
-        "rank: 2 from world2 has gathered tensors: "
-        "[tensor([1000., 1000., 1000.]), tensor([1001., 1001., 1001.]), tensor([1002., 1002., 1002.])]",
-    ),
-    "gather": (
-        "leader",
-        "rank: 0 from world2 has gathered tensors: "
-        "[tensor([1000., 1000., 1000.]), tensor([1001., 1001., 1001.]), tensor([1002., 1002., 1002.])]",
-    ),
+    "all_gather": ("world2 rank 2", f"rank: 2 from world2 has gathered tensors: {OF_ALL_RANKS}"),
+    "gather": ("leader", f"rank: 0 from world2 has gathered tensors: {OF_ALL_RANKS}"),
     "scatter": ("world2 rank 2", "rank: 2 from world2 has tensor: tensor([1002., 1002., 1002.])"),
     "reduce_scatter": ("world2 rank 2", "rank: 2 from world2 has reduced part: tensor([30036., 30036., 30036.])"),
     "all_to_all": (
@@ -52,12 +46,7 @@ class Launcher:
     def __init__(self, *arguments: str) -> None:
         command = (sys.executable, "-m", "examples.launch", *arguments)
         self.process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
         self.lines: list[str] = []
 

@@ -33,16 +33,8 @@ def project_of(folder: Path) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    for name in tracked.splitlines():  # a copy, because setuptools writes `build` and an egg-info
-        if (path := ROOT / name).is_symlink():
-            target = source / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.symlink_to(path.readlink())
-        elif path.exists() and not name.startswith(("tests/", "docs/img/")):
-            target = source / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
+    # A copy of what git has staged, because setuptools writes `build` and an egg-info.
+    subprocess.run(["git", "checkout-index", "--all", f"--prefix={source}/"], cwd=ROOT, check=True)
     return wheel_of(source, tmp_path_factory.mktemp("serving"))
 
 
