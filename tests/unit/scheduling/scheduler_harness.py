@@ -3,19 +3,9 @@
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+from multiworld_serving.server.scheduling import events
 from multiworld_serving.server.scheduling.actions import Action, Answer, Reject, SendBatch
 from multiworld_serving.server.scheduling.config import SchedulerConfig
-from multiworld_serving.server.scheduling.events import (
-    BatchDone,
-    BatchFailed,
-    Event,
-    InputLost,
-    ReplicaDraining,
-    ReplicaLost,
-    ReplicaReady,
-    RequestArrived,
-    Tick,
-)
 from multiworld_serving.server.scheduling.scheduler import Scheduler
 
 A = TypeVar("A")
@@ -42,12 +32,12 @@ class SchedulerHarness:
             for replica in range(replicas):
                 self.ready(f"s{stage}r{replica}", stage)
 
-    def handle(self, event: Event, after_s: float = 0.0) -> list[Action]:
+    def handle(self, event: events.Event, after_s: float = 0.0) -> list[Action]:
         self.now_s += after_s
         actions = self.scheduler.handle(event, self.now_s)
-        if isinstance(event, BatchDone | BatchFailed | InputLost):
+        if isinstance(event, events.BatchDone | events.BatchFailed | events.InputLost):
             self.in_flight.pop((event.batch, event.replica), None)
-        elif isinstance(event, ReplicaLost):
+        elif isinstance(event, events.ReplicaLost):
             self.in_flight = {key: send for key, send in self.in_flight.items() if send.replica != event.replica}
         self.in_flight.update({(send.batch, send.replica): send for send in sends(actions)})
         return actions
@@ -61,29 +51,29 @@ class SchedulerHarness:
         actions = []
         for _ in range(count):
             self.requests += 1
-            actions += self.handle(RequestArrived(self.requests, self.now_s + timeout_s, key))
+            actions += self.handle(events.RequestArrived(self.requests, self.now_s + timeout_s, key))
         return actions
 
     def ready(self, link: str, stage: int = 0, version: str = "v1") -> list[Action]:
-        return self.handle(ReplicaReady(link, stage, version))
+        return self.handle(events.ReplicaReady(link, stage, version))
 
     def done(self, send: SendBatch, after_s: float = 0.0, *, kept: bool = False) -> list[Action]:
-        return self.handle(BatchDone(send.batch, send.replica, kept=kept), after_s)
+        return self.handle(events.BatchDone(send.batch, send.replica, kept=kept), after_s)
 
     def input_lost(self, send: SendBatch) -> list[Action]:
-        return self.handle(InputLost(send.batch, send.replica))
+        return self.handle(events.InputLost(send.batch, send.replica))
 
     def failed(self, send: SendBatch, error: str = "ValueError: no", *, by_input: bool = False) -> list[Action]:
-        return self.handle(BatchFailed(send.batch, send.replica, error, by_input=by_input))
+        return self.handle(events.BatchFailed(send.batch, send.replica, error, by_input=by_input))
 
     def not_sent(self, send: SendBatch) -> list[Action]:
-        return self.handle(BatchFailed(send.batch, send.replica, "MemoryError: no room", sent=False))
+        return self.handle(events.BatchFailed(send.batch, send.replica, "MemoryError: no room", sent=False))
 
     def broken(self, link: str, cause: str = "exit") -> list[Action]:
-        return self.handle(ReplicaLost(link, cause))
+        return self.handle(events.ReplicaLost(link, cause))
 
     def draining(self, link: str) -> list[Action]:
-        return self.handle(ReplicaDraining(link))
+        return self.handle(events.ReplicaDraining(link))
 
     def wait(self, seconds: float) -> list[Action]:
         """Advance time, with a tick at each requested wake-up."""
@@ -92,9 +82,9 @@ class SchedulerHarness:
         while (wakeup_s := self.scheduler.next_wakeup_s()) is not None and wakeup_s <= end_s:
             assert wakeup_s > self.now_s, "a wakeup that is not in the future"
             self.now_s = wakeup_s
-            actions += self.handle(Tick())
+            actions += self.handle(events.Tick())
         self.now_s = end_s
-        return actions + self.handle(Tick())
+        return actions + self.handle(events.Tick())
 
     def answer_all(self, actions: Iterable[Action], after_s: float = 0.01) -> list[Action]:
         """Answer batches until none is in flight. Returns all actions after the first."""

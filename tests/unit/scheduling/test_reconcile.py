@@ -34,14 +34,14 @@ class Cluster:
         stages, replicas, spares = self.random.randint(1, 3), self.random.randint(1, 3), self.random.randint(0, 1)
         self.placement = Placement(stages, replicas, spares)
         self.goal = Goal((1,))
-        self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.timers: list[tuple[float, Callable[[], object]]] = []
         self.given_up = False
         self.keeps_none = self.random.random() < 0.5
         self.gone: set[int] = set()
         for number in range(stages * replicas + spares):
             self.after(self.random.random(), lambda number=number: self.join(number))  # type: ignore[misc]
 
-    def after(self, delay_s: float, call: Callable[[], None]) -> None:
+    def after(self, delay_s: float, call: Callable[[], object]) -> None:
         self.timers.append((self.now_s + delay_s, call))
 
     def enter(self, worker: Worker, state: Any) -> None:
@@ -122,7 +122,7 @@ class Cluster:
                 worker.replicas[version] = True
             case "drain":
                 worker.replicas[version] = False
-                self.after(self.random.uniform(0, 0.3), lambda: self.release(worker, version))
+                self.after(self.random.uniform(0, 0.3), lambda: worker.replicas.pop(version, None))
             case "load":
                 worker.busy_with = version
                 self.after(self.random.uniform(0.2, 2.0), lambda: self.loaded(worker, version))
@@ -137,9 +137,6 @@ class Cluster:
             case "close":
                 worker.busy_with = "close"
                 self.after(0.01, lambda: self.end(worker, Cause.LEFT))
-
-    def release(self, worker: Worker, version: int) -> None:
-        worker.replicas.pop(version, None)
 
     def loaded(self, worker: Worker, version: int) -> None:
         if worker.state == "ready" and worker.busy_with == version:
@@ -183,7 +180,8 @@ def is_spread(placement: Placement) -> bool:
     )
 
 
-def go(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(60))
+def test_everything_serves_in_the_end_when_workers_are_killed_at_random(seed: int) -> None:
     """A version is loaded and workers are restarted, while others are killed, some of them for good."""
     cluster = Cluster(seed)
     cluster.run(150)
@@ -210,8 +208,3 @@ def go(seed: int) -> None:
     assert {tuple(worker.loaded) for worker in placement.workers()} == {cluster.goal.serving}
     for stage in range(placement.num_stages):
         assert all(worker.replicas == {cluster.goal.serving[0]: True} for worker in placement.workers(stage))
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_everything_serves_in_the_end_when_workers_are_killed_at_random(seed: int) -> None:
-    go(seed)

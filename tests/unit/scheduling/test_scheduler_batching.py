@@ -26,11 +26,8 @@ def test_requests_wait_while_all_replicas_are_busy_with_adaptive_batching() -> N
     assert driver.scheduler.next_wakeup_s() == 1.0
     assert only(driver.arrive(), SendBatch).requests == (3, 4, 5)  # full
     assert driver.arrive(2) == []
-    busy = (
-        second if driver.in_flight.get((first.batch, first.replica)) and len(driver.on(first.replica)) == 1 else first
-    )
-    idle = first if busy is second else second
-    assert only(driver.done(idle), SendBatch).requests == (6, 7)  # that replica has no other work
+    alone = next(send for send in (first, second) if len(driver.on(send.replica)) == 1)
+    assert only(driver.done(alone), SendBatch).requests == (6, 7)  # that replica has no other work
 
 
 def test_batches_grow_while_they_are_fast_and_shrink_when_they_are_slow() -> None:

@@ -7,13 +7,11 @@ import pytest
 from multiworld_serving.server.scheduling.actions import SendBatch
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, only
 
-WARM_UP_ROWS = 40
-
 
 def _warm(**config: Any) -> SchedulerHarness:
     """Batches of one sample usually take 0.1 s; the hedge budget holds one or two samples."""
     driver = SchedulerHarness(**{"hedge_factor": 2.0, "hedge_floor_s": 0.05, "max_batch_size": 1, **config})
-    for _ in range(WARM_UP_ROWS):
+    for _ in range(40):
         driver.answer_all(driver.arrive(), after_s=0.1)
     return driver
 

@@ -65,17 +65,11 @@ def test_draining_replica_is_released_when_the_inputs_that_it_keeps_are_used() -
     assert of(actions, ReleaseReplica) == [ReleaseReplica(first.replica)]
 
 
-def with_service_times() -> SchedulerHarness:
-    """Two stages that took 10 ms for many batches."""
-    driver = SchedulerHarness(stages=2, hedge_factor=2.0, hedge_floor_s=0.02, hedge_budget=1.0)
-    for _ in range(60):
-        driver.answer_all(driver.arrive())
-    return driver
-
-
 def hedged() -> tuple[SchedulerHarness, SendBatch, SendBatch]:
     """A batch in flight twice at stage 1, with the input at a replica of stage 0: the first attempt and its hedge."""
-    driver = with_service_times()
+    driver = SchedulerHarness(stages=2, hedge_factor=2.0, hedge_floor_s=0.02, hedge_budget=1.0)
+    for _ in range(60):  # 10 ms in each stage
+        driver.answer_all(driver.arrive())
     second = only(driver.done(only(driver.arrive(), SendBatch), 0.01, kept=True), SendBatch)
     hedge = only(driver.wait(0.03), SendBatch)
     assert (hedge.kind, hedge.stage) == ("hedge", 1)

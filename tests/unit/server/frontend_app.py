@@ -145,6 +145,11 @@ def group_of(
     return group
 
 
+def client_of(app: Application) -> httpx.AsyncClient:
+    """A client that calls the application without a network."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
 @dataclass(frozen=True)
 class RunningFrontend:
     """The started application, a client of it, and its dependencies."""
@@ -182,8 +187,7 @@ async def running_frontend(
     inference = Inference(predictor, model, RequestLimits(**limits))
     groups = Groups(group_of(predictor, metrics, inference, handler))
     app = create_api(groups, metrics, authorizer, admin_port=admin_port)
-    transport = httpx.ASGITransport(app)
-    async with inference.threads, httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with inference.threads, client_of(app) as client:
         yield RunningFrontend(app, client, predictor, metrics)
 
 

@@ -12,8 +12,7 @@ from starlette.types import ASGIApp
 
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving
-from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from tests.unit.server.frontend_app import ColourPredictor, running_frontend
+from tests.unit.server.frontend_app import ColourPredictor, RunningFrontend, running_frontend
 from tests.waiting import until
 
 PATIENCE_S = 30.0
@@ -63,8 +62,7 @@ class Port:
 
     number: int
     server: HttpServer
-    predictor: ColourPredictor
-    metrics: FrontendMetrics
+    frontend: RunningFrontend
     clients: list[Client] = field(default_factory=list)
 
     async def open(self, context: ssl.SSLContext | None = None) -> Client:
@@ -73,10 +71,6 @@ class Port:
         opened = await asyncio.open_connection("127.0.0.1", self.number, ssl=context, server_hostname=name)
         self.clients.append(Client(*opened))
         return self.clients[-1]
-
-    def sample(self, name: str, **labels: str) -> float | None:
-        """The current value of one series."""
-        return self.metrics.registry.get_sample_value(name, labels)
 
     async def until_open(self, count: int) -> None:
         """Wait until this many connections are open."""
@@ -94,7 +88,7 @@ async def http_port(
         server = HttpServer(app or frontend.app, sock, max_connections=max_connections, **options)
         async with serving(server):
             await until(lambda: server.started)
-            port = Port(number, server, frontend.predictor, frontend.metrics)
+            port = Port(number, server, frontend)
             try:
                 yield port
             finally:

@@ -52,18 +52,15 @@ def test_version_of_the_same_interface_is_loaded(folder: Path) -> None:
     assert loader.load(None, versions) is plan
     found = loader.load("two", versions)
     assert (found.version.name, found.version.number, len(found.stages)) == ("2", 2, 2)
-    with pytest.raises(
-        BundleError, match=f"has the digest .*, but .* version 1 with the digest {plan.version.digest}; export"
-    ):
+    says = f"has the digest .*, but .* version 1 with the digest {plan.version.digest}; export"
+    with pytest.raises(BundleError, match=says):
         loader.load("same version", versions)
 
 
 def test_version_with_another_interface_is_refused_with_the_difference(folder: Path) -> None:
     loader, plan = opened(folder)
-    with pytest.raises(
-        BundleError,
-        match=r"classifier@3 has other labels than the service: labels label 0 and label 1.*the bundle has labels none",
-    ):
+    says = r"classifier@3 has other labels than the service: labels label 0 and label 1.*the bundle has labels none"
+    with pytest.raises(BundleError, match=says):
         loader.load("logits", VersionTable(plan))
 
 
@@ -71,9 +68,8 @@ def test_version_of_another_model_is_refused(folder: Path) -> None:
     options = ExportOptions("other", "2", ("images",), max_batch_size=8)
     export_model(Classifier(), [torch.rand(2, 3, SIZE, SIZE)], folder / "other", options)
     loader, plan = opened(folder)
-    with pytest.raises(
-        BundleError, match="the model 'other', but the service serves 'classifier'; export it with --name classifier"
-    ):
+    says = "the model 'other', but the service serves 'classifier'; export it with --name classifier"
+    with pytest.raises(BundleError, match=says):
         loader.load("other", VersionTable(plan))
 
 

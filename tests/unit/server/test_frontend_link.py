@@ -3,7 +3,7 @@
 import asyncio
 import struct
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import multiworld
-from multiworld import WorldManager
+from multiworld import World, WorldManager
 from multiworld_serving.common.wire import link
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import RowRef, Source
@@ -80,10 +80,8 @@ def test_payload_is_aligned_and_writable_and_of_its_own() -> None:
     for size in range(1, 20):
         message += encode(Kind.MESSAGE, size, Predict("b" * size, 1.0), bytes([size]) * size)
     for frame in decode(memoryview(message)):
-        assert (
-            torch.frombuffer(frame.payload, dtype=torch.uint8).data_ptr() % 64
-            == torch.frombuffer(message, dtype=torch.uint8).data_ptr() % 64
-        )
+        own, whole = (torch.frombuffer(data, dtype=torch.uint8).data_ptr() for data in (frame.payload, message))
+        assert own % 64 == whole % 64
         frame.payload[0] = 255
     assert [bytes(frame.payload).count(255) for frame in decode(memoryview(message))] == [1] * 19
 
@@ -112,89 +110,67 @@ def test_invalid_frame_is_an_error(name: str) -> None:
 
 
 class Ends:
-    """Both ends of a link between two managers, and what arrived at each."""
+    """Both ends of a link between two managers, and what arrived at each.
 
-    def __init__(self, links: tuple[Link, Link], came: tuple[list[Received], list[Received]]) -> None:
-        self.leader, self.frontend = links
-        self.at_leader, self.at_frontend = came
+    Attributes:
+        receive: what the leader does with a message, instead of keeping it.
+    """
+
+    def __init__(self, worlds: list[World]) -> None:
+        self.at_leader: list[Received] = []
+        self.at_frontend: list[Received] = []
+        self.receive: Callable[[Received], None] = self.at_leader.append
+        self.leader = Link(worlds[0], 1, FRONTEND_PROTOCOL, self._at_leader, MAX_BYTES)
+        self.frontend = Link(worlds[1], 0, FRONTEND_PROTOCOL, self.at_frontend.append, MAX_BYTES)
         self.runs: list[asyncio.Task[LinkLostError]] = []
 
-    def run(self, end: Link) -> "asyncio.Task[LinkLostError]":
+    def _at_leader(self, message: Received) -> None:
+        self.receive(message)
+
+    def run(self, end: Link) -> asyncio.Task[LinkLostError]:
         self.runs.append(asyncio.create_task(end.run()))
         return self.runs[-1]
 
 
-@asynccontextmanager
-async def linked(receive: Callable[[Received], None] | None = None) -> AsyncIterator[Ends]:
-    """A link over TCP. Neither end receives until it is told to run.
-
-    Args:
-        receive: what the leader does with a message, instead of keeping it.
-    """
-    came: tuple[list[Received], list[Received]] = ([], [])
+@pytest.fixture
+async def ends() -> AsyncIterator[Ends]:
+    """A link over TCP. Neither end receives until it is told to run."""
     async with (
-        asyncio.timeout(60),
         WorldManager(secret="s", verify_collectives=False) as first,
         WorldManager(secret="s", verify_collectives=False) as second,
     ):
         port = first.listen("127.0.0.1", 0)
-        worlds = await asyncio.gather(
-            *(
-                manager.initialize_world("w", rank, 2, WORLD_BACKEND, addr="127.0.0.1", port=port)
-                for rank, manager in enumerate((first, second))
-            )
-        )
-
-        ends = Ends(
-            (
-                Link(worlds[0], 1, FRONTEND_PROTOCOL, receive or came[0].append, MAX_BYTES),
-                Link(worlds[1], 0, FRONTEND_PROTOCOL, came[1].append, MAX_BYTES),
-            ),
-            came,
-        )
-        try:
-            yield ends
-        finally:
-            for run in ends.runs:
-                run.cancel()
-            await asyncio.gather(*ends.runs, return_exceptions=True)
+        joins = [
+            manager.initialize_world("w", rank, 2, WORLD_BACKEND, addr="127.0.0.1", port=port)
+            for rank, manager in enumerate((first, second))
+        ]
+        made = Ends(await asyncio.gather(*joins))
+        yield made
+        for run in made.runs:
+            run.cancel()
+        await asyncio.gather(*made.runs, return_exceptions=True)
 
 
-async def test_frames_arrive_in_order_at_both_ends() -> None:
-    async with linked() as ends:
-        ends.run(ends.leader)
-        ends.run(ends.frontend)
-        for number in range(200):
-            ends.frontend.reply(number, Predict(str(number), 1.0), bytes(number), Kind.MESSAGE)
-            ends.leader.reply(number, Done(), kind=Kind.MESSAGE)
-        await until(lambda: len(ends.at_leader) == len(ends.at_frontend) == 200)
-    assert [(each.number, each.body.request_id, len(each.payload)) for each in ends.at_leader] == [
-        (n, str(n), n) for n in range(200)
-    ]
-    assert [each.number for each in ends.at_frontend] == list(range(200))
+async def test_calls_that_are_withdrawn_end_and_their_late_replies_are_dropped(ends: Ends) -> None:
+    ends.run(ends.leader)
+    ends.run(ends.frontend)
+    cancelled = asyncio.Event()
+    first = asyncio.create_task(ends.frontend.call(Scrape(), timeout_s=None))
+    await until(lambda: len(ends.at_leader) == 1)
+    ends.leader.expect_cancel(ends.at_leader[0].number, cancelled.set)
+    ends.frontend.withdraw_calls("it is silent")
+    with pytest.raises(LinkLostError, match="it is silent") as caught:
+        await first
+    assert not caught.value.failed
+    await cancelled.wait()
+    second = asyncio.create_task(ends.frontend.call(Scrape(), timeout_s=None))
+    await until(lambda: len(ends.at_leader) == 2)
+    ends.leader.reply(ends.at_leader[0].number, Step(RestartStep("w", "s0.r0", "restarting", 1, 2)))
+    ends.leader.reply(ends.at_leader[1].number, Done())
+    assert (await second).body == Done()
 
 
-async def test_calls_that_are_withdrawn_end_and_their_late_replies_are_dropped() -> None:
-    async with linked() as ends:
-        ends.run(ends.leader)
-        ends.run(ends.frontend)
-        cancelled = asyncio.Event()
-        first = asyncio.create_task(ends.frontend.call(Scrape(), timeout_s=None))
-        await until(lambda: len(ends.at_leader) == 1)
-        ends.leader.expect_cancel(ends.at_leader[0].number, cancelled.set)
-        ends.frontend.withdraw_calls("it is silent")
-        with pytest.raises(LinkLostError, match="it is silent") as caught:
-            await first
-        assert not caught.value.failed
-        await cancelled.wait()
-        second = asyncio.create_task(ends.frontend.call(Scrape(), timeout_s=None))
-        await until(lambda: len(ends.at_leader) == 2)
-        ends.leader.reply(ends.at_leader[0].number, Step(RestartStep("w", "s0.r0", "restarting", 1, 2)))
-        ends.leader.reply(ends.at_leader[1].number, Done())
-        assert (await second).body == Done()
-
-
-async def test_frames_of_a_busy_link_share_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_frames_of_a_busy_link_share_messages_in_order(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = 0
     start = Channel.start
 
@@ -204,15 +180,16 @@ async def test_frames_of_a_busy_link_share_messages(monkeypatch: pytest.MonkeyPa
         return start(self, message)
 
     monkeypatch.setattr(Channel, "start", counting)
-    async with linked() as ends:
-        ends.run(ends.leader)
-        for _ in range(100):
-            ends.frontend.send(Scrape())
-        await until(lambda: len(ends.at_leader) == 100)
+    ends.run(ends.leader)
+    for number in range(100):
+        ends.frontend.send(Predict(str(number), 1.0), bytes(number))
+    await until(lambda: len(ends.at_leader) == 100)
+    arrived = [(each.body.request_id, len(each.payload)) for each in ends.at_leader]
+    assert arrived == [(str(number), number) for number in range(100)]
     assert 0 < messages <= 3
 
 
-async def test_senders_wait_when_the_other_end_reads_nothing() -> None:
+async def test_senders_wait_when_the_other_end_reads_nothing(ends: Ends) -> None:
     sent = 0
 
     async def send_one() -> None:
@@ -221,42 +198,39 @@ async def test_senders_wait_when_the_other_end_reads_nothing() -> None:
         ends.frontend.reply(1, Predict("r", 1.0), PIECE, Kind.MESSAGE)
         sent += 1
 
-    async with linked() as ends:
-        senders = asyncio.gather(*(send_one() for _ in range(40)))
-        for _ in range(20):  # turns of the event loop
-            await asyncio.sleep(0.005)
-        assert 0 < sent <= 16
-        for _ in range(20):
-            ends.frontend.send(Scrape())  # small frames do not wait
-        ends.run(ends.leader)
-        await senders
-        await until(lambda: len(ends.at_leader) == 60)
+    senders = asyncio.gather(*(send_one() for _ in range(40)))
+    for _ in range(20):  # turns of the event loop
+        await asyncio.sleep(0.005)
+    assert 0 < sent <= 16
+    for _ in range(20):
+        ends.frontend.send(Scrape())  # small frames do not wait
+    ends.run(ends.leader)
+    await senders
+    await until(lambda: len(ends.at_leader) == 60)
     assert sent == 40
 
 
-async def test_link_fails_when_the_backlog_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_link_fails_when_the_backlog_is_too_large(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "_MAX_BACKLOG_BYTES", 2**24)
-    async with linked() as ends:
-        running = ends.run(ends.frontend)
-        for _ in range(40):
-            ends.frontend.reply(1, Predict("r", 1.0), PIECE, Kind.MESSAGE)
-        assert "did not read" in str(await running)
+    running = ends.run(ends.frontend)
+    for _ in range(40):
+        ends.frontend.reply(1, Predict("r", 1.0), PIECE, Kind.MESSAGE)
+    assert "did not read" in str(await running)
 
 
-async def test_link_ends_when_a_frame_is_invalid() -> None:
-    async with linked() as ends:
-        running = ends.run(ends.leader)
-        at_frontend = ends.run(ends.frontend)
-        payload = torch.frombuffer(bytearray(INVALID["no such type"]), dtype=torch.uint8)
-        await Channel(ends.frontend.world, 0, lambda _: None).send(Message(MessageKind.FRAMES, payload=payload))
-        lost = await running
-        assert lost.failed
-        assert "invalid message" in str(lost)
-        ends.leader.world.close()
-        await at_frontend
+async def test_link_ends_when_a_frame_is_invalid(ends: Ends) -> None:
+    running = ends.run(ends.leader)
+    at_frontend = ends.run(ends.frontend)
+    payload = torch.frombuffer(bytearray(INVALID["no such type"]), dtype=torch.uint8)
+    await Channel(ends.frontend.world, 0, lambda _: None).send(Message(MessageKind.FRAMES, payload=payload))
+    lost = await running
+    assert lost.failed
+    assert "invalid message" in str(lost)
+    ends.leader.world.close()
+    await at_frontend
 
 
-async def test_call_gets_its_reply_or_an_exception_and_a_stream_its_steps() -> None:
+async def test_call_gets_its_reply_or_an_exception_and_a_stream_its_steps(ends: Ends) -> None:
     works: list[asyncio.Future[Any]] = []
 
     async def result_of(work: asyncio.Future[Any]) -> Any:
@@ -273,36 +247,36 @@ async def test_call_gets_its_reply_or_an_exception_and_a_stream_its_steps() -> N
                 ends.leader.reply(received.number, Step(RestartStep("w", "s0.r0", "restarting", 1, 1)), kind=Kind.STEP)
                 ends.leader.reply_error(received.number, RestartFailedError("stuck"))
 
-    async with linked(receive) as ends:
-        ends.run(ends.leader)
-        running = ends.run(ends.frontend)
-        assert isinstance((await ends.frontend.call(Scrape(), timeout_s=30)).body, Done)
-        waiting = [asyncio.create_task(ends.frontend.call(Scrape(others=True), timeout_s=30)) for _ in range(5)]
-        await until(lambda: len(works) == 5)
-        waiting[0].cancel()
-        await until(works[0].cancelled)
-        works[1].set_exception(OverloadedError("full"))
-        with pytest.raises(OverloadedError, match="full"):
-            await waiting[1]
-        works[2].set_exception(ZeroDivisionError("secret"))
-        with pytest.raises(RuntimeError, match=r"the leader failed \(ZeroDivisionError\); see its log"):
-            await waiting[2]
-        works[3].set_result(Done())
-        assert isinstance((await waiting[3]).body, Done)
-        with pytest.raises(TimeoutError):
-            await ends.frontend.call(Scrape(others=True), timeout_s=0.01)
-        steps = ends.frontend.stream(Operation("rolling-restart"))
-        assert isinstance(await anext(steps), Step)
-        with pytest.raises(RestartFailedError, match="stuck"):
-            await anext(steps)
-        ends.leader.fail("of this test")
-        with pytest.raises(LinkLostError, match="of this test"):
-            await waiting[4]
-        await running
-        await until(works[4].cancelled)
-        assert not ends.frontend._replies
-        with pytest.raises(LinkLostError, match="not connected"):
-            await ends.frontend.call(Scrape(), timeout_s=30)
+    ends.receive = receive
+    ends.run(ends.leader)
+    running = ends.run(ends.frontend)
+    assert isinstance((await ends.frontend.call(Scrape(), timeout_s=30)).body, Done)
+    waiting = [asyncio.create_task(ends.frontend.call(Scrape(others=True), timeout_s=30)) for _ in range(5)]
+    await until(lambda: len(works) == 5)
+    waiting[0].cancel()
+    await until(works[0].cancelled)
+    works[1].set_exception(OverloadedError("full"))
+    with pytest.raises(OverloadedError, match="full"):
+        await waiting[1]
+    works[2].set_exception(ZeroDivisionError("secret"))
+    with pytest.raises(RuntimeError, match=r"the leader failed \(ZeroDivisionError\); see its log"):
+        await waiting[2]
+    works[3].set_result(Done())
+    assert isinstance((await waiting[3]).body, Done)
+    with pytest.raises(TimeoutError):
+        await ends.frontend.call(Scrape(others=True), timeout_s=0.01)
+    steps = ends.frontend.stream(Operation("rolling-restart"))
+    assert isinstance(await anext(steps), Step)
+    with pytest.raises(RestartFailedError, match="stuck"):
+        await anext(steps)
+    ends.leader.fail("of this test")
+    with pytest.raises(LinkLostError, match="of this test"):
+        await waiting[4]
+    await running
+    await until(works[4].cancelled)
+    assert not ends.frontend._replies
+    with pytest.raises(LinkLostError, match="not connected"):
+        await ends.frontend.call(Scrape(), timeout_s=30)
 
 
 # -- what frames say -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Probes, status, metrics and the OpenAPI document."""
 
-import httpx
 import pytest
 from starlette.routing import Route
 
@@ -13,6 +12,7 @@ from tests.unit.server.frontend_app import (
     ColourPredictor,
     Repository,
     RunningFrontend,
+    client_of,
     group_of,
     running_frontend,
 )
@@ -63,7 +63,7 @@ async def test_openapi_describes_every_route_but_the_files_of_the_status_page(fr
 
 async def test_request_for_the_other_port_is_told_where_it_is() -> None:
     admin = create_admin_app(FrontendMetrics().scrape, ADMIN, http_port=8000)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(admin), base_url="http://admin") as client:
+    async with client_of(admin) as client:
         inference = await client.post("/predict")
         unknown = await client.get("/predic")
     assert (inference.status_code, inference.json()["other_port"]) == (404, 8000)

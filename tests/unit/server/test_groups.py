@@ -15,7 +15,7 @@ from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from tests.unit.server.frontend_app import MODEL, ColourPredictor, Repository, group_of, image_bytes
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, Repository, client_of, group_of, image_bytes
 
 INFER = {"inputs": [{"name": "input", "datatype": "UINT8", "shape": [1, 3, 16, 16], "data": [0] * 768}]}
 
@@ -34,8 +34,7 @@ async def frontend(
         for name in absent:
             groups.add(group_of(ColourPredictor(states=("broken",)), metrics, name=name))
         authorizer = None if keys is None else Authorizer(ApiKeys(keys, KeySet()))
-        transport = httpx.ASGITransport(create_api(groups, metrics, authorizer))
-        yield await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://test")), metrics
+        yield await stack.enter_async_context(client_of(create_api(groups, metrics, authorizer))), metrics
 
 
 async def test_request_goes_to_the_model_that_its_path_names_and_is_counted_for_it() -> None:
@@ -102,8 +101,7 @@ async def test_key_of_some_models_permits_inference_with_these_only() -> None:
 async def test_operations_go_to_the_named_model() -> None:
     metrics, first, second = FrontendMetrics(), Repository(), Repository()
     groups = Groups(group_of(first, metrics, name="a"), group_of(second, metrics, name="b"))
-    transport = httpx.ASGITransport(create_admin_app(metrics.scrape, groups))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(create_admin_app(metrics.scrape, groups)) as client:
         loaded = await client.post("/v2/repository/models/b/load", json={"parameters": {"weights": "random:2"}})
         assert (loaded.status_code, loaded.json()["name"]) == (200, "b")
         assert (await client.post("/v2/repository/models/b/unload")).status_code == 200
@@ -128,7 +126,7 @@ async def test_change_of_models_is_refused_when_no_supervisor_can_take_it(
     path.write_text('{"7": "too large"}')
     groups = Groups(group_of(Repository(), metrics, name="a"))
     app = create_admin_app(metrics.scrape, groups, changes_file=path if file else None)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with client_of(app) as client:
         response = await client.post(
             "/admin/models", content=body, headers={"content-type": "application/json", **headers}
         )

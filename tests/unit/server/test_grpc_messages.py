@@ -74,14 +74,10 @@ def test_outputs_are_raw_in_the_order_asked_for() -> None:
     data = infer_message(prediction, asked, signature=SIGNATURES["text"])
     found = pb.ModelInferResponse.FromString(data)
     assert (found.model_name, found.model_version, found.id) == ("text", "1", "mine")
-    assert [(each.name, each.datatype, list(each.shape)) for each in found.outputs] == [
-        ("ids", "INT64", [1, 3]),
-        ("halves", "BF16", [1, 3]),
-    ]
-    assert list(found.raw_output_contents) == [
-        struct.pack("<3q", 7, 8, 9),
-        outputs[1].view(torch.int16).numpy().tobytes(),
-    ]
+    described = [(each.name, each.datatype, list(each.shape)) for each in found.outputs]
+    assert described == [("ids", "INT64", [1, 3]), ("halves", "BF16", [1, 3])]
+    halves = outputs[1].view(torch.int16).numpy().tobytes()
+    assert list(found.raw_output_contents) == [struct.pack("<3q", 7, 8, 9), halves]
 
 
 def image(datatype: str = "UINT8", shape: list[int] = SHAPE, **contents: Any) -> Any:

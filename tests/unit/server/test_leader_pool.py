@@ -9,16 +9,7 @@ import pytest
 import torch
 
 from multiworld_serving.common.wire.link import Link, LinkLostError
-from multiworld_serving.server.errors import (
-    DeadlineError,
-    DrainingError,
-    InvalidRequestError,
-    NoReplicaError,
-    NotReadyError,
-    OverloadedError,
-    PoisonError,
-    RequestRejected,
-)
+from multiworld_serving.server import errors
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.messages import Predict
 from multiworld_serving.server.predictor import ImageSizes, Prediction
@@ -87,7 +78,7 @@ async def test_request_is_poison_when_two_leaders_failed_with_it() -> None:
     made, leaders = pool_of(3)
     for leader in leaders:
         leader.answers = [lost()]
-    with pytest.raises(PoisonError, match="2 leaders failed"):
+    with pytest.raises(errors.PoisonError, match="2 leaders failed"):
         await predict(made.pool)
     assert sum(leader.sent() for leader in leaders) == 2
     assert leaders[2].sent() == 0, "two failures are enough"
@@ -129,16 +120,16 @@ async def test_requests_wait_until_a_leader_that_has_just_started_is_ready() -> 
 async def test_request_is_rejected_after_the_grace_time_when_no_leader_starts() -> None:
     made, _ = pool_of(2, grace_s=0.1, connected=False)
     began_s = time.monotonic()
-    with pytest.raises(NotReadyError, match=r"no leader has been reachable for 0\.1 s") as caught:
+    with pytest.raises(errors.NotReadyError, match=r"no leader has been reachable for 0\.1 s") as caught:
         await predict(made.pool)
     assert time.monotonic() - began_s >= 0.1
     assert caught.value.retry_after_s == 1
-    with pytest.raises(NotReadyError):
+    with pytest.raises(errors.NotReadyError):
         await admit(made.pool)
 
 
 async def test_deadline_passes_while_the_request_waits_for_a_leader() -> None:
-    late = pytest.raises(DeadlineError, match="no leader was reachable before the deadline")
+    late = pytest.raises(errors.DeadlineError, match="no leader was reachable before the deadline")
     made, _ = pool_of(1, grace_s=60, connected=False)
     with late:
         await predict(made.pool, timeout_s=0.05)
@@ -179,15 +170,15 @@ async def test_requests_stay_at_a_silent_leader_when_no_other_is_heard(others: i
 # -- a leader rejects ----------------------------------------------------------------------------------------------------------
 
 ELSEWHERE = [
-    OverloadedError("full", retry_after_s=0.5),
-    NoReplicaError("none"),
-    NotReadyError("not yet"),
-    DrainingError("stopping"),
+    errors.OverloadedError("full", retry_after_s=0.5),
+    errors.NoReplicaError("none"),
+    errors.NotReadyError("not yet"),
+    errors.DrainingError("stopping"),
 ]
 
 
 @pytest.mark.parametrize("rejection", ELSEWHERE, ids=lambda each: each.reason)
-async def test_one_other_leader_is_tried_when_the_first_has_no_room(rejection: RequestRejected) -> None:
+async def test_one_other_leader_is_tried_when_the_first_has_no_room(rejection: errors.RequestRejected) -> None:
     made, leaders = pool_of(3)
     leaders[0].answers = [rejection]
     await predict(made.pool)
@@ -203,14 +194,14 @@ async def test_one_other_leader_is_tried_when_the_first_has_no_room(rejection: R
 
 async def test_requests_are_refused_before_they_are_decoded_while_leaders_have_no_room() -> None:
     made, leaders = pool_of(1)
-    leaders[0].answers = [OverloadedError("full", retry_after_s=0.5)]
-    with pytest.raises(OverloadedError):
+    leaders[0].answers = [errors.OverloadedError("full", retry_after_s=0.5)]
+    with pytest.raises(errors.OverloadedError):
         await predict(made.pool, timeout_s=3.0)
     refused_s = time.monotonic()
     await admit(made.pool)  # it has more time
     try:
         while True:
-            with pytest.raises(OverloadedError, match="full") as caught:
+            with pytest.raises(errors.OverloadedError, match="full") as caught:
                 await made.pool.admit(time.monotonic() + 3.0)
             assert caught.value.retry_after_s == 0.5
     except pytest.fail.Exception:
@@ -219,8 +210,12 @@ async def test_requests_are_refused_before_they_are_decoded_while_leaders_have_n
     await predict(made.pool, timeout_s=3.0)
 
 
-@pytest.mark.parametrize("rejection", [InvalidRequestError("wrong"), PoisonError("bad"), DeadlineError("late")])
-async def test_no_other_leader_is_tried_when_the_request_itself_is_the_reason(rejection: RequestRejected) -> None:
+@pytest.mark.parametrize(
+    "rejection", [errors.InvalidRequestError("wrong"), errors.PoisonError("bad"), errors.DeadlineError("late")]
+)
+async def test_no_other_leader_is_tried_when_the_request_itself_is_the_reason(
+    rejection: errors.RequestRejected,
+) -> None:
     made, leaders = pool_of(2)
     leaders[0].answers = [rejection]
     with pytest.raises(type(rejection)):
@@ -237,7 +232,7 @@ async def test_admitted_request_goes_to_the_leader_that_drains_when_there_is_no_
         leader.tells_draining()
         await predict(made.pool)
     assert leader.sent() == 1
-    with pytest.raises(NotReadyError):
+    with pytest.raises(errors.NotReadyError):
         await admit(made.pool)
 
 
@@ -261,7 +256,7 @@ async def test_requests_are_rejected_at_once_when_the_model_is_unloaded() -> Non
     for leader in leaders:
         leader.tells_unloaded()
     for request in (predict, admit):
-        with pytest.raises(NotReadyError, match="the model is unloaded"):
+        with pytest.raises(errors.NotReadyError, match="the model is unloaded"):
             await request(made.pool)
     assert not any(leader.got for leader in leaders)
     assert not made.pool.ready
@@ -303,31 +298,25 @@ async def test_snapshot_is_that_of_the_acting_leader_with_a_line_for_each_leader
 async def test_metrics_count_the_leaders_that_can_be_used() -> None:
     made, leaders = pool_of(2)
     leaders[0].tells_draining()
-    values = [
-        made.metrics.registry.get_sample_value(name, {"model": MODEL.name})
-        for name in ("multiworld_leaders", "multiworld_leaders_configured")
-    ]
-    states = {
-        state: made.metrics.registry.get_sample_value("multiworld_service_state", {"model": MODEL.name, "state": state})
-        for state in get_args(ServiceState)
-    }
+    value, model = made.metrics.registry.get_sample_value, {"model": MODEL.name}
+    values = [value(name, model) for name in ("multiworld_leaders", "multiworld_leaders_configured")]
+    states = {state: value("multiworld_service_state", {**model, "state": state}) for state in get_args(ServiceState)}
     assert values == [1, 2]
     assert states == {"ready": 0, "degraded": 1, "not_ready": 0, "unloaded": 0, "draining": 0}
 
 
 async def test_leader_of_another_model_is_not_accepted() -> None:
     made, (first, second) = pool_of(2)
-    model = MODEL
-    made.pool.check_model(model, first)
-    made.pool.check_model(replace(model, version="v2"), second)
+    made.pool.check_model(MODEL, first)
+    made.pool.check_model(replace(MODEL, version="v2"), second)
     for other in (
-        replace(model, name="n"),
-        replace(model, labels=("a", "c")),
+        replace(MODEL, name="n"),
+        replace(MODEL, labels=("a", "c")),
         image_classifier("m", "v1", ("a", "b"), ImageSizes(8, 8)),
     ):
         with pytest.raises(ValueError, match=r"serves .*(start the leader with|name the leaders of each model)"):
             made.pool.check_model(other, second)
-    assert made.pool.model.result() == model
+    assert made.pool.model.result() == MODEL
 
 
 # -- versions ------------------------------------------------------------------------------------------------------------------
@@ -411,11 +400,11 @@ async def test_operation_says_that_the_leader_was_lost() -> None:
     made, [leader] = pool_of(1)
     leader.refuses = {"v2": lost(), "unload": lost(), "rolling-restart": lost()}
     for operation in (made.pool.load_version("v2"), made.pool.unload(), anext(made.pool.restart_workers())):
-        with pytest.raises(NotReadyError, match="leader-0 was lost during"):
+        with pytest.raises(errors.NotReadyError, match="leader-0 was lost during"):
             await operation
         leader.tells()
     made, _ = pool_of(1, connected=False)
-    with pytest.raises(NotReadyError, match="no leader is connected"):
+    with pytest.raises(errors.NotReadyError, match="no leader is connected"):
         await made.pool.unload()
 
 
@@ -425,7 +414,7 @@ async def test_next_leader_performs_an_operation_when_the_acting_one_is_lost_unl
     assert await made.pool.load_version("v2") == desired(1, "v2").version
     assert second.operations == ["load-version"]
     first.serves(desired(1, "v2"))
-    with pytest.raises(NotReadyError, match="leader-0 was lost during"):
+    with pytest.raises(errors.NotReadyError, match="leader-0 was lost during"):
         await anext(made.pool.restart_workers())
     assert second.operations == ["load-version"]
 

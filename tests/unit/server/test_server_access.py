@@ -35,38 +35,25 @@ def scope(shown: bytes | None = None, method: str = "GET", client: str = "127.0.
     return {"type": "http", "method": method, "client": (client, 1), "headers": pairs}
 
 
-@pytest.mark.parametrize(
-    ("path", "need"),
-    [
-        ("/healthz", Permission.NOTHING),
-        ("/v2/health/ready", Permission.NOTHING),
-        ("/v2/models/m/versions/1/ready", Permission.NOTHING),
-        ("/healthz/", Permission.INFERENCE),
-        ("/HEALTHZ", Permission.INFERENCE),
-        ("//healthz", Permission.INFERENCE),
-        ("/healthz/../status", Permission.INFERENCE),
-        ("/v2/models/a/b/ready", Permission.INFERENCE),
-        ("/v2/models/m/ready\n", Permission.INFERENCE),
-        ("/status", Permission.ANY_KEY),
-        ("/v2/repository/index", Permission.ANY_KEY),
-        ("/v2/repository/models/m/unload", Permission.ADMIN),
-        ("/v2/repository/models/m/load", Permission.ADMIN),
-        ("/admin/anything", Permission.ADMIN),
-        ("/predict", Permission.INFERENCE),
-        ("", Permission.INFERENCE),
-    ],
-)
-def test_paths_need_their_permission_and_unknown_ones_a_key(path: str, need: Permission) -> None:
-    assert http_port_permission(path) is need
+HTTP_PORT = {
+    Permission.NOTHING: ("/healthz", "/v2/health/ready", "/v2/models/m/versions/1/ready"),
+    Permission.INFERENCE: (
+        *("/predict", "", "/healthz/", "/HEALTHZ", "//healthz", "/healthz/../status"),
+        *("/v2/models/a/b/ready", "/v2/models/m/ready\n"),
+    ),
+    Permission.ANY_KEY: ("/status", "/v2/repository/index"),
+    Permission.ADMIN: ("/v2/repository/models/m/unload", "/v2/repository/models/m/load", "/admin/anything"),
+}
+ADMIN_PORT = {
+    Permission.NOTHING: ("/metrics", "/status", "/predict", "/v2/models/m/infer"),
+    Permission.ANY_KEY: ("/", "/events", "/status-page/main.js"),
+    Permission.ADMIN: ("/admin/x", "/metrics/", "/v2/repository/models/m/load", "/v2/repository/index", "/x"),
+}
 
 
-def test_admin_port_is_open_only_for_scrapes_and_for_what_it_does_not_serve() -> None:
-    open_paths = ("/metrics", "/status", "/predict", "/v2/models/m/infer")
-    assert {admin_port_permission(path) for path in open_paths} == {Permission.NOTHING}
-    closed = ("/admin/x", "/metrics/", "/v2/repository/models/m/load", "/v2/repository/index", "/x")
-    assert {admin_port_permission(path) for path in closed} == {Permission.ADMIN}
-    page = {admin_port_permission(path) for path in ("/", "/events", "/status-page/main.js")}
-    assert page == {Permission.ANY_KEY}
+def test_paths_need_their_permission_and_unknown_ones_a_key() -> None:
+    for permission_of, paths in ((http_port_permission, HTTP_PORT), (admin_port_permission, ADMIN_PORT)):
+        assert {need: tuple(path for path in paths[need] if permission_of(path) is need) for need in paths} == paths
 
 
 @pytest.mark.parametrize(

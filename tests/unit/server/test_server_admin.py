@@ -16,7 +16,7 @@ from multiworld_serving.server.api.app import Application, create_admin_app
 from multiworld_serving.server.api.groups import Groups
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.predictor import ModelVersion, RestartStep
-from tests.unit.server.frontend_app import Repository, group_of
+from tests.unit.server.frontend_app import Repository, client_of, group_of
 from tests.unit.server.http_port import http_port
 
 RESTART = "/admin/rolling-restart"
@@ -29,8 +29,7 @@ def admin_app(repository: Repository) -> Application:
 
 
 def client(repository: Repository) -> httpx.AsyncClient:
-    app = admin_app(repository)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://operations")
+    return client_of(admin_app(repository))
 
 
 STEPS = (

@@ -28,8 +28,7 @@ async def frontend() -> AsyncIterator[RunningFrontend]:
 
 async def test_rows_of_a_request_are_computed_and_answered_together(frontend: RunningFrontend) -> None:
     given = tensors(IDS.tolist(), MASK.tolist())
-    asked = {"inputs": given[::-1], "outputs": [{"name": "ids"}, SUMS]}
-    response = await frontend.client.post(INFER, json=asked)
+    response = await frontend.client.post(INFER, **asked(given[::-1], {"name": "ids"}, SUMS))
     assert response.status_code == 200, response.text
     ids, sums = response.json()["outputs"]
     assert (ids["name"], ids["datatype"], ids["shape"], ids["data"]) == ("ids", "INT64", [2, 3], IDS.flatten().tolist())
@@ -57,11 +56,8 @@ async def test_metadata_describes_inputs_outputs_and_dimensions(frontend: Runnin
         {"name": "ids", "datatype": "INT64", "shape": [-1, -1]},
         {"name": "mask", "datatype": "BOOL", "shape": [-1, -1]},
     ]
-    assert [(each["name"], each["datatype"]) for each in found["outputs"]] == [
-        ("sums", "FP32"),
-        ("halves", "BF16"),
-        ("ids", "INT64"),
-    ]
+    outputs = [(each["name"], each["datatype"]) for each in found["outputs"]]
+    assert outputs == [("sums", "FP32"), ("halves", "BF16"), ("ids", "INT64")]
     assert found["parameters"]["dimension.tokens"] == "2..6"
     assert config["input"][0] == {
         "name": "ids",
@@ -72,44 +68,32 @@ async def test_metadata_describes_inputs_outputs_and_dimensions(frontend: Runnin
     }
 
 
-def _wrong(at: int, **fields: Any) -> list[dict[str, Any]]:
+def asked(inputs: list[dict[str, Any]], *outputs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for `client.post`. Without outputs, all are requested."""
+    return {"json": {"inputs": inputs, "outputs": list(outputs)}}
+
+
+def _wrong(at: int, **fields: Any) -> dict[str, Any]:
     given = tensors(IDS.tolist())
     given[at] |= fields
-    return given
+    return asked(given, SUMS)
 
 
+SHORT, _ = tensors([[1, 2]])
+CLASSES = SUMS | {"parameters": {"classification": 1}}
+RAW = {"content": bytes(48), "headers": {"Inference-Header-Content-Length": "0"}}
+TWOS = binary([GIVEN[0], ("mask", "BOOL", MASK.to(torch.uint8) * 2)], outputs=[SUMS])
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another datatype": (
-        {"json": {"inputs": _wrong(0, datatype="INT32")}},
-        "'ids' has datatype 'INT32'; the model takes INT64",
-    ),
-    "another rank": (
-        {"json": {"inputs": _wrong(0, shape=[6], data=[0] * 6)}},
-        "'ids' has shape [6]; expected [N, tokens]",
-    ),
-    "too long": ({"json": {"inputs": tensors([[0] * 7])}}, "the length 7 in the dimension 'tokens'; expected 2 to 6"),
-    "lengths that differ": (
-        {"json": {"inputs": [tensors([[1, 2]])[0], tensors([[1, 2, 3]])[1]]}},
-        "do not fit together: the dimension 'tokens'",
-    ),
-    "rows that differ": (
-        {"json": {"inputs": [tensors([[1, 2]])[0], tensors([[1, 2], [1, 2]])[1]]}},
-        "different numbers of rows",
-    ),
-    "numbers for BOOL": ({"json": {"inputs": _wrong(1, data=[1] * 6)}}, "true or false for BOOL, and has int"),
-    "BOOL of 2": (
-        binary([GIVEN[0], ("mask", "BOOL", MASK.to(torch.uint8) * 2)], outputs=[SUMS]),
-        "bytes other than 0 and 1",
-    ),
-    "BF16 as JSON": ({"json": {"inputs": tensors(IDS.tolist())}}, "'halves' is BF16, which JSON cannot express"),
-    "classes without labels": (
-        {"json": {"inputs": tensors(IDS.tolist()), "outputs": [{"name": "sums", "parameters": {"classification": 1}}]}},
-        "needs labels",
-    ),
-    "raw": (
-        {"content": bytes(48), "headers": {"Inference-Header-Content-Length": "0"}},
-        "inputs are 'ids', 'mask': describe them in JSON",
-    ),
+    "another datatype": (_wrong(0, datatype="INT32"), "'ids' has datatype 'INT32'; the model takes INT64"),
+    "another rank": (_wrong(0, shape=[6], data=[0] * 6), "'ids' has shape [6]; expected [N, tokens]"),
+    "too long": (asked(tensors([[0] * 7]), SUMS), "the length 7 in the dimension 'tokens'; expected 2 to 6"),
+    "other lengths": (asked([SHORT, tensors([[1, 2, 3]])[1]], SUMS), "do not fit together: the dimension 'tokens'"),
+    "other rows": (asked([SHORT, tensors([[1, 2], [1, 2]])[1]], SUMS), "different numbers of rows"),
+    "numbers for BOOL": (_wrong(1, data=[1] * 6), "true or false for BOOL, and has int"),
+    "BOOL of 2": (TWOS, "bytes other than 0 and 1"),
+    "BF16 as JSON": (asked(tensors(IDS.tolist())), "'halves' is BF16, which JSON cannot express"),
+    "classes without labels": (asked(tensors(IDS.tolist()), CLASSES), "needs labels"),
+    "raw": (RAW, "inputs are 'ids', 'mask': describe them in JSON"),
 }
 
 
@@ -118,8 +102,6 @@ async def test_request_that_does_not_fit_the_model_is_refused_with_what_was_expe
     frontend: RunningFrontend, name: str
 ) -> None:
     arguments, says = REFUSED[name]
-    if "json" in arguments and "outputs" not in arguments["json"] and name != "BF16 as JSON":
-        arguments["json"]["outputs"] = [SUMS]
     response = await frontend.client.post(INFER, **arguments)
     assert response.status_code == 400, response.text
     assert says in response.json()["error"]
