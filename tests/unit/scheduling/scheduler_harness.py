@@ -18,13 +18,8 @@ class SchedulerHarness:
     """
 
     def __init__(self, *, stages: int = 1, replicas: int = 2, **config: Any) -> None:
-        defaults: dict[str, Any] = {
-            "num_stages": stages,
-            "batch_timeout_s": 0.0,
-            "adaptive_batching": False,
-            "hedge_factor": None,
-        }
-        self.scheduler = Scheduler(SchedulerConfig(**{**defaults, **config}))
+        defaults: dict[str, Any] = {"batch_timeout_s": 0.0, "adaptive_batching": False, "hedge_factor": None}
+        self.scheduler = Scheduler(SchedulerConfig(stages, **{**defaults, **config}))
         self.now_s = 0.0
         self.requests = 0
         self.in_flight: dict[tuple[int, str], SendBatch] = {}

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from multiworld import Cause
 from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.server.replicas.placement import Placement, Slot
-from multiworld_serving.server.replicas.reconcile import Goal, Promote, RemoveSlot, WorkerStep, reconcile
+from multiworld_serving.server.replicas.reconcile import Goal, Promote, RemoveSlot, Step, WorkerStep, reconcile
 from multiworld_serving.server.replicas.worker import Ending, SlotId, Worker
 
 
@@ -39,14 +39,10 @@ def fail(slots: Placement, name: str, cause: str = Cause.EXIT) -> None:
     slots.lose(worker)
 
 
-def others(slots: Placement, now_s: float = 0.0) -> list[Promote | RemoveSlot | WorkerStep]:
+def others(slots: Placement, now_s: float = 0.0) -> list[Step]:
     """The steps that move workers or remove slots."""
     steps = reconcile(Goal((1,), moved_s=-100.0), slots, now_s).now
-    return [
-        step
-        for step in steps
-        if isinstance(step, Promote | RemoveSlot) or (isinstance(step, WorkerStep) and step.kind == "move")
-    ]
+    return [step for step in steps if not isinstance(step, WorkerStep) or step.kind == "move"]
 
 
 def settle(slots: Placement, now_s: float = 0.0) -> list[str]:

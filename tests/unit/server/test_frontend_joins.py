@@ -34,9 +34,8 @@ async def test_join_request_of_another_protocol_is_refused_with_what_to_upgrade(
             with pytest.raises(AskError) as refusal:
                 await ask("127.0.0.1", port, json.dumps(question), secret=SECRET.encode())
     text = str(refusal.value)
-    assert (
-        f"frontend 'frontend-0' has release 0.0.1 with protocol {protocol}, and this leader release {RELEASE}" in text
-    )
+    ours = f"and this leader release {RELEASE}"
+    assert f"frontend 'frontend-0' has release 0.0.1 with protocol {protocol}, {ours}" in text
     assert f"upgrade this {older} (upgrade one leader first, then the frontends, then the other leaders)" in text
     lines = [record.getMessage() for record in caplog.records if "with protocol" in record.getMessage()]
     assert len(lines) == 1, "a process that asks again and again fills no log"

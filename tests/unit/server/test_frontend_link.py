@@ -43,20 +43,16 @@ decode = FRONTEND_PROTOCOL.decode
 HEAD = struct.Struct("!BQII7x")
 PIECE = bytes(2**20)
 
-sent_frames = st.builds(
-    lambda number, body, payload: (Kind.MESSAGE, number, body, payload),
-    st.integers(0, 2**64 - 1),
-    st.builds(
-        Predict,
-        st.text(max_size=20),
-        st.floats(allow_nan=False, allow_infinity=False),
-        st.text(max_size=20),
-        rows=st.integers(1, 64),
-        tensor=st.none() | st.integers(0, 2**63 - 1),
-        fetches=st.booleans(),
-    ),
-    st.binary(max_size=200),
+bodies = st.builds(
+    Predict,
+    st.text(max_size=20),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=20),
+    rows=st.integers(1, 64),
+    tensor=st.none() | st.integers(0, 2**63 - 1),
+    fetches=st.booleans(),
 )
+sent_frames = st.tuples(st.just(Kind.MESSAGE), st.integers(0, 2**64 - 1), bodies, st.binary(max_size=200))
 Sent = tuple[Kind, int, Predict, bytes]
 
 

@@ -35,9 +35,7 @@ def file_of(image: Image.Image, file_format: str = "PNG", **options: object) -> 
 
 
 def torchvision_pixels(image: Image.Image, resize_size: int, crop_size: int) -> Tensor:
-    transform = ImageClassification(
-        crop_size=crop_size, resize_size=resize_size, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
-    )
+    transform = ImageClassification(crop_size=crop_size, resize_size=resize_size, mean=(0.0,) * 3, std=(1.0,) * 3)
     pixels: Tensor = transform(image)
     return (pixels * 255).round()
 

@@ -89,13 +89,8 @@ print(exported({MODEL!r}, "random:5", image_size=64), flush=True)
 
 
 def export(cache: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", EXPORT],
-        env=os.environ | {"XDG_CACHE_HOME": str(cache)},
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    command, environment = [sys.executable, "-c", EXPORT], os.environ | {"XDG_CACHE_HOME": str(cache)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def test_processes_export_once_after_one_was_killed(tmp_path: Path) -> None:

@@ -209,9 +209,7 @@ async def test_requested_version_answers_or_the_request_fails() -> None:
     tensor = binary_tensor("UINT8", list(data.shape), data.numpy().tobytes())
     predictor = MovingPredictor()
     async with running_frontend(predictor) as frontend:
-        answers = [
-            (await frontend.client.post(INFER.replace("/infer", f"/versions/{number}/infer"), **request(tensor)))
-            for number in (1, 1, 2)
-        ]
+        paths = [f"/v2/models/{MODEL.name}/versions/{number}/infer" for number in (1, 1, 2)]
+        answers = [await frontend.client.post(path, **request(tensor)) for path in paths]
     assert [answer.status_code for answer in answers] == [200, 404, 200]
     assert "the only version is '2'" in answers[1].json()["error"]
