@@ -37,24 +37,14 @@ FIXED = {
 OF_ONE_LEADER = {"name", "advertise_host"}
 
 
-def config(
-    *files: Path, environment: dict[str, str] | None = None, options: tuple[str, ...] = PROFILES
-) -> dict[str, Any]:
+def config(*files: Path, environment: dict[str, str] | None = None) -> dict[str, Any]:
     """The merged configuration of these files; docker-compose.yml by default."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("MULTIWORLD_", "COMPOSE_"))}
     given = [part for file in files or (ROOT / "docker-compose.yml",) for part in ("--file", str(file))]
-    command = ("compose", "--project-directory", str(ROOT), "--env-file", os.devnull, *given, *options)
+    command = ("compose", "--project-directory", str(ROOT), "--env-file", os.devnull, *given, *PROFILES)
     text = docker(*command, "config", "--format", "json", environment=own | (environment or {}))
     found: dict[str, Any] = json.loads(text)
     return found
-
-
-def test_default_services_need_only_the_python_and_prometheus_images() -> None:
-    services = config(options=())["services"]
-    assert services.keys() == {"token", "leader-a", "leader-b", "frontend", "worker", "prometheus"}
-    images = {service["image"] for service in services.values()}
-    assert images == {"multiworld-serving", "prom/prometheus:v2.53.3"}
-    assert services["worker"]["deploy"]["replicas"] == 4
 
 
 def test_every_service_is_restricted_and_restarted() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -16,22 +15,8 @@ SIDE = 32
 SMALL = {"resnet50": "resnet18", "224": str(SIDE), "--weights auto": f"--weights random:0 --image-size {SIDE}"}
 
 
-class Page(NamedTuple):
-    """Attributes:
-    changes: see `PageRunner`.
-    serves: whether the page starts its own service.
-    """
-
-    changes: dict[str, str]
-    serves: bool = False
-
-
-PAGES = {
-    "docs/http.md": Page(SMALL),
-    "docs/clients.md": Page(SMALL),
-    "docs/versions.md": Page(SMALL),
-    "docs/coming-from.md": Page(SMALL, serves=True),
-}
+STARTS_A_SERVICE = "docs/coming-from.md"
+PAGES = ("docs/http.md", "docs/clients.md", "docs/versions.md", STARTS_A_SERVICE)
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +29,13 @@ def running() -> Iterator[LocalService]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_code_blocks_of_page_run(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    page = PAGES[name]
     for file in (tmp_path / "photo.jpg", tmp_path / "examples/images/clock.jpg"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(photo())
-    service = None if page.serves else request.getfixturevalue("running")
+    service = None if name == STARTS_A_SERVICE else request.getfixturevalue("running")
     found = blocks(ROOT / name)
     assert found
-    with PageRunner(tmp_path, page.changes, service) as runner:
+    with PageRunner(tmp_path, SMALL, service) as runner:
         for block in found:
             if is_runnable(block):
                 runner.run(block)
