@@ -145,7 +145,10 @@ class FrontendSettings(LeadersSettings, EdgePortSettings, HttpSettings):
                 name: {**self.model_settings.get(name, {}), "leader": ",".join(map(str, leaders))}
                 for name, leaders in leaders_by_model(self.leader).items()
             }
-        return {name: type(self)(**dict(self) | own) for name, own in by_model.items()}
+        given = dict(self) | {"token": None}  # it may have been read from `token_file`
+        return {
+            name: type(self)(**given | own).model_copy(update={"token": self.token}) for name, own in by_model.items()
+        }
 
     @field_validator("leader")
     @classmethod

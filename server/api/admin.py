@@ -162,7 +162,7 @@ async def _lines(steps: AsyncGenerator[RestartStep, None]) -> AsyncGenerator[byt
                 logger.info("rolling restart: %s", step)
                 done += step.state == "restarted"
                 yield msgspec.json.encode(step) + b"\n"
-    except (OperationInProgressError, RestartFailedError) as error:
+    except (NotReadyError, OperationInProgressError, RestartFailedError) as error:
         logger.warning("rolling restart: %s", error)
         yield msgspec.json.encode({"state": "failed", "restarted": done, "error": str(error)}) + b"\n"
     else:

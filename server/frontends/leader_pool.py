@@ -227,7 +227,7 @@ class LeaderPool:
         leaders = tuple(link.snapshot() for link in self.links)
         if self.leaders.acting is None or self.leaders.acting.state is None:
             stages, last = tuple(replace(stage, replicas=()) for stage in self._last.stages), self._last
-            gone = PipelineSnapshot(last.model, last.version, False, last.draining, last.uptime_s, 0, 0, stages)
+            gone = PipelineSnapshot(last.model, last.version, False, self.stopping, last.uptime_s, 0, 0, stages)
             return replace(gone, version_number=last.version_number, leader=last.leader, leaders=leaders)
         found = self.leaders.acting.state.snapshot
         self._last = replace(

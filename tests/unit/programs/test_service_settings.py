@@ -59,6 +59,16 @@ def test_leader_accepts_the_tokens_that_the_file_has_now(tmp_path: Path) -> None
     assert frontend.secret == b"of-the-service", "a change of the file cannot lock our own processes out"
 
 
+def test_frontend_with_a_token_file_has_settings_for_each_model(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("open-sesame")
+    settings = load(FrontendSettings, {"token_file": str(file), "leader": "a=h:1,b=h:2"}).with_token()
+    assert {name: (each.leader, each.secret) for name, each in settings.models.items()} == {
+        "a": ("h:1", b"open-sesame"),
+        "b": ("h:2", b"open-sesame"),
+    }
+
+
 def test_file_of_settings_is_in_memory_and_only_this_user_can_read_it() -> None:
     settings = ServeSettings(**PORTS).model_copy(update=LOCAL)
     with contextlib.ExitStack() as stack:
