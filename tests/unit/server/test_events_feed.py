@@ -99,7 +99,7 @@ async def test_feed_reports_leaders_and_does_not_compare_the_views_of_two_leader
     before = replace(snapshot(replica("ready", 1)), leader="leader-0", leaders=(first, second))
     lost = replace(first, state="unreachable")
     after = replace(snapshot(replica("ready", 5)), leader="leader-1", leaders=(lost, second))
-    events = await happened(before, after, replace(after, leaders=(first, second)))
+    events = await happened(before, after, after, replace(after, leaders=(first, second)))
     assert [(what, detail) for what, _, detail in events] == [
         *(("leader_ready", "leader-0"), ("leader_ready", "leader-1"), ("serves", "")),
         *(("leader_lost", "leader-0 is unreachable"), ("leader_ready", "leader-0")),
