@@ -89,6 +89,17 @@ def capture(
 
 
 @contextmanager
+def without_fast_path() -> Iterator[None]:
+    """Let transformers compute padded positions, which torch's fast path for inference sets to 0. A captured graph has no fast path."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
 def _without_logs() -> Iterator[None]:
     """Suppress what torch logs about a model that it cannot capture: the exception says it too."""
     before = logging.root.manager.disable

@@ -19,11 +19,13 @@ def deviation(output: Tensor, expected: Tensor, *, probabilities: bool = False) 
     With `probabilities`, compares logarithms relative to their range, which is the relative difference of the logits. Softmax
     amplifies small differences of logits, so probabilities themselves would need a tolerance that accepts anything.
 
-    Returns NaN if the output contains NaN: compare with `<=`, which is then false.
+    Infinity and NaN count as equal where they are expected. Elsewhere, returns one of them: compare with `<=`, which is then false.
     """
     output, expected = output.to(torch.float32), expected.to(torch.float32)
     if not probabilities:
-        return float((output - expected).abs().max()) / max(float(expected.abs().max()), _LEAST_PROBABILITY)
+        differences = torch.where((output == expected) | (output.isnan() & expected.isnan()), 0, output - expected)
+        largest = float(expected.abs().nan_to_num(0, 0, 0).max())
+        return float(differences.abs().max()) / max(largest, _LEAST_PROBABILITY)
     if not bool(((output >= 0) & (output <= 1 + 1e-3)).all()):
         return float("nan")
     logits, expected_logits = (each.clamp_min(_LEAST_PROBABILITY).log() for each in (output, expected))

@@ -191,9 +191,9 @@ def _stages_of(bundle: Bundle, cuts: Sequence[int]) -> tuple[tuple[Graph, ...], 
     for stage in stages:
         with torch.inference_mode():
             values = bundle.build(stage)(*values)
-        if any(value.is_floating_point() and not value.isfinite().all().item() for value in values):
-            raise WeightsError(
-                f"invalid weights {bundle.manifest.version}: stage {len(outputs)} computes infinity or NaN for a test input"
-            )
         outputs.append(values)
+    if any(value.is_floating_point() and not value.isfinite().all().item() for value in values):
+        raise WeightsError(
+            f"invalid weights {bundle.manifest.version}: the model computes infinity or NaN for a test input"
+        )
     return stages, outputs

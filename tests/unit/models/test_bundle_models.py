@@ -18,6 +18,7 @@ from multiworld_serving.models.errors import BundleError, ExportError
 from multiworld_serving.models.export.exporter import ExportOptions, ExportReport, export_model
 from multiworld_serving.models.export.trace import Dynamic, capture
 from multiworld_serving.models.preprocessing import Preprocessing
+from tests.cut_bundles import bundle_plan
 
 TOLERANCE = 1e-5
 
@@ -64,6 +65,19 @@ class Recurrent(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)[0]
         found: Tensor = self.head(hidden.mean(1))
+        return found
+
+
+class Masked(nn.Module):
+    """Returns a vector for each token. Attention ignores padding, which is token 0, with a mask that contains -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 16)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.encoder(self.words(ids), src_key_padding_mask=ids == 0)
         return found
 
 
@@ -114,6 +128,22 @@ def test_bundle_computes_like_the_model_in_any_number_of_stages(name: str, tmp_p
             for found, wanted in zip(values, expected, strict=True):
                 assert found.dtype == wanted.dtype
                 assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+def test_padded_positions_are_computed_and_minus_infinity_crosses_cuts_when_attention_is_masked(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, ids = Masked().eval(), torch.tensor([[3, 4, 5, 0, 0], [6, 0, 0, 0, 0]])
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    export(module, (ids,), tmp_path / "bundle", ExportOptions("masked", "1", ("ids",), max_batch_size=4, num_stages=2))
+    assert torch.backends.mha.get_fastpath_enabled() == enabled
+    bundle = read_bundle(tmp_path / "bundle")
+    assert any(each.isinf().any() for each in bundle.self_test.values())
+    torch.testing.assert_close(
+        bundle.build(bundle.graph)(ids)[0], module(ids)
+    )  # with gradients, torch has no fast path
+    for num_stages in (1, 2, 3):
+        for plan in bundle_plan(bundle, num_stages):
+            assert plan.check_self_test(plan.self_test_output) is None
 
 
 def similarities(vectors: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Rewritten stages of bundles compute what the graph says: folded, fused, in lower precision, with several tensors and variable lengths."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -210,6 +211,14 @@ def test_deviation_of_probabilities_equals_that_of_their_logits() -> None:
     off = logits.clone()
     off[0, 0] += 0.2
     assert deviation(off.softmax(1), logits.softmax(1), probabilities=True) == pytest.approx(0.01, rel=0.2)
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_deviation_is_zero_only_if_infinity_and_nan_are_where_they_are_expected(value: float) -> None:
+    expected = torch.tensor([[0.5, value]])
+    assert deviation(expected.clone(), expected) == 0.0
+    for other in ([value, 0.5], [0.5, 0.5], [value, value], [0.5, math.inf]):
+        assert not deviation(torch.tensor([other]), expected) <= 1.0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -1.0, 7.0])
