@@ -38,10 +38,8 @@ def service(token_file: Path) -> Iterator[LocalService]:
         yield running
 
 
-@contextlib.contextmanager
-def faulty(service: LocalService, fault: str) -> Iterator[Process]:
-    with external_worker(service.join_address, name=f"worker-that-{fault}", fault=fault) as worker:
-        yield worker
+def faulty(service: LocalService, fault: str) -> contextlib.AbstractContextManager[Process]:
+    return external_worker(service.join_address, name=f"worker-that-{fault}", fault=fault)
 
 
 def ended(service: LocalService, worker: str, after: int, count: int = 1) -> list[str]:

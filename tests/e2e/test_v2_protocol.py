@@ -116,7 +116,9 @@ def test_metadata_and_health_reach_the_client(client: Any) -> None:
     assert client.get_inference_statistics()["model_stats"][0]["name"] == MODEL
 
 
-WAYS = [
+Way = tuple[str, bool, bool, str | None, str | None]
+"""Data type, whether input and output are binary, and their compression."""
+WAYS: list[Way] = [
     ("UINT8", True, True, None, None),
     ("UINT8", False, False, "gzip", None),
     ("UINT8", True, False, "deflate", "gzip"),
@@ -127,18 +129,11 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("datatype", "binary_in", "binary_out", "packed_in", "packed_out"), WAYS)
+@pytest.mark.parametrize("way", WAYS)
 async def test_both_clients_get_the_answers_of_predict(
-    client: Any,
-    aio_client: Any,
-    pixels: Pixels,
-    expected: Probabilities,
-    datatype: str,
-    binary_in: bool,
-    binary_out: bool,
-    packed_in: str | None,
-    packed_out: str | None,
+    client: Any, aio_client: Any, pixels: Pixels, expected: Probabilities, way: Way
 ) -> None:
+    datatype, binary_in, binary_out, packed_in, packed_out = way
     arguments = {
         "inputs": [tensor(datatype, pixels[:3], binary=binary_in)],
         "outputs": output(binary=binary_out),
