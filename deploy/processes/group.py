@@ -19,6 +19,7 @@ from multiworld_serving.deploy.processes.programs import (
     Values,
     compute_threads,
     leader_values,
+    memory_file,
     timeouts_s,
     worker_values,
 )
@@ -40,8 +41,8 @@ class Group(ProcessSet):
     Args:
         prefix: first part of the names of its processes.
         workers: number of workers of all models, which share the cores.
-        cores: a file, and the position of this group's first worker in it; see `SharedCores`.
-        is_new: whether it must fit into the memory that other models leave.
+        cores: a file, and the position of this group's first worker in it; see `SharedCores`. None for a model that is added to others:
+            its workers treat those of the others like other programs, and it must fit into the memory that the others leave.
         stack: closes the sockets.
     """
 
@@ -53,16 +54,15 @@ class Group(ProcessSet):
         *,
         prefix: str = "",
         workers: int,
-        cores: tuple[str, int],
-        is_new: bool = False,
+        cores: tuple[str, int] | None = None,
     ) -> None:
         self.settings = settings
-        self._is_new = is_new
+        self._is_new = cores is None
         self.threads = compute_threads(settings, workers)
         self._notify = starter.notify
         self._prefix = prefix
         self._workers = workers
-        self._cores = cores
+        self._cores = cores or (memory_file(stack, "cores", ""), 0)
         self._devices = _devices(settings)
         self.joins = [
             stack.enter_context(bind(settings.join_host, settings.join_port_of(index), option("join_port")))

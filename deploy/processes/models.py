@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import signal
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,15 +158,12 @@ class Models:
             logger.error("the models are unchanged: %s", error)  # noqa: TRY400 - the traceback adds nothing
             return
         self.changes.clear()
-        served = list(self.groups)
-        for name, table in tables.items():
-            if name not in served:
+        for name in dict.fromkeys((*tables, *self.groups)):
+            table = tables.get(name)
+            if table is None or name not in self.groups:
                 await self._attempt(name, self._set(name, table, START_TIMEOUT_S))
             elif table != self._tables.get(name):
                 logger.warning("model %s: SIGUSR2 applies its other settings, or remove and add it", name)
-        for name in served:
-            if name not in tables:
-                await self._attempt(name, self._set(name, None, START_TIMEOUT_S))
 
     async def _command(self, change: ModelChange) -> None:
         table = None if change.action == "remove" else self._allowed(change)
@@ -205,33 +202,28 @@ class Models:
                 raise UserError(f"there is no model {name!r}; the models are {', '.join(groups)}")
             if not kept:
                 raise UserError(f"{name!r} is the last model: stop the service instead")
-            await self._replace_frontends(self._new_frontends(kept, ()), timeout_s)
+            await self._replace_frontends(kept, (), timeout_s)
             await groups.pop(name).stop()
             self._write_restarts()
             logger.info("removed model=%s", name)
             return
         if name in groups:
             raise UserError(f"there is a model {name!r} already")
+        settings = self._settings.group_of(table)
+        check_model(settings)
+        workers = sum(group.settings.max_workers for group in groups.values()) + settings.max_workers
         with contextlib.ExitStack() as stack:
-            group = self._new_group(name, self._settings.group_of(table), stack)
+            group = Group(settings, self._starter, stack, prefix=f"{name}-", workers=workers)
             group.start(self._tasks, stack.pop_all())
+        group.log_external(name)
         try:
-            await self._replace_frontends(self._new_frontends({**groups, name: group}, (name,)), timeout_s, group)
+            await self._replace_frontends({**groups, name: group}, (name,), timeout_s, group)
         except BaseException:
             await group.stop()
             raise
         groups[name], self._tables[name] = group, table
         self._write_restarts()
         logger.info("added model=%s", name)
-
-    def _new_group(self, name: str, settings: ServeSettings, stack: contextlib.ExitStack) -> Group:
-        """The processes of a further model, not started. Its workers treat those of other groups like other programs."""
-        check_model(settings)
-        workers = sum(group.settings.max_workers for group in self.groups.values()) + settings.max_workers
-        cores = memory_file(stack, "cores", ""), 0
-        group = Group(settings, self._starter, stack, prefix=f"{name}-", workers=workers, cores=cores, is_new=True)
-        group.log_external(name)
-        return group
 
     def _new_frontends(self, groups: Mapping[str, Group], wait_until_ready: Collection[str] | None) -> Frontends:
         """New frontends for these models, not started. Their names are unused, so they can run beside the present ones."""
@@ -245,33 +237,33 @@ class Models:
             "model_settings": model_values({name: group.settings for name, group in groups.items()}),
         }
         first = settings.frontends - self.frontends.first if self._generations else 0
-        made = Frontends(settings, self._starter, values, self._fds, first)
-        self._generations = [*(each for each in self._generations if not each.has_ended), made]
-        return made
+        self._generations.append(Frontends(settings, self._starter, values, self._fds, first))
+        return self._generations[-1]
 
-    async def _replace_frontends(self, fresh: Frontends, timeout_s: float, *groups: ProcessSet) -> None:
-        """Start these frontends, and stop the former ones when they serve. Raises UserError if they do not, or a group fails."""
+    async def _replace_frontends(
+        self, groups: Mapping[str, Group], wait_until_ready: Collection[str], timeout_s: float, *new: Group
+    ) -> None:
+        """Start frontends, and stop the former ones when these serve. Raises UserError if they do not, or a new group fails."""
+        fresh = stopped = self._new_frontends(groups, wait_until_ready)
         fresh.start(self._tasks)
         error: str | None = f"it was not ready within {timeout_s:g} s; see the log of the service"
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    error = await first_of(fresh.serve(), *(each.invalid_input() for each in (fresh, *groups)))
+                    error = await first_of(fresh.serve(), *(each.invalid_input() for each in (fresh, *new)))
             if error is not None:
                 raise UserError(error)
-        except BaseException:
-            await fresh.stop()
-            raise
-        former, self.frontends = self.frontends, fresh
-        await former.stop()
+            stopped, self.frontends = self.frontends, fresh
+        finally:
+            await stopped.stop()
+            self._generations.remove(stopped)
 
     def _write_restarts(self) -> None:
         """Write the numbers of restarts into a file in memory. The frontends add them to their metrics."""
         sets: dict[str, ProcessSet] = {"": self.frontends, **self.groups}
-        restarts = {
-            name: {role: each.restarts for role, each in of_model.supervisors.items()}
-            for name, of_model in sets.items()
-        }
+        restarts = [
+            (name, role, each.restarts) for name, found in sets.items() for role, each in found.supervisors.items()
+        ]
         with contextlib.suppress(OSError):  # no memory; must not stop any process
             Path(self._restarts_file).write_text(restart_metrics(restarts), encoding="utf-8")
 
@@ -280,15 +272,11 @@ def _is_path(text: str) -> bool:
     return "/" in text or Path(text).suffix != ""
 
 
-def restart_metrics(restarts: Mapping[str, Mapping[str, Mapping[int, int]]]) -> str:
-    """The restarts by model, role and slot, in the text format of Prometheus. Frontends have the model ""."""
-    lines: dict[str, list[str]] = {}
-    for model, of_model in restarts.items():
-        for role, of_role in of_model.items():
-            name = f"multiworld_{role}_restarts_total"
-            head = [f"# HELP {name} Restarts of {role}s by the supervisor.", f"# TYPE {name} counter"]
-            label = f'model="{model}",' if model else ""
-            lines.setdefault(name, head).extend(
-                f'{name}{{{label}slot="{slot}"}} {count}' for slot, count in of_role.items()
-            )
-    return "\n".join(line for family in lines.values() for line in family) + "\n"
+def restart_metrics(restarts: Iterable[tuple[str, str, Mapping[int, int]]]) -> str:
+    """The restarts of each model, role and slot in Prometheus' text format, which `merge_metrics` orders. Frontends have the model ""."""
+    text = ""
+    for model, role, of_slots in restarts:
+        name, label = f"multiworld_{role}_restarts_total", f'model="{model}",' if model else ""
+        text += f"# HELP {name} Restarts of {role}s by the supervisor.\n# TYPE {name} counter\n"
+        text += "".join(f'{name}{{{label}slot="{slot}"}} {count}\n' for slot, count in of_slots.items())
+    return text

@@ -240,11 +240,6 @@ class ProcessSet:
         if self._running is not None:
             await asyncio.wait({self._running})
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether all processes have ended after they were started."""
-        return self._running is not None and self._running.done()
-
     async def invalid_input(self) -> str:
         """Wait until a process refuses its settings. Returns its error."""
         await first_of(*(each.invalid_input.wait() for each in self.supervisors.values()))

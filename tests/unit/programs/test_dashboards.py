@@ -22,7 +22,7 @@ def told() -> dict[str, set[str]]:
     frontend, leader, worker = busy_frontend(), busy_leader(), busy_worker()
     for program in (frontend, worker):
         EdgeMetrics(program)
-    restarts = restart_metrics({"": {"frontend": {0: 0}}, "m": {"leader": {0: 0}, "worker": {0: 0}}})
+    restarts = restart_metrics([("", "frontend", {0: 0}), ("m", "leader", {0: 0}), ("m", "worker", {0: 0})])
     texts = [
         ("frontend-0", "", frontend.text().decode()),
         ("leader-0", "m", leader.text().decode()),
