@@ -287,8 +287,10 @@ async def test_snapshot_is_that_of_the_acting_leader_with_a_line_for_each_leader
     second.tells(snapshot=replace(state.snapshot, queue_depth=7))
     found = made.pool.snapshot()
     for leader in made.leaders:
+        leader.tells_draining()
         leader.is_lost()
-    assert made.pool.snapshot().missing_stages == (0,)
+    without = made.pool.snapshot()
+    assert (without.missing_stages, without.state) == ((0,), "not_ready"), "the leaders were draining, not the frontend"
     assert found.ready
     assert (found.queue_depth, found.leader) == (7, "leader-1")
     assert [each.state for each in found.leaders] == ["not_ready", "ready", "unreachable"]
