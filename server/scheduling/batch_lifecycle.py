@@ -114,8 +114,15 @@ class BatchLifecycle:
             self.lose_input(batch)
 
     def release_drained(self) -> None:
-        """Release the draining replicas that have no batches in flight and keep no input."""
+        """Release the draining replicas that have no batches in flight and keep no input.
+
+        Batches whose input a draining replica keeps start again if their stage has no replica: the worker may leave to serve that stage.
+        """
         table = self._state.table
+        for replica in table.draining.values():
+            for batch in reversed(list(replica.held.values())):
+                if not batch.pool.accepting and not batch.in_flight:
+                    self.lose_input(batch)
         for replica in [each for each in table.draining.values() if not each.in_flight and not each.held]:
             table.remove(replica, self._state.now_s)
             self.replicas_changed()

@@ -65,6 +65,19 @@ def test_draining_replica_is_released_when_the_inputs_that_it_keeps_are_used() -
     assert of(actions, ReleaseReplica) == [ReleaseReplica(first.replica)]
 
 
+def test_draining_replica_does_not_wait_for_a_stage_without_replicas_which_its_worker_may_leave_to_serve() -> None:
+    driver = SchedulerHarness(replicas=2, stages=2)
+    first = only(driver.arrive(), SendBatch)
+    second = only(driver.done(first, kept=True), SendBatch)
+    driver.broken("s1r0")
+    driver.broken("s1r1")
+    actions = driver.draining(first.replica)
+    assert of(actions, ReleaseReplica) == [ReleaseReplica(first.replica)]
+    again = only(driver.ready("s1r2", 1), SendBatch)
+    assert (again.stage, again.requests) == (0, second.requests)
+    assert answered(driver.answer_all([again])) == [1]
+
+
 def hedged() -> tuple[SchedulerHarness, SendBatch, SendBatch]:
     """A batch in flight twice at stage 1, with the input at a replica of stage 0: the first attempt and its hedge."""
     driver = SchedulerHarness(stages=2, hedge_factor=2.0, hedge_floor_s=0.02, hedge_budget=1.0)

@@ -286,7 +286,7 @@ async def test_snapshot_is_that_of_the_acting_leader_with_a_line_for_each_leader
     first.tells(ready=False)
     second.tells(snapshot=replace(state.snapshot, queue_depth=7))
     found = made.pool.snapshot()
-    for leader in made.leaders:
+    for leader in (first, second):
         leader.tells_draining()
         leader.is_lost()
     without = made.pool.snapshot()
