@@ -157,6 +157,7 @@ def _preprocessing(options: ExportOptions, published: "Preprocessing | None") ->
 
 def _show(report: "ExportReport", path: Path) -> None:
     from multiworld_serving.cli.console import console, table
+    from multiworld_serving.server.api.oip.tensors import DATATYPES
 
     out, cut = console(), report.cut
     columns = ("stage", "ms", "share", "weights MB", "output KiB")
@@ -174,4 +175,8 @@ def _show(report: "ExportReport", path: Path) -> None:
         f"{report.nodes} nodes of {report.operators} operators, balance {cut.balance:.2f}; "
         f"largest difference from the model at batch {batches}: {report.deviation:.2g}"
     )
+    for kind, tensors in (("input", report.manifest.inputs), ("output", report.manifest.outputs)):
+        for each in tensors:
+            shape = ",".join("?" if dim is None else str(dim) for dim in each.shape)
+            out.print(f"{kind} {each.name} {DATATYPES[each.dtype]} [{shape}]", markup=False)
     out.print(f"{path} is complete; serve it: multiworld serve --model {path} --stages {len(cut.stage_s)}")

@@ -18,6 +18,7 @@ from multiworld_serving.models.bundle.manifest import MAX_BATCH_SIZE, NAME, Mani
 from multiworld_serving.models.bundle.nodes import BATCH, Call, Calls
 from multiworld_serving.models.errors import ExportError
 from multiworld_serving.models.export.independence import check_independent_rows
+from multiworld_serving.models.export.sources import output_for
 from multiworld_serving.models.export.trace import Dynamic, capture, without_fast_path
 from multiworld_serving.models.preprocessing import ImageModel, Preprocessing
 
@@ -99,6 +100,9 @@ def export_model(
         example = [_images(options.image)]
     progress("capturing the model")
     two = [_rows(tensor, 2) for tensor in example]
+    output = output_for(
+        module, dict(zip(options.inputs, two, strict=True))
+    )  # names wrong inputs in one line, unlike capture
     graph, weights = capture(
         module, two, options.inputs, max_batch_size=options.max_batch_size, dynamic=options.dynamic
     )
@@ -106,7 +110,7 @@ def export_model(
     lengths = {each.name: each.most for each in options.dynamic}
     costs_s = estimate_costs(graph, {BATCH: 1} | lengths)
     cut = cut_graph(graph, costs_s, options.num_stages, lengths)
-    outputs = _output_specs(graph, module, two, options.output or "output")
+    outputs = _output_specs(graph, output, options.output or "output")
     manifest = _manifest(graph, outputs, options, costs_s, cut)
     manifest.check_graph(graph)
     check_graph(graph, manifest.lengths)
@@ -232,10 +236,8 @@ def _run(stages: Sequence[nn.Module], example: Sequence[Tensor]) -> list[tuple[T
     return found
 
 
-def _output_specs(graph: Graph, module: nn.Module, example: Sequence[Tensor], single: str) -> tuple[TensorSpec, ...]:
+def _output_specs(graph: Graph, output: object, single: str) -> tuple[TensorSpec, ...]:
     """Named by the keys of the dictionary that the module returns, or `single`, or "output_0" and so on."""
-    with torch.no_grad():
-        output = module(*example)
     names = [f"output_{index}" for index in range(len(graph.outputs))] if len(graph.outputs) > 1 else [single]
     if isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values()):
         names = [str(key) for key in output]

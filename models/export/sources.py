@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from multiworld_serving.models.bundle.nodes import DTYPES, MAX_DIMS
 from multiworld_serving.models.errors import ExportError
-from multiworld_serving.models.export.trace import Dynamic
+from multiworld_serving.models.export.trace import Dynamic, without_fast_path
 from multiworld_serving.models.preprocessing import Preprocessing
 from multiworld_serving.models.weights.checkpoints import load_state, read_checkpoint
 
@@ -138,17 +138,30 @@ def _running(place: str) -> Iterator[None]:
         raise ExportError(f"{place} raised {type(error).__name__}: {_one_line(error)}{line}") from error
 
 
+@without_fast_path()
+def output_for(module: nn.Module, example: Mapping[str, Tensor]) -> Any:
+    """What the module returns for an example, by input. Raises ExportError if it fails."""
+    try:
+        with torch.no_grad():
+            return module(*example.values())
+    except Exception as error:  # whatever the code of the model raises
+        given = ", ".join(
+            f"{name} {str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for name, each in example.items()
+        )
+        raise ExportError(
+            f"the model fails for {given}: {type(error).__name__}: {_one_line(error)}; check --input, --example or --image-size"
+        ) from error
+
+
 def num_classes(module: nn.Module, example: Mapping[str, Tensor], image: Preprocessing | None) -> int:
     """Number of columns of the module's output [B,classes].
 
     Raises:
         ExportError: the output is something else.
     """
-    values = list(example.values())
     if image is not None:
-        values = [torch.zeros((EXAMPLE_ROWS, 3, image.crop_size, image.crop_size))]
-    with torch.no_grad():
-        output = module(*values)
+        example = {"images": torch.zeros((EXAMPLE_ROWS, 3, image.crop_size, image.crop_size))}
+    output = output_for(module, example)
     if not isinstance(output, Tensor) or output.ndim != 2:
         raise ExportError("the model has labels, but its output is not one tensor [batch, classes]; leave --labels out")
     return int(output.shape[1])

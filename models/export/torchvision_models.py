@@ -132,6 +132,8 @@ def check_name(name: str) -> None:
     if name not in (known := torchvision.models.list_models()):
         near = " or ".join(difflib.get_close_matches(name, known))
         hint = f"did you mean {near}?" if near else "expected the name of a model such as resnet50"
+        if name.endswith(".py"):
+            hint = f"give {name}:FUNCTION, a function that returns the module"
         raise ExportError(f"torchvision {torchvision.__version__} has no model {name!r}; {hint}")
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,11 +102,12 @@ def without_fast_path() -> Iterator[None]:
 
 @contextmanager
 def _without_logs() -> Iterator[None]:
-    """Suppress what torch logs about a model that it cannot capture: the exception says it too."""
+    """Suppress what torch logs and prints about a model that it cannot capture: the exception says it too."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     try:
-        yield
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
         logging.disable(before)
 

@@ -24,10 +24,11 @@ def check_model_files(settings: LeaderSettings) -> None:
     """
     path = bundle_path(settings)
     if path is not None and not path.exists():
-        raise BundleError(
-            f"--model {settings.model_source}: there is no such file or folder; expected the path of a bundle that "
-            "`multiworld export` wrote, or a name such as resnet50"
-        )
+        source, (file, is_function, _) = settings.model_source, settings.model_source.partition(".py:")
+        expected = "expected the path of a bundle that `multiworld export` wrote, or a name such as resnet50"
+        if is_function:
+            expected = f"export it first: multiworld export {source} -o {file}.bundle"
+        raise BundleError(f"--model {source}: there is no such file or folder; {expected}")
     if path is not None and settings.weights not in _DEFAULT_WEIGHTS:
         raise WeightsError(
             f"--weights {settings.weights}: a bundle contains its weights; leave --weights out, or export the model with them"
