@@ -35,13 +35,13 @@ import torch
 from torch import Tensor
 
 from multiworld.collectives.channel import NUMBERED_FROM, CollectiveChannel
-from multiworld.collectives.fingerprint import MismatchError, verify
+from multiworld.collectives.fingerprint import verify
 from multiworld.collectives.nccl import NcclCollectives, make_nccl_group
 from multiworld.config import WorldConfig
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldError
 from multiworld.execution.cuda import await_queued, call_on
-from multiworld.execution.failures import ConnectionLostError, described
+from multiworld.execution.failures import ConnectionLostError, MismatchError, described
 from multiworld.execution.store import ControlStore
 from multiworld.execution.threads import WorkerThread
 from multiworld.membership.acceptor import Acceptor
@@ -141,7 +141,7 @@ class World:
         self._on_changed = on_changed
         self._state_lock = threading.RLock()
         self._lock = threading.RLock()
-        self._teardown_started = False
+        self._teardown_claim = threading.Lock()  # acquired by the first of the two callers
         self._forming = Forming(self, config, control_loop, acceptor)
         self.nccl = self._make_nccl(config.device) if config.device is not None else None
         self._poller: Poller | None = None
@@ -557,10 +557,8 @@ class World:
 
     def _teardown(self, leave_s: float, join_s: float) -> None:
         """Free everything, on a thread, because aborting NCCL may hang. Without a thread, on the control loop, and without waiting."""
-        with self._state_lock:
-            if self._teardown_started:
-                return
-            self._teardown_started = True
+        if not self._teardown_claim.acquire(blocking=False):
+            return
         try:
             left = self._draining
             if left:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from multiworld.collectives.channel import CollectiveChannel
 from multiworld.collectives.transfers import wait_all
+from multiworld.execution.failures import MismatchError
 from multiworld.ops.operation import Collective
 from multiworld.transport.wire import decode_signature, encode_signature
 
@@ -25,26 +26,13 @@ _FINGERPRINT = "fingerprint"
 """Names the messages that carry fingerprints."""
 
 
-class MismatchError(Exception):
-    """The fingerprints of the members differ.
-
-    Attributes:
-        rank: the first rank whose signature differs from the most frequent one (among equally frequent ones, that of the lowest rank
-            counts); for a size mismatch, the sender.
-        detail: both sides of the mismatch as text.
-    """
-
-    def __init__(self, rank: int, detail: str) -> None:
-        super().__init__(rank, detail)
-        self.rank = rank
-        self.detail = detail
-
-
 async def verify(channel: CollectiveChannel, collective: Collective) -> None:
     """Exchange and compare the fingerprints of a collective.
 
     Raises:
-        MismatchError: all members raise the same one for a signature; a size mismatch is found by the receiver only.
+        MismatchError: all members raise the same one for a signature. Its rank is the first whose signature differs from the most
+            frequent one; among equally frequent ones, that of the lowest rank counts. The receiver alone raises it for a size, with the
+            rank of the sender.
         RuntimeError: a connection is lost.
         WorldError: the world has ended.
     """

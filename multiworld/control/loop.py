@@ -64,7 +64,8 @@ class ControlLoop:
         self.connections: set[ControlConnection] = set()
         self.loop_counter = LoopCounter()
         self._selector = _StallDetector(self._credit_stall)
-        self.loop = asyncio.SelectorEventLoop(self._selector)
+        self._runner = asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(self._selector))
+        self.loop = self._runner.get_loop()
         self.loop.set_exception_handler(_log)
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -135,12 +136,7 @@ class ControlLoop:
     def _close(self) -> None:
         for connection in list(self.connections):
             connection.close(0.0)
-        if tasks := asyncio.all_tasks(self.loop):
-            for task in tasks:
-                task.cancel()
-            self.loop.run_until_complete(asyncio.wait(tasks))
-        self.loop.run_until_complete(asyncio.sleep(0))  # callbacks of tasks that have ended, which close sockets
-        self.loop.close()
+        self._runner.close()  # ends the tasks and closes the loop
 
 
 def _log(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

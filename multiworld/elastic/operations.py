@@ -21,7 +21,7 @@ from multiworld.collectives.reductions import AnyReduceOp, all_reduce
 from multiworld.elastic.protocol.rounds import Round
 from multiworld.errors import Cause, WorldError
 from multiworld.ops.buffers import RecvBuffer, check_dense
-from multiworld.ops.operation import Status
+from multiworld.ops.operation import Status, status_of
 from multiworld.ops.validation import check_distinct
 from multiworld.world import World
 
@@ -57,9 +57,7 @@ class AllReduceHandle:
     @property
     def status(self) -> Status:
         """ "pending", "done" or "failed"."""
-        if not self._task.done():
-            return "pending"
-        return "failed" if self._task.cancelled() or self._task.exception() is not None else "done"
+        return status_of(self._task)
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._task.__await__()

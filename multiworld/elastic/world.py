@@ -12,8 +12,9 @@ from multiworld.elastic.agent import MemberAgent
 from multiworld.elastic.errors import DesyncError, ElasticError, ViewChangeError
 from multiworld.elastic.operations import TAG_LIMIT, AllReduceCall, AllReduceHandle, AllReduceOutcome
 from multiworld.elastic.protocol.commit_protocol import agree, pass_boundary, run_round
-from multiworld.elastic.protocol.rounds import Round, RoundMismatch
+from multiworld.elastic.protocol.rounds import Round
 from multiworld.errors import WorldError
+from multiworld.execution.failures import MismatchError
 
 
 class ElasticWorld:
@@ -219,7 +220,7 @@ class ElasticWorld:
             except TimeoutError:
                 self._agent.leave(ViewChangeError, f"{what} took over {timeout_s:g} s")
                 self._agent.raise_if_ended()
-            except RoundMismatch as mismatch:
+            except MismatchError as mismatch:
                 self._agent.leave(DesyncError, f"rank {mismatch.rank}: {mismatch.detail}")
                 self._agent.raise_if_ended()
             except BaseException as error:

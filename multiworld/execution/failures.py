@@ -20,6 +20,20 @@ class ConnectionLostError(RuntimeError):
         self.peer = peer
 
 
+class MismatchError(Exception):
+    """The members start different operations.
+
+    Attributes:
+        rank: a member that differs from others.
+        detail: both sides of the mismatch as text.
+    """
+
+    def __init__(self, rank: int, detail: str) -> None:
+        super().__init__(rank, detail)
+        self.rank = rank
+        self.detail = detail
+
+
 @contextlib.contextmanager
 def lost_connections() -> Iterator[None]:
     """Translate a RuntimeError of c10d into ConnectionLostError, unless it reports missing memory."""

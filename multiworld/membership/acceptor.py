@@ -11,8 +11,8 @@ import functools
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
 
 from multiworld.control.dial import read_frame, readable, reason_of
 from multiworld.control.frames import HEARTBEAT_BYTES, FrameError, Refuse
@@ -38,7 +38,7 @@ _MAX_REFUSALS = 100
 """Refused questions that are remembered, by client and reason."""
 
 _NO_ANSWER = "no answer to this question here"
-Answerer = Callable[[str, str], Awaitable[bytes]]
+Answerer = Callable[[str, str], Coroutine[Any, Any, bytes]]
 """(question, address of the client) → answer. To refuse the question it raises AskError; its text is sent to the client."""
 
 
@@ -232,13 +232,9 @@ class Acceptor:
         if self.answerer is None:
             raise RejectedError(_NO_ANSWER, retry=True)
         answerer, loop = self.answerer
-
-        async def answer() -> bytes:
-            return await answerer(question, host)
-
         try:
             async with asyncio.timeout(_ANSWER_S):
-                return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer(), loop))
+                return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answerer(question, host), loop))
         except AskError as rejection:
             reason = one_line(str(rejection))
             self._log_refusal(host, reason)

@@ -69,7 +69,6 @@ class MembershipMonitor:
         self._addresses = {0: member.address}
         self._start: asyncio.Future[Start] = control_loop.loop.create_future()
         self._member_left = False  # after that, a lost connection is not a failure
-        self._closed = False
         self._heartbeat_timer: asyncio.TimerHandle = control_loop.call_at_multiple(
             heartbeat.interval_s, self._send_heartbeats
         )
@@ -141,7 +140,6 @@ class MembershipMonitor:
 
     def close(self) -> None:
         """Close all control connections of this world. No event is reported after this."""
-        self._closed = True
         self._heartbeat_timer.cancel()
         for connection in self.connections.values():
             connection.close()
@@ -191,8 +189,6 @@ class MembershipMonitor:
                 self._world.on_member_left(rank)
 
     def _send_heartbeats(self) -> None:
-        if self._closed:
-            return
         self._heartbeat_timer = self._control_loop.call_at_multiple(self._heartbeat.interval_s, self._send_heartbeats)
         heartbeat = self._control_loop.loop_counter.heartbeat()
         for rank, connection in list(self.connections.items()):

@@ -70,9 +70,7 @@ class Operation:
 
     @property
     def status(self) -> Status:
-        if not self.future.done():
-            return "pending"
-        return "failed" if self.future.cancelled() or self.future.exception() is not None else "done"
+        return status_of(self.future)
 
     def __await__(self) -> Generator[Any, None, None]:
         return self.finish().__await__()
@@ -247,6 +245,12 @@ class View:
         """Use shared memory. `release` is also called when all tensors that use it are dropped."""
         self.data, self._release = data, release
         return data
+
+
+def status_of(future: asyncio.Future[None]) -> Status:
+    if not future.done():
+        return "pending"
+    return "failed" if future.cancelled() or future.exception() is not None else "done"
 
 
 def _is_being_cancelled() -> bool:

@@ -101,8 +101,7 @@ class SegmentPool:
         self._on_missing = on_missing
         self._register = register
         self._logged_s = -_LOG_INTERVAL_S
-        self._lock = threading.Lock()
-        self._forget()
+        self.forget()
         _pools.add(self)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -217,8 +216,9 @@ class SegmentPool:
             while kept and (len(self._segments) >= _MAX_SEGMENTS or self.reserved_bytes + size > self._budget_bytes):
                 self._free(kept.pop())
 
-    def _forget(self) -> None:
-        """Start without segments. In a forked child, those of the parent must not be used again."""
+    def forget(self) -> None:
+        """Start without segments. In a forked child, those of the parent must not be used, and their descriptors are closed."""
+        self._lock = threading.Lock()  # another thread of the parent may hold that of the parent
         for segment in getattr(self, "_segments", {}).values():
             segment.close()
         self._segments: dict[int, Segment] = {}  # by address
@@ -226,18 +226,13 @@ class SegmentPool:
         self._dropped: deque[Segment] = deque()
         self.reserved_bytes = 0
 
-    def forget_in_child(self) -> None:
-        """In a forked child: release the copies of the parent's descriptors and start without segments."""
-        self._lock = threading.Lock()  # another thread of the parent may have held it
-        self._forget()
-
 
 _pools: weakref.WeakSet[SegmentPool] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
     for pool in list(_pools):
-        pool.forget_in_child()
+        pool.forget()
 
 
 os.register_at_fork(after_in_child=_forget_all)

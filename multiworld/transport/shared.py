@@ -61,7 +61,6 @@ class SharedPayloads(SocketPayloads):
     def __init__(self, pool: SegmentPool) -> None:
         self._pool = pool
         self._ring: Segment | None = None
-        self._ring_view = memoryview(b"")
         self._pieces_sent = self._pieces_done = 0
         # Sent in place, not released by the peer; with the message that completes then.
         self._leases: dict[int, tuple[Segment, Message | None]] = {}
@@ -114,7 +113,6 @@ class SharedPayloads(SocketPayloads):
         self._ring = self._pool.take(RING_BYTES)
         if self._ring is None:
             return False
-        self._ring_view = memoryview(self._ring.memory)
         connection.outbox.append(Output(pack_head(RING, 0, RING_BYTES), fd=self._ring.fd))
         return True
 
@@ -164,7 +162,8 @@ class SharedPayloads(SocketPayloads):
             raise BlockingIOError
         piece = message.memory[message.written : message.written + SLOT_BYTES]
         at = self._pieces_sent % SLOTS * SLOT_BYTES
-        self._ring_view[at : at + len(piece)] = piece
+        assert self._ring is not None
+        self._ring.memory[at : at + len(piece)] = piece
         frame = Output(pack_head(PIECE))
         self._pieces_sent += 1
         message.written += len(piece)
@@ -285,7 +284,6 @@ class SharedPayloads(SocketPayloads):
         if self._ring is not None:
             self._pool.drop(self._ring)
         self._ring = self._peer_ring = self._slotted = None
-        self._ring_view = memoryview(b"")
         return pending
 
 

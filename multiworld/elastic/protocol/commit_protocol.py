@@ -44,7 +44,7 @@ Raises BrokenWorldException when the view has ended.
 async def agree(member: Member, round_: Round, view_number: int) -> bool:
     """Mark the operations as finished that finished on all members of that view. Returns whether the round is committed.
 
-    Raises BrokenWorldException, RoundMismatch.
+    Raises BrokenWorldException, MismatchError.
     """
     if round_.is_committed(member.state.committed):
         return True
@@ -57,7 +57,7 @@ async def agree(member: Member, round_: Round, view_number: int) -> bool:
 async def run_round(member: Member, round_: Round, run: RunOperations) -> bool:
     """Run a round to its end, over as many views as necessary. Returns False if it is unfinished and no other member is left.
 
-    Raises RoundMismatch.
+    Raises MismatchError.
     """
     view_number = await member.next_view(0)
     while True:
@@ -76,7 +76,7 @@ async def pass_boundary(member: Member) -> None:
 
     A boundary is a round. Its only flag is set if the member does not know of a new member that waits. All members that complete the
     exchange of flags have the same result, so they all stay in this view or all ask for the next one.
-    Raises RoundMismatch.
+    Raises MismatchError.
     """
     state = member.state
     boundary = Round(state.committed, 1, "update_membership")
@@ -95,7 +95,7 @@ async def pass_boundary(member: Member) -> None:
 
 
 async def _exchange_flags(member: Member, round_: Round, view_number: int) -> None:
-    """Set the flags of a round that all members of that view have set, and no others. Raises BrokenWorldException, RoundMismatch."""
+    """Set the flags of a round that all members of that view have set, and no others. Raises BrokenWorldException, MismatchError."""
     if not round_.flags_agree(await member.all_gather(view_number, round_.summary())):
         round_.intersect(await member.all_gather(view_number, round_.flags()))
 

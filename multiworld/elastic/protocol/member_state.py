@@ -34,9 +34,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class CloseView:
-    """Close the world of that view, whether it is forming, working or broken."""
-
-    view_number: int
+    """Close the world of the view, whether it is forming, working or broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +138,7 @@ class MemberState:
         if self.phase == "ended":
             return []
         self.phase = "ended"
-        return [*([CloseView(self.view.number)] if self.view.number else []), EndMembership(error, detail)]
+        return [*([CloseView()] if self.view.number else []), EndMembership(error, detail)]
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -150,10 +148,10 @@ class MemberState:
         before, self.view, self.phase, self._request = self.view.number, view, "forming", None
         self.committed = max(self.committed, view.committed)
         self.new_members_wait = False
-        return [*([CloseView(before)] if before else []), FormView(view)]
+        return [*([CloseView()] if before else []), FormView(view)]
 
     def _end_view(self, suspect: str = "") -> list[Action]:
-        return [CloseView(self.view.number), *self._request_next_view(at_boundary=False, suspect=suspect)]
+        return [CloseView(), *self._request_next_view(at_boundary=False, suspect=suspect)]
 
     def _request_next_view(self, *, at_boundary: bool, suspect: str = "") -> list[Action]:
         if self.rendezvous_error is not None:

@@ -18,22 +18,9 @@ members. The rules, and why they give the same bits on all members:
 import hashlib
 import struct
 
-from multiworld.errors import MultiWorldError
+from multiworld.execution.failures import MismatchError
 
 _SUMMARY = struct.Struct("!QQ16s16s")
-
-
-class RoundMismatch(MultiWorldError):  # noqa: N818 - internal; the caller gets DesyncError
-    """The members run different calls.
-
-    Attributes:
-        rank: the first rank that differs from rank 0.
-    """
-
-    def __init__(self, rank: int, detail: str) -> None:
-        super().__init__(rank, detail)
-        self.rank = rank
-        self.detail = detail
 
 
 class Round:
@@ -65,10 +52,10 @@ class Round:
     def is_committed(self, committed: int) -> bool:
         """Return whether any member has committed this round, given the number of committed rounds.
 
-        Raises RoundMismatch if it is committed but operations are unfinished on this member.
+        Raises MismatchError if it is committed but operations are unfinished on this member.
         """
         if committed > self.number and not self.complete:
-            raise RoundMismatch(
+            raise MismatchError(
                 0, f"another member has committed round {self.number}, which is not finished on this member"
             )
         return committed > self.number
@@ -87,15 +74,15 @@ class Round:
     def flags_agree(self, summaries: list[bytes]) -> bool:
         """Return whether all members have the same flags; if not, they must exchange them.
 
-        Raises RoundMismatch if the rounds differ. All members raise it.
+        Raises MismatchError if the rounds differ. All members raise it.
         """
         fields = [_SUMMARY.unpack(summary) for summary in summaries]
         first = fields[0]
         for rank, (number, count, signature, _) in enumerate(fields):
             if number != first[0]:
-                raise RoundMismatch(rank, f"it is in round {number}, rank 0 is in round {first[0]}")
+                raise MismatchError(rank, f"it is in round {number}, rank 0 is in round {first[0]}")
             if (count, signature) != first[1:3]:
-                raise RoundMismatch(rank, "its operation or its tensors differ from those of rank 0")
+                raise MismatchError(rank, "its operation or its tensors differ from those of rank 0")
         return all(flags == first[3] for *_, flags in fields)
 
     def intersect(self, flags: list[bytes]) -> None:

@@ -6,14 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.elastic.operations import BUCKET_BYTES, flatten, make_buckets, write_back
-from multiworld.elastic.protocol.rounds import Round, RoundMismatch
+from multiworld.elastic.protocol.rounds import Round
+from multiworld.execution.failures import MismatchError
 
 
 def test_members_with_different_operations_detect_it_alike() -> None:
     for other in (Round(5, 2, "same"), Round(4, 3, "same"), Round(4, 2, "other")):
         everybody = [Round(4, 2, "same"), Round(4, 2, "same"), other]
         for each in everybody:
-            with pytest.raises(RoundMismatch) as raised:
+            with pytest.raises(MismatchError) as raised:
                 each.flags_agree([one.summary() for one in everybody])
             assert raised.value.rank == 2
 
@@ -21,7 +22,7 @@ def test_members_with_different_operations_detect_it_alike() -> None:
 def test_round_that_another_member_committed_is_committed_here_with_what_there_is() -> None:
     round_ = Round(4, 2, "same")
     assert not round_.is_committed(4)
-    with pytest.raises(RoundMismatch, match="not finished on this member"):
+    with pytest.raises(MismatchError, match="not finished on this member"):
         round_.is_committed(5)
     round_.finished = [True, True]
     assert round_.is_committed(5)

@@ -1,7 +1,8 @@
 """Queries and replies before a world exists."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ async def test_query_gets_its_reply_with_the_right_secret(host: WorldManager) ->
 @pytest.mark.parametrize("handler", [None, fail, ponder], ids=["is missing", "raises", "is too slow"])
 async def test_query_fails_when_the_handler(
     host: WorldManager,
-    handler: Callable[[str, str], Awaitable[bytes]] | None,
+    handler: Callable[[str, str], Coroutine[Any, Any, bytes]] | None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
