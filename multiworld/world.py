@@ -205,9 +205,6 @@ class World:
                 sock.close()
             raise
 
-    def on_member_left(self, rank: int) -> None:
-        self.fail(Cause.LEFT, rank, "left while the world formed" if self.state is WorldState.JOINING else "")
-
     def _watch_connections(self) -> None:
         """Break the world if a network drops the data while the heartbeats arrive. Runs on the control loop's thread, takes no lock."""
         if self.state is WorldState.READY:
@@ -531,7 +528,7 @@ class World:
         self.state = state
 
     def _on_ended(self, cause: Cause, rank: int, detail: str, *, report: bool) -> None:
-        self._forming.wake()
+        self._control_loop.call_soon(self._forming.cancel)
         self._control_loop.call_soon(self._announce_end, cause, rank, detail)
         if report:
             self._on_changed(self)

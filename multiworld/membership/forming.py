@@ -60,7 +60,7 @@ class FormingWorld(MonitoredWorld, Protocol):
 
 
 class Forming:
-    """Forms a world at one member. Everything except `run` and `wake` runs on the control loop's thread.
+    """Forms a world at one member. Everything except `run` runs on the control loop's thread.
 
     Attributes:
         key: see `AdmissionTarget`; of the data connections.
@@ -153,11 +153,8 @@ class Forming:
             self._stop_connecting()
             self._forming = None
 
-    def wake(self) -> None:
-        """End `run` with the error of the ended world. Callable from any thread."""
-        self._control_loop.call_soon(self._cancel)
-
-    def _cancel(self) -> None:
+    def cancel(self) -> None:
+        """The world has ended: end `run` with its error."""
         if self._forming is not None:
             self._forming.cancel()
 

@@ -30,8 +30,6 @@ class MonitoredWorld(Protocol):
 
     def fail(self, cause: Cause, rank: int, detail: str = "") -> None: ...
 
-    def on_member_left(self, rank: int) -> None: ...
-
 
 class MembershipMonitor:
     """One member's view of the other members of one world. Sends heartbeats and reports members that fail or leave.
@@ -186,7 +184,7 @@ class MembershipMonitor:
                 self._world.fail(cause, rank, one_line(detail))
             case Left(rank):
                 self._member_left = True
-                self._world.on_member_left(rank)
+                self._world.fail(Cause.LEFT, rank)
 
     def _send_heartbeats(self) -> None:
         self._heartbeat_timer = self._control_loop.call_at_multiple(self._heartbeat.interval_s, self._send_heartbeats)

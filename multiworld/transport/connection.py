@@ -10,7 +10,6 @@ import contextlib
 import logging
 import select
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -37,12 +36,13 @@ _SCRATCH_BYTES = 1 << 13
 """Size of the buffer for heads, in bytes. A short message is read together with its head."""
 _EVENT_BYTES = 1 << 20
 """Bytes that a connection reads or writes before the event loop serves the next connection."""
-UNACKNOWLEDGED_S = 5.0
-"""After this time without an acknowledgement of sent data, the network or the host of the peer counts as lost."""
+MAX_RETRANSMISSIONS = 5
+"""After so many retransmissions without an acknowledgement, about 7 s in a local network, the network or the host of the peer counts as
+lost."""
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 """Seconds without traffic until the kernel probes the peer, seconds between probes, and probes until the connection is lost."""
-_TCP_INFO = struct.Struct("=24xI28xI")
-"""`tcp_info` of the kernel: segments without an acknowledgement, and milliseconds since the last one arrived."""
+_RETRANSMISSIONS_AT = 2
+"""Offset in `tcp_info` of the kernel: how often in a row the kernel has sent data again without an acknowledgement."""
 SENDMSG_BUFFERS = 16
 """Maximum number of buffers for one call of `sendmsg`."""
 
@@ -139,7 +139,6 @@ class PeerConnection:
         self._reading = False
         self._incoming: Message | None = None
         self._filled = 0
-        self._unacknowledged_since_s: float | None = None
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:  # a firewall may forget a connection without traffic
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -217,24 +216,17 @@ class PeerConnection:
                     return
 
     def is_unacknowledged(self) -> bool:
-        """Whether sent data has not been acknowledged by the host of the peer for `UNACKNOWLEDGED_S`. Call it about once a second.
+        """Whether the host of the peer has not acknowledged `MAX_RETRANSMISSIONS` of sent data. Takes no lock.
 
-        Takes no lock. Not TCP_USER_TIMEOUT, which would also end the connection to a healthy peer that reads slowly.
+        Not TCP_USER_TIMEOUT, which would also end the connection to a healthy peer that reads slowly.
         """
         if self.sock.family == socket.AF_UNIX or self.end_reason is not None:
             return False
         try:
-            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RETRANSMISSIONS_AT + 1)
         except OSError:  # the connection was closed meanwhile
             return False
-        unacknowledged, last_acknowledgement_ms = _TCP_INFO.unpack(info)
-        if not unacknowledged or last_acknowledgement_ms < 1000 * UNACKNOWLEDGED_S:
-            self._unacknowledged_since_s = None
-            return False
-        now_s = time.monotonic()
-        if self._unacknowledged_since_s is None:  # it may have been sent just now, after a pause
-            self._unacknowledged_since_s = now_s
-        return now_s - self._unacknowledged_since_s > UNACKNOWLEDGED_S
+        return info[_RETRANSMISSIONS_AT] >= MAX_RETRANSMISSIONS
 
     def close(self) -> None:
         """Close the connection. The owner is not called."""

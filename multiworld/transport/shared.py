@@ -39,18 +39,6 @@ _MAX_FDS = 4
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
-class _RingMessage(Output):
-    """A message in the outbox whose bytes are copied into the ring when a slot is free. `written` counts the copied bytes."""
-
-    __slots__ = ("memory", "written")
-
-    def __init__(self, message: Message) -> None:
-        super().__init__(b"", message)
-        assert message.memory is not None
-        self.memory = message.memory
-        self.written = 0
-
-
 class SharedPayloads(SocketPayloads):
     """Carries the bytes of longer messages of one connection, whose socket is a Unix stream socket, through shared memory.
 
@@ -88,7 +76,7 @@ class SharedPayloads(SocketPayloads):
         """Send through the ring, or through the socket without memory for a ring."""
         if self._ring is not None or self._open_ring(connection):
             connection.outbox.append(Output(_with_kind(IN_RING, message.head)))
-            connection.outbox.append(_RingMessage(message))
+            connection.outbox.append(Output(b"", message, to_ring=message.memory))
         else:
             super().enqueue(connection, message)
 
@@ -118,12 +106,12 @@ class SharedPayloads(SocketPayloads):
 
     def write(self, connection: PeerConnection) -> int:
         outbox, self.waiting = connection.outbox, False
-        if isinstance(outbox[0], _RingMessage):
-            self._write_piece(connection, outbox[0])
+        if outbox[0].to_ring is not None:
+            self._write_piece(connection, outbox[0], outbox[0].to_ring)
         buffers: list[bytes | memoryview] = []
         passing: Output | None = None
         for output in islice(outbox, SENDMSG_BUFFERS):
-            if isinstance(output, _RingMessage) or (passing is not None and output.fd >= 0):
+            if output.to_ring is not None or (passing is not None and output.fd >= 0):
                 break
             if output.fd >= 0:
                 passing = output
@@ -155,19 +143,18 @@ class SharedPayloads(SocketPayloads):
             self._enqueue_copied(connection, message)
         outbox.extend(following[1:])
 
-    def _write_piece(self, connection: PeerConnection, message: _RingMessage) -> None:
+    def _write_piece(self, connection: PeerConnection, output: Output, rest: memoryview) -> None:
         """Copy the next piece into the ring and put its frame before the rest. Raises BlockingIOError when no slot is free."""
         self.waiting = self._pieces_sent - self._pieces_done >= SLOTS
         if self.waiting:
             raise BlockingIOError
-        piece = message.memory[message.written : message.written + SLOT_BYTES]
+        piece, output.to_ring = rest[:SLOT_BYTES], rest[SLOT_BYTES:]
         at = self._pieces_sent % SLOTS * SLOT_BYTES
         assert self._ring is not None
         self._ring.memory[at : at + len(piece)] = piece
         frame = Output(pack_head(PIECE))
         self._pieces_sent += 1
-        message.written += len(piece)
-        if message.written == len(message.memory):
+        if not output.to_ring:
             frame.message = connection.outbox.popleft().message
         connection.outbox.appendleft(frame)
 

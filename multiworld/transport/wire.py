@@ -68,6 +68,7 @@ class Output:
         joined: the next output must follow directly (head and message).
         fd: descriptor to pass with the bytes; -1 for none.
         in_place: for an IN_PLACE: its message, which is copied if the kernel passes no more descriptors.
+        to_ring: what remains to be copied into the ring, a piece when a slot is free; None if `data` is written to the socket.
     """
 
     data: bytes | memoryview
@@ -75,3 +76,4 @@ class Output:
     joined: bool = False
     fd: int = -1
     in_place: Message | None = None
+    to_ring: memoryview | None = None

@@ -162,7 +162,7 @@ def drop_incoming(sock: socket.socket) -> None:
 async def test_world_breaks_when_the_network_drops_data_while_heartbeats_arrive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "UNACKNOWLEDGED_S", 1.0)
+    monkeypatch.setattr(connection, "MAX_RETRANSMISSIONS", 2)
     async with (
         WorldManager(heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=0) as host,
         WorldManager(heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=0) as guest,

@@ -48,9 +48,6 @@ class Events:
         self.details.append(detail)
         self.queue.put(("failed", rank, cause))
 
-    def on_member_left(self, rank: int) -> None:
-        self.queue.put(("left", rank))
-
 
 class RecordingStore(ControlStore):
     """The rendezvous of a world, which records what the members set."""
