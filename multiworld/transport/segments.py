@@ -43,8 +43,7 @@ class Segment:
     """A memfd that this process has mapped. Closed when no reference and no tensor inside it is left.
 
     Attributes:
-        owned: a tensor, or a connection, of this process uses the segment.
-        leases: how many sent messages lie in the segment that their receivers have not released.
+        users: the tensor or the ring of this process in the segment, and each sent message in it that its receiver has not released.
         unregister: called before the segment is freed; see `Register`.
         retired: the segment is freed, not used again, when it is unused. A receiver whose connection has ended may still read it.
     """
@@ -52,8 +51,7 @@ class Segment:
     def __init__(self, size: int) -> None:
         self.size = size
         self.unregister: Callable[[], None] = lambda: None
-        self.owned = True
-        self.leases = 0
+        self.users = 1
         self.retired = False
         self.fd = os.memfd_create("multiworld", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.close = weakref.finalize(self, os.close, self.fd)
@@ -115,13 +113,13 @@ class SegmentPool:
         return torch.frombuffer(buffer, dtype=torch.uint8, count=size).view(dtype).view(tuple(shape))
 
     def take(self, size: int) -> Segment | None:
-        """Take an unused segment of at least `size` bytes, `owned` by the caller; None if there is no memory for it."""
+        """Take an unused segment of at least `size` bytes until `release`; None if there is no memory for it."""
         capacity = _capacity(size)
         with self._lock:
             self._reap()
             if kept := self._kept.get(capacity):
                 segment = kept.pop()
-                segment.owned = True
+                segment.users = 1
                 return segment
             self._make_room(capacity)
             if len(self._segments) >= _MAX_SEGMENTS or self.reserved_bytes + capacity > self._budget_bytes:
@@ -152,21 +150,13 @@ class SegmentPool:
     def lease(self, segment: Segment) -> None:
         """A message in the segment is sent: it must not be used again before `release`."""
         with self._lock:
-            segment.leases += 1
+            segment.users += 1
 
     def release(self, segment: Segment, *, retire: bool = False) -> None:
-        """End a lease. `retire`: the receiver did not release it, so the segment is freed when it is unused."""
+        """End a lease, or the use of a ring. `retire`: the receiver did not release it, so the segment is freed when it is unused."""
         with self._lock:
-            segment.leases -= 1
             segment.retired |= retire
-            self._settle(segment)
-
-    def drop(self, segment: Segment) -> None:
-        """The owner needs the segment no more. Its receiver may still have it mapped, so it is not used again."""
-        with self._lock:
-            segment.owned = False
-            segment.retired = True
-            self._settle(segment)
+            self._end_use(segment)
 
     def close(self) -> None:
         """Free the unused segments, and each of the others when its tensor and its receivers have released it."""
@@ -191,13 +181,12 @@ class SegmentPool:
 
     def _reap(self) -> None:
         while self._dropped:
-            segment = self._dropped.popleft()
-            segment.owned = False
-            self._settle(segment)
+            self._end_use(self._dropped.popleft())
 
-    def _settle(self, segment: Segment) -> None:
-        """Keep an unused segment for the next tensor, or free it if it is retired."""
-        if segment.owned or segment.leases or segment.address not in self._segments:
+    def _end_use(self, segment: Segment) -> None:
+        """Keep a segment that nothing uses any more for the next tensor, or free it if it is retired."""
+        segment.users -= 1
+        if segment.users or segment.address not in self._segments:
             return
         if segment.retired:
             self._free(segment)

@@ -269,7 +269,7 @@ class SharedPayloads(SocketPayloads):
                 pending.append(message)
         self._leases.clear()
         if self._ring is not None:
-            self._pool.drop(self._ring)
+            self._pool.release(self._ring, retire=True)
         self._ring = self._peer_ring = self._slotted = None
         return pending
 

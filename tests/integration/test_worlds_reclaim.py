@@ -103,7 +103,7 @@ async def test_repeatedly_killed_peers_leak_nothing(spawn: Spawn) -> None:
                 before = held(pool)
         del tensor
         await assert_flat(before, pool)
-        assert not any(segment.leases for segment in pool._segments.values())
+        assert not any(segment.users for segment in pool._segments.values())
         assert pool.reserved_bytes <= 4 * 4 * LARGE  # at most four tensors are kept for the next ones
 
 

@@ -55,7 +55,8 @@ class LocalEnd(End):
 
     def __init__(self, sock: socket.socket, budget_bytes: int = BUDGET) -> None:
         self.pool = SegmentPool(budget_bytes)
-        super().__init__(sock, SharedPayloads(self.pool))
+        self.payloads = SharedPayloads(self.pool)
+        super().__init__(sock, self.payloads)
 
     def send_message(self, payload: Tensor) -> Operation:
         message = send_message(FACTS, b"header", payload, 1, 0)
@@ -94,7 +95,7 @@ def allocated(end: LocalEnd, size: int) -> Tensor:
 
 
 def leases(end: LocalEnd) -> int:
-    return sum(segment.leases for segment in end.pool._segments.values())
+    return len(end.payloads._leases)
 
 
 @pytest.mark.parametrize("size", [MIN_BYTES - 1, MIN_BYTES, SLOT_BYTES, RING_BYTES + 1, 9 * MIB])
