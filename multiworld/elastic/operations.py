@@ -48,7 +48,7 @@ class AllReduceHandle:
         self.view_number = view_number
         self.world_size = world_size
         self._task = asyncio.get_running_loop().create_task(work)
-        self._task.add_done_callback(_retrieve_exception)
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # no log if it is never awaited
 
     def done(self) -> bool:
         """Return whether it completed or failed."""
@@ -61,12 +61,6 @@ class AllReduceHandle:
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._task.__await__()
-
-
-def _retrieve_exception(task: asyncio.Task[None]) -> None:
-    """Retrieve the exception, so that asyncio does not log it if the handle is never awaited."""
-    if not task.cancelled():
-        task.exception()
 
 
 @dataclass(frozen=True, slots=True)

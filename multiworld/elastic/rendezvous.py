@@ -32,7 +32,7 @@ from multiworld.elastic.rendezvous_link import RendezvousLink
 from multiworld.elastic.state_file import StateFile
 from multiworld.errors import AskError, WorldError
 from multiworld.manager import WorldManager
-from multiworld.texts import MAX_NAME_CHARS, is_name, one_line
+from multiworld.texts import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class ElasticRendezvous:
             join = decode(question)
         except MessageError as error:
             logger.warning("invalid join request from %s: %s", host, one_line(str(error), 200))
-            join = None
+            return encode(Refused(one_line(str(error), 200)))
         if not isinstance(join, Join):
             return encode(Refused("not a join request of an elastic world"))
         if rejection := self._rejection(join):
@@ -162,9 +162,6 @@ class ElasticRendezvous:
 
     def _rejection(self, join: Join) -> Refused | Evicted | None:
         """Return why a member cannot join, None if it can. Raises AskError if it can later."""
-        if not is_name(join.world):
-            expected = f"1 to {MAX_NAME_CHARS} printable ASCII characters without spaces"
-            return Refused(f"the name of the world is {join.world!r:.60}; expected {expected}")
         world = self._worlds.get(join.world)
         if self._closing or (world is not None and join.member.id in world.links):
             raise AskError("the server is shutting down" if self._closing else "this member is connected already")

@@ -11,6 +11,9 @@ from msgspec import Meta, Struct
 
 from multiworld.texts import MAX_HOST_CHARS, MAX_NAME_CHARS
 
+Name = Annotated[str, Meta(pattern=rf"\A[!-~]{{1,{MAX_NAME_CHARS}}}\Z")]
+"""Printable ASCII characters without spaces."""
+
 
 class MessageError(ValueError):
     """Protocol error: the bytes are not a valid message."""
@@ -24,7 +27,7 @@ class MemberInfo(Struct, frozen=True):
         host, port: address as the other members reach it.
     """
 
-    id: Annotated[str, Meta(pattern=rf"\A[!-~]{{1,{MAX_NAME_CHARS}}}\Z")]
+    id: Name
     host: Annotated[str, Meta(pattern=rf"\A[!-~]{{1,{MAX_HOST_CHARS}}}\Z")]
     port: Annotated[int, Meta(gt=0, lt=65536)]
 
@@ -41,7 +44,7 @@ class Join(_Tagged, frozen=True):
         resume: it is a member already and has lost its link.
     """
 
-    world: str
+    world: Name
     member: MemberInfo
     resume: bool
 
@@ -120,4 +123,4 @@ def decode(data: bytes | str) -> Message:
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise MessageError(f"not a message: {data[:60]!r}") from error
+        raise MessageError(f"not a message: {error}: {data[:60]!r}") from error

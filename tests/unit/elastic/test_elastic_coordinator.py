@@ -90,6 +90,7 @@ def test_member_is_suspected_only_when_the_failure_names_it(cause: Cause, rank: 
         b'{"kind": "View", "number": 1, "members": [{"id": "a", "host": "h", "port": 0}], "committed": 0}',
         b'{"kind": "View", "number": 1, "members": [{"id": "a b", "host": "h", "port": 1}], "committed": 0}',
         b'{"kind": "Join", "world": "w", "member": {"id": "a", "host": "h", "port": "1"}, "resume": false}',
+        b'{"kind": "Join", "world": "a b", "member": {"id": "a", "host": "h", "port": 1}, "resume": false}',
     ],
 )
 def test_malformed_message_is_refused(data: bytes) -> None:
