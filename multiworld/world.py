@@ -48,7 +48,7 @@ from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.forming import Forming
 from multiworld.ops import p2p
 from multiworld.ops.buffers import contiguous
-from multiworld.ops.operation import Collective, Message, Operation, Receive, Send, View
+from multiworld.ops.operation import NO_MEMORY, Collective, Message, Operation, Receive, Send, View
 from multiworld.ops.validation import WorldFacts
 from multiworld.transport.connection import PeerConnection, SocketPayloads
 from multiworld.transport.poller import Poller, poller_of
@@ -190,7 +190,7 @@ class World:
             self._control_loop.call_soon(self._watch_connections)
 
     def _connect(self, socks: dict[int, socket.socket]) -> None:
-        """Use the connected sockets, by rank. Raises OSError when the kernel cannot poll them; all of them are closed then."""
+        """Use the connected sockets, by rank. Raises OSError when the kernel cannot poll them; the caller closes them then."""
         assert self._poller is not None
         if socks and all(sock.family == socket.AF_UNIX for sock in socks.values()):
             self.transport = Transport.SHARED_MEMORY
@@ -201,8 +201,6 @@ class World:
                 self._connections[peer] = PeerConnection(peer, sock, self._lock, self, self._poller, payloads)
         except OSError:
             self._close_connections()
-            for sock in socks.values():
-                sock.close()
             raise
 
     def _watch_connections(self) -> None:
@@ -363,7 +361,7 @@ class World:
         Raises RuntimeError when no thread can start.
         """
         if isinstance(operation, Message):
-            operation.memory = operation.data = None  # the caller may keep the operation
+            operation.data, operation.memory = None, NO_MEMORY  # the caller may keep the operation
             if operation.collective is not None:
                 operation.resolve(None)
                 return

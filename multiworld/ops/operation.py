@@ -23,6 +23,7 @@ Raises RuntimeError when a connection is lost, WorldError when the world has end
 Post = Callable[[ProcessGroup], Work]
 """Hands an operation to c10d's NCCL group."""
 _NO_DATA = torch.empty(0, dtype=torch.uint8)
+NO_MEMORY = memoryview(b"")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -128,16 +129,15 @@ class Message(Operation):
     Attributes:
         tag: messages with the same tag arrive in order.
         head: for a send, the complete head; for a receive, the expected signature (multiworld/transport/wire.py).
-        memory: bytes of the sent or receiving tensor; keeps the tensor alive. None while the data is being copied from a device, and for
-            a receive of unknown size.
-        data: the tensor that `memory` belongs to.
+        data: the sent or receiving tensor. None while it is being copied from a device, for a receive of unknown size, and at the end.
+        memory: the bytes of `data`; keeps it alive.
         collective: for one message of a collective: the collective.
     """
 
     tag: int
     head: bytes = b""
-    memory: memoryview | None = None
     data: Tensor | None = None
+    memory: memoryview = NO_MEMORY
     collective: "Collective | None" = None
 
     def set_data(self, data: Tensor) -> None:

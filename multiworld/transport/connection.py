@@ -155,21 +155,21 @@ class PeerConnection:
         self.write_first(credit_head(message.tag))
 
     def send(self, message: Message) -> None:
-        """Queue a message; it is written when the peer has granted a credit and `message.memory` is set.
+        """Queue a message; it is written when the peer has granted a credit and `message.data` is set.
 
         Raises ConnectionLostError when the connection has ended.
         """
         self._raise_if_ended()
         tag = message.tag
         self._sends.setdefault(tag, deque()).append(message)
-        if message.memory is not None and tag not in self._credits:
+        if message.data is not None and tag not in self._credits:
             self._read()  # a credit may have arrived already
         self.send_ready(tag)
 
     def send_ready(self, tag: int) -> None:
-        """Write the queued messages with this tag that have a credit and their memory."""
+        """Write the queued messages with this tag that have a credit and their data."""
         messages = self._sends.get(tag)
-        while messages and tag in self._credits and messages[0].memory is not None:
+        while messages and tag in self._credits and messages[0].data is not None:
             message = messages.popleft()
             self._add_credits(tag, -1)
             self._payloads.enqueue(self, message)
@@ -283,7 +283,6 @@ class PeerConnection:
         """Buffers for the next read: the rest of the current message, then the scratch buffer."""
         if self._incoming is None:
             return [self._scratch_view[self._head_bytes :]]
-        assert self._incoming.memory is not None
         rest = self._incoming.memory[self._filled :]
         return [rest[:limit]] if len(rest) > limit else [rest, self._scratch_view]
 
@@ -291,7 +290,6 @@ class PeerConnection:
         """Handle `count` received bytes. Raises ValueError when the peer violates the protocol."""
         message = self._incoming
         if message is not None:
-            assert message.memory is not None
             taken = min(count, len(message.memory) - self._filled)
             self._filled += taken
             count -= taken
@@ -318,7 +316,6 @@ class PeerConnection:
     def _start_message(self, tag: int, size: int, signature: bytes, following: memoryview) -> int:
         """Start to receive a message. `following` has the bytes read after its head. Returns how many of them belong to the message."""
         message = self.match(tag, size, signature)
-        assert message.memory is not None
         taken = min(size, len(following))
         if taken:
             message.memory[:taken] = following[:taken]
@@ -342,7 +339,6 @@ class PeerConnection:
             message.view.accept(signature, size)
             message.set_data(place(message.view))
             message.head = signature
-        assert message.memory is not None
         if size != len(message.memory) or signature != message.head:
             raise ValueError(
                 f"it sent {decode_signature(signature)} where {decode_signature(message.head)} was expected"

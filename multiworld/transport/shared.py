@@ -62,12 +62,11 @@ class SharedPayloads(SocketPayloads):
     # -- sending -----------------------------------------------------------------------------------------------------------------
 
     def enqueue(self, connection: PeerConnection, message: Message) -> None:
-        memory = message.memory
-        assert memory is not None
+        size = len(message.memory)
         # A collective may overwrite a tensor as soon as it is sent, so only sends leave their tensor in place.
-        if len(memory) < MIN_BYTES:
+        if size < MIN_BYTES:
             super().enqueue(connection, message)
-        elif isinstance(message, Send) and self._enqueue_in_place(connection, message, len(memory)):
+        elif isinstance(message, Send) and self._enqueue_in_place(connection, message, size):
             pass
         else:
             self._enqueue_copied(connection, message)
@@ -206,7 +205,6 @@ class SharedPayloads(SocketPayloads):
         message, ring = self._slotted, self._peer_ring
         if message is None or ring is None:
             raise ValueError("it sent a piece of no message")
-        assert message.memory is not None
         start = self._slotted_bytes
         end = self._slotted_bytes = min(start + SLOT_BYTES, len(message.memory))
         at = self._pieces_received % SLOTS * SLOT_BYTES
@@ -233,7 +231,6 @@ class SharedPayloads(SocketPayloads):
             check_segment(fd, offset, size)
             message = connection.match(*announced, lambda view: _map(connection, view, fd, lease, offset))
             if not isinstance(message, Receive) or message.view is None or not message.view.shared:
-                assert message.memory is not None
                 if os.preadv(fd, [message.memory], offset) != size:
                     raise ValueError(f"it sent a segment that cannot be read at {offset}")
                 connection.write_first(pack_head(RELEASE, lease=lease))

@@ -52,7 +52,7 @@ def failing_algorithm(error: Exception) -> Callable[..., Any]:
 def staged(operation: Send, copy: Callable[..., Any]) -> Send:
     """Let `copy` take the data of the operation from a device."""
     on_device: Any = SimpleNamespace(nbytes=16, is_cuda=False, detach=copy)
-    return replace(operation, tensors=(on_device,), staged=True, data=None, memory=None)
+    return replace(operation, tensors=(on_device,), staged=True, data=None)
 
 
 def all_reduce(world: World) -> Collective:
