@@ -108,8 +108,6 @@ class WorldManager:
         self._created: weakref.WeakSet[World] = weakref.WeakSet()
         self._generations: dict[str, int] = {}
         """The latest generation of each name that this process hosted as rank 0; the oldest first."""
-        self._forgotten_generation = 0
-        """The highest generation of all names that were dropped from there."""
         self._secrets = [self._secret]  # shared with all acceptors
         # By IP address and port. That of the Unix socket by its folder and 0.
         self._acceptors: dict[tuple[str, int], Acceptor] = {}
@@ -249,14 +247,13 @@ class WorldManager:
     def _next_generation(self, config: WorldConfig) -> int:
         """Return the generation of a new world: the requested one, else one more than the latest of its name.
 
-        A name that is not remembered starts after the highest generation of all forgotten names.
+        A name that is not remembered starts at 1, as it does when this process is replaced: see `Hello.formation`.
         """
-        latest = self._generations.pop(config.name, self._forgotten_generation)
+        latest = self._generations.pop(config.name, 0)
         generation = config.generation or latest + 1
         self._generations[config.name] = max(generation, latest)
         if len(self._generations) > _MAX_GENERATIONS:
-            oldest = self._generations.pop(next(iter(self._generations)))
-            self._forgotten_generation = max(self._forgotten_generation, oldest)
+            del self._generations[next(iter(self._generations))]  # the oldest
         return generation
 
     def add_world(self, world_name: str, backend: str) -> None:
