@@ -224,19 +224,19 @@ class World:
 
     async def recv_view(
         self,
-        check: Callable[[bytes, int], object],
+        check: Callable[[bytes, int], Tensor | None],
         src: int,
         *,
-        copy: bool = False,
         tag: int = 0,
         timeout_s: float | None = None,
     ) -> View:
         """Receive a message of unknown size without a copy, if the sender has allocated its payload with `allocate` on this host.
 
-        Otherwise, or with `copy`, the view has memory of its own. `check(header, size_bytes)` raises ValueError to refuse the message:
-        the world breaks with cause `error`. It must not block, and may be called on another thread.
+        Otherwise the view has memory of its own. `check(header, size_bytes)` raises ValueError to refuse the message: the world breaks
+        with cause `error`. If it returns a contiguous tensor of this size, the data is copied there. It must not block, and may be called
+        on another thread.
         """
-        view = View(check, copy)
+        view = View(check)
         await self.start(p2p.recv_view(self.facts, view, src, tag), timeout_s=timeout_s).finish()
         return view
 

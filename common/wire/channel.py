@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+import torch
+from torch import Tensor
+
 from multiworld import BrokenWorldException, Cause, Operation, World, WorldError
 from multiworld_serving.common.wire.message import Message
 
@@ -53,13 +56,16 @@ class Channel:
         """
         message: Message | None = None
 
-        def check(data: bytes, size_bytes: int) -> None:
+        def check(data: bytes, size_bytes: int) -> Tensor | None:
             nonlocal message
             message = Message.parse(data, size_bytes)
             self._check(message)
+            if copy and message.shape is not None:
+                message.payload = torch.empty(message.shape, dtype=message.dtype)
+            return message.payload
 
-        view = await self.world.recv_view(check, self.peer, copy=copy)
+        view = await self.world.recv_view(check, self.peer)
         assert message is not None, "a view is received after `check` has returned"
-        if message.shape is not None:
+        if message.payload is None and message.shape is not None:
             message.payload = view.data.view(message.dtype).view(message.shape)
         return message

@@ -202,18 +202,17 @@ class View:
 
     Attributes:
         header: the sender's header, padded with zeros to MAX_HEADER_BYTES.
-        data: uint8 [n].
+        data: uint8 [n], or the tensor that `check` has returned.
 
     Args:
-        check: called with header and size in bytes; raises ValueError to refuse the message.
-        copied: the data must be in memory of this process.
+        check: called with header and size in bytes; raises ValueError to refuse the message. May return the memory for its data.
     """
 
-    def __init__(self, check: Callable[[bytes, int], object], copied: bool = False) -> None:
+    def __init__(self, check: Callable[[bytes, int], Tensor | None]) -> None:
         self.header = b""
         self.data = _NO_DATA
         self.size_bytes = 0
-        self.copied = copied
+        self.copied = False
         self._check = check
         self._release: Callable[[], object] | None = None
 
@@ -232,12 +231,14 @@ class View:
 
     def accept(self, header: bytes, size_bytes: int) -> None:
         """Check an announced message. Raises ValueError."""
-        self._check(header, size_bytes)
+        memory = self._check(header, size_bytes)
         self.header, self.size_bytes = header, size_bytes
+        if memory is not None:
+            self.data, self.copied = memory, True
 
     def allocate(self) -> Tensor:
         """Provide memory of this process for the data."""
-        if self.size_bytes:
+        if self.size_bytes and not self.copied:
             self.data = torch.empty(self.size_bytes, dtype=torch.uint8)
         return self.data
 

@@ -63,7 +63,7 @@ class LocalEnd(End):
         return self.start(message, pack_head(MESSAGE, 0, payload.nbytes, b"header"), payload)
 
     def view(self, *, copied: bool = False) -> tuple[View, Operation]:
-        view = View(lambda _header, _size_bytes: None, copied)
+        view = View(lambda _header, size_bytes: torch.empty(size_bytes, dtype=torch.uint8) if copied else None)
         return view, self.start(recv_view(FACTS, view, 1, 0))
 
 
