@@ -213,6 +213,7 @@ class View:
         self.data = _NO_DATA
         self.size_bytes = 0
         self.copied = False
+        """Whether the data is copied to memory that `check` has returned."""
         self._check = check
         self._release: Callable[[], object] | None = None
 
