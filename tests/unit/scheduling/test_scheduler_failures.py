@@ -91,18 +91,6 @@ def test_input_that_the_model_does_not_take_is_computed_alone_at_most_once(reque
     assert sorted(answered(outcome)) == list(range(2, requests + 1))
 
 
-@pytest.mark.parametrize("leaves", [True, False])
-def test_grace_counts_from_when_the_last_replica_stopped_accepting(leaves: bool) -> None:
-    driver = SchedulerHarness(replicas=1, recovery_grace_s=5.0, window=1)
-    driver.arrive(2)
-    if leaves:
-        driver.draining("s0r0")
-    else:
-        driver.broken("s0r0", "left")
-    assert driver.wait(4.9) == []
-    assert 2 in rejected(driver.wait(0.2))
-
-
 def raises_then_succeeds_elsewhere(driver: SchedulerHarness, link: str) -> list[object]:
     """One batch that is sent to `link` first, raises there, and succeeds on another. Returns the last actions."""
     send = next(send for send in sends(driver.arrive(2)) if send.replica == link)
@@ -134,16 +122,6 @@ def test_links_are_kept_when_a_request_raises_on_every_replica() -> None:
 # -- isolation: only the poison is refused -------------------------------------------------------------------------------------
 
 
-def test_batch_is_split_when_it_has_broken_all_but_one_of_its_worlds() -> None:
-    driver = SchedulerHarness(replicas=4, max_batch_size=3, batch_timeout_s=1.0, max_attempts=3)
-    first = only(driver.arrive(3), SendBatch)
-    second = only(driver.broken(first.replica), SendBatch)
-    actions = driver.broken(second.replica)
-    assert of(actions, FreeBatch) == [FreeBatch(first.batch)]
-    alone = only(actions, SendBatch)
-    assert (alone.requests, alone.isolated, alone.stage, alone.kind, alone.attempt) == ((1,), True, 0, "first", 3)
-
-
 def test_isolation_alternates_with_ordinary_batches_on_a_single_replica() -> None:
     driver = SchedulerHarness(replicas=1, max_batch_size=3, window=1, max_attempts=2, batch_timeout_s=1.0)
     driver.arrive(3)
@@ -155,14 +133,3 @@ def test_isolation_alternates_with_ordinary_batches_on_a_single_replica() -> Non
         pending = sends(driver.done(pending.pop()))
         turns += [send.isolated for send in pending]
     assert turns == [True, False, True, False, True, False]
-
-
-def test_innocent_suspect_is_rerouted_when_it_has_not_broken_enough_worlds() -> None:
-    """Isolated because the stage raised twice; a world that breaks afterwards is its first."""
-    driver = SchedulerHarness(replicas=3)
-    first = only(driver.arrive(), SendBatch)
-    retry = only(driver.failed(first), SendBatch)
-    alone = only(driver.failed(retry), SendBatch)
-    again = only(driver.broken(alone.replica), SendBatch)
-    assert (again.isolated, again.kind) == (True, "reroute")
-    assert answered(driver.done(again)) == [1]

@@ -5,15 +5,6 @@ from multiworld_serving.server.scheduling.events import RequestCancelled
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, sends
 
 
-def test_requests_start_again_when_a_replica_cannot_get_their_input() -> None:
-    driver = SchedulerHarness(stages=2, max_batch_size=2, batch_timeout_s=1.0)
-    second = only(driver.done(only(driver.arrive(2), SendBatch), kept=True), SendBatch)
-    again = only(driver.input_lost(second), SendBatch)
-    assert (again.stage, again.requests) == (0, (1, 2))
-    assert driver.in_flight.keys() == {(again.batch, again.replica)}, "its place in the window is free"
-    assert answered(driver.answer_all([again])) == [1, 2]
-
-
 def test_requests_that_are_handed_back_do_not_start_again() -> None:
     driver = SchedulerHarness(max_batch_size=2, batch_timeout_s=1.0)
     send = only(driver.arrive(2), SendBatch)
@@ -32,13 +23,6 @@ def test_neither_replica_nor_request_is_blamed_when_inputs_are_lost() -> None:
         assert not of(actions, FailReplica)
         send = only(actions, SendBatch)
         assert not send.isolated
-
-
-def test_hedge_continues_when_the_input_is_lost_for_the_other_attempt() -> None:
-    driver, first, hedge = hedged()
-    assert driver.input_lost(first) == []
-    actions = driver.broken(hedge.replica)
-    assert only(actions, SendBatch).stage == 0
 
 
 def test_late_batch_is_not_hedged_when_its_input_is_lost() -> None:
