@@ -36,13 +36,13 @@ def test_key_is_published_and_read_back() -> None:
 
 
 def test_reader_waits_until_another_member_sets_the_key_or_the_store_is_aborted() -> None:
-    store = ControlStore(lambda _key, _value: None)
+    store, aborted = (ControlStore(lambda _key, _value: None) for _ in range(2))
     with ThreadPoolExecutor() as threads:
-        reading, waiting = threads.submit(store.get, "late"), threads.submit(store.wait, ["never"], 2 * LONG)
+        reading, waiting = threads.submit(store.get, "late"), threads.submit(aborted.wait, ["never"], 2 * LONG)
         store.receive("other", b"")
         store.receive("late", b"value")
         assert reading.result(PATIENCE_S) == b"value"
-        store.abort(JoinError("w", "over"))
+        aborted.abort(JoinError("w", "over"))
         with pytest.raises(DistStoreError, match="over"):
             waiting.result(PATIENCE_S)
 
