@@ -13,11 +13,14 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import httpx
 
 from multiworld_client.codec import (
-    REPOSITORY_INDEX,
+    MODELS,
     PreparedRequest,
     body_request,
-    image_request,
-    model_name,
+    file_request,
+    input_and_output,
+    metadata_request,
+    only_model,
+    pixels_request,
     predictions,
 )
 from multiworld_client.inputs import TensorInput, encode_batch, encode_image
@@ -46,7 +49,7 @@ class _Client:
     ) -> None:
         self._http = self._connect(headers={"Authorization": f"Bearer {api_key}"} if api_key else {}, verify=verify)
         self._servers = Servers(url, timeout_s, retries)
-        self._model: str | None = None
+        self._found: dict[str, Any] = {}
 
     async def _exchange(self, request: httpx.Request) -> httpx.Response:
         """Send a request once. Raises httpx.TransportError."""
@@ -60,18 +63,22 @@ class _Client:
         raise NotImplementedError
 
     async def _classify(
-        self, call: Call, encoded: bytes | TensorInput, top_k: int | None, request_id: str | None
+        self, call: Call, encoded: bytes | TensorInput, model: str | None, top_k: int | None, request_id: str | None
     ) -> list[Prediction]:
-        model = await self._model_name(call) if isinstance(encoded, TensorInput) else ""
-        request = image_request(encoded, model, top_k, request_id)
+        if isinstance(encoded, bytes):
+            request = file_request(encoded, model, top_k, request_id)
+        else:
+            model = model or await self._find(call, MODELS, only_model)
+            names = await self._find(call, metadata_request(model), input_and_output)
+            request = pixels_request(encoded, model, names, top_k, request_id)
         return predictions(await self._send(call, request), call.tries)
 
-    async def _model_name(self, call: Call) -> str:
-        """The model's name, which only tensor inputs need; requested once."""
-        if self._model is None:
-            self._model = model_name(await self._send(call, REPOSITORY_INDEX))
+    async def _find(self, call: Call, request: PreparedRequest, parse: Callable[[httpx.Response], object]) -> Any:
+        """What `parse` returns for the answer to this request, which is sent once and has tries of its own."""
+        if request.path not in self._found:
+            self._found[request.path] = parse(await self._send(call, request))
             call.tries = 0
-        return self._model
+        return self._found[request.path]
 
     async def _send(self, call: Call, request: PreparedRequest) -> httpx.Response:
         while True:
@@ -112,6 +119,7 @@ class AsyncClient(_Client):
         self,
         image: object,
         *,
+        model: str | None = None,
         top_k: int | None = None,
         timeout_s: float | None = None,
         request_id: str | None = None,
@@ -121,6 +129,7 @@ class AsyncClient(_Client):
         Args:
             image: path of a JPEG, PNG or WebP file, its content as bytes, a Pillow image, or pixels as a numpy array or torch tensor
                 [3, S, S], RGB, uint8 in 0..255 or float32 in 0..1, where S is the model's image size.
+            model: name of the model; None = the only one.
             top_k: number of classes; None uses the service's default.
             timeout_s: limit in seconds, including retries; None uses the client's.
             request_id: identifies the request in the service's log, 1 to 128 printable characters; None generates one.
@@ -128,12 +137,13 @@ class AsyncClient(_Client):
             ClientError: a subclass, see `multiworld_client.errors`.
         """
         call = Call(self._servers, timeout_s)
-        return (await self._classify(call, await self._encoded(encode_image, image), top_k, request_id))[0]
+        return (await self._classify(call, await self._encoded(encode_image, image), model, top_k, request_id))[0]
 
     async def predict_batch(
         self,
         images: object,
         *,
+        model: str | None = None,
         top_k: int | None = None,
         timeout_s: float | None = None,
         request_id: str | None = None,
@@ -145,7 +155,7 @@ class AsyncClient(_Client):
             Other arguments and errors are as for `predict`.
         """
         call = Call(self._servers, timeout_s)
-        return await self._classify(call, await self._encoded(encode_batch, images), top_k, request_id)
+        return await self._classify(call, await self._encoded(encode_batch, images), model, top_k, request_id)
 
     async def infer(
         self,
@@ -158,23 +168,23 @@ class AsyncClient(_Client):
         """Compute a batch of samples of any model; all by one version, or the request fails.
 
         Args:
-            model: name of the model; None = the first one of the service.
             inputs: the inputs of the model by name, as numpy arrays or torch tensors with the batch dimension first. Their types and
                 shapes are those of GET /v2/models/NAME.
-            timeout_s, request_id: as for `predict`.
+            model, timeout_s, request_id: as for `predict`.
         Returns:
             The outputs by name, as numpy arrays; bfloat16 becomes float32.
         Raises:
             ClientError: a subclass, see `multiworld_client.errors`.
         """
         call = Call(self._servers, timeout_s)
-        request = infer_request(inputs, model or await self._model_name(call), request_id)
+        request = infer_request(inputs, model or await self._find(call, MODELS, only_model), request_id)
         return outputs(await self._send(call, request))
 
     async def predict_body(
         self,
         body: bytes,
         *,
+        model: str | None = None,
         content_type: str = "application/octet-stream",
         timeout_s: float | None = None,
         request_id: str | None = None,
@@ -183,11 +193,12 @@ class AsyncClient(_Client):
 
         Args:
             body, content_type: as the handler's `decode` takes them.
-            timeout_s, request_id: as for `predict`.
+            model, timeout_s, request_id: as for `predict`.
         Raises:
             ClientError: a subclass, see `multiworld_client.errors`.
         """
-        return (await self._send(Call(self._servers, timeout_s), body_request(body, content_type, request_id))).content
+        request = body_request(body, model, content_type, request_id)
+        return (await self._send(Call(self._servers, timeout_s), request)).content
 
     async def is_ready(self) -> bool:
         """Whether the service is ready (`/readyz` at any of the URLs), without retries. Each URL gets an equal part of the timeout."""

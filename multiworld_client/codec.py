@@ -30,12 +30,13 @@ class PreparedRequest:
     content: bytes
     headers: Mapping[str, str]
     params: Mapping[str, str | int] = field(default_factory=dict)
+    method: str = "POST"
 
     def build(self, http: httpx.Client | httpx.AsyncClient, url: str, remaining: RemainingTime) -> httpx.Request:
         """Build the request for one try at the service's `url`. Its header tells the service the remaining time."""
         headers = {**self.headers, "X-Request-Timeout-S": f"{max(remaining.seconds, 0.001):.6f}"}
         return http.build_request(
-            "POST",
+            self.method,
             url + self.path,
             content=self.content,
             headers=headers,
@@ -44,22 +45,37 @@ class PreparedRequest:
         )
 
 
-REPOSITORY_INDEX = PreparedRequest("/v2/repository/index", b"", {})
-"""Request for the name of the served model."""
+MODELS = PreparedRequest("/v2/models", b"", {}, method="GET")
+"""Request for the names of the served models."""
 
 
-def image_request(image: bytes | TensorInput, model: str, top_k: int | None, request_id: str | None) -> PreparedRequest:
-    """The request to classify a file, or one or more images in a tensor. Raises InputError if `request_id` is invalid."""
-    if isinstance(image, bytes):
-        request = body_request(image, media_type(image), request_id)
-        return request if top_k is None else replace(request, params={"top_k": top_k})
-    output = {"name": "probabilities", "parameters": {"classification": top_k or 5}}
-    return tensor_request(model, {"input": image}, request_id, outputs=[output])
+def metadata_request(model: str) -> PreparedRequest:
+    """The request for the inputs and outputs of a model."""
+    return PreparedRequest(f"/v2/models/{quote(model, safe='')}", b"", {}, method="GET")
 
 
-def body_request(body: bytes, content_type: str, request_id: str | None) -> PreparedRequest:
+def file_request(file: bytes, model: str | None, top_k: int | None, request_id: str | None) -> PreparedRequest:
+    """The request to classify the image in a file. Raises InputError if it or `request_id` is invalid."""
+    request = body_request(file, model, media_type(file), request_id)
+    return request if top_k is None else replace(request, params={"top_k": top_k})
+
+
+def pixels_request(
+    image: TensorInput, model: str, names: tuple[str, str], top_k: int | None, request_id: str | None
+) -> PreparedRequest:
+    """The request to classify one or more images in a tensor. Raises InputError if `request_id` is invalid.
+
+    Args:
+        names: of the model's input and output.
+    """
+    output = {"name": names[1], "parameters": {"classification": top_k or 5}}
+    return tensor_request(model, {names[0]: image}, request_id, outputs=[output])
+
+
+def body_request(body: bytes, model: str | None, content_type: str, request_id: str | None) -> PreparedRequest:
     """The request for /predict. Raises InputError if `request_id` is invalid."""
-    return PreparedRequest("/predict", body, _id_header(request_id) | {"Content-Type": content_type})
+    path = "/predict" if model is None else f"/predict/{quote(model, safe='')}"
+    return PreparedRequest(path, body, _id_header(request_id) | {"Content-Type": content_type})
 
 
 def tensor_request(
@@ -109,10 +125,25 @@ def predictions(response: httpx.Response, tries: int) -> list[Prediction]:
         return [Prediction(each, *common, tries) for each in labels]
 
 
-def model_name(response: httpx.Response) -> str:
-    """The model's name from the answer to POST /v2/repository/index. Raises ProtocolError if it cannot be parsed."""
+def only_model(response: httpx.Response) -> str:
+    """The only model's name from the answer to `MODELS`.
+
+    Raises:
+        InputError: there are several models, or none.
+        ProtocolError: the answer cannot be parsed.
+    """
     with parsing(response):
-        return str(response.json()[0]["name"])
+        names = [str(name) for name in response.json()["models"]]
+    if len(names) != 1:
+        raise InputError(f"the models here are {', '.join(map(repr, names)) or 'none'}; give one of them as `model`")
+    return names[0]
+
+
+def input_and_output(response: httpx.Response) -> tuple[str, str]:
+    """The names of a classifier's input and output from its metadata. Raises ProtocolError if they cannot be parsed."""
+    with parsing(response):
+        body = response.json()
+        return str(body["inputs"][0]["name"]), str(body["outputs"][0]["name"])
 
 
 def _labels_of_predict(body: Mapping[str, Any]) -> list[tuple[Label, ...]]:

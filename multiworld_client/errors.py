@@ -1,7 +1,7 @@
 """Errors of the client.
 
     ClientError
-    ├── InputError                  the input is not a valid image; nothing was sent
+    ├── InputError                  the input is not a valid image, or needs `model=`; nothing was sent
     ├── DeadlineError               no answer by the deadline
     ├── UnreachableError            no connection, or it was lost, in every try
     ├── ProtocolError               the answer is not from a multiworld service
@@ -23,7 +23,7 @@ class ClientError(Exception):
 
 
 class InputError(ClientError, ValueError):
-    """The input is not a valid image. Nothing was sent."""
+    """The input is not a valid image, or must name one of several models. Nothing was sent."""
 
 
 class DeadlineError(ClientError, TimeoutError):

@@ -15,7 +15,6 @@ from multiworld_serving.cli.service import (
     ServiceUnreachableError,
     model_option,
     open_clients,
-    response_errors,
     send_to_any,
 )
 from multiworld_serving.common.config.errors import UserError
@@ -83,13 +82,14 @@ def _infer(clients: "deque[httpx.Client]", file: Path, model: str | None) -> dic
     """The outputs of the model for the inputs in an .npz file, as lists by name. Raises UserError if it cannot be read."""
     import numpy as np
 
+    from multiworld_client.codec import MODELS, only_model
     from multiworld_client.errors import ClientError
     from multiworld_client.tensors import infer_request, outputs
 
     try:
-        with np.load(file) as arrays, response_errors(clients[0].base_url):
+        with np.load(file) as arrays:
             if model is None:
-                model = send_to_any(clients, "POST", "/v2/repository/index").json()[0]["name"]
+                model = only_model(send_to_any(clients, "GET", MODELS.path))
             request = infer_request(arrays, model, None)
             response = send_to_any(clients, "POST", request.path, content=request.content, headers=request.headers)
             return {name: array.tolist() for name, array in outputs(response).items()}

@@ -1,25 +1,34 @@
-"""`infer` of the clients, against the real HTTP application."""
+"""Requests of the clients, against the real HTTP application."""
 
 import json
+from dataclasses import replace
 
 import httpx
+import msgspec.structs
 import numpy as np
 import pytest
 import torch
 
 from multiworld_client import AsyncClient, InputError, InvalidRequestError, ProtocolError
 from multiworld_client.tensors import infer_request, outputs
-from tests.unit.server.frontend_app import image_bytes, running_frontend
+from tests.unit.server.frontend_app import MODEL, image_bytes, running_frontend
+from tests.unit.server.test_groups import frontend
 from tests.unit.server.text_model import TEXT, text_predictor
 
 IDS = np.array([[1, 2, 3], [4, 5, 6]])
 
 
+async def client_of(http: httpx.AsyncClient) -> AsyncClient:
+    """A client that sends its requests through this one."""
+    client = AsyncClient("http://test")
+    await client._http.aclose()
+    client._http = http
+    return client
+
+
 async def test_infer_sends_named_arrays_and_returns_the_outputs() -> None:
-    async with running_frontend(text_predictor(), TEXT) as frontend:
-        client = AsyncClient("http://test")
-        await client._http.aclose()
-        client._http = frontend.client
+    async with running_frontend(text_predictor(), TEXT) as running:
+        client = await client_of(running.client)
         found = await client.infer({"mask": torch.tensor([[True] * 3] * 2), "ids": IDS})
         with pytest.raises(InvalidRequestError, match="the model takes INT64"):
             await client.infer({"ids": IDS.astype(np.int32), "mask": IDS > 0})
@@ -28,11 +37,37 @@ async def test_infer_sends_named_arrays_and_returns_the_outputs() -> None:
     assert np.array_equal(found["ids"], IDS)
 
 
+async def test_arrays_and_batches_are_classified_when_the_input_has_another_name() -> None:
+    images = msgspec.structs.replace(MODEL.inputs[0], name="images")
+    scores = msgspec.structs.replace(MODEL.outputs[0], name="scores")
+    async with running_frontend(model=replace(MODEL, inputs=(images,), outputs=(scores,))) as running:
+        client = await client_of(running.client)
+        found = [await client.predict(np.full((3, 16, 16), [[[0]], [[0]], [[255]]], np.uint8))]
+        found += await client.predict_batch([image_bytes("blue")] * 2)
+    assert [prediction.label for prediction in found] == ["blue"] * 3
+
+
+async def test_call_names_the_model_when_there_are_several() -> None:
+    async with frontend("a", "b") as (http, metrics):
+        client = await client_of(http)
+        pixels, file = np.zeros((1, 3, 16, 16), np.uint8), image_bytes("blue")
+        for unnamed in (client.infer({"input": pixels}), client.predict(pixels), client.predict_batch([file])):
+            with pytest.raises(InputError, match="the models here are 'a', 'b'; give one of them as `model`"):
+                await unnamed
+        with pytest.raises(InvalidRequestError, match="/predict/a or /predict/b"):
+            await client.predict(file)
+        await client.infer({"input": pixels}, model="b")
+        await client.predict(pixels, model="b")
+        await client.predict_batch([file], model="b")
+        await client.predict(file, model="b")
+        await client.predict_body(file, model="b", content_type="image/png")
+    counted = metrics.registry.get_sample_value
+    assert counted("multiworld_images_total", {"model": "b", "version": MODEL.version}) == 5
+
+
 async def test_body_is_sent_as_it_is() -> None:
-    async with running_frontend() as frontend:
-        client = AsyncClient("http://test")
-        await client._http.aclose()
-        client._http = frontend.client
+    async with running_frontend() as running:
+        client = await client_of(running.client)
         answer = await client.predict_body(image_bytes("blue"), content_type="image/png")
     assert json.loads(answer)["predictions"][0]["label"] == "blue"
 
