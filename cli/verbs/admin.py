@@ -51,16 +51,26 @@ def rolling_restart(options: RestartOptions) -> int:
     after the current worker. If the service has admin keys (--admin-keys-file), give one with --api-key-file. With --json, prints one
     line per step.
     """
+    import httpx
+
     step: dict[str, Any] = {}
     path = "/admin/rolling-restart" + ("" if options.model is None else f"?model={quote(options.model)}")
     with (
         open_clients(options) as clients,
         contextlib.closing(send_request(clients[0], "POST", path, json={}, stream=True)) as steps,
     ):
-        for line in steps.iter_lines():
-            step = json.loads(line)
-            if text := line if options.as_json else _step(step):
-                print(text, flush=True)
+        try:
+            for line in steps.iter_lines():
+                step = json.loads(line)
+                if text := line if options.as_json else _step(step):
+                    print(text, flush=True)
+        except httpx.TimeoutException as error:
+            if step.get("state") != "restarting":
+                raise
+            raise ServiceError(
+                f"{step['worker']} ({step['slot']}) was told to restart and does not serve after {options.timeout_s:g} s; check "
+                "that its supervisor has started it again, or increase --timeout-s"
+            ) from error
     if step.get("state") != "done":
         raise ServiceError(str(step.get("error", "the service stopped before all workers were restarted")))
     return 0

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import httpx
 import pytest
 
 from multiworld_serving.cli.main import main
@@ -79,6 +80,19 @@ def test_restart_that_fails_exits_with_1_and_says_why(capsys: pytest.CaptureFixt
     with service(RESTARTING, {"state": "failed", "restarted": 0, "error": "w0 did not rejoin"}) as (_, admin_url):
         assert main(["rolling-restart", "--url", admin_url]) == 1
     assert capsys.readouterr().err == "multiworld: error: w0 did not rejoin\n"
+
+
+def test_restart_that_takes_too_long_names_the_worker(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lines(response: httpx.Response) -> Iterator[str]:
+        yield json.dumps(RESTARTING)
+        raise httpx.ReadTimeout("no further step")
+
+    monkeypatch.setattr(httpx.Response, "iter_lines", lines)
+    with service(RESTARTING) as (_, admin_url):
+        assert main(["rolling-restart", "--url", admin_url]) == 1
+    assert "w0 (s0.r0) was told to restart and does not serve after 3600 s; check" in capsys.readouterr().err
 
 
 def test_status_finds_the_http_port_from_the_admin_port(capsys: pytest.CaptureFixture[str]) -> None:
