@@ -29,6 +29,10 @@ _MAX_BACKOFF_S = 5.0
 """Pauses between attempts to join: they double from the first to the longest one."""
 _BATCH_STUCK_S = 2.0
 """A batch that still runs this long after its world ended counts as stuck. Only a new process helps."""
+_WAITS_LOGGED = 3
+"""After this many responses in a row without a world, the worker logs why it may have to wait."""
+_NOT_READY = (ConnectionRefusedError, BlockingIOError)
+"""While a leader loads its model, nothing listens on its port, or the kernel accepts the connection and no frame arrives."""
 DRAIN_S = 30.0
 """On shutdown, how long to wait for the leader to reroute this worker's batches."""
 
@@ -86,6 +90,8 @@ class LeaderConnection:
         self._session: Session | None = None
         self._wait_s = 0.0
         """Minimum pause before the next join, as the leader's last offer said."""
+        self._waits = 0
+        """How often in a row the leader has offered no world to this worker, which obeys it."""
 
     @property
     def serving(self) -> bool:
@@ -125,7 +131,7 @@ class LeaderConnection:
             except (AskError, WorldError, WireError, OSError) as error:
                 if failures in (0, 10, 100) or failures % 1000 == 0:
                     logger.warning("leader=%s cannot be joined: %s", self._leader, error)
-                if failures == 0:
+                if failures == 0 and isinstance(error.__cause__, _NOT_READY):
                     logger.info("waiting for leader=%s, which answers when it has loaded its model", self._leader)
                 failures += 1
             await self._pause(failures)
@@ -137,10 +143,24 @@ class LeaderConnection:
             offer = await self._ask()
             self._wait_s = offer.wait_ms / 1000
             if not offer.world:
+                self._count_wait()
                 return False
+            self._waits = 0
             world = await offer.join(self._manager, self._leader, self._settings.join_timeout_s)
             with self._worker.order.linked(self._number, offer.leader, world.name) as place:
                 return await self._serve_in(world, place)
+
+    def _count_wait(self) -> None:
+        """Count a response without a world, and log several in a row once. They are usual if this worker obeys another leader."""
+        if self._worker.order.obeyed(self._number):
+            return
+        self._waits += 1
+        if self._waits == _WAITS_LOGGED:
+            logger.warning(
+                "leader=%s asks this worker to wait: it may be quarantined after failures, or another worker is connected as %s; "
+                "see the leader's log",
+                *(self._leader, self._settings.name),
+            )
 
     async def _serve_in(self, world: World, place: LeaderPlace) -> bool:
         """Serve in this world until it ends. Returns whether a stage was served."""

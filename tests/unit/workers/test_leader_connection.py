@@ -1,6 +1,7 @@
 """A worker whose leader refuses it, and stages that take too long to build or compute."""
 
 import asyncio
+import logging
 import os
 import re
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from pydantic import SecretStr
 from multiworld import WorldManager, texts
 from multiworld_serving.common.config.addresses import MAX_NAME_CHARS, Address
 from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.wire.join import JoinOffer
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError, WorkerProcess
 from multiworld_serving.workers.leader_order import LeaderOrder
@@ -70,10 +72,45 @@ async def test_worker_of_several_leaders_continues_when_one_refuses_its_token(
     leader: int, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     serving = asyncio.create_task(connection(leader, engine, "127.0.0.1:1").run())
+    caplog.set_level(logging.INFO)
     await until(lambda: serving.done() or "rejects this worker's token" in caplog.text)
+    assert not serving.done()
+    assert "when it has loaded its model" not in caplog.text
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
+async def test_worker_says_that_it_waits_when_nothing_listens(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    serving = asyncio.create_task(connection(1, engine).run())
+    await until(lambda: serving.done() or "which answers when it has loaded its model" in caplog.text)
     assert not serving.done()
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
+
+
+async def test_worker_logs_once_when_its_leader_offers_no_world_several_times(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multiworld_serving.workers.leader_connection._MAX_BACKOFF_S", 0.01)
+    asked: list[str] = []
+
+    async def offer_no_world(question: str, host: str) -> bytes:
+        asked.append(question)
+        return JoinOffer("", 0).to_json().encode()
+
+    async with WorldManager(secret=SECRET) as manager:
+        port = manager.listen()
+        manager.answer("127.0.0.1", port, offer_no_world)
+        waiting = asyncio.create_task(connection(port, engine).run())
+        await until(lambda: waiting.done() or "asks this worker to wait" in caplog.text)
+        before = len(asked)
+        await until(lambda: waiting.done() or len(asked) > before + 3)
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    assert before >= 3
+    assert caplog.text.count("asks this worker to wait") == 1
 
 
 @pytest.mark.parametrize("is_batch", [True, False], ids=["computed", "made"])
