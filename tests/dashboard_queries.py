@@ -1,7 +1,5 @@
 """All queries of dashboards and rules, read from the deployed files."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Runs the code blocks of documentation pages, in order, in one folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

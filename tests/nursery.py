@@ -1,7 +1,5 @@
 """Starts the processes of tests. One process imports torch and the programs once, which takes seconds, and forks each in milliseconds."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """Tests with a Docker Engine: `make containers`. They are skipped without the option, because they take minutes and need an image."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A small service from docker-compose.yml, shared by the container tests."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

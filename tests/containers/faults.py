@@ -1,7 +1,5 @@
 """Faults on the containers of a Compose project, including those of the leaders."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial

@@ -1,7 +1,5 @@
 """Access to the containers of a Docker Compose project, with the command `docker`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

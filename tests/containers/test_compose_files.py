@@ -1,7 +1,5 @@
 """The Compose files as `docker compose config` interprets them; no engine is needed."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -2,8 +2,6 @@
 while a replica is left, everything recovers automatically, and Prometheus counts it.
 """
 
-from __future__ import annotations
-
 import math
 import time
 

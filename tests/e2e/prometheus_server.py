@@ -1,7 +1,5 @@
 """A Prometheus server that scrapes one leader with the deployed configuration at shorter intervals."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shutil

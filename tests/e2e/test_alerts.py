@@ -1,7 +1,5 @@
 """Alerts of a running service: they fire, reach a webhook through Alertmanager, and are resolved when the fault is healed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Every query of a panel, annotation or rule returns data from a Prometheus that monitored a service while workers failed."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

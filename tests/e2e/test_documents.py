@@ -1,7 +1,5 @@
 """Code blocks of the documentation run with a smaller model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Several models in one service. They are added and removed by `multiworld models` and by SIGHUP, and faults of one touch no other."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The status page in Chromium, for a service that loses a worker."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

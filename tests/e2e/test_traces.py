@@ -1,7 +1,5 @@
 """Traces of a whole service as a collector receives them by OTLP over HTTP: a span of each request in the client's trace. And its edges."""
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time

@@ -1,7 +1,5 @@
 """Rollout to another version and back, under load, requested with Triton's client; and requests that must change nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

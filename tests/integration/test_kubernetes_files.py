@@ -1,7 +1,5 @@
 """Kubernetes manifests: valid by the schemas, consistent with the settings, and generated from one source."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

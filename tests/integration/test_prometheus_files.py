@@ -1,7 +1,5 @@
 """Prometheus and Alertmanager files: valid, tested with promtool, and every alert documented."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The systemd units are valid and match the programs' options."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Two workers and a leader's links: the second worker fetches its input from the first one."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack

@@ -7,8 +7,6 @@ worlds of views (they form when all members have joined, and break at each membe
 taken part, at each member at another time, or never). All decisions are made by the product's code.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random
@@ -103,7 +101,7 @@ class Until:
 class Member:
     """A process, and the `Member` of its calls (see commit_protocol.py)."""
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: "Cluster", name: str) -> None:
         self.name = name
         self.state = MemberState(name)
         self.status = "running"
