@@ -31,7 +31,7 @@ from multiworld_serving.cli.verbs import (
     status,
 )
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.common.config.process import STATUS_FIELD, notify
+from multiworld_serving.common.config.process import SEND_TIMEOUT_S, STATUS_FIELD, notify
 from multiworld_serving.models.errors import ModelError
 
 EPILOG = """
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         return _fail(_usage(error), 2)
     except (UserError, ModelError) as error:
-        notify(STATUS_FIELD + " ".join(str(error).split()))
+        notify(STATUS_FIELD + " ".join(str(error).split()), SEND_TIMEOUT_S)
         return _fail(str(error), 2)
     except ServiceError as error:
         return _fail(str(error), 1)

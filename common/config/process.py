@@ -23,6 +23,8 @@ _UNLIMITED = "max"
 _PR_SET_PDEATHSIG = 1
 STATUS_FIELD = "STATUS="
 """Begins a message with the error of a program that ends; see sd_notify(3)."""
+SEND_TIMEOUT_S = 1.0
+"""For messages that are sent once. Linux queues 10 for a receiver, and a supervisor that starts many processes reads none meanwhile."""
 SAME_STOP_S = 0.5
 """Signals to stop within this time of the first one are one request: timeout(1) signals a process and then its process group."""
 
@@ -140,7 +142,7 @@ async def notify_systemd() -> AsyncIterator[None]:
 
     With WatchdogSec=, the event loop sends WATCHDOG=1 twice in that time, so systemd restarts a process whose loop is blocked.
     """
-    notify("READY=1")
+    notify("READY=1", SEND_TIMEOUT_S)
     given = os.environ.get("WATCHDOG_USEC", "")
     heartbeats = asyncio.create_task(_send_heartbeats(int(given) / 2e6)) if given.isdecimal() and int(given) else None
     try:
@@ -151,17 +153,24 @@ async def notify_systemd() -> AsyncIterator[None]:
         notify("STOPPING=1")
 
 
-def notify(state: str) -> bool:
-    """Send a message to systemd or the supervisor, see sd_notify(3). Returns whether there is one, and the message was sent."""
+def notify(state: str, timeout_s: float = 0.0) -> bool:
+    """Send a message to systemd or the supervisor, see sd_notify(3). Returns whether there is one, and the message was sent.
+
+    Args:
+        timeout_s: longest time to block while the queue of the receiver is full.
+    """
     own_pid = str(os.getpid())
     is_own = os.environ.get("WATCHDOG_PID", own_pid) == own_pid  # otherwise it is set for the parent process
     if not is_own or not (address := os.environ.get("NOTIFY_SOCKET")):
         return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sock:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        sock.settimeout(timeout_s)
         try:
-            sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+            sock.connect("\0" + address[1:] if address.startswith("@") else address)  # otherwise it would not wait
+            sock.send(state.encode())
         except OSError as error:
-            logger.warning("cannot notify systemd of %s at %s: %s", state, address, error)
+            receiver = "the supervisor" if address.startswith("@") else "systemd"
+            logger.warning("cannot notify %s of %s at %s: %s", receiver, state, address, error)
             return False
     return True
 

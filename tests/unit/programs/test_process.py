@@ -4,13 +4,14 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from multiworld_serving.common.config import process
-from multiworld_serving.common.config.process import notify_systemd, on_stop_signal
+from multiworld_serving.common.config.process import notify, notify_systemd, on_stop_signal
 from tests.bundles import PREVIEW
 from tests.nursery import fork_program
 
@@ -51,6 +52,24 @@ async def test_ready_watchdog_and_stopping_are_sent_while_a_service_runs(
         told = await asyncio.to_thread(systemd.next)
     assert told == "STOPPING=1"
     systemd.close()
+
+
+async def test_ready_is_sent_when_the_queue_of_the_supervisor_is_full(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor = Systemd(f"@multiworld-test-{os.getpid()}")
+    monkeypatch.setenv("NOTIFY_SOCKET", supervisor.address)
+    monkeypatch.setattr(process, "SEND_TIMEOUT_S", PATIENCE_S)
+    queued = 0
+    while notify("WATCHDOG=1"):
+        queued += 1
+    assert "cannot notify the supervisor of WATCHDOG=1" in caplog.text
+    reader = threading.Timer(0.1, lambda: [supervisor.next() for _ in range(queued)])
+    reader.start()
+    async with notify_systemd():
+        reader.join()
+        assert await asyncio.to_thread(supervisor.next) == "READY=1"
+    supervisor.close()
 
 
 @pytest.mark.parametrize(
