@@ -5,7 +5,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -23,7 +23,7 @@ from multiworld_serving.common.config.edges import EdgePortSettings, EdgeSetting
 from multiworld_serving.common.config.errors import SettingsError
 from multiworld_serving.common.config.leaders import LeadersSettings
 from multiworld_serving.common.config.settings import DEVICE_PATTERN, INTERNAL, panel, setting
-from multiworld_serving.common.config.sources import validated
+from multiworld_serving.common.config.sources import nearest, validated
 from multiworld_serving.server.leader_settings import LeaderSettings, ServiceSettings
 
 _MAX_PORT = 65535
@@ -186,6 +186,8 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     """The tables [[models]] of the settings file."""
     models_file: Path | None = setting(None, INTERNAL)
     """The settings file that has these tables."""
+    reload: Callable[[], Any] | None = setting(None, INTERNAL)
+    """Loads the settings again, with the file as it is then."""
 
     leaders: int = setting(1, "Pipeline", ge=1, le=16)
     """Number of leader processes. With two, the service survives the loss of one without a failed request. Leader N listens for workers
@@ -237,7 +239,9 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     def _of_model(self, own: dict[str, Any], model: str, *, is_first: bool) -> Self:
         """Validate the settings of one model: the common ones, replaced by its own ones. Raises ValueError."""
         if unknown := [name for name in own if name not in OF_MODEL]:
-            raise ValueError(f"{unknown[0]} of the model {model}: a model may have {', '.join(sorted(OF_MODEL))}")
+            if unknown[0] in type(self).model_fields:
+                raise ValueError(f"{unknown[0]} of the model {model}: this setting belongs into [serve]")
+            raise ValueError(f"unknown setting {unknown[0]} of the model {model}{nearest(unknown[0], OF_MODEL)}")
         common = {name: getattr(self, name) for name in type(self).model_fields if name != "models"}
         if not is_first:
             common["join_port"] = 0

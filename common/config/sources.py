@@ -15,6 +15,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,16 +72,9 @@ def load(
         return f"{variable(name)}={value}" if name in in_environment else f"{name} = {value} in {path}"
 
     if MODELS in cls.model_fields and MODELS in content:
-        in_file |= {MODELS: content[MODELS], "models_file": path}
+        reload = partial(load, cls, options, config_file=config_file, programs=programs)
+        in_file |= {MODELS: content[MODELS], "models_file": path, "reload": reload}
     return validated(cls, {**in_file, **in_environment, **on_command_line}, as_written)
-
-
-def tables_of_models(path: Path) -> list[Any]:
-    """The tables [[models]] of a settings file as it is now. Raises SettingsError."""
-    tables = _content(path).get(MODELS)
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise SettingsError(f"{path} has no tables [[models]]")
-    return tables
 
 
 def validated(cls: type[M], values: Mapping[str, Any], as_written: Callable[[str, object], str]) -> M:
@@ -115,7 +109,7 @@ def _refuse_unknown_variables(programs: Iterable[type[Settings]]) -> None:
     known = {variable(name) for names in (*map(public_fields, programs), OTHER_VARIABLES) for name in names}
     for name in sorted(os.environ):
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in known and not _OF_KUBERNETES.search(name):
-            raise SettingsError(f"unknown environment variable {name}{_nearest(name.upper(), known)}")
+            raise SettingsError(f"unknown environment variable {name}{nearest(name.upper(), known)}")
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -138,17 +132,18 @@ def _table(
             continue  # checked with the settings of `serve`
         if section not in tables or not isinstance(table, dict):
             expected = "; settings belong into a table, such as [serve]"
-            raise SettingsError(f"unknown table {section} in {path}{_nearest(section, tables) or expected}")
+            raise SettingsError(f"unknown table {section} in {path}{nearest(section, tables) or expected}")
         for name, value in table.items():
             if name not in tables[section]:
-                raise SettingsError(f"unknown setting {name} in [{section}] in {path}{_nearest(name, tables[section])}")
+                raise SettingsError(f"unknown setting {name} in [{section}] in {path}{nearest(name, tables[section])}")
             field = tables[section][name]
             if isinstance(value, str) is (value_type(field) in (int, float, bool)):
                 raise SettingsError(f"{name} = {value!r} in [{section}] in {path}: must be {allowed(field)}")
     return dict(content.get(cls.section, {}))
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: a question whether a similar name was meant."""
     close = get_close_matches(name, known, n=1)
     return f": did you mean {close[0]}?" if close else ""
 

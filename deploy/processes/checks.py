@@ -39,11 +39,16 @@ def prepared(settings: ServeSettings, changes: Mapping[str, Table | None]) -> di
     """
     groups = [each for each in settings.groups if served_name(each) not in changes]
     groups += [settings.group_of(table) for table in changes.values() if table is not None]
+    return {
+        name: each.model_copy(update={"weights": available_weights(each)}) for name, each in checked(groups).items()
+    }
+
+
+def checked(groups: Sequence[ServeSettings]) -> dict[str, ServeSettings]:
+    """The settings of each model by its name, when its files are checked. Raises UserError or ModelError."""
     for each in groups:
         check_model(each)
-    return {
-        name: each.model_copy(update={"weights": available_weights(each)}) for name, each in by_name(groups).items()
-    }
+    return by_name(groups)
 
 
 def by_name(groups: Sequence[ServeSettings]) -> dict[str, ServeSettings]:

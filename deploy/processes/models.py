@@ -15,8 +15,7 @@ from typing import Any
 
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.process import first_of
-from multiworld_serving.common.config.sources import tables_of_models
-from multiworld_serving.deploy.processes.checks import Table, check_model
+from multiworld_serving.deploy.processes.checks import Table, check_model, checked
 from multiworld_serving.deploy.processes.group import Group
 from multiworld_serving.deploy.processes.programs import (
     START_TIMEOUT_S,
@@ -32,11 +31,13 @@ from multiworld_serving.deploy.processes.programs import (
 from multiworld_serving.deploy.processes.supervisor import ProcessSet
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.server.model_change import ModelChange
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import OF_MODEL, ServeSettings
 
 logger = logging.getLogger(__name__)
 
 _KEPT_OUTCOMES = 64
+_REFUSALS = (UserError, ModelError, ValueError, OSError)
+"""Errors of a change of the models."""
 
 
 class Frontends(ProcessSet):
@@ -106,7 +107,9 @@ class Models:
         self._outcomes_file = memory_file(stack, "changes", "{}")
         self._outcomes: dict[str, str] = {}
         """The result of each change by its id: why it was refused, or an empty text if it was made."""
-        self._tables: dict[str, Table] = {table["name"]: table for table in settings.models}
+        tables: dict[str, Table | None] = {**{table["name"]: table for table in settings.models}, **changes}
+        self._given = {name: settings.group_of(table) for name, table in tables.items() if table is not None}
+        """The settings of each model that has a table, as given."""
         self._generations: list[Frontends] = []
         cores_file, first = memory_file(stack, "cores", ""), 0
         workers = sum(each.max_workers for each in models.values())
@@ -150,24 +153,32 @@ class Models:
             Path(self._outcomes_file).write_text(json.dumps(self._outcomes), encoding="utf-8")
 
     async def read_file(self) -> None:
-        """Have the models that the settings file has now. Commands since then are forgotten."""
-        assert self._settings.models_file is not None, "the service was started with tables [[models]]"
+        """Have the models that the settings file has now, if all of it is valid. Commands since then are forgotten."""
+        assert self._settings.reload is not None, "the service was started with tables [[models]]"
+        file = self._settings.models_file
         try:
-            tables = {str(table.get("name")): table for table in tables_of_models(self._settings.models_file)}
-        except UserError as error:
+            fresh = self._settings.reload().with_token()
+            if not fresh.models:
+                raise UserError(f"{file} has no tables [[models]]")
+            common = self._settings.model_copy(update={name: getattr(fresh, name) for name in OF_MODEL})
+            models = checked([common.group_of(table) for table in fresh.models])
+        except _REFUSALS as error:
             logger.error("the models are unchanged: %s", error)  # noqa: TRY400 - the traceback adds nothing
             return
         self.changes.clear()
-        for name in dict.fromkeys((*tables, *self.groups)):
-            table = tables.get(name)
-            if table is None or name not in self.groups:
-                await self._attempt(name, self._set(name, table, START_TIMEOUT_S))
-            elif table != self._tables.get(name):
-                logger.warning("model %s: SIGUSR2 applies its other settings, or remove and add it", name)
+        if models == {name: self._given[name] for name in self.groups}:
+            logger.info("models unchanged")
+        for name in dict.fromkeys((*models, *self.groups)):
+            settings = models.get(name)
+            if settings is None or name not in self.groups:
+                await self._attempt(name, self._set(name, settings, START_TIMEOUT_S))
+            elif settings != self._given[name]:
+                logger.warning("the settings of model %s changed in %s; send SIGUSR2 to apply them", name, file)
 
     async def _command(self, change: ModelChange) -> None:
         table = None if change.action == "remove" else self._allowed(change)
-        await self._set(change.name, table, change.timeout_s)
+        settings = None if table is None else self._settings.group_of(table)
+        await self._set(change.name, settings, change.timeout_s)
         self.changes[change.name] = table
 
     def _allowed(self, change: ModelChange) -> Table:
@@ -188,15 +199,15 @@ class Models:
         """Make a change. Returns why the model is unchanged; empty if it has changed."""
         try:
             await change
-        except (UserError, ModelError, ValueError, OSError) as error:
+        except _REFUSALS as error:
             logger.error("model %r is unchanged: %s", name, error)  # noqa: TRY400
             return str(error)
         return ""
 
-    async def _set(self, name: str, table: Table | None, timeout_s: float) -> None:
-        """Add a model, or remove it if there is no table. Raises UserError, ModelError, ValueError or OSError if that is not possible."""
+    async def _set(self, name: str, settings: ServeSettings | None, timeout_s: float) -> None:
+        """Add a model, or remove it if there are no settings. Raises UserError, ModelError, ValueError or OSError if that is impossible."""
         groups = self.groups
-        if table is None:
+        if settings is None:
             kept = {each: group for each, group in groups.items() if each != name}
             if name not in groups:
                 raise UserError(f"there is no model {name!r}; the models are {', '.join(groups)}")
@@ -209,7 +220,6 @@ class Models:
             return
         if name in groups:
             raise UserError(f"there is a model {name!r} already")
-        settings = self._settings.group_of(table)
         check_model(settings)
         workers = sum(group.settings.max_workers for group in groups.values()) + settings.max_workers
         with contextlib.ExitStack() as stack:
@@ -221,7 +231,7 @@ class Models:
         except BaseException:
             await group.stop()
             raise
-        groups[name], self._tables[name] = group, table
+        groups[name], self._given[name] = group, settings
         self._write_restarts()
         logger.info("added model=%s", name)
 

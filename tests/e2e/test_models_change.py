@@ -97,6 +97,14 @@ REFUSALS = (
     (["remove", "other"], "there is no model 'other'"),
     (["remove", "first"], "the last model"),
 )
+SETTINGS_FILES = (
+    ("no TOML", "is not valid TOML"),
+    ("[serve]", "has no tables [[models]]"),
+    (f"{FILE}stagez = 1", "the models are unchanged: unknown setting stagez of the model first"),
+    (FILE.replace("replicas", "replicaz"), "the models are unchanged: unknown setting replicaz in [serve]"),
+    (FILE.replace("stages = 1", "stages = 2"), "the settings of model first changed in "),
+    (FILE, "models unchanged"),
+)
 
 
 def test_change_of_models_is_refused_with_its_reason(
@@ -108,10 +116,11 @@ def test_change_of_models_is_refused_with_its_reason(
     assert main(["models", "list", "--url", service.url]) == 0
     assert capsys.readouterr().out == "first 1 READY\n"
 
-    seen = len(service.lines)
-    file.write_text("no TOML")
-    os.kill(service.pid, signal.SIGHUP)
-    says(service, "the models are unchanged", seen)
+    for content, outcome in SETTINGS_FILES:
+        seen = len(service.lines)
+        file.write_text(content)
+        os.kill(service.pid, signal.SIGHUP)
+        says(service, outcome, seen)
     assert infer(service, "first") == 200
 
 

@@ -137,7 +137,14 @@ def test_each_model_has_its_own_settings_and_those_of_the_service(tmp_path: Path
         ('[[models]]\nname = "a/b"\nsource = "resnet18"', "name = 'a/b'"),
         ('[[models]]\nname = "a"', "source of the model a is missing"),
         ('[[models]]\nname = "a"\nsource = "x"\nstages = 0', "model a=x: stages = 0: must be a whole number from 1"),
-        ('[[models]]\nname = "a"\nsource = "x"\nhttp_port = 1', "http_port of the model a=x: a model may have"),
+        (
+            '[[models]]\nname = "a"\nsource = "x"\nhttp_port = 1',
+            "http_port of the model a=x: this setting belongs into [serve]",
+        ),
+        (
+            '[[models]]\nname = "a"\nsource = "x"\nstagez = 1',
+            "unknown setting stagez of the model a=x: did you mean stages?",
+        ),
         ("models = 3", "must be tables"),
         ('[[models]]\nname = "a"\nsource = "x"\n[serve]\nmodel = "resnet18"', "mutually exclusive"),
     ],
