@@ -157,7 +157,12 @@ def program_command(program: Callable[[S], int], cls: type[S]) -> Callable[..., 
             options = {name: ",".join(each) or None if isinstance(each, list) else each for name, each in given.items()}
             settings = load(cls, options, config_file=own.config, programs=PROGRAMS).with_token()
         if own.print_settings:
-            print("\n".join(f"{name} = {getattr(settings, name)}" for name in public_fields(cls)))
+            tables: tuple[dict[str, Any], ...] = getattr(settings, "models", ())
+            names = (name for name in public_fields(cls) if not (tables and name == "model"))
+            lines = [f"{name} = {getattr(settings, name)}" for name in names]
+            for table in tables:
+                lines += ["", "[[models]]", *(f"{name} = {value}" for name, value in table.items())]
+            print("\n".join(lines))
             return 0
         process = "supervisor" if isinstance(settings, ServeSettings) else str(getattr(settings, "name", ""))
         configure_logging(settings.log_level, settings.log_format, process=process)

@@ -28,6 +28,7 @@ from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.predictor import ServedModel
+from multiworld_serving.server.versions.model_files import bundle_path
 from multiworld_serving.server.versions.model_source import ModelSource
 from multiworld_serving.server.versions.version_table import VersionPlan
 
@@ -56,7 +57,8 @@ def run(settings: LeaderSettings) -> int:
 
 def _prepare(settings: LeaderSettings) -> tuple[ServedModel, ModelSource, VersionPlan]:
     """Load the model and split it into stages. Afterwards the weights are in files and not in memory."""
-    logger.info("loading %s with weights %s", settings.model_source, settings.weights)
+    weights = "" if bundle_path(settings) else f" with weights {settings.weights}"
+    logger.info("loading %s%s", settings.model_source, weights)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     source = ModelSource(settings)
     try:

@@ -65,7 +65,9 @@ class Group(ProcessSet):
         self._cores = cores or (memory_file(stack, "cores", ""), 0)
         self._devices = _devices(settings)
         self.joins = [
-            stack.enter_context(bind(settings.join_host, settings.join_port_of(index), option("join_port")))
+            stack.enter_context(
+                bind(settings.join_host, settings.join_port_of(index), option("join_port"), option("join_host"))
+            )
             for index in range(settings.leaders)
         ]
         counts: dict[Role, int] = {

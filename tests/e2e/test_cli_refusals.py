@@ -51,7 +51,8 @@ def test_serve_is_refused_when_a_port_is_busy(capfd: pytest.CaptureFixture[str],
         arguments[arguments.index(option) + 1] = port
         line = rejection(capfd, "serve", *RESNET, *arguments)
     assert port in line
-    assert option in line
+    assert f"another {option} " in line
+    assert ("--join-host" in line) is (option == "--join-port")
 
 
 @pytest.mark.parametrize("verb", ["serve", "worker"])
