@@ -40,18 +40,18 @@ logger = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 64 * 1024
 
 
-class _Text(Struct):
+class _Text(Struct, forbid_unknown_fields=True):
     """A parameter in Triton's configuration."""
 
     string_value: str | None = None
 
 
-class _ConfigParameters(Struct):
+class _ConfigParameters(Struct, forbid_unknown_fields=True):
     weights: _Text | None = None
 
 
-class _Config(Struct):
-    """Triton's `config`: the configuration as JSON."""
+class _Config(Struct, forbid_unknown_fields=True):
+    """Triton's `config`: the configuration as JSON. It can only name the weights; all else is a setting of the leader."""
 
     parameters: _ConfigParameters | None = None
 
@@ -174,7 +174,10 @@ def _json_endpoint(handler: Callable[[Request, _Body], Awaitable[object]]) -> En
         try:
             return JSONResponse(await handler(request, await _body(request)))
         except msgspec.MsgspecError as error:
-            says = "send the name of a version as `weights`: random:SEED, or a path below --weights-dir"
+            says = (
+                "send the name of a version as `weights`: random:SEED, or a path below --weights-dir. "
+                "`config` may contain parameters.weights.string_value and nothing else"
+            )
             raise InferenceRequestError(f"the body is invalid ({error}); {says}") from error
 
     return endpoint

@@ -65,7 +65,6 @@ async def test_restart_reports_each_step_and_its_end(
         (b'{"parameters": {}}', None),
         (b'{"parameters": {"weights": "a/b.pth"}}', "a/b.pth"),
         (b'{"parameters": {"config": "{\\"parameters\\": {\\"weights\\": {\\"string_value\\": \\"x\\"}}}"}}', "x"),
-        (b'{"parameters": {"config": "{\\"name\\": \\"m\\", \\"max_batch_size\\": 3}"}}', None),
     ],
 )
 async def test_weights_are_accepted_in_every_place_of_a_load_request(body: bytes, weights: str | None) -> None:
@@ -86,6 +85,8 @@ async def test_weights_are_accepted_in_every_place_of_a_load_request(body: bytes
         (b'{"parameters": {"file:1/model.pt": "eA=="}}', 400, "a path below --weights-dir"),
         (b'{"parameters": {"config": "{"}}', 400, "truncated"),
         (b'{"parameters": {"config": "{\\"parameters\\": 7}"}}', 400, "Expected `object | null`"),
+        (b'{"parameters": {"config": "{\\"max_batch_size\\": 3}"}}', 400, "unknown field `max_batch_size`"),
+        (b'{"parameters": {"config": "{\\"parameters\\": {\\"max_rows\\": {}}}"}}', 400, "and nothing else"),
         (b" " * 100_000, 413, "send the name of the weights"),
     ],
 )
