@@ -19,6 +19,7 @@
         ├── MediaTypeError          unsupported_media_type
         ├── InferenceRequestError   invalid_inference_request
         ├── UnknownModelError       unknown_model
+        ├── NoModelNamedError       no_model_named
         ├── WrongPathError          wrong_path
         ├── HandlerInputError       invalid_input
         ├── UnauthenticatedError    unauthenticated

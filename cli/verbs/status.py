@@ -101,7 +101,7 @@ def _headline(snapshot: dict[str, Any]) -> "Text":
     return Text.assemble(
         f"{snapshot['model']} {snapshot['version']}: ",
         (snapshot["state"].replace("_", " "), _STYLES.get(snapshot["state"], "")),
-        f"{reasons}, up {duration(snapshot['uptime_s'])}, "
+        f"{reasons}, leader up {duration(snapshot['uptime_s'])}, "
         f"{snapshot['queue_depth']} waiting, {snapshot['requests_in_flight']} requests in flight",
         f"\nfailures tolerated per stage: {tolerated}" if tolerated > 0 else "",
     )

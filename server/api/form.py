@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from python_multipart.multipart import parse_options_header
 
-from multiworld_serving.server.errors import InvalidBodyError
+from multiworld_serving.server.errors import ImageError, InvalidBodyError
 
 FIELD = "image"
 """The form field that contains the file, as in `curl -F image=@photo.jpg`."""
@@ -20,6 +20,7 @@ def extract_image(body: bytes, content_type: str) -> bytes:
         content_type: the request's header, which contains the boundary.
     Raises:
         InvalidBodyError: not a form, truncated, field missing or empty, another field, or more than one file.
+        ImageError: the field is text.
     """
     _, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
@@ -39,6 +40,8 @@ def extract_image(body: bytes, content_type: str) -> bytes:
         raise InvalidBodyError(f"the form has more than one {FIELD!r}; {_EXPECTED}")
     if not image:
         raise InvalidBodyError(f"the file in the field {FIELD!r} is empty; send an image file in it")
+    if image.isascii():
+        raise ImageError(f"the field {FIELD!r} has text, and not an image; curl needs an @: -F {FIELD}=@PATH")
     return image
 
 

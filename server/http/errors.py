@@ -73,9 +73,9 @@ def routing_response(
     path = scope["path"]
     where = f"{scope['method']} {path[:256]}"
     if error.headers is not None and "Allow" in error.headers:
-        says = f"{where} is not allowed here; see the Allow header and GET /openapi.json"
-        allowed = ", ".join(sorted(error.headers["Allow"].split(", ")))
-        return error_response(405, says, "method_not_allowed", record, {"Allow": allowed})
+        allowed = sorted(error.headers["Allow"].split(", "))
+        says = f"{where} is not allowed here; use {' or '.join(allowed)}"
+        return error_response(405, says, "method_not_allowed", record, {"Allow": ", ".join(allowed)})
     if other_port is not None and other_port.serves(path):
         says = f"{where} does not exist here; it is on {other_port.name}, port {other_port.port}"
         return error_response(404, says, "not_found", record, other_port=other_port.port)

@@ -188,7 +188,9 @@ class OpenRequest:
     def _check_size(self, body_bytes: int) -> None:
         limit = self._gate.limits.max_body_bytes
         if body_bytes > limit:
-            raise BodyTooLargeError(f"the body is larger than the limit of {limit} bytes; send a smaller image")
+            raise BodyTooLargeError(
+                f"the body is larger than the limit of {limit} bytes; send a smaller image or fewer rows, or raise --max-body-bytes"
+            )
 
     def _check_memory(self, more_bytes: int) -> None:
         held_bytes, limit = self._gate.held_bytes, self._gate.max_held_bytes

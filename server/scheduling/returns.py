@@ -63,7 +63,9 @@ class Returns:
         if batch.in_flight:  # a hedge, or the attempt that was hedged
             batch.retried = True
         elif event.by_input and len(batch.rows) == 1:
-            self._lifecycle.reject_all(batch, "invalid_input", f"the model does not take this input: {event.error}")
+            self._lifecycle.reject_all(
+                batch, "invalid_input", f"an input has a value out of the model's range: {event.error}"
+            )
         elif batch.isolated:
             what = "stage {} raised" if event.sent else "the batch could not be sent to stage {}"
             self._lifecycle.reject_all(batch, "stage_error", f"{what.format(batch.stage)}: {event.error}")

@@ -113,7 +113,9 @@ def infer_request(request: object, signature: Signature, binary: memoryview | No
     try:
         asked = msgspec.convert(request, InferBody)
     except msgspec.ValidationError as error:
-        raise InferenceRequestError(f"the request is invalid: {error}") from error
+        raise InferenceRequestError(
+            f"the request is invalid: {error}; GET /v2/models/{signature.model.name} describes the inputs"
+        ) from error
     given = [tensor.name for tensor in asked.inputs]
     _check_names("input", given, [spec.name for spec in signature.model.inputs], least=1)
     if any(tensor.parameters and tensor.parameters.shared_memory_region is not None for tensor in asked.inputs):

@@ -152,7 +152,7 @@ def _from_json(name: str, datatype: str, shape: list[int], values: list[Any]) ->
     allowed: set[type] = {bool} if datatype == "BOOL" else {int} if integers else {int, float}
     if not kinds <= allowed:
         found = ", ".join(sorted(kind.__name__ for kind in kinds - allowed))
-        what = "true or false" if datatype == "BOOL" else "numbers"
+        what = "true or false" if datatype == "BOOL" else "whole numbers" if integers else "numbers"
         raise InferenceRequestError(f"the `data` of input {name!r} must be {what} for {datatype}, and has {found}")
     try:
         data = bytearray(values) if datatype == "BOOL" else array(_TYPECODES[datatype], values)

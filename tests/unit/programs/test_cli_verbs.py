@@ -244,7 +244,7 @@ def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], mon
     assert main(["status", "--url", url]) == 0
     out = capsys.readouterr().out
     reasons = "stage 0 has 1 of 2 replicas; leader 127.0.0.1:8101 is unreachable"
-    assert f"resnet18 random:0: degraded ({reasons}), up 3 min 20 s, 5 waiting, 7 requests in flight" in out
+    assert f"resnet18 random:0: degraded ({reasons}), leader up 3 min 20 s, 5 waiting, 7 requests in flight" in out
     for part in ("s0r0@3", "absent", "exit, ", "spares: local-4 (ready)", "127.0.0.1:8101 (unreachable)"):
         assert part in out
 

@@ -73,3 +73,9 @@ async def test_request_for_the_other_port_is_told_where_it_is() -> None:
         admin_path = await frontend.client.post("/admin/rolling-restart", json={})
     assert admin_path.json()["other_port"] == 8002
     assert "the admin port, port 8002" in admin_path.json()["error"]
+
+
+async def test_request_with_another_method_is_told_which_to_use(frontend: RunningFrontend) -> None:
+    answer = await frontend.client.get("/predict")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.json()["error"] == "GET /predict is not allowed here; use POST"
