@@ -25,6 +25,7 @@ WARM_UP_S, MEASURED_S = 3.0, 10.0
 STEPS = ((20.0, 0.3), (40.0, 1.2), (100.0, 0.3))
 """Seconds, and requests per second as a share of what one replica answers."""
 POLL_S = 0.5
+BIN_S = 2
 BLUE, RED, GRAY = "#4878a8", "#c44e52", "#808080"
 
 
@@ -78,10 +79,11 @@ def draw_autoscaling(picture: Path) -> None:
                     time.sleep(POLL_S)
             samples += load.samples
     done_s = [sample.done_s - started_s for sample in samples if not sample.failed and not sample.refused]
-    whole_s = range(int(times_s[-1]))
+    starts_s = range(0, int(times_s[-1]), BIN_S)
     figure, (rates, sizes) = plt.subplots(2, 1, figsize=(6, 4), sharex=True, height_ratios=(2, 1), layout="constrained")
     rates.plot(sent_s, sent_hz, color=GRAY, label="sent")
-    rates.plot(whole_s, [sum(s <= each < s + 1 for each in done_s) for s in whole_s], color=BLUE, label="answered")
+    answered_hz = [sum(s <= each < s + BIN_S for each in done_s) / BIN_S for s in starts_s]
+    rates.step(starts_s, answered_hz, where="post", color=BLUE, label="answered")
     rates.set(ylabel="requests per second", ylim=(0, None))
     rates.legend()
     sizes.step(times_s, replicas, where="post", color=BLUE)
