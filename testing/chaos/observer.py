@@ -50,7 +50,8 @@ class Replica:
         """Whether the world of `before` has broken."""
         if self.state not in ("ready", "draining"):
             return True
-        return self.leader == before.leader and self.generation != before.generation
+        link, link_before = (self.worker, self.generation), (before.worker, before.generation)
+        return self.leader == before.leader and link != link_before
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """What a campaign of faults observes and counts as wrong, how it continues after an interruption, and how it starts a service."""
 
 import json
+from dataclasses import replace
 import os
 from http import HTTPStatus
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.testing.chaos.injection import Injection
 from multiworld_serving.testing.chaos.journal import Journal
-from multiworld_serving.testing.chaos.observer import Observer
+from multiworld_serving.testing.chaos.observer import Observer, Replica
 from multiworld_serving.testing.load.clients import Sample
 from multiworld_serving.testing.load.requests import ReferenceRequest
 from multiworld_serving.testing.local_service import start_program
@@ -85,3 +86,9 @@ def test_signal_for_the_driver_does_not_reach_the_service() -> None:
     with start_program(["--version"]) as service:
         assert os.getpgid(service.pid) == service.pid
         service.communicate()
+
+
+def test_slot_has_broken_if_a_spare_has_taken_it_over() -> None:
+    before = Replica(stage=0, slot=0, state="ready", generation=1, worker="a", cause=None, failed_s=None)
+    assert not before.broken_since(before)
+    assert replace(before, worker="spare").broken_since(before)
