@@ -1,8 +1,8 @@
 """What a campaign of faults observes and counts as wrong, how it continues after an interruption, and how it starts a service."""
 
 import json
-from dataclasses import replace
 import os
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
