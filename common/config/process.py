@@ -177,5 +177,5 @@ def notify(state: str, timeout_s: float = 0.0) -> bool:
 
 async def _send_heartbeats(interval_s: float) -> None:
     while True:
-        notify("WATCHDOG=1")
         await asyncio.sleep(interval_s)
+        notify("WATCHDOG=1")
