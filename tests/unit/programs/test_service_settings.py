@@ -10,6 +10,7 @@ import pytest
 from pydantic import SecretStr
 
 from multiworld import WorldManager
+from multiworld_serving.cli.main import main
 from multiworld_serving.common.config.errors import SettingsError, UserError
 from multiworld_serving.common.config.settings import Settings, to_json
 from multiworld_serving.common.config.sources import load
@@ -128,6 +129,15 @@ def test_each_model_has_its_own_settings_and_those_of_the_service(tmp_path: Path
     images, text = found.values()
     assert (images.model_source, images.stages, images.replicas, images.leaders) == ("resnet18", 1, 3, 1)
     assert (text.model_source, text.stages, text.replicas, text.leaders, text.timeout_s) == ("some.bundle", 2, 3, 2, 5)
+
+
+def test_printed_settings_end_with_the_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "service.toml").write_text(TWO)
+    assert main(["serve", "--config", str(tmp_path / "service.toml"), "--print-settings"]) == 0
+    common, *tables = capsys.readouterr().out.split("\n[[models]]\n")
+    assert "replicas = 3\n" in common
+    assert "\nmodel = " not in common
+    assert tables[1] == "name = text\nsource = some.bundle\nleaders = 2\ntimeout_s = 5\n"
 
 
 @pytest.mark.parametrize(
