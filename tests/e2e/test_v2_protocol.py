@@ -152,13 +152,6 @@ async def test_both_clients_get_the_answers_of_predict(
         assert (head["model_name"], head["model_version"], head["id"]) == (MODEL, "1", "mine")
 
 
-def test_concurrent_requests_get_their_own_answers(client: Any, pixels: Pixels, expected: Probabilities) -> None:
-    slices = [slice(at, at + 1 + at % 3) for at in range(len(pixels) - 3)]
-    asked = [client.async_infer(MODEL, [tensor("UINT8", pixels[part], binary=True)]) for part in slices]
-    for handle, part in zip(asked, slices, strict=True):
-        assert_same(handle.get_result(), expected[part])
-
-
 # -- gRPC ------------------------------------------------------------------------------------------------------------------------
 
 

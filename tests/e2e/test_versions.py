@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -145,18 +144,6 @@ def test_invalid_version_changes_nothing_and_the_reason_is_reported(
     assert predict(service).status_code == 200
 
 
-def test_second_load_is_refused_during_a_rollout(service: LocalService, operators: Any) -> None:
-    found: list[int] = []
-    for _ in range(10):  # the first request may have ended before the second one was sent
-        with ThreadPoolExecutor(2) as threads:
-            loads = threads.map(lambda weights: change(service, weights), (OTHER_FILE, OTHER_FILE))
-            found = sorted(load.status_code for load in loads)
-        operators.load_model(MODEL)
-        if found != [200, 200]:
-            break
-    assert found == [200, 409]
-
-
 def test_worker_lost_during_a_rollout_costs_no_request_and_the_next_load_succeeds(
     service: LocalService, operators: Any, requests: Sequence[VersionedRequest]
 ) -> None:
@@ -181,17 +168,3 @@ def test_worker_lost_during_a_rollout_costs_no_request_and_the_next_load_succeed
         wait_for(FIRST, requests)
     assert not load.failed, load.failed[:3]
     service.wait_until_complete(PATIENCE_S)
-
-
-def test_unloaded_model_is_not_ready_until_it_is_loaded(service: LocalService, operators: Any) -> None:
-    with triton.InferenceServerClient(service.url.removeprefix("http://")) as client:
-        operators.unload_model(MODEL)
-        assert not client.is_model_ready(MODEL)
-        assert not client.is_server_ready()
-        (index,) = client.get_model_repository_index()
-        assert (index["state"], index["reason"]) == ("UNAVAILABLE", "unloaded")
-        refused = predict(service)
-        assert (refused.status_code, refused.json()["reason"]) == (503, "not_ready")
-        operators.load_model(MODEL)
-        assert client.is_model_ready(MODEL)
-    assert predict(service).status_code == 200

@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,18 +19,15 @@ from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinRequest
 from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.message import _CODES, _LAYOUT, _MAGIC, Message, MessageKind
-from multiworld_serving.common.wire.protocol import Body, Kind, Received, rows_payload
+from multiworld_serving.common.wire.protocol import Body, Kind, Received
 from multiworld_serving.common.wire.work import (
-    WORKER_PROTOCOL,
     Batch,
     Computed,
     Failed,
-    FetchWeights,
     Leaving,
     Loaded,
     LostInput,
     Restart,
-    StageAssignment,
     Weights,
     WorkFailedError,
 )
@@ -180,37 +177,26 @@ async def garbage(world: World) -> None:
     )
 
 
-Lie = Callable[[Link, int, Computed, memoryview], object]
+Lie = Callable[[Link, int, Any, memoryview], object]
 """Sends something instead of the result of a batch."""
 LIES: dict[str, tuple[Lie, str]] = {
     "huge": (lambda link, *_: asyncio.ensure_future(claim(link.world, 2**32 - 1)), "expected torch.uint8, 1 to"),
-    "no payload": (lambda link, number, done, _: link.reply(number, done), "have 0 bytes"),
-    "other dtype": (lambda link, number, done, rows: link.reply(number, done, bytes(rows) * 2), "bytes; expected"),
-    "fewer rows": (
-        lambda link, number, done, rows: link.reply(number, done, rows[: len(rows) // 2]),
-        "bytes; expected",
-    ),
-    "other shape": (
-        lambda link, number, done, rows: link.reply(number, Computed(1, 1, done.row_shape[::-1]), rows),
-        r"an output with rows of \(4, 4, 128\); expected \(128, 4, 4\)",
-    ),
     "kept": (
         lambda link, number, done, rows: link.reply(number, Computed(1, 1, done.row_shape, 5)),
         "keeps an output that it must send",
     ),
-    "no result": (lambda link, number, done, rows: link.reply(number, Loaded()), "unexpected Loaded about a batch"),
     "leader's": (lambda link, *_: link.send(Restart()), "unexpected Restart from a worker"),
     "garbage": (lambda link, *_: asyncio.ensure_future(garbage(link.world)), "longer than its transfer"),
 }
-"""Each of these breaks the link."""
+"""Each of these breaks the link, as do those of tests/unit/scheduling/test_link_outputs.py."""
 
 
-def lying(session: Session, lie: Lie) -> None:
-    """Let the session send this instead of its next result."""
+def lying(session: Session, lie: Lie, of: type[Body] = Computed) -> None:
+    """Let the session send this instead of its next result, or its next reply of another type."""
     link = session._link
 
     def reply(number: int, body: Body, payload: bytes | memoryview = b"", kind: Kind = Kind.REPLY) -> None:
-        if isinstance(body, Computed):
+        if isinstance(body, of):
             del link.reply
             lie(link, number, body, memoryview(payload))
         else:
@@ -327,46 +313,16 @@ async def test_link_never_serves_when_the_join_self_test_fails(pair: Pair, plan:
     assert "self-test" in ending_of(link).detail
 
 
-@dataclass
-class Script:
-    """A worker that says what the test specifies."""
-
-    link: Link
-    came: asyncio.Queue[Received]
-    running: asyncio.Task[LinkLostError]
-
-    async def take_order(self) -> Received:
-        """Read one assignment, fetch its weights as a worker does, and discard them."""
-        order = await self.came.get()
-        assert isinstance(order.body, StageAssignment)
-        self.link.reply(order.number, FetchWeights(), kind=Kind.STEP)
-        left = order.body.weights_bytes
-        while left:
-            left -= len((await self.came.get()).payload)
-        return order
-
-
-async def serving_script(pair: Pair, link: WorkerLink, plan: StagePlan, *, leaves: bool = False) -> Script:
-    """A scripted worker that has become ready, or that leaves when it has computed the self-test."""
-    world = await pair.world(link)
-    came: asyncio.Queue[Received] = asyncio.Queue()
-    own = Link(world, 0, WORKER_PROTOCOL, came.put_nowait)
-    script = Script(own, came, asyncio.create_task(own.run()))
-    pair.tasks.append(script.running)
-    own.reply((await script.take_order()).number, Loaded())
-    output = plan.self_test_output
-    own.reply((await came.get()).number, Computed(1, 1, tuple(output.shape[1:])), rows_payload(output))
-    if leaves:
-        own.send(Leaving())
-    await pair.heard.until("broken" if leaves else "ready")
-    return script
-
-
 async def test_link_does_not_become_ready_when_its_worker_leaves_meanwhile(
     pair: Pair, plan: tuple[StagePlan, ...]
 ) -> None:
+    def leave(own: Link, number: int, done: Computed, rows: memoryview) -> None:
+        own.reply(number, done, rows)
+        own.send(Leaving())
+
     link = pair.link(plan[0])
-    await serving_script(pair, link, plan[0], leaves=True)
+    lying(await pair.session(link), leave)  # with the self-test
+    await pair.heard.until("broken")
     await asyncio.wait(pair.tasks[:1], timeout=WAIT_S)
     assert link.worker.state == "broken"
     assert pair.heard.states.empty()
@@ -378,13 +334,12 @@ async def test_load_fails_when_the_worker_answers_something_else(
     pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...], reply: Body
 ) -> None:
     link = pair.link(plan[0])
-    script = await serving_script(pair, link, plan[0])
-    loading = asyncio.create_task(link.load(second[:1]))
-    order = await script.take_order()
-    script.link.reply(order.number, reply)
+    session = await pair.session(link)
+    await pair.heard.until("ready")
+    lying(session, lambda own, number, *_: own.reply(number, reply), of=Loaded)
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(LinkEndedError, match=rf"unexpected {type(reply).__name__} about stage 0"):
-            await loading
+            await link.load(second[:1])
     assert ending_of(link).cause == "error"
 
 

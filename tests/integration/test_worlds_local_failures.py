@@ -13,8 +13,6 @@ from torch.distributed import ReduceOp
 from multiworld import BrokenWorldException, Cause, World, WorldManager
 from multiworld.collectives import movement as collectives
 from multiworld.collectives import reductions
-from multiworld.elastic.agent import suspect_of
-from multiworld.elastic.protocol.messages import MemberInfo, View
 from multiworld.ops import p2p as messages
 from multiworld.ops.operation import Collective, Operation, Send
 from tests.integration.members import PATIENCE_S, form
@@ -105,8 +103,3 @@ async def test_world_breaks_with_the_failing_member_named_when_an_operation_rais
     for failure in (caught.value, told.value):
         assert (failure.cause, failure.rank) == (Cause.LOCAL, 0)
         assert type(error).__name__ in failure.detail
-
-
-def test_members_suspect_the_member_with_the_local_failure() -> None:
-    view = View(1, tuple(MemberInfo(name, "127.0.0.1", 1) for name in ("a", "b")))
-    assert suspect_of("a", view, BrokenWorldException("w", Cause.LOCAL, 1, "MemoryError")) == "b"

@@ -73,18 +73,7 @@ def test_hello_with_a_modified_body_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        [],
-        None,
-        {"world": 1},
-        {"rank": "1"},
-        {"rank": True},
-        {"generation": 1.5},
-        {"question": 1},
-        {"other": 1},
-        {"size": None},
-    ],
+    "body", [None, {"rank": "1"}, {"rank": True}, {"generation": 1.5}, {"size": None}, {"other": 1}]
 )
 def test_malformed_hello_is_refused(body: object) -> None:
     host, guest = ServerHandshake(b"secret"), ClientHandshake(b"secret", SEAT)

@@ -40,12 +40,6 @@ def test_replicas_are_load_times_cost_over_utilisation() -> None:
     assert replicas_wanted(100.0, 0, times, 2, 8) == pytest.approx((1 / UTILISATION, 3 / UTILISATION))
 
 
-def test_a_backlog_adds_the_replicas_that_work_it_off() -> None:
-    times = times_of((0, 8, 0.080))
-    (wanted,) = replicas_wanted(100.0, 60, times, 1, 8)
-    assert wanted == pytest.approx((100 + 60 / DRAIN_S) * 0.010 / UTILISATION)
-
-
 def test_scheduler_measures_load_and_times() -> None:
     driver = SchedulerHarness(stages=2, replicas=1, max_batch_size=1)
     assert driver.scheduler.replicas_wanted(0.0) == (0.0, 0.0)
