@@ -20,7 +20,6 @@ from tests.e2e.images import png
 from tests.waiting import wait_until
 
 MODEL = "resnet18"
-CONCURRENCY = 16
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 """gRPC clients of one process share a connection otherwise."""
 SHAPE = [3, IMAGE_SIZE, IMAGE_SIZE]
@@ -52,7 +51,7 @@ def expected(running_service: LocalService, pixels: Pixels) -> Probabilities:
 
 @pytest.fixture
 def client(service: LocalService) -> Iterator[Any]:
-    with triton.InferenceServerClient(address(service), concurrency=CONCURRENCY) as running:
+    with triton.InferenceServerClient(address(service)) as running:
         yield running
 
 

@@ -398,6 +398,13 @@ async def members(folder: Path, **defaults: Any) -> AsyncIterator[Spawn]:
             await member.dispose()
 
 
+@contextlib.asynccontextmanager
+async def managers(count: int, **settings: Any) -> AsyncIterator[list[WorldManager]]:
+    """Managers with these settings in the test's process."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(WorldManager(**settings)) for _ in range(count)]
+
+
 async def form(world: str, port: int, *everybody: Member | WorldManager, backend: str = "gloo") -> int:
     """Join these members to `world` as ranks 0, 1, 2, …; returns its generation."""
     joining = [

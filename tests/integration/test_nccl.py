@@ -55,12 +55,6 @@ def test_nccl_uses_the_current_device_by_default(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_gpu
-async def test_nccl_world_logs_that_it_is_experimental(manager: WorldManager, caplog: pytest.LogCaptureFixture) -> None:
-    await manager.initialize_world("w", 0, 1, backend="nccl", port=0, device=_device())
-    assert "world=w uses NCCL, which is experimental: see docs/gpu.md" in caplog.messages
-
-
-@needs_gpu
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 async def test_every_collective_gives_its_result_in_a_world_of_one(manager: WorldManager, backend: str) -> None:
     await manager.initialize_world("w", 0, 1, backend=backend, port=0, device=_device())

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from multiworld import BrokenWorldException, Cause, World, WorldManager
+from multiworld import BrokenWorldException, Cause, World
 from multiworld.collectives import movement as collectives
 from multiworld.collectives import reductions
 from multiworld.ops import p2p as messages
 from multiworld.ops.operation import Collective, Operation, Send
-from tests.integration.members import PATIENCE_S, form
+from tests.integration.members import PATIENCE_S, form, managers
 
 PATIENT_S = 20.0
 ERRORS = [MemoryError(), ValueError("refused")]
@@ -25,10 +25,7 @@ MEMBER_SETTINGS = {"heartbeat_timeout_s": PATIENT_S}
 
 @pytest.fixture
 async def pair() -> AsyncIterator[tuple[World, World]]:
-    async with (
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
-    ):
+    async with managers(2, heartbeat_timeout_s=PATIENT_S) as (host, guest):
         await form("w", host.listen(), host, guest)
         yield host.world("w"), guest.world("w")
 

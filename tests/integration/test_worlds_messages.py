@@ -11,14 +11,13 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from multiworld import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldManager
 from multiworld.transport import connection
-from tests.integration.members import PATIENCE_S, Member, Spawn, form
+from tests.integration.members import PATIENCE_S, Member, Spawn, form, managers
 from tests.waiting import until
 
 PATIENT_S = 30.0
@@ -163,10 +162,7 @@ async def test_world_breaks_when_the_network_drops_data_while_heartbeats_arrive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "MAX_RETRANSMISSIONS", 2)
-    async with (
-        WorldManager(heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=0) as host,
-        WorldManager(heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=0) as guest,
-    ):
+    async with managers(2, heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=0) as (host, guest):
         await form("w", host.listen(), host, guest)
         with data_sockets() as socks:
             for sock in socks:
@@ -199,8 +195,7 @@ async def test_other_worlds_stay_when_a_callback_blocks_while_its_peer_dies(
 async def test_completed_sends_arrive_when_the_sender_leaves_with_a_receive_pending(
     shared_memory_bytes: int | None,
 ) -> None:
-    settings: dict[str, Any] = {"heartbeat_timeout_s": PATIENT_S, "shared_memory_bytes": shared_memory_bytes}
-    async with WorldManager(**settings) as host, WorldManager(**settings) as guest:
+    async with managers(2, heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=shared_memory_bytes) as (host, guest):
         port = host.listen()
         for round_ in range(4):
             await form("w", port, host, guest)
@@ -238,8 +233,7 @@ async def test_lost_peer_connection_breaks_the_world_without_heartbeats(spawn: S
 
 
 async def test_peer_is_named_when_a_collective_starts_on_a_lost_connection() -> None:
-    settings: dict[str, Any] = {"heartbeat_timeout_s": PATIENT_S, "shared_memory_bytes": 0}
-    async with WorldManager(**settings) as host, WorldManager(**settings) as guest:
+    async with managers(2, heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=0) as (host, guest):
         await form("w", host.listen(), host, guest)
         with data_sockets() as socks:
             for sock in socks:

@@ -18,7 +18,7 @@ import torch
 from multiworld import BrokenWorldException, Cause, WorldClosedError, WorldManager
 from multiworld.ops import p2p
 from multiworld.transport.segments import SegmentPool
-from tests.integration.members import PATIENCE_S, Spawn, form, resources
+from tests.integration.members import PATIENCE_S, Spawn, form, managers, resources
 from tests.waiting import until
 
 CYCLES = int(os.environ.get("MULTIWORLD_TEST_CYCLES", "60"))
@@ -109,33 +109,30 @@ async def test_repeatedly_killed_peers_leak_nothing(spawn: Spawn) -> None:
 
 async def test_repeatedly_broken_worlds_of_three_leak_nothing() -> None:
     """Each member breaks the world in turn, by a cancelled operation, a reported failure, or by leaving it, while others receive."""
-    async with (
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as first,
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as second,
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as third,
-    ):
-        managers, numbers = (first, second, third), itertools.count()
-        port = first.listen()
+    async with managers(3, heartbeat_timeout_s=PATIENT_S) as everybody:
+        numbers, port = itertools.count(), everybody[0].listen()
 
         async def cycle() -> None:
             number = next(numbers)
-            await form("w", port, *managers)
-            await asyncio.gather(*(each.communicator.all_reduce(torch.ones(1000), world_name="w") for each in managers))
+            await form("w", port, *everybody)
+            await asyncio.gather(
+                *(each.communicator.all_reduce(torch.ones(1000), world_name="w") for each in everybody)
+            )
             receiving = [
                 asyncio.create_task(each.communicator.recv(torch.zeros(1000), (rank + 1) % 3, "w"))
-                for rank, each in enumerate(managers)
+                for rank, each in enumerate(everybody)
             ]
             await asyncio.sleep(0)
             victim = number % 3
             if number // 3 % 3 == 0:
                 receiving[victim].cancel()
             elif number // 3 % 3 == 1:
-                managers[victim].world("w").fail(Cause.LOCAL, victim, "for the test")
+                everybody[victim].world("w").fail(Cause.LOCAL, victim, "for the test")
             else:
-                managers[victim].remove_world("w")
+                everybody[victim].remove_world("w")
             for error in await asyncio.gather(*receiving, return_exceptions=True):
                 assert isinstance(error, BrokenWorldException | WorldClosedError | asyncio.CancelledError)
-            await reclaimed(*managers)
+            await reclaimed(*everybody)
 
         await assert_leaks_nothing(cycle)
 
@@ -239,10 +236,7 @@ async def test_ended_worlds_with_unlimited_names_are_forgotten(monkeypatch: pyte
 
 
 async def test_connection_is_freed_when_its_ended_world_is_kept_by_name() -> None:
-    async with (
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
-    ):
+    async with managers(2, heartbeat_timeout_s=PATIENT_S) as (host, guest):
         await form("w", host.listen(), host, guest)
         world = host.world("w")
         connection = weakref.ref(world._connections[1])
@@ -268,10 +262,7 @@ async def test_callers_get_errors_and_the_lost_thread_is_reported_when_a_thread_
         freed.wait(PATIENCE_S)
 
     monkeypatch.setattr("multiworld.world._JOIN_S", 0.05)
-    async with (
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
-        WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
-    ):
+    async with managers(2, heartbeat_timeout_s=PATIENT_S) as (host, guest):
         await form("w", host.listen(), host, guest)
         world = host.world("w")
         receiving = world.start(replace(p2p.recv(world.facts, torch.zeros(4), 1, 0), copy_back=copy_back))

@@ -30,10 +30,7 @@ SOURCE = [HOLDER, [[5, 0]], [0]]
     "fields",
     [
         None,
-        {},
-        [1],
         [0, []],
-        [9, []],
         [1.5, [SOURCE]],
         [1, [SOURCE, SOURCE]],
         [1, [[HOLDER, [[5, 0]], [1]]]],
@@ -41,7 +38,6 @@ SOURCE = [HOLDER, [[5, 0]], [0]]
         [2, [[HOLDER, [[5, 0]], [0, 1]]]],
         [1, [[HOLDER, [], []]]],
         [1, [["", [[5, 0]], [0]]]],
-        [1, [[HOLDER, [["5", 0]], [0]]]],
         [1, [SOURCE], None, [], True, -1],
         [1, [SOURCE], None, [], True, 1e9],
     ],

@@ -308,7 +308,6 @@ MANY_PIECES = pack_head(PIECE) * (MIB // SLOT_BYTES + 1)
 
 DESCRIPTORS: dict[str, Callable[[], int]] = {
     "file": lambda: os.open(__file__, os.O_RDONLY),
-    "socket": lambda: socket.socket().detach(),
     "unsealed": lambda: memfd(MIB, seals=0),
     "growing": lambda: memfd(MIB, seals=fcntl.F_SEAL_GROW),
     "small": lambda: memfd(MIB - 1),
@@ -317,7 +316,6 @@ DESCRIPTORS: dict[str, Callable[[], int]] = {
 }
 HOSTILE = [
     pytest.param("file", in_place(), "not shared memory", id="regular file"),
-    pytest.param("socket", in_place(), "not shared memory", id="socket"),
     pytest.param("unsealed", in_place(), "size can change", id="unsealed"),
     pytest.param("growing", in_place(), "size can change", id="not sealed against truncation"),
     pytest.param("small", in_place(), "of a segment of", id="too small"),

@@ -11,12 +11,12 @@ from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.common.wire.link import Link
 from multiworld_serving.common.wire.message import WireError
-from multiworld_serving.common.wire.protocol import Kind, Received, rows_payload
+from multiworld_serving.common.wire.protocol import Kind, Received
 from multiworld_serving.common.wire.work import Batch, Computed, Release, Restart
 from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.server.replicas import worker_link
 from multiworld_serving.server.replicas.worker import SentBatch, SlotId, Worker
-from multiworld_serving.server.replicas.worker_link import KeptOutput, WorkerLink
+from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
 from tests.bundles import PREVIEW
 from tests.cut_bundles import bundle_plan
@@ -63,22 +63,6 @@ async def test_outputs_are_released_after_a_while_when_no_batch_takes_them_along
     assert isinstance(posted.bodies[3], Batch)
     await asyncio.sleep(0)
     assert len(posted.bodies) == 4
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_output_is_taken_when_it_is_kept_or_sent(keep: bool) -> None:
-    plan = bundle_plan(read_bundle(PREVIEW), 2)[0]
-    link, posted, outputs = ready_link(plan)
-    rows = torch.zeros(1, *plan.spec.output_rows.dims, dtype=plan.output_dtype)
-    link.send(SentBatch(1, 0, plan.number, (0,), "r", 0.0), BatchInputs(1, (), rows, (0,), keep=keep))
-    done = Computed(1, 1, plan.spec.output_rows.dims, 7 if keep else None)
-    posted.takes[0](Received(Kind.REPLY, 1, done, memoryview(b"" if keep else bytearray(rows_payload(rows)))))
-    (output,) = outputs
-    if keep:
-        assert isinstance(output, KeptOutput)
-        assert (output.tensor, output.rows) == (7, 1)
-    else:
-        assert torch.equal(output, rows)
 
 
 @pytest.mark.parametrize(
