@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from multiworld_serving.testing.chaos.observer import Observer, Replica, ReplicaKey, Snapshot
+from multiworld_serving.testing.chaos.observer import Observer, Replica, Snapshot
 from multiworld_serving.testing.chaos.system.processes import Process
 from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 from multiworld_serving.testing.load.requests import ReferenceRequest
@@ -115,11 +115,13 @@ class FaultContext:
             "served by a new frontend",
         )
 
-    def wait_rejoining(self, key: ReplicaKey, generation: int) -> Replica:
-        """Wait until a worker has joined this slot with a later generation, ready or not. Returns the replica."""
-        now = self.observer.wait(
-            lambda now: now.replicas[key].generation > generation and now.replicas[key].worker is not None,
-            WAIT_S,
-            "rejoined",
-        )
-        return now.replicas[key]
+    def wait_rejoining(self, before: Replica) -> Replica:
+        """Wait until a worker has joined this slot with a later generation, ready or not, or a spare has it. Returns the replica."""
+
+        def is_taken(now: Snapshot) -> bool:
+            replica = now.replicas[before.key]
+            return replica.worker is not None and (
+                replica.worker != before.worker or replica.generation > before.generation
+            )
+
+        return self.observer.wait(is_taken, WAIT_S, "rejoined").replicas[before.key]
