@@ -87,21 +87,8 @@ class Script(TorturePart, ElasticPart):
         self.manager = WorldManager(**settings)
         self._listen_to_events()
 
-    async def join(
-        self,
-        world: str,
-        rank: int,
-        size: int,
-        port: int,
-        addr: str = "127.0.0.1",
-        generation: int = 0,
-        timeout: float = 60,
-        backend: str = "gloo",
-    ) -> int:
-        joined = await self.manager.initialize_world(
-            world, rank, size, backend, addr, port, timeout, generation=generation
-        )
-        return joined.generation
+    async def join(self, world: str, rank: int, size: int, **settings: Any) -> int:
+        return (await self.manager.initialize_world(world, rank, size, timeout=PATIENCE_S, **settings)).generation
 
     async def listen(self) -> int:
         return self.manager.listen()
@@ -405,14 +392,12 @@ async def managers(count: int, **settings: Any) -> AsyncIterator[list[WorldManag
         yield [await stack.enter_async_context(WorldManager(**settings)) for _ in range(count)]
 
 
-async def form(world: str, port: int, *everybody: Member | WorldManager, backend: str = "gloo") -> int:
+async def form(world: str, port: int, *everybody: Member | WorldManager) -> int:
     """Join these members to `world` as ranks 0, 1, 2, …; returns its generation."""
     joining = [
-        member.start("join", world=world, rank=rank, size=len(everybody), port=port, backend=backend)
+        member.start("join", world=world, rank=rank, size=len(everybody), port=port)
         if isinstance(member, Member)
-        else asyncio.create_task(
-            member.initialize_world(world, rank, len(everybody), backend, port=port, timeout=PATIENCE_S)
-        )
+        else asyncio.create_task(member.initialize_world(world, rank, len(everybody), port=port, timeout=PATIENCE_S))
         for rank, member in enumerate(everybody)
     ]
     joined = await asyncio.gather(*joining)

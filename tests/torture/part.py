@@ -119,13 +119,7 @@ class TorturePart:
             return
         rank, size = planned.members.index(self._process), len(planned.members)
         self._joined[planned.name] = await self.manager.initialize_world(
-            planned.name,
-            rank,
-            size,
-            planned.backend,
-            port=port,
-            timeout=PATIENCE_S,
-            verify_collectives=planned.verified,
+            planned.name, rank, size, port=port, timeout=PATIENCE_S, verify_collectives=planned.verified
         )
 
     async def _live_through(self, planned: PlannedWorld) -> dict[str, Any]:

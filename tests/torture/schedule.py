@@ -87,7 +87,6 @@ COLLECTIVES = (
     "all_to_all",
     "barrier",
 )
-_OF_LINES = ("all_reduce", "barrier")
 _REDUCING = ("reduce", "all_reduce", "reduce_scatter", "reduce_scatter_tensor")
 
 
@@ -137,7 +136,6 @@ class PlannedWorld:
 
     name: str
     members: tuple[int, ...]
-    backend: str
     verified: bool
     phases: tuple[Phase, ...]
     lasting: bool = False
@@ -206,30 +204,27 @@ def plan_round(seed: int, number: int) -> Round:
 
 def _lasting_world(rng: Random, key: str) -> PlannedWorld:
     """A world of the spared processes."""
-    phases = tuple(_phase(rng, SPARED, "gloo", f"{key}/{number}") for number in range(3))
-    return PlannedWorld("home", tuple(range(SPARED)), "gloo", True, phases, lasting=True)
+    phases = tuple(_phase(rng, SPARED, f"{key}/{number}") for number in range(3))
+    return PlannedWorld("home", tuple(range(SPARED)), True, phases, lasting=True)
 
 
 def _world(rng: Random, name: str, key: str) -> PlannedWorld:
     size = rng.choice((2, 2, 3, 3, 4))
     members = tuple(rng.sample(range(PROCESSES), size))
-    backend = "tcp" if rng.random() < 0.15 else "gloo"
-    phases = tuple(_phase(rng, size, backend, f"{key}/{number}") for number in range(rng.randint(2, 8)))
-    return PlannedWorld(name, members, backend, rng.random() < 0.4, phases)
+    phases = tuple(_phase(rng, size, f"{key}/{number}") for number in range(rng.randint(2, 8)))
+    return PlannedWorld(name, members, rng.random() < 0.4, phases)
 
 
-def _phase(rng: Random, size: int, backend: str, key: str) -> Phase:
+def _phase(rng: Random, size: int, key: str) -> Phase:
     style = rng.choice(("one collective", "messages", "both", "many collectives"))
     collectives = {"one collective": 1, "messages": 0, "both": rng.randint(1, 2), "many collectives": rng.randint(2, 5)}
     messages = rng.randint(1, 8) if style in ("messages", "both") else 0
     return Phase(
-        tuple(_collective(rng, size, backend, f"{key}/c{index}") for index in range(collectives[style])),
+        tuple(
+            collective_of(rng, rng.choice(COLLECTIVES), size, f"{key}/c{index}") for index in range(collectives[style])
+        ),
         tuple(_message(rng, size, f"{key}/m{index}") for index in range(messages)),
     )
-
-
-def _collective(rng: Random, size: int, backend: str, key: str) -> Collective:
-    return collective_of(rng, rng.choice(_OF_LINES if backend == "tcp" else COLLECTIVES), size, key)
 
 
 def collective_of(rng: Random, kind: str, size: int, key: str) -> Collective:

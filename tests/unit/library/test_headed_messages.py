@@ -15,7 +15,7 @@ WAIT_S = 30.0
 @pytest.fixture
 async def worlds() -> AsyncIterator[tuple[World, World]]:
     async with WorldManager(secret="s") as one, WorldManager(secret="s") as other:
-        await form("w", one.listen("127.0.0.1", 0), one, other, backend="tcp")
+        await form("w", one.listen("127.0.0.1", 0), one, other)
         yield one.world("w"), other.world("w")
 
 
