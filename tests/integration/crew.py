@@ -23,7 +23,6 @@ class Crew:
         self._thread.start()
         self.managers = [WorldManager() for _ in range(MAX_SIZE)]
         self._port = self.managers[0].listen()
-        self._made: set[str] = set()
 
     def close(self) -> None:
         for manager in self.managers:
@@ -43,28 +42,20 @@ class Crew:
         """Run a function on every rank of a world of `size` concurrently and return all results."""
         return self.await_(self._run(size, part, verified))
 
-    def fresh(self, size: int, *, verified: bool = False) -> None:
-        """Make the next run create a new world of this kind."""
-        name = self._name(size, verified)
-        self._made.discard(name)
-        for manager in self.managers[:size]:
-            if name in manager.worlds:
-                manager.remove_world(name)
-
     async def worlds(self, size: int, verified: bool) -> list[World]:
-        name = self._name(size, verified)
-        if name not in self._made:
+        """The worlds of this kind; new ones if an earlier test has broken them."""
+        name, here = f"{'verified' if verified else 'unverified'}-{size}", self.managers[:size]
+        if any(name not in manager.worlds or manager.worlds[name].state.ended for manager in here):
+            for manager in here:
+                if name in manager.worlds:
+                    manager.remove_world(name)
             await asyncio.gather(
                 *(
                     manager.initialize_world(name, rank, size, port=self._port, verify_collectives=verified)
-                    for rank, manager in enumerate(self.managers[:size])
+                    for rank, manager in enumerate(here)
                 )
             )
-            self._made.add(name)
-        return [manager.world(name) for manager in self.managers[:size]]
-
-    def _name(self, size: int, verified: bool) -> str:
-        return f"{'verified' if verified else 'unverified'}-{size}"
+        return [manager.world(name) for manager in here]
 
     async def _run(self, size: int, part: Part[T], verified: bool) -> list[T]:
         worlds = await self.worlds(size, verified)

@@ -37,10 +37,7 @@ def test_cancelled_collective_breaks_only_its_own_world(crew: Crew, verified: bo
         return tensor.sum().item()
 
     crew.await_(crew.worlds(3, not verified))
-    try:
-        assert crew.run(3, part, verified=verified) == [15.0] * 3
-    finally:
-        crew.fresh(3, verified=verified)
+    assert crew.run(3, part, verified=verified) == [15.0] * 3
 
 
 @BOTH
@@ -60,10 +57,7 @@ def test_world_breaks_with_timeout_when_an_operation_takes_too_long(
             await operation
         return caught.value.cause
 
-    try:
-        assert crew.run(2, part, verified=verified) == [Cause.TIMEOUT] * 2
-    finally:
-        crew.fresh(2, verified=verified)
+    assert crew.run(2, part, verified=verified) == [Cause.TIMEOUT] * 2
 
 
 @BOTH
