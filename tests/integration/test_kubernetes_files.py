@@ -31,6 +31,7 @@ VERSIONS = ("1.30.0", "1.33.0")
 """The oldest version with all used features, and a later one."""
 WORKLOADS = ("Deployment", "StatefulSet")
 PROGRAMS = ("multiworld-leader", "multiworld-frontend", "multiworld-worker")
+SETTINGS = (LeaderSettings, FrontendSettings, WorkerSettings)
 NOT_A_RESOURCE = {"kustomization.yaml"}
 
 Resource = dict[str, Any]
@@ -109,7 +110,7 @@ def test_each_model_has_leaders_workers_and_an_autoscaler_and_frontends_know_its
         [config] = [each["configMap"]["name"] for each in volumes if each["name"] == "settings"]
         file = tmp_path / config
         file.write_text(find(resources, "ConfigMap", config)["data"]["multiworld.toml"])
-        return load(cls, {}, config_file=file, programs=(LeaderSettings, FrontendSettings, WorkerSettings))
+        return load(cls, {}, config_file=file, programs=SETTINGS)
 
     models = settings_of(FrontendSettings, "Deployment", "multiworld-frontend").models
     assert list(models) == ["resnet18", "resnet50"]
@@ -139,14 +140,9 @@ def test_gpu_overlay_gives_each_worker_one_gpu_and_cpu_overlay_none(name: str) -
     assert "MULTIWORLD_TOKEN_FILE" in {each["name"] for each in container["env"]}, "the patch only adds"
 
 
-def settings() -> tuple[LeaderSettings, FrontendSettings, WorkerSettings]:
-    file = BASE / "multiworld.toml"
-    programs = (LeaderSettings, FrontendSettings, WorkerSettings)
-    return (
-        load(LeaderSettings, {}, config_file=file, programs=programs),
-        load(FrontendSettings, {}, config_file=file, programs=programs),
-        load(WorkerSettings, {}, config_file=file, programs=programs),
-    )
+def settings() -> list[Any]:
+    """Of a leader, a frontend and a worker."""
+    return [load(each, {}, config_file=BASE / "multiworld.toml", programs=SETTINGS) for each in SETTINGS]
 
 
 def test_settings_and_ports_match_the_programs() -> None:

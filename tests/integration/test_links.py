@@ -37,6 +37,7 @@ from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.leader_order import LeaderPlace
 from multiworld_serving.workers.session import Session
+from tests.integration.members import managers
 from tests.resnets import resnet_plan, with_other_weights
 from tests.sent_batches import send, worker_at
 from tests.unit.edges.edge_parts import unused_edges
@@ -145,10 +146,7 @@ class Pair:
 @asynccontextmanager
 async def pair_with(engine: Engine) -> AsyncIterator[Pair]:
     """A pair whose worker has this engine, while the block lasts."""
-    async with (
-        WorldManager(secret="s", verify_collectives=False) as leader,
-        WorldManager(secret="s", verify_collectives=False) as worker,
-    ):
+    async with managers(2, secret="s", verify_collectives=False) as (leader, worker):
         made = Pair(leader, worker, leader.listen("127.0.0.1", 0), engine)
         yield made
         for task in made.tasks:

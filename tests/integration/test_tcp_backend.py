@@ -2,19 +2,12 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from multiworld import JoinError, WorldManager
-from tests.integration.members import form
-
-
-@pytest.fixture
-async def managers() -> AsyncIterator[tuple[WorldManager, WorldManager]]:
-    async with WorldManager() as host, WorldManager(bind_host="127.0.0.2") as guest:
-        yield host, guest
+from tests.integration.members import form, managers
 
 
 def _sockets(state: str) -> list[list[str]]:
@@ -24,26 +17,25 @@ def _sockets(state: str) -> list[list[str]]:
     return [columns for columns in map(str.split, lines) if columns[3] == state and f"socket:[{columns[9]}]" in files]
 
 
-async def test_connections_leave_from_the_address_that_was_bound(managers: tuple[WorldManager, WorldManager]) -> None:
+async def test_connections_leave_from_the_address_that_was_bound() -> None:
     before = {columns[1] for columns in _sockets("0A")}
-    port = managers[0].listen()
-    await form("w", port, *managers)
-    assert len({columns[1] for columns in _sockets("0A")} - before) == 1, "only rank 0's port"
-    peers = [columns[2] for columns in _sockets("01") if int(columns[1].rpartition(":")[2], 16) == port]
-    assert {peer.partition(":")[0] for peer in peers} == {"0200007F"}  # 127.0.0.2
+    async with WorldManager() as host, WorldManager(bind_host="127.0.0.2") as guest:
+        port = host.listen()
+        await form("w", port, host, guest)
+        assert len({columns[1] for columns in _sockets("0A")} - before) == 1, "only rank 0's port"
+        peers = [columns[2] for columns in _sockets("01") if int(columns[1].rpartition(":")[2], 16) == port]
+        assert {peer.partition(":")[0] for peer in peers} == {"0200007F"}  # 127.0.0.2
 
 
-async def test_members_say_so_when_they_were_given_different_settings(
-    managers: tuple[WorldManager, WorldManager],
-) -> None:
-    host, guest = managers
-    port = host.listen()
-    hosting = asyncio.create_task(host.initialize_world("w", 0, 2, port=port))
-    told = "rank 0 has backend=multiworld, verify_collectives=True; rank 1 has .*verify_collectives=False"
-    with pytest.raises(JoinError, match=told):
-        await guest.initialize_world("w", 1, 2, port=port, verify_collectives=False)
-    hosting.cancel()
-    await asyncio.gather(hosting, return_exceptions=True)
+async def test_members_say_so_when_they_were_given_different_settings() -> None:
+    async with managers(2) as (host, guest):
+        port = host.listen()
+        hosting = asyncio.create_task(host.initialize_world("w", 0, 2, port=port))
+        told = "rank 0 has backend=multiworld, verify_collectives=True; rank 1 has .*verify_collectives=False"
+        with pytest.raises(JoinError, match=told):
+            await guest.initialize_world("w", 1, 2, port=port, verify_collectives=False)
+        hosting.cancel()
+        await asyncio.gather(hosting, return_exceptions=True)
 
 
 async def test_address_that_is_not_ours_is_named_when_it_cannot_be_bound() -> None:

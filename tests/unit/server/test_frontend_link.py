@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import multiworld
-from multiworld import World, WorldManager
+from multiworld import World
 from multiworld_serving.common.wire import link
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import RowRef, Source
@@ -35,6 +35,7 @@ from multiworld_serving.server.frontends.messages import (
     parse_rows,
 )
 from multiworld_serving.server.predictor import Prediction, RestartStep
+from tests.integration.members import managers
 from tests.unit.server.fake_leaders import leader_state
 from tests.unit.server.text_model import TEXT
 from tests.waiting import until
@@ -131,10 +132,7 @@ class Ends:
 @pytest.fixture
 async def ends() -> AsyncIterator[Ends]:
     """A link over TCP. Neither end receives until it is told to run."""
-    async with (
-        WorldManager(secret="s", verify_collectives=False) as first,
-        WorldManager(secret="s", verify_collectives=False) as second,
-    ):
+    async with managers(2, secret="s", verify_collectives=False) as (first, second):
         port = first.listen("127.0.0.1", 0)
         joins = [
             manager.initialize_world("w", rank, 2, WORLD_BACKEND, addr="127.0.0.1", port=port)
