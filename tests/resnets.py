@@ -11,8 +11,7 @@ from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec,
 from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
 from multiworld_serving.models.weights.tensor_file import TensorFile
-from multiworld_serving.server.versions.stage_plan import StagePlan, StageWeights
-from tests.cut_bundles import bundle_plan
+from multiworld_serving.server.versions.stage_plan import StagePlan, StageWeights, make_bundle_plan
 
 
 @cache
@@ -25,7 +24,7 @@ def resnet_plan(
     weights: str, num_stages: int, tuning: Tuning = NO_TUNING, number: int = 1, *, image_size: int
 ) -> tuple[StagePlan, ...]:
     """The stages of a ResNet-18."""
-    return bundle_plan(_resnet(weights, image_size), num_stages, tuning, number)
+    return make_bundle_plan(_resnet(weights, image_size), num_stages, tuning, number)
 
 
 def sent_weights(plan: StagePlan) -> torch.Tensor:

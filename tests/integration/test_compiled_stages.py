@@ -12,12 +12,11 @@ from multiworld_serving.models.errors import BundleError, CompileError, StageErr
 from multiworld_serving.models.optimize.compiled import CompiledStage, batch_sizes
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
 from multiworld_serving.models.optimize.tuning import Tuning
-from multiworld_serving.server.versions.stage_plan import StagePlan
+from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan
 from multiworld_serving.workers.compute import engine as engine_module
 from multiworld_serving.workers.compute.engine import Engine, LoadedStage, StageTask
 from multiworld_serving.workers.stage_loader import AssignedStage
 from tests.bundles import classifier_bundle, text_bundle
-from tests.cut_bundles import bundle_plan
 from tests.resnets import sent_weights
 from tests.waiting import until
 
@@ -54,7 +53,7 @@ def test_sizes_are_powers_of_two_and_the_largest() -> None:
 def test_compiled_stage_equals_the_reference_for_every_batch_size_and_number_of_threads(
     precision: str, tmp_path: Path
 ) -> None:
-    plan = bundle_plan(classifier_bundle(tmp_path / "bundle"), 1)[0]
+    plan = make_bundle_plan(classifier_bundle(tmp_path / "bundle"), 1)[0]
     made = compiled(plan, precision)
     for size in made.sizes:
         made.compile_for(size)
@@ -79,7 +78,7 @@ def test_compiled_stage_equals_the_reference_for_every_batch_size_and_number_of_
 
 
 def test_code_that_computes_something_else_is_refused(tmp_path: Path) -> None:
-    plan = bundle_plan(classifier_bundle(tmp_path / "bundle"), 1)[0]
+    plan = make_bundle_plan(classifier_bundle(tmp_path / "bundle"), 1)[0]
     made = compiled(plan, "float32")
     with torch.no_grad():
         for weight in made._folded.buffers():
@@ -90,13 +89,13 @@ def test_code_that_computes_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_rows_of_different_lengths_are_not_compiled(tmp_path: Path) -> None:
     with pytest.raises(CompileError, match="its rows have different lengths"):
-        compiled(bundle_plan(text_bundle(tmp_path / "bundle"), 1)[0], "float32")
+        compiled(make_bundle_plan(text_bundle(tmp_path / "bundle"), 1)[0], "float32")
 
 
 async def test_stage_is_not_compiled_without_enough_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (plan,) = bundle_plan(classifier_bundle(tmp_path / "bundle"), 1, Tuning(optimize="compile"))
+    (plan,) = make_bundle_plan(classifier_bundle(tmp_path / "bundle"), 1, Tuning(optimize="compile"))
 
     def refuse(needed_bytes: int) -> None:
         raise MemoryError(f"needs {needed_bytes} bytes")
@@ -110,7 +109,7 @@ async def test_stage_is_not_compiled_without_enough_memory(
 
 
 async def test_stage_that_is_no_longer_served_is_not_compiled_further(tmp_path: Path) -> None:
-    (plan,) = bundle_plan(classifier_bundle(tmp_path / "bundle"), 1, Tuning(optimize="compile"))
+    (plan,) = make_bundle_plan(classifier_bundle(tmp_path / "bundle"), 1, Tuning(optimize="compile"))
     engine = Engine(CPU)
     task = StageTask(plan.spec, sent_weights(plan), LARGEST, Tuning(optimize="compile"))
     asked = iter((True, False))

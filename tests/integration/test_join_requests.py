@@ -13,10 +13,9 @@ from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.wire.join import PROTOCOL, RELEASE, JoinOffer
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.predictor import ImageSizes
+from multiworld_serving.server.predictor import ImageSizes, ModelVersion
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.server.versions.version_table import VersionPlan
-from tests.cut_bundles import version_of
 from tests.resnets import resnet_plan
 from tests.unit.server.image_model import image_classifier
 
@@ -45,7 +44,7 @@ BAD = {
 
 @pytest.fixture(scope="module")
 def plan() -> VersionPlan:
-    return version_of(resnet_plan("random:0", 1, image_size=32))
+    return VersionPlan(ModelVersion(1, "random:0"), resnet_plan("random:0", 1, image_size=32))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from multiworld_serving.models.errors import BundleError, ExportError
 from multiworld_serving.models.export.exporter import ExportOptions, ExportReport, export_model
 from multiworld_serving.models.export.trace import Dynamic, capture
 from multiworld_serving.models.preprocessing import Preprocessing
-from tests.cut_bundles import bundle_plan
+from multiworld_serving.server.versions.stage_plan import make_bundle_plan
 
 TOLERANCE = 1e-5
 
@@ -143,7 +143,7 @@ def test_padded_positions_are_computed_and_minus_infinity_crosses_cuts_when_atte
         bundle.build(bundle.graph)(ids)[0], module(ids)
     )  # with gradients, torch has no fast path
     for num_stages in (1, 2, 3):
-        for plan in bundle_plan(bundle, num_stages):
+        for plan in make_bundle_plan(bundle, num_stages):
             assert plan.check_self_test(plan.self_test_output) is None
 
 

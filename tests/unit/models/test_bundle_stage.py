@@ -12,9 +12,8 @@ import torch
 from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.bundle.stage import BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.errors import ModelError
-from multiworld_serving.server.versions.stage_plan import StagePlan
+from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan
 from tests.bundles import PREVIEW, Text, classifier_bundle, text_bundle
-from tests.cut_bundles import bundle_plan
 from tests.resnets import sent_weights
 from tests.unit.models.hostile_graphs import HOSTILE
 
@@ -35,7 +34,7 @@ def test_bundle_of_the_preview_release_is_served() -> None:
     for num_stages in (1, 2, 3):
         found = values
         with torch.inference_mode():
-            for plan in bundle_plan(bundle, num_stages):
+            for plan in make_bundle_plan(bundle, num_stages):
                 found = received(plan)(found)
         torch.testing.assert_close(found, expected)
 
@@ -54,7 +53,7 @@ def received(plan: StagePlan) -> torch.nn.Module:
 def test_stages_of_a_text_model_compute_what_the_model_computes(
     text: Bundle, num_stages: int, count: int, tokens: int
 ) -> None:
-    plans = bundle_plan(text, num_stages)
+    plans = make_bundle_plan(text, num_stages)
     ids = torch.randint(0, 50, (count, tokens))
     mask = ids > 10
     values = plans[0].spec.input_rows.pack([ids, mask])
@@ -70,7 +69,7 @@ def test_stages_of_a_text_model_compute_what_the_model_computes(
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_self_test_accepts_the_stage_and_refuses_other_weights(classifier: Bundle, num_stages: int) -> None:
-    for plan in bundle_plan(classifier, num_stages):
+    for plan in make_bundle_plan(classifier, num_stages):
         stage = received(plan)
         with torch.inference_mode():
             assert plan.check_self_test(stage(plan.self_test_input)) is None
@@ -103,7 +102,7 @@ SPECS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("case", SPECS)
 def test_worker_refuses_a_hostile_description_with_one_line(classifier: Bundle, case: str) -> None:
-    plan = bundle_plan(classifier, 2)[0]
+    plan = make_bundle_plan(classifier, 2)[0]
     fields = json.loads(plan.spec.to_json())
     SPECS[case](fields)
     refusal(json.dumps(fields), bytes(sent_weights(plan)))
@@ -116,7 +115,7 @@ def test_text_that_is_no_description_is_refused_with_one_line(text: str) -> None
 
 def test_worker_refuses_a_hostile_graph_before_it_computes_anything(classifier: Bundle) -> None:
     graph = json.dumps(HOSTILE["operators: operator that is not allowed"]).encode()
-    spec = bundle_plan(classifier, 1)[0].spec.to_json()
+    spec = make_bundle_plan(classifier, 1)[0].spec.to_json()
     assert "not allowed" in refusal(spec, len(graph).to_bytes(8, "little") + graph)
 
 
@@ -132,12 +131,12 @@ SENT: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("case", SENT)
 def test_worker_refuses_hostile_bytes_with_one_line(classifier: Bundle, case: str) -> None:
-    plan = bundle_plan(classifier, 1)[0]
+    plan = make_bundle_plan(classifier, 1)[0]
     refusal(plan.spec.to_json(), SENT[case](bytes(sent_weights(plan))))
 
 
 def test_other_precision_tolerates_other_integers(text: Bundle) -> None:
-    plan = bundle_plan(text, 1)[0]
+    plan = make_bundle_plan(text, 1)[0]
     vector, count = plan.spec.output_rows.unpack(plan.self_test_output)
     rows_format = plan.spec.output_rows
     other = rows_format.pack([vector, count + 1])

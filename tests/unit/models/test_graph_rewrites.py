@@ -20,8 +20,8 @@ from multiworld_serving.models.optimize.folding import folded
 from multiworld_serving.models.optimize.fusing import FusedConv, Workload, fusable
 from multiworld_serving.models.optimize.optimizing import optimize
 from multiworld_serving.models.optimize.tuning import Tuning
+from multiworld_serving.server.versions.stage_plan import make_bundle_plan
 from tests.bundles import classifier_bundle, text_bundle
-from tests.cut_bundles import bundle_plan
 from tests.resnets import sent_weights
 
 CPU = torch.device("cpu")
@@ -146,7 +146,7 @@ def test_normalisation_is_folded_into_weights() -> None:
 def test_rewritten_stage_does_not_keep_the_received_bytes_in_memory(
     make: Callable[[Path], Bundle], fused: bool, tmp_path: Path
 ) -> None:
-    plan = bundle_plan(make(tmp_path / "bundle"), 1)[0]
+    plan = make_bundle_plan(make(tmp_path / "bundle"), 1)[0]
     sent = sent_weights(plan)
     stage = load_bundle_stage(plan.spec, sent)
     received = sent.untyped_storage().data_ptr()

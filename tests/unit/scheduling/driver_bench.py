@@ -12,13 +12,17 @@ from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.inputs import RequestInput
 from multiworld_serving.server.pipeline.requests import Outcome, PendingRequest
-from multiworld_serving.server.predictor import Prediction
+from multiworld_serving.server.predictor import ModelVersion, Prediction
 from multiworld_serving.server.replicas.worker import SentBatch, SlotId, Worker
 from multiworld_serving.server.replicas.worker_link import KeptOutput, WorkerLink
 from multiworld_serving.server.replicas.worker_link import Outcome as BatchOutcome
 from multiworld_serving.server.scheduling.config import SchedulerConfig
-from multiworld_serving.server.versions.version_table import VersionTable
-from tests.cut_bundles import plan_without_stages
+from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
+
+
+def plan_without_stages(number: int = 1) -> VersionPlan:
+    """A version for tests that compute nothing."""
+    return VersionPlan(ModelVersion(number, f"v{number}"), ())
 
 
 class Line:

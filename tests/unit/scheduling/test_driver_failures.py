@@ -19,8 +19,7 @@ from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.actions import Reject
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.events import BatchDone, RequestArrived
-from tests.cut_bundles import plan_without_stages
-from tests.unit.scheduling.driver_bench import DriverBench, Line
+from tests.unit.scheduling.driver_bench import DriverBench, Line, plan_without_stages
 
 WAIT_S = 30.0
 IMAGE = torch.zeros(3, 32, 32, dtype=torch.uint8)

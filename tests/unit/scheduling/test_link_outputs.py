@@ -17,9 +17,8 @@ from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.server.replicas import worker_link
 from multiworld_serving.server.replicas.worker import SentBatch, SlotId, Worker
 from multiworld_serving.server.replicas.worker_link import WorkerLink
-from multiworld_serving.server.versions.stage_plan import StagePlan
+from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan
 from tests.bundles import PREVIEW
-from tests.cut_bundles import bundle_plan
 from tests.waiting import until
 
 
@@ -70,7 +69,7 @@ async def test_outputs_are_released_after_a_while_when_no_batch_takes_them_along
     ["kept with other rows", "kept and not asked for", "other rows", "too few bytes", "other message", "unloaded"],
 )
 def test_output_is_refused_when_it_does_not_match_its_batch(lie: str) -> None:
-    plan = bundle_plan(read_bundle(PREVIEW), 2)[0]
+    plan = make_bundle_plan(read_bundle(PREVIEW), 2)[0]
     link, posted, outputs = ready_link(plan)
     dims, size = plan.spec.output_rows.dims, plan.output_dtype.itemsize * plan.spec.output_rows.dims[0]
     link.send(SentBatch(1, 0, plan.number, (0,), "r", 0.0), BatchInputs(1, (), None, (), keep="not asked" not in lie))

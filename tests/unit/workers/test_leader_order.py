@@ -8,13 +8,13 @@ import pytest
 
 from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.models.bundle.stage import BundleStageSpec
+from multiworld_serving.server.versions.stage_plan import make_bundle_plan
 from multiworld_serving.workers import leader_order
 from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.stage_loader import AssignedStage
 from tests.bundles import PREVIEW
-from tests.cut_bundles import bundle_plan
 
-FIRST, LAST = (plan.spec for plan in bundle_plan(read_bundle(PREVIEW), 2))
+FIRST, LAST = (plan.spec for plan in make_bundle_plan(read_bundle(PREVIEW), 2))
 
 
 def stage(version: int, spec: BundleStageSpec, digest: str) -> AssignedStage:

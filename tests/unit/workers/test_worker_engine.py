@@ -11,10 +11,10 @@ from multiworld_serving.models.bundle import stage as bundle_stage
 from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.models.optimize.deviation import deviation
 from multiworld_serving.models.optimize.tuning import Tuning
+from multiworld_serving.server.versions.stage_plan import make_bundle_plan
 from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.engine import Engine, StageTask
 from tests.bundles import PREVIEW
-from tests.cut_bundles import bundle_plan
 from tests.resnets import sent_stage, sent_weights
 from tests.waiting import Gate
 
@@ -76,7 +76,7 @@ async def test_gpu_is_lost_to_the_process_when_it_fails_further_calls_after_an_e
 
 
 async def test_stage_is_computed_in_the_assigned_execution_mode(engine: Engine) -> None:
-    plan = bundle_plan(read_bundle(PREVIEW), 1)[0]
+    plan = make_bundle_plan(read_bundle(PREVIEW), 1)[0]
     spec, weights, batch = plan.spec, sent_weights(plan), plan.spec.example(3)
     with torch.inference_mode():
         expected = sent_stage(plan)(batch)
@@ -90,7 +90,7 @@ async def test_stage_is_computed_in_the_assigned_execution_mode(engine: Engine) 
 
 
 async def test_successor_loads_a_stage_without_measuring_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, file = bundle_plan(read_bundle(PREVIEW), 1)[0], tmp_path / "cores"
+    plan, file = make_bundle_plan(read_bundle(PREVIEW), 1)[0], tmp_path / "cores"
     file.touch()
     task = StageTask(plan.spec, sent_weights(plan), 2, Tuning(optimize="fused"), b"d" * 32)
     outputs = []
