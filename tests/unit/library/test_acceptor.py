@@ -160,13 +160,6 @@ def harness() -> Iterator[AcceptorHarness]:
         client.sock.close()
 
 
-def test_members_wait_for_their_world_and_start_with_it(harness: AcceptorHarness) -> None:
-    early = [harness.client(rank=rank, size=3).enter() for rank in (2, 1)]
-    events = harness.host(size=3)
-    assert events.next() == ("all joined", 1, 3)
-    assert [client.next() for client in early] == [started(1)] * 2
-
-
 @pytest.mark.parametrize(
     ("wish", "reason"),
     [

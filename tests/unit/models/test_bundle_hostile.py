@@ -228,6 +228,7 @@ def test_bundle_is_refused_when_a_file_is_missing_linked_or_damaged(folder: Path
     content[10] ^= 1
     file.write_bytes(content)
     refused(folder)
+    assert "neither a folder nor a .zip" in refused(away)
 
 
 WEIGHTS: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
@@ -318,11 +319,3 @@ def test_zip_is_refused_when_it_is_damaged_anywhere(folder: Path, tmp_path: Path
             fuzzed[chance.randrange(len(fuzzed))] ^= 1 << chance.randrange(8)
         path.write_bytes(fuzzed if chance.random() < 0.8 else fuzzed[: chance.randrange(len(fuzzed))])
         outcome(lambda: read_bundle(path))  # changes of times and permissions are harmless
-
-
-@pytest.mark.parametrize("content", [b"", b"PK", b"x" * 100])
-def test_zip_is_refused_when_it_is_none(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "bundle.zip"
-    path.write_bytes(content)
-    refused(path)
-    refused(tmp_path / "missing")

@@ -206,16 +206,6 @@ class Counting(nn.Module):
         return x + self.count
 
 
-class SequenceFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mixed: Tensor = self.attention(x, x, x, need_weights=False)[0]
-        return mixed
-
-
 @pytest.mark.parametrize(
     ("model", "shape", "operator"),
     [
@@ -225,7 +215,6 @@ class SequenceFirst(nn.Module):
         (lambda: Computing(lambda x: x + x[:1]), (4,), "aten.slice.Tensor"),
         (lambda: Computing(lambda x: (x @ x.T) @ x), (4,), "aten.mm.default|aten.matmul.default"),
         (lambda: nn.BatchNorm2d(3, track_running_stats=False), (3, 8, 8), "aten._native_batch_norm_legit.no_stats"),
-        (SequenceFirst, (5, 4), "attention"),
     ],
 )
 def test_model_is_refused_with_the_operator_when_it_mixes_rows(

@@ -13,7 +13,6 @@ from tests.http_server import QuietHandler, serving
 
 RESTARTING = {"worker": "w0", "slot": "s0.r0", "state": "restarting", "number": 1, "total": 2}
 RESTARTED = {**RESTARTING, "state": "restarted", "left_s": 0.5, "back_s": 2.5}
-STATUS = {"model": "resnet18"}
 
 
 class Port(QuietHandler):
@@ -37,8 +36,6 @@ class Port(QuietHandler):
     def _serve(self) -> None:
         if not self.path.startswith(self.serves):
             self._answer(404, {"error": "elsewhere", "other_port": self.other_port})
-        elif self.path == "/status":
-            self._answer(200, STATUS)
         elif self.path == "/v2/repository/index":
             self._answer(200, [{"name": "resnet18", "version": self.serves_version, "state": "READY"}])
         elif self.path.endswith("/load"):
@@ -57,7 +54,7 @@ class Port(QuietHandler):
 def service(*steps: dict[str, Any], hangs: bool = False) -> Iterator[tuple[str, str]]:
     """The URLs of the HTTP API and of the admin port of a service."""
     Port.credentials.clear()
-    http: Any = type("Http", (Port,), {"serves": ("/status", "/predict")})
+    http: Any = type("Http", (Port,), {"serves": ("/predict",)})
     own = {"serves": ("/admin", "/v2/repository"), "steps": list(steps), "hangs": hangs}
     operations: Any = type("Admin", (Port,), own)
     with serving(http) as http_url, serving(operations) as admin_url:
@@ -93,12 +90,6 @@ def test_restart_that_takes_too_long_names_the_worker(
     with service(RESTARTING) as (_, admin_url):
         assert main(["rolling-restart", "--url", admin_url]) == 1
     assert "w0 (s0.r0) was told to restart and does not serve after 3600 s; check" in capsys.readouterr().err
-
-
-def test_status_finds_the_http_port_from_the_admin_port(capsys: pytest.CaptureFixture[str]) -> None:
-    with service() as (_, admin_url):
-        assert main(["status", "--json", "--url", admin_url]) == 0
-    assert json.loads(capsys.readouterr().out) == STATUS
 
 
 @pytest.mark.parametrize(

@@ -82,21 +82,6 @@ def test_leaders_are_told_what_the_obeyed_one_has_assigned() -> None:
     assert order.parts == ""
 
 
-def test_later_leader_has_to_join_again_when_the_obeyed_one_has_moved_the_worker() -> None:
-    order, left = LeaderOrder(), list[str]()
-    with order.linked(0, "first") as first, order.linked(1, "second") as second:
-        second.leave = lambda: left.append("second")
-        first.assigned(stage(1, FIRST, "one"))
-        second.assigned(stage(1, FIRST, "one"))
-        first.loaded()
-        second.loaded()
-        assert not left
-        first.unloaded(1)
-        first.assigned(stage(2, LAST, "two"))
-        first.loaded()
-        assert left == ["second"]
-
-
 def test_later_leader_has_to_join_again_when_the_obeyed_one_has_assigned_a_further_stage_but_not_for_another_version() -> (
     None
 ):

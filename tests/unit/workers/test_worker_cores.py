@@ -50,13 +50,6 @@ def threads(shared: SharedCores) -> int:
         return count
 
 
-def test_all_cores_are_used_when_no_other_worker_computes(file: str) -> None:
-    assert threads(SharedCores(file, 0, 4, 4, idle)) == 4
-    with computing(file, 1) as (_, theirs):
-        assert theirs == 4
-    assert threads(SharedCores(file, 0, 4, 4, idle)) == 4
-
-
 def test_cores_are_shared_equally_when_others_compute(file: str) -> None:
     shared = SharedCores(file, 0, 4, 4, idle)
     with computing(file, 1), computing(file, 3) as (_, of_the_second):
@@ -66,9 +59,11 @@ def test_cores_are_shared_equally_when_others_compute(file: str) -> None:
             assert of_the_fourth == 1
 
 
-def test_cores_are_released_when_a_computing_worker_is_killed(file: str) -> None:
+def test_cores_are_released_when_a_worker_has_computed_or_is_killed(file: str) -> None:
     shared = SharedCores(file, 0, 4, 4, idle)
-    with computing(file, 1) as (process, _):
+    assert threads(shared) == 4
+    with computing(file, 1) as (process, theirs):
+        assert theirs == 4
         assert threads(shared) == 2
         process.kill()
         process.wait(60)
