@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, Source
+from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, Source
 from multiworld_serving.common.wire.work import Computed, LostInput
 from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.pipeline.inputs import RemoteInput, RequestInput
@@ -37,9 +37,6 @@ class Bench(DriverBench):
         await asyncio.sleep(0)
         return asked
 
-    def taken(self, line: Line) -> tuple[SentBatch, BatchInputs]:
-        return line.sent.get_nowait()
-
     def kept(self, line: Line, sent: SentBatch) -> int:
         """The worker has computed the batch and keeps the output. Returns its id."""
         self._tensor += 1
@@ -62,11 +59,11 @@ async def test_only_references_pass_the_leader_and_outputs_are_released() -> Non
     bench = Bench()
     first, second = bench.lines
     asked = await bench.ask(RemoteInput(FRONTEND, 7))
-    batch, inputs = bench.taken(first)
+    batch, inputs = first.sent.get_nowait()
     assert [(each.holder, each.refs, each.at) for each in inputs.sources] == [(FRONTEND, (RowRef(7, 0),), (0,))]
     assert (inputs.keep, inputs.expires_s, inputs.relayed) == (True, 0.0, None)
     output = bench.kept(first, batch)
-    batch, inputs = bench.taken(second)
+    batch, inputs = second.sent.get_nowait()
     assert [(each.holder, each.refs) for each in inputs.sources] == [(first.edge, (RowRef(output, ALL_ROWS),))]
     assert inputs.expires_s > 0, "nobody tells the worker when frontends have fetched the answers"
     answer = bench.kept(second, batch)
@@ -83,11 +80,11 @@ async def test_batch_has_rows_of_several_frontends_and_of_the_leader() -> None:
     images = (RemoteInput("10.0.0.8:1/g", 3), IMAGE + 4, RemoteInput(FRONTEND, 5), RemoteInput("10.0.0.8:1/g", 6))
     for image in images:
         await bench.ask(image)
-    _, inputs = bench.taken(first)
+    _, inputs = first.sent.get_nowait()
     assert [(each.holder, each.refs, each.at) for each in inputs.sources] == [("10.0.0.8:1/g", (RowRef(3, 0),), (0,))]
     assert inputs.relayed_at == (1,)
     assert torch.equal(inputs.relayed, (IMAGE + 4)[None])
-    _, inputs = bench.taken(first)
+    _, inputs = first.sent.get_nowait()
     assert [(each.holder, each.at) for each in inputs.sources] == [(FRONTEND, (0,)), ("10.0.0.8:1/g", (1,))]
 
 
@@ -96,13 +93,13 @@ async def test_image_that_a_worker_cannot_fetch_is_handed_back_and_others_start_
     first = bench.lines[0]
     far = await bench.ask(RemoteInput(FRONTEND, 1))
     await bench.ask(RemoteInput("10.0.0.8:1/g", 2))
-    batch, _ = bench.taken(first)
+    batch, _ = first.sent.get_nowait()
     bench.lost(first, batch, FRONTEND)
     with pytest.raises(InputUnreachableError):
         await far
     again = await bench.ask(RemoteInput(FRONTEND, 5))
     await bench.ask(IMAGE)
-    _, inputs = bench.taken(first)
+    _, inputs = first.sent.get_nowait()
     assert [each.holder for each in inputs.sources] == ["10.0.0.8:1/g"]
     with pytest.raises(InputUnreachableError):  # known now: the worker is not asked again
         await again
@@ -113,17 +110,17 @@ async def test_batch_starts_again_and_is_relayed_when_workers_cannot_reach_each_
     bench = Bench()
     first, second = bench.lines
     await bench.ask(RemoteInput(FRONTEND, 7))
-    output = bench.kept(first, bench.taken(first)[0])
-    batch, _ = bench.taken(second)
+    output = bench.kept(first, first.sent.get_nowait()[0])
+    batch, _ = second.sent.get_nowait()
     bench.lost(second, batch, first.edge)
     assert first.released == [output]
-    batch, inputs = bench.taken(first)
+    batch, inputs = first.sent.get_nowait()
     assert not inputs.keep
     bench.report(first, batch, Computed(5, 5, (5,)), torch.ones(1, 5))
-    batch, inputs = bench.taken(second)
+    batch, inputs = second.sent.get_nowait()
     assert torch.equal(inputs.relayed, torch.ones(1, 5))
     await bench.ask(RemoteInput(FRONTEND, 8))
-    _, inputs = bench.taken(first)
+    _, inputs = first.sent.get_nowait()
     assert not inputs.keep, "outputs of a worker that another one cannot reach are relayed"
 
 
@@ -134,8 +131,8 @@ async def test_answer_is_relayed_when_its_frontend_cannot_fetch_it(fetcher: str 
     if fetcher is not None:
         bench.driver.batches.relays.add(second.edge, fetcher)
     await bench.ask(RemoteInput(FRONTEND, 7), fetcher)
-    bench.kept(first, bench.taken(first)[0])
-    _, inputs = bench.taken(second)
+    bench.kept(first, first.sent.get_nowait()[0])
+    _, inputs = second.sent.get_nowait()
     assert not inputs.keep
 
 
@@ -143,7 +140,7 @@ async def test_output_is_released_when_it_comes_too_late() -> None:
     bench = Bench()
     first, _ = bench.lines
     asked = await bench.ask(RemoteInput(FRONTEND, 7))
-    batch, _ = bench.taken(first)
+    batch, _ = first.sent.get_nowait()
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
     output = bench.kept(first, batch)
@@ -158,7 +155,7 @@ async def test_pair_is_tried_again_when_one_of_the_two_joins_again(rejoins: int)
     bench.driver.batches.relays.add(first.edge, "another")
     bench.driver.batches.relays.forget(bench.lines[rejoins].edge, bench.lines[rejoins].worker.name)
     await bench.ask(RemoteInput(FRONTEND, 7))
-    assert bench.taken(first)[1].keep is (rejoins == 0)
+    assert first.sent.get_nowait()[1].keep is (rejoins == 0)
 
 
 @pytest.mark.parametrize("worker_lives", [True, False])
@@ -167,12 +164,12 @@ async def test_only_worker_that_must_have_an_output_is_relayed_when_it_has_none(
     first, second = bench.lines
     asked = await bench.ask(RemoteInput(FRONTEND, 7))
     if not worker_lives:
-        bench.lost(first, bench.taken(first)[0], FRONTEND, unreachable=False)
+        bench.lost(first, first.sent.get_nowait()[0], FRONTEND, unreachable=False)
         with pytest.raises(InputUnreachableError):
             await asked
         asked = await bench.ask(RemoteInput(FRONTEND, 8))
-        assert bench.taken(first)[1].sources, "a frontend frees inputs of requests that have ended"
+        assert first.sent.get_nowait()[1].sources, "a frontend frees inputs of requests that have ended"
     else:
-        bench.kept(first, bench.taken(first)[0])
-        bench.lost(second, bench.taken(second)[0], first.edge, unreachable=False)
-        assert not bench.taken(first)[1].keep
+        bench.kept(first, first.sent.get_nowait()[0])
+        bench.lost(second, second.sent.get_nowait()[0], first.edge, unreachable=False)
+        assert not first.sent.get_nowait()[1].keep

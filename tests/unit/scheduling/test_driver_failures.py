@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import chain, repeat
 from typing import cast
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -72,15 +74,8 @@ def assert_right(answers: list[Prediction | BaseException]) -> None:
         assert answer.output.tolist() == [[number]]
 
 
-def failing_times(count: int, call: Callable[..., object]) -> Callable[..., object]:
-    failures: Iterator[int] = iter(range(count))
-
-    def fail(*args: object, **kwargs: object) -> object:
-        if next(failures, None) is not None:
-            raise MemoryError("no room")
-        return call(*args, **kwargs)
-
-    return fail
+def failing_once(call: Callable[..., object]) -> Mock:
+    return Mock(wraps=call, side_effect=chain([MemoryError("no room")], repeat(DEFAULT)))
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -88,7 +83,7 @@ async def test_requests_are_answered_when_their_batch_could_not_be_stacked(
     replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(replicas=replicas)
-    monkeypatch.setattr(torch, "cat", failing_times(1, torch.cat))
+    monkeypatch.setattr(torch, "cat", failing_once(torch.cat))
     answers = await bench.work(bench.ask(3))
     assert_right(answers)
     assert [answer.batch_size for answer in answers if isinstance(answer, Prediction)] == [1, 1, 1]
@@ -117,7 +112,7 @@ async def test_stages_never_get_another_stages_input_when_an_output_could_not_be
     async with asyncio.timeout(WAIT_S):
         batch, inputs = await first.sent.get()
     keep = bench.driver.batches.keep
-    monkeypatch.setattr(bench.driver.batches, "keep", failing_times(1, keep))
+    monkeypatch.setattr(bench.driver.batches, "keep", failing_once(keep))
     bench.compute(first, batch, first_pixels(inputs))
     assert second.sent.empty()
     assert_right(await bench.work(asked))
@@ -128,7 +123,7 @@ async def test_wake_up_is_set_and_later_events_are_handled_when_the_scheduler_fa
 ) -> None:
     bench = Bench()
     scheduler = bench.driver.scheduler
-    monkeypatch.setattr(scheduler, "handle", failing_times(1, scheduler.handle))
+    monkeypatch.setattr(scheduler, "handle", failing_once(scheduler.handle))
     (failed,) = bench.ask(1)
     with pytest.raises(StageError, match="the leader failed: MemoryError"):
         await failed
@@ -139,22 +134,15 @@ async def test_wake_up_is_set_and_later_events_are_handled_when_the_scheduler_fa
 
 async def test_false_compute_times_count_at_most_the_elapsed_time(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
-    observed: list[BatchDone] = []
-    handle = bench.driver.scheduler.handle
-
-    def note(event: object, now_s: float) -> object:
-        if isinstance(event, BatchDone):
-            observed.append(event)
-        return handle(event, now_s)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(bench.driver.scheduler, "handle", note)
+    handle = Mock(wraps=bench.driver.scheduler.handle)
+    monkeypatch.setattr(bench.driver.scheduler, "handle", handle)
     began_s = time.monotonic()
     (answer,) = await bench.work(bench.ask(1), compute_ns=10**17)
     took_s = time.monotonic() - began_s
     assert isinstance(answer, Prediction)
     assert 0 < answer.compute_s <= took_s
     assert answer.transfer_s == 0
-    (done,) = observed
+    (done,) = (call.args[0] for call in handle.call_args_list if isinstance(call.args[0], BatchDone))
     assert done.computed_s is not None
     assert done.computed_s <= took_s
     total_s = bench.metrics.registry.get_sample_value(

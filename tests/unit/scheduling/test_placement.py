@@ -59,11 +59,6 @@ def settle(slots: Placement, now_s: float = 0.0) -> list[str]:
     return promoted
 
 
-def test_workers_are_spread_evenly_over_the_stages() -> None:
-    slots = Placement(2, 2)
-    assert [join(slots, name) for name in "abcd"] == ["s0.r0", "s1.r0", "s0.r1", "s1.r1"]
-
-
 def test_replicas_of_a_stage_are_spread_over_hosts() -> None:
     slots = Placement(2, 2)
     places = {(host, join(slots, f"{host}{number}", host)[:2]) for number in range(2) for host in ("left", "right")}

@@ -51,7 +51,6 @@ class FakeLeader(LeaderLink):
         got: the requests, in order.
         told: what the frontend has said that other leaders serve.
         refuses: what the operations raise, by weights.
-        joins_again: whether it is connected again at once when its link has ended.
     """
 
     def __init__(self, pool: LeaderPool, number: int) -> None:
@@ -65,7 +64,6 @@ class FakeLeader(LeaderLink):
         self.operations: list[str] = []
         self.refuses: dict[str | None, Exception] = {}
         self.withdrawn: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.joins_again = False
 
     def tells(self, *, ready: bool | None = None, **changes: Any) -> None:
         """A state arrives."""
@@ -112,8 +110,6 @@ class FakeLeader(LeaderLink):
         await asyncio.sleep(0)
         if isinstance(answer, LinkLostError):
             self._on_lost()
-            if self.joins_again:
-                self.tells()
         if isinstance(answer, BaseException):
             raise answer
         if answer is not None:

@@ -2,8 +2,6 @@
 
 import asyncio
 import io
-import struct
-import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -77,11 +75,6 @@ class ColourPredictor(LeaderPool):
     async def admit(self, deadline_s: float) -> None:
         if self.rejection is not None:
             raise self.rejection
-
-    async def asked_times(self, times: int) -> None:
-        """Wait until this many more requests have reached the predictor."""
-        for _ in range(times):
-            await self.asked.acquire()
 
     @property
     def version(self) -> ModelVersion:
@@ -202,13 +195,3 @@ def image_bytes(
     file = io.BytesIO()
     Image.new(mode, size, colour).save(file, file_format, **options)
     return file.getvalue()
-
-
-def png(*chunks: tuple[bytes, bytes], size: tuple[int, int] = (16, 16)) -> bytes:
-    """A PNG file with an RGB header of this size and these chunks after it, each with its kind."""
-    header = (b"IHDR", struct.pack(">IIBBBBB", *size, 8, 2, 0, 0, 0))
-    framed = [
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in (header, *chunks)
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(framed)

@@ -17,9 +17,7 @@ from multiworld_serving.server.api.inference import Inference
 from multiworld_serving.server.api.oip_grpc.server import GrpcPort
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.http.limits import RequestLimits
-from multiworld_serving.server.http.tls import TlsFiles
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.predictor import ServedModel
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, group_of
 
 PATIENCE_S = 30.0
@@ -42,34 +40,24 @@ class RunningGrpc:
 
 
 @asynccontextmanager
-async def running_grpc(
-    predictor: ColourPredictor | None = None,
-    model: ServedModel = MODEL,
-    *,
-    authorizer: Authorizer | None = None,
-    tls: TlsFiles | None = None,
-    root: bytes | None = None,
-    **limits: Any,
-) -> AsyncIterator[RunningGrpc]:
-    """The port with these limits, served in this process. With `root`, the client uses TLS."""
+async def running_grpc(predictor: ColourPredictor | None = None, **limits: Any) -> AsyncIterator[RunningGrpc]:
+    """The port with these limits, served in this process."""
     predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
-    inference = Inference(predictor, model, RequestLimits(**limits))
+    inference = Inference(predictor, MODEL, RequestLimits(**limits))
     groups = Groups(group_of(predictor, metrics, inference, protocols=("grpc",)))
     metrics.requests.log_all = True
-    authorizer = authorizer or Authorizer(ApiKeys(KeySet(), KeySet()))
+    authorizer = Authorizer(ApiKeys(KeySet(), KeySet()))
     with bind("127.0.0.1", 0, "--grpc-port", reserve=True) as reserved:
-        port = GrpcPort(groups, inference.gate.limits, metrics.requests, authorizer, reserved, 1000, tls)
+        port = GrpcPort(groups, inference.gate.limits, metrics.requests, authorizer, reserved, 1000, None)
         number: int = reserved.getsockname()[1]
-        async with inference.threads, port, channel(number, root) as opened:
+        async with inference.threads, port, channel(number) as opened:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(opened)
             yield RunningGrpc(port, number, stub, predictor, metrics)
 
 
-def channel(port: int, root: bytes | None = None) -> Any:
+def channel(port: int) -> Any:
     """A connection to this port."""
-    if root is None:
-        return grpc.aio.insecure_channel(f"127.0.0.1:{port}")
-    return grpc.aio.secure_channel(f"localhost:{port}", grpc.ssl_channel_credentials(root))
+    return grpc.aio.insecure_channel(f"127.0.0.1:{port}")
 
 
 async def refused(call: Awaitable[Any], code: str, says: str = "") -> dict[str, Any]:

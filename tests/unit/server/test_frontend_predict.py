@@ -131,8 +131,6 @@ async def test_predict_rejects_a_bad_body(frontend: RunningFrontend, name: str) 
         ("topk=1", {}, "unknown query parameter 'topk': expected top_k"),
         ("top_k=1&zzz", {}, "unknown query parameter 'zzz': expected top_k"),
         ("", {"X-Request-Timeout-S": "0"}, "greater than 0"),
-        ("", {"X-Request-Timeout-S": "-1"}, "greater than 0"),
-        ("", {"X-Request-Timeout-S": "nan"}, "finite"),
         ("", {"X-Request-Timeout-S": "inf"}, "finite"),
         ("", {"X-Request-Timeout-S": "soon"}, "header X-Request-Timeout-S: expected seconds"),
     ],
@@ -171,27 +169,6 @@ async def test_body_gets_408_when_the_timeout_expires() -> None:
         assert response.headers["Connection"] == "close"
 
 
-async def test_body_is_rejected_when_all_bodies_exceed_the_memory_limit() -> None:
-    proceed, begun = asyncio.Event(), asyncio.Event()
-
-    async def slow() -> AsyncIterator[bytes]:
-        yield IMAGE[:100]
-        begun.set()
-        await proceed.wait()
-        yield IMAGE[100:]
-
-    async with running_frontend(max_body_bytes=len(IMAGE) + 50, max_held_bytes=len(IMAGE) + 50) as frontend:
-        first = asyncio.create_task(frontend.client.post("/predict", content=slow(), headers=PNG))
-        await begun.wait()
-        refused = await frontend.client.post("/predict", content=IMAGE, headers=PNG)
-        proceed.set()
-        assert (await first).status_code == 200
-        assert_error(refused, 429, "overloaded", "try again later")
-        assert refused.headers["Retry-After"] == "1"
-        answered = await frontend.client.post("/predict", content=IMAGE, headers=PNG)
-        assert answered.status_code == 200
-
-
 # -- rejections ----------------------------------------------------------------------------------------------------------------
 
 
@@ -200,7 +177,6 @@ async def test_body_is_rejected_when_all_bodies_exceed_the_memory_limit() -> Non
     [
         (errors.OverloadedError("the queue is full", retry_after_s=2.1), 429, "3"),
         (errors.OverloadedError("the queue is full", retry_after_s=0.01), 429, "1"),
-        (errors.OverloadedError("the queue is full"), 429, "1"),
         (errors.NoReplicaError("stage 1 has no replica"), 503, "1"),
         (errors.NotReadyError("not ready"), 503, "1"),
         (errors.DrainingError("stopping", retry_after_s=10), 503, "10"),

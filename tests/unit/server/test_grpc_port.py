@@ -119,7 +119,7 @@ async def test_a_cancelled_call_cancels_the_request() -> None:
     async with running_grpc(ColourPredictor(proceed=asyncio.Event())) as port:
         call = port.stub.ModelInfer(colours("red"))
         running = asyncio.create_task(call.code())
-        await port.predictor.asked_times(1)
+        await port.predictor.asked.acquire()
         call.cancel()
         assert await running is grpc.StatusCode.CANCELLED
         await until(lambda: port.predictor.cancelled == 1)
@@ -146,7 +146,7 @@ async def test_stop_answers_what_is_in_flight_and_accepts_nothing_more() -> None
     predictor = ColourPredictor(proceed=asyncio.Event())
     async with running_grpc(predictor) as port:
         call = asyncio.create_task(_answers(port.stub, 1))
-        await predictor.asked_times(1)
+        await predictor.asked.acquire()
         port.port.stop(PATIENCE_S)
         async with channel(port.number) as opened:
             late = opened.unary_unary("/inference.GRPCInferenceService/ServerLive")

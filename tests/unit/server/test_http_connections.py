@@ -41,7 +41,7 @@ async def test_half_closed_connection_is_closed_immediately(sent: int) -> None:
         whole = ASK % len(IMAGE) + IMAGE
         await client.say(whole[:sent] if sent <= len(IMAGE) else whole)
         if sent > len(IMAGE):
-            await port.frontend.predictor.asked_times(1)
+            await port.frontend.predictor.asked.acquire()
         client.writer.write_eof()
         assert await client.rest() == b""
         await port.until_open(0)
@@ -67,7 +67,7 @@ async def test_request_that_is_open_when_the_server_ends_gets_a_clear_503() -> N
     async with http_port(ColourPredictor(proceed=asyncio.Event()), close_s=1) as port:
         client = await port.open()
         await client.say(ASK % len(IMAGE), IMAGE)
-        await port.frontend.predictor.asked_times(1)
+        await port.frontend.predictor.asked.acquire()
         port.server.should_exit = True
         status, body = await client.answer()
         assert (status, body["reason"]) == (503, "draining")

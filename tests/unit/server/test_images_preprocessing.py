@@ -95,7 +95,6 @@ MODES = {
     "grey with a transparent level": (image_bytes(100, mode="L", transparency=100), (100, 100, 100)),
     "CMYK JPEG": (image_bytes((255, 0, 0, 0), mode="CMYK", file_format="JPEG", quality=95), (0, 255, 255)),
     "grey JPEG": (image_bytes(100, mode="L", file_format="JPEG"), (100, 100, 100)),
-    "progressive JPEG": (image_bytes((80, 80, 80), file_format="JPEG", progressive=True), (80, 80, 80)),
     "WebP with alpha": (image_bytes((10, 20, 30, 255), mode="RGBA", file_format="WEBP", lossless=True), (10, 20, 30)),
 }
 

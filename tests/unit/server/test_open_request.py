@@ -56,9 +56,7 @@ async def test_body_memory_is_close_to_the_counted_bytes_when_read_completely() 
 @pytest.mark.parametrize(
     ("length", "fits"),
     [
-        ("0" * 5000, True),
         ("0" * 5000 + "65536", True),
-        ("65537", False),
         ("0" * 5000 + "65537", False),
         ("9" * 4000, False),
     ],

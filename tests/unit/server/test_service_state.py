@@ -22,13 +22,10 @@ HERE, GONE = LeaderSnapshot("a:1", "ready", "leader-0"), LeaderSnapshot("b:1", "
 @pytest.mark.parametrize(
     ("snapshot", "state", "reason"),
     [
-        (pipeline(UP, UP), "ready", ""),
         (pipeline(("ready",), ("ready",)), "ready", ""),
         (pipeline(UP, ("ready", "ready", "broken")), "ready", ""),
         (pipeline(UP, ("ready", "broken")), "degraded", "stage 1 has 1 of 2 replicas"),
-        (pipeline(UP, ("left", "ready")), "degraded", "stage 1 has 1 of 2 replicas"),
         (pipeline(UP, leaders=(HERE, GONE)), "degraded", "leader b:1 is unreachable"),
-        (pipeline(UP, leaders=(HERE, HERE)), "ready", ""),
         (
             pipeline(UP, ("broken", "loading"), ready=False),
             "not_ready",

@@ -80,14 +80,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-LARGE = binary_tensor("BYTES", [1], elements(image_bytes("red", (1001, 1000))))
-NO_NUMBER = request(GOOD) | {"headers": {"X-Request-Timeout-S": "nan"}}
 CASES: dict[str, tuple[dict[str, Any], str, int, str]] = {
     **{name: (*case, 400, "invalid_inference_request") for name, case in REFUSED.items()},
     "unknown compression": (sent(b"{}", Content_Encoding="br"), "send gzip, deflate", 415, "unsupported_media_type"),
     "no image": (request(binary_tensor("BYTES", [2], elements(FILE, b"no"))), "not an image", 422, "invalid_image"),
-    "too many pixels": (request(LARGE), "1001x1000", 413, "image_too_large"),
-    "bad header": (NO_NUMBER, "X-Request-Timeout-S", 422, "invalid_parameter"),
 }
 
 
