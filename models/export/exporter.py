@@ -100,9 +100,8 @@ def export_model(
         example = [_images(options.image)]
     progress("capturing the model")
     two = [_rows(tensor, 2) for tensor in example]
-    output = output_for(
-        module, dict(zip(options.inputs, two, strict=True))
-    )  # names wrong inputs in one line, unlike capture
+    # Before the capture, because its error names the wrong inputs in one line.
+    output = output_for(module, dict(zip(options.inputs, two, strict=True)))
     graph, weights = capture(
         module, two, options.inputs, max_batch_size=options.max_batch_size, dynamic=options.dynamic
     )

@@ -26,7 +26,7 @@ class Calls:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count a call, or keep its exception, also one that is not of the client."""
+        """Count a call, or keep its exception, whatever its type."""
         try:
             yield
             self.answered += 1
