@@ -13,15 +13,18 @@ bfloat16 and 1e-3 in float16."""
 _LEAST_PROBABILITY = 1e-30
 
 
-def deviation(output: Tensor, expected: Tensor, *, probabilities: bool = False) -> float:
+def deviation(
+    output: Tensor, expected: Tensor, *, probabilities: bool = False, dtype: torch.dtype = torch.float32
+) -> float:
     """Largest absolute difference of two tensors of the same shape, relative to the largest expected value.
 
     With `probabilities`, compares logarithms relative to their range, which is the relative difference of the logits. Softmax
     amplifies small differences of logits, so probabilities themselves would need a tolerance that accepts anything.
 
-    Infinity and NaN count as equal where they are expected. Elsewhere, returns one of them: compare with `<=`, which is then false.
+    Infinity and NaN count as equal where they are expected. Elsewhere, returns one of them: compare with `<=`, which is then false. The
+    largest numbers of `dtype`, in which the output was computed, count as infinity: attention masks contain either.
     """
-    output, expected = output.to(torch.float32), expected.to(torch.float32)
+    output, expected = _with_infinity(output, dtype), _with_infinity(expected, dtype)
     if not probabilities:
         differences = torch.where((output == expected) | (output.isnan() & expected.isnan()), 0, output - expected)
         largest = float(expected.abs().nan_to_num(0, 0, 0).max())
@@ -31,6 +34,12 @@ def deviation(output: Tensor, expected: Tensor, *, probabilities: bool = False) 
     logits, expected_logits = (each.clamp_min(_LEAST_PROBABILITY).log() for each in (output, expected))
     spread = float(expected_logits.max() - expected_logits.min())
     return float((logits - expected_logits).abs().max()) / max(spread, 1.0)
+
+
+def _with_infinity(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """As float32, with infinity instead of numbers that `dtype` does not exceed."""
+    values, largest = values.to(torch.float32), torch.finfo(dtype).max
+    return values.masked_fill(values >= largest, math.inf).masked_fill(values <= -largest, -math.inf)
 
 
 def deviation_of_rows(output: Tensor, expected: Tensor, spec: BundleStageSpec, precision: str) -> float:
@@ -48,7 +57,8 @@ def deviation_of_rows(output: Tensor, expected: Tensor, spec: BundleStageSpec, p
         if one.shape != other.shape:
             return math.nan
         if other.is_floating_point():
-            found.append(deviation(one, other, probabilities=spec.probabilities and precision != "float32"))
+            probabilities = spec.probabilities and precision != "float32"
+            found.append(deviation(one, other, probabilities=probabilities, dtype=getattr(torch, precision)))
         elif precision == "float32" and not one.equal(other):
             return math.inf
     return next(filter(math.isnan, found), max(found))

@@ -9,7 +9,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-_LARGEST_FLOAT16 = torch.finfo(torch.float16).max
 Allocate: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
 """Returns an uninitialized contiguous tensor of this shape and dtype. May be called on any thread."""
 
@@ -31,8 +30,8 @@ class Transfers:
             allocate: makes the memory for the result; None: any memory.
         """
         dtype = float32_as if output.dtype == torch.float32 else output.dtype
-        if dtype == torch.float16 != output.dtype:  # infinity would become NaN in the next stage
-            output = output.clamp(-_LARGEST_FLOAT16, _LARGEST_FLOAT16)
+        if dtype != output.dtype:  # infinity would become NaN in the next stage
+            output = output.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
         return self._copy_to_host(output, dtype, allocate)
 
     def _copy_to_host(self, output: Tensor, dtype: torch.dtype, allocate: Allocate | None) -> Tensor:

@@ -21,6 +21,7 @@ from multiworld_serving.models.optimize.fusing import FusedConv, Workload, fusab
 from multiworld_serving.models.optimize.optimizing import optimize
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.versions.stage_plan import make_bundle_plan
+from multiworld_serving.workers.compute.transfers import Transfers
 from tests.bundles import classifier_bundle, text_bundle
 from tests.resnets import sent_weights
 
@@ -213,12 +214,22 @@ def test_deviation_of_probabilities_equals_that_of_their_logits() -> None:
     assert deviation(off.softmax(1), logits.softmax(1), probabilities=True) == pytest.approx(0.01, rel=0.2)
 
 
-@pytest.mark.parametrize("value", [-math.inf, math.nan])
+@pytest.mark.parametrize("value", [-math.inf, math.nan, torch.finfo(torch.float32).min])
 def test_deviation_is_zero_only_if_infinity_and_nan_are_where_they_are_expected(value: float) -> None:
     expected = torch.tensor([[0.5, value]])
     assert deviation(expected.clone(), expected) == 0.0
     for other in ([value, 0.5], [0.5, 0.5], [value, value], [0.5, math.inf]):
         assert not deviation(torch.tensor([other]), expected) <= 1.0
+    assert deviation(torch.tensor([[1.0, value]]), expected) == 1.0, "a mask does not hide a wrong value"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mask_between_stages_stays_a_mask_in_a_lower_precision(dtype: torch.dtype) -> None:
+    for lowest in (-math.inf, torch.finfo(torch.float32).min):
+        mask = torch.tensor([[0.5, lowest]])
+        sent = Transfers().to_host(mask, dtype)
+        assert sent.isfinite().all()
+        assert deviation(sent, mask, dtype=dtype) == 0.0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -1.0, 7.0])
