@@ -24,10 +24,10 @@ def unused_edges() -> Edges:
 @asynccontextmanager
 async def edges(name: str = "p", *, secret: str = SECRET, **settings: Any) -> AsyncIterator[Edges]:
     """The edges of a process, with time for a busy machine."""
-    given = {"edge_min_bytes": 0} | settings
+    given = {"edge_min_bytes": 0, "heartbeat_timeout_s": 10.0} | settings
     chosen = WorkerSettings(leader="127.0.0.1:1", token=SecretStr(secret) if secret else None, **given)
     with pytest.MonkeyPatch.context() as patient:
-        for limit in ("_OPEN_S", "_TOTAL_S"):
-            patient.setattr(f"multiworld_serving.common.edges.edges.{limit}", 60.0)
+        for limit in ("edge._FETCH_S", "edges._JOIN_S", "edges._OPEN_S", "edges._TOTAL_S"):
+            patient.setattr(f"multiworld_serving.common.edges.{limit}", 60.0)
         async with Edges(name, "127.0.0.1", chosen, EdgeMetrics(ProgramMetrics())) as made:
             yield made

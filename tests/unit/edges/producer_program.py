@@ -14,7 +14,7 @@ def keep_a_tensor(fd: int) -> None:
 
 
 async def _keep(other: socket.socket) -> None:
-    async with edges("p", heartbeat_timeout_s=10.0) as producer:
+    async with edges("p") as producer:
         number = producer.store.put("owner", torch.arange(60, dtype=torch.float32).view(4, 15))
         other.sendall(f"{producer.holder} {number}\n".encode())
         await asyncio.to_thread(other.recv, 1)

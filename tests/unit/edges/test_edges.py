@@ -86,7 +86,7 @@ async def test_client_does_not_wait_for_a_frozen_producer() -> None:
     try:
         with ours, ours.makefile() as told:
             holder, number = (await asyncio.to_thread(told.readline)).split()
-            async with edges("c", heartbeat_timeout_s=10.0) as consumer:
+            async with edges("c") as consumer:
                 await fetch(consumer, holder, int(number))
                 child.send_signal(signal.SIGSTOP)
                 with pytest.raises(ProducerSilentError):
@@ -133,14 +133,13 @@ async def test_only_the_edge_breaks_when_the_producer_lies_or_does_not_answer(
             else:
                 await super().send(answer)
 
-    monkeypatch.setattr(edge, "_FETCH_S", 30.0 if answer else 0.2)
     async with edges("c") as consumer, edges("p") as liar, edges("q") as honest:
         number = kept(liar)
         with monkeypatch.context() as patch:
             patch.setattr("multiworld_serving.common.edges.edges.Channel", LyingChannel)
+            patch.setattr(edge, "_FETCH_S", 30.0 if answer else 0.2)
             with pytest.raises(HolderUnreachableError, match="broke"):
                 await fetch(consumer, liar.holder, number)
-        monkeypatch.setattr(edge, "_FETCH_S", 30.0)
         assert torch.equal(await fetch(consumer, honest.holder, kept(honest)), ROWS)
 
 

@@ -209,7 +209,7 @@ def test_calls_stay_at_one_url_and_its_connection_until_it_fails(script: Script,
 
 def test_connecting_to_one_of_several_urls_leaves_time_for_the_others() -> None:
     deadline_s = time.monotonic() + 4.0
-    assert RemainingTime(deadline_s).get("connect") > 3.0
+    assert RemainingTime(deadline_s + 60.0).get("connect") > 30.0
     assert RemainingTime(deadline_s, others=True).get("connect") <= 2.0
     assert RemainingTime(deadline_s + 60.0, others=True).get("connect") <= 3.0
-    assert RemainingTime(deadline_s, others=True).get("read") > 3.0
+    assert RemainingTime(deadline_s + 60.0, others=True).get("read") > 30.0

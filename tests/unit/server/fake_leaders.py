@@ -150,7 +150,7 @@ class Pool:
     """A pool of fake leaders that serve, and its metrics."""
 
     def __init__(
-        self, leaders: int = 0, grace_s: float = 5.0, frontend: Edges | None = None, model: ServedModel = MODEL
+        self, leaders: int = 0, grace_s: float = 60.0, frontend: Edges | None = None, model: ServedModel = MODEL
     ) -> None:
         self.metrics = FrontendMetrics()
         self.pool = LeaderPool(grace_s, self.metrics, lambda _: None, frontend or unused_edges(), model.name)
@@ -163,7 +163,7 @@ class Pool:
         return self.metrics.registry.get_sample_value(name, {"model": MODEL.name, "reason": reason}) or 0.0
 
 
-def pool_of(leaders: int, *, grace_s: float = 5.0, connected: bool = True) -> tuple[Pool, list[FakeLeader]]:
+def pool_of(leaders: int, *, grace_s: float = 60.0, connected: bool = True) -> tuple[Pool, list[FakeLeader]]:
     """A pool of fake leaders, and these leaders."""
     made = Pool(leaders, grace_s)
     if connected:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,7 +72,9 @@ async def test_feed_emits_broken_and_rejoined_when_a_worker_is_killed() -> None:
     ]
 
 
-async def test_tick_reports_rates_latencies_and_reroutes() -> None:
+async def test_tick_reports_rates_latencies_and_reroutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(monotonic=lambda: 1000.0, time=lambda: 1000.0)
+    monkeypatch.setattr("multiworld_serving.server.observability.requests.time", clock)
     requests = FrontendMetrics().requests
     counts = requests.of_model("m")
     feed = EventFeed(counts)
@@ -79,7 +82,7 @@ async def test_tick_reports_rates_latencies_and_reroutes() -> None:
     scope: dict[str, Any] = {"method": "POST", "path": "/predict", "headers": []}
     for duration_s in (0.010, 0.020, 0.900):
         record = requests.begin(scope, "v", "predict", counts)
-        record.status, record.started_s = 200, record.started_s - duration_s
+        record.status, record.started_s = 200, 1000.0 - duration_s
         requests.end(scope, record)
     feed.tick(now)
     feed.tick(replace(now, stages=(replace(now.stages[0], rerouted=2),)))

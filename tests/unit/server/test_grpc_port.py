@@ -102,15 +102,16 @@ async def _answers(stub: Any, count: int) -> list[str]:
 
 async def test_the_clients_deadline_is_that_of_the_request() -> None:
     async with running_grpc(ColourPredictor(proceed=asyncio.Event())) as port:
-        for timeout_s in (0.3, 3.0, 30.0):  # within a short one, the call may not even reach a slow server
+        for timeout_s in (0.3, 3.0, 20.0):  # within a short one, the call may not even reach a slow server
             await refused(port.stub.ModelInfer(colours("red"), timeout=timeout_s), "DEADLINE_EXCEEDED")
-            if port.predictor.deadlines_s:
+            own = colours("red", given={"timeout": int(timeout_s * 1e6)})
+            await refused(port.stub.ModelInfer(own), "DEADLINE_EXCEEDED")
+            if len(port.predictor.deadlines_s) > 1:
                 break
         await until(lambda: port.predictor.cancelled)
         # The client ends the call at its own deadline: on a slow machine this looks like a cancellation.
         counted = (("504", "deadline"), ("499", "cancelled"))
         await until(lambda: sum(port.requests(code=code, reason=reason) for code, reason in counted))
-        await refused(port.stub.ModelInfer(colours("red", given={"timeout": 100_000})), "DEADLINE_EXCEEDED")
         near, *_, far = port.predictor.deadlines_s
         assert abs(far - near) < PATIENCE_S
 

@@ -152,7 +152,7 @@ async def test_bodies_that_crash_the_handler_do_not_delay_other_requests(faulty:
 
 
 async def test_calls_are_rejected_when_too_many_wait(faulty: Path) -> None:
-    with HandlerProcesses(f"{faulty}:Handler", 5.0, processes=1, max_waiting=1) as handler:
+    with HandlerProcesses(f"{faulty}:Handler", 60.0, processes=1, max_waiting=1) as handler:
         first, second = (asyncio.create_task(handler.call(program.decode, b"slow", "")) for _ in range(2))
         await until(lambda: handler.waiting == 1)
         with pytest.raises(OverloadedError):
@@ -161,7 +161,7 @@ async def test_calls_are_rejected_when_too_many_wait(faulty: Path) -> None:
 
 
 async def test_next_call_loads_the_handler_when_loading_failed(faulty: Path) -> None:
-    with HandlerProcesses(f"{faulty}:Handler", 5.0, processes=1) as handler:
+    with HandlerProcesses(f"{faulty}:Handler", 60.0, processes=1) as handler:
         await asyncio.to_thread(faulty.write_text, "1 / 0")
         for body, says in ((b"exit", "has ended"), (b"good", "cannot be loaded: ZeroDivisionError")):
             with pytest.raises(HandlerError, match=says):
