@@ -17,7 +17,7 @@ MEMBERS = 4
 POLL_S = 0.1
 MIDDLE_S = 0.003
 """Seconds from the start of a step to about its middle, when the launcher kills a member."""
-HEARTBEAT_TIMEOUT_S = 5.0
+HEARTBEAT_TIMEOUT_S = 10.0
 """Long, because a member of a busy machine may have to wait for a core. A killed member is detected at once."""
 
 Step = Callable[[ElasticWorld, int, int], Awaitable[None]]

@@ -95,7 +95,7 @@ def _parse_options() -> argparse.Namespace:
 
 async def _run_ranks(step: Step, options: argparse.Namespace) -> int:
     # Long, because a member of a busy machine may have to wait for a core. A killed member is detected at once.
-    async with WorldManager(heartbeat_timeout_s=5.0) as manager:
+    async with WorldManager(heartbeat_timeout_s=10.0) as manager:
         worlds = [_in_world(manager, step, options, index, rank) for index, rank in options.worldinfo]
         finished = await asyncio.gather(*worlds)
     return 0 if any(finished) else 1

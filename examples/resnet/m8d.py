@@ -114,7 +114,7 @@ async def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # the workers of an example share one machine
     model = load_model(options.model, options.weights)
     # Long, because a member of a busy machine may have to wait for a core. A killed member is detected at once.
-    async with WorldManager(heartbeat_timeout_s=5.0) as manager:
+    async with WorldManager(heartbeat_timeout_s=10.0) as manager:
         if options.worldinfo is None:
             await Leader(manager, model, options).lead()
             return 0

@@ -21,7 +21,7 @@ class Crew:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.managers = [WorldManager() for _ in range(MAX_SIZE)]
+        self.managers = [WorldManager(heartbeat_timeout_s=60.0) for _ in range(MAX_SIZE)]
         self._port = self.managers[0].listen()
 
     def close(self) -> None:

@@ -343,8 +343,10 @@ class Member:
 
 
 def _stopped(pid: int) -> bool:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread has just ended
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+    return False
 
 
 async def _readable(fd: int) -> None:
@@ -387,9 +389,10 @@ async def members(folder: Path, **defaults: Any) -> AsyncIterator[Spawn]:
 
 @contextlib.asynccontextmanager
 async def managers(count: int, **settings: Any) -> AsyncIterator[list[WorldManager]]:
-    """Managers with these settings in the test's process."""
+    """Managers with these settings in the test's process. No test freezes them."""
+    patient = {"heartbeat_timeout_s": PATIENCE_S, **settings}
     async with contextlib.AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(WorldManager(**settings)) for _ in range(count)]
+        yield [await stack.enter_async_context(WorldManager(**patient)) for _ in range(count)]
 
 
 async def form(world: str, port: int, *everybody: Member | WorldManager) -> int:

@@ -65,8 +65,8 @@ def check_equal(results: list[Tensor], expected: Tensor) -> None:
 @pytest.fixture
 async def worlds() -> AsyncIterator[list[ElasticWorld]]:
     """The three members of a world, by rank."""
-    async with ElasticRendezvous(initial_members=3) as rendezvous:
-        managers = [ElasticManager() for _ in range(3)]
+    async with ElasticRendezvous(initial_members=3, heartbeat_timeout_s=30.0) as rendezvous:
+        managers = [ElasticManager(heartbeat_timeout_s=30.0) for _ in range(3)]
         joined = await asyncio.gather(*(manager.join("w", port=rendezvous.port) for manager in managers))
         yield sorted(joined, key=lambda world: world.rank)
         for manager in managers:
@@ -202,6 +202,7 @@ async def test_slow_disk_delays_only_its_own_world_and_its_replies(
         ended.set()
 
     monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr("multiworld.elastic.rendezvous._SAVE_TIMEOUT_S", 60.0)
     async with ElasticRendezvous(state_file=tmp_path / "state") as rendezvous, ElasticManager() as manager:
         joining = asyncio.create_task(manager.join("w", port=rendezvous.port))
         await until(began.is_set)

@@ -8,6 +8,7 @@ import pytest
 
 from multiworld import JoinError, WorldManager
 from tests.integration.members import form, managers
+from tests.integration.test_worlds_joining import assert_join_fails
 
 
 def _sockets(state: str) -> list[list[str]]:
@@ -40,5 +41,4 @@ async def test_members_say_so_when_they_were_given_different_settings() -> None:
 
 async def test_address_that_is_not_ours_is_named_when_it_cannot_be_bound() -> None:
     async with WorldManager() as host, WorldManager(bind_host="192.0.2.7") as guest:
-        with pytest.raises(JoinError, match="Cannot assign requested address"):
-            await guest.initialize_world("w", 1, 2, port=host.listen(), timeout=0.5)
+        await assert_join_fails(guest, "Cannot assign requested address", rank=1, world_size=2, port=host.listen())

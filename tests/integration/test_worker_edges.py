@@ -46,7 +46,8 @@ class Stage:
 
 
 @pytest.fixture
-async def stages(plan: tuple[StagePlan, ...]) -> AsyncIterator[list[Stage]]:
+async def stages(plan: tuple[StagePlan, ...], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Stage]]:
+    monkeypatch.setattr("multiworld_serving.common.edges.edge._FETCH_S", WAIT_S)
     engine = Engine(torch.device("cpu"))
     async with AsyncExitStack() as stack:
         made = []

@@ -17,15 +17,12 @@ from multiworld.ops import p2p as messages
 from multiworld.ops.operation import Collective, Operation, Send
 from tests.integration.members import PATIENCE_S, form, managers
 
-PATIENT_S = 20.0
 ERRORS = [MemoryError(), ValueError("refused")]
-
-MEMBER_SETTINGS = {"heartbeat_timeout_s": PATIENT_S}
 
 
 @pytest.fixture
 async def pair() -> AsyncIterator[tuple[World, World]]:
-    async with managers(2, heartbeat_timeout_s=PATIENT_S) as (host, guest):
+    async with managers(2) as (host, guest):
         await form("w", host.listen(), host, guest)
         yield host.world("w"), guest.world("w")
 

@@ -21,7 +21,8 @@ from tests.integration.members import PATIENCE_S, Member, Spawn, form, managers
 from tests.waiting import until
 
 PATIENT_S = 30.0
-PULSE_S = 2.0
+PULSE_S = 6.0
+"""Heartbeat timeout: longer than the delays of a busy machine, and short enough for a test to wait for it."""
 MEMBER_SETTINGS = {"heartbeat_timeout_s": PULSE_S}
 
 
@@ -120,9 +121,8 @@ async def test_world_breaks_when_a_member_fails_while_peers_connect(
     forming = asyncio.create_task(manager.initialize_world("w", 0, 3, port=port))
     await victim.stopped()
     victim.signal(signum)
-    with contextlib.suppress(
-        BrokenWorldException, JoinError
-    ):  # it still forms if only the victim's side was incomplete
+    # It still forms if only the victim's side was incomplete.
+    with contextlib.suppress(BrokenWorldException, JoinError):
         await forming
     with pytest.raises(BrokenWorldException) as raised:
         await manager.communicator.recv(torch.zeros(4), victim_rank, "w")
@@ -180,7 +180,7 @@ async def test_other_worlds_stay_when_a_callback_blocks_while_its_peer_dies(
     member, victim = await spawn(), await spawn()
     await form("w", await member.do("listen"), member, victim)
     await form("v", manager.listen(), manager, member)
-    receiving = member.start("recv_slowly", world="w", src=1, seconds=2.5 * PULSE_S)
+    receiving = member.start("recv_slowly", world="w", src=1, seconds=1.25 * PULSE_S)
     victim.start("send", world="w", dst=0)
     await until(lambda: "stands still" in member.complaints)
     victim.kill()

@@ -78,33 +78,32 @@ def held(pool: SegmentPool | None = None) -> dict[str, int]:
     }
 
 
-async def test_repeatedly_killed_peers_leak_nothing(spawn: Spawn) -> None:
+async def test_repeatedly_killed_peers_leak_nothing(spawn: Spawn, manager: WorldManager) -> None:
     """On the host, with pending operations, also of tensors in shared memory; the name is reused at once."""
-    async with WorldManager(heartbeat_timeout_s=PATIENT_S) as manager:
-        port = manager.listen()
-        peers = [await spawn() for _ in range(5 + CYCLES // 2)]
-        before: dict[str, int] = {}
-        copied = torch.zeros(LARGE)
-        pool = manager._segments
-        assert pool is not None
-        for number, peer in enumerate(peers):
-            assert await form("w", port, manager, peer) == number + 1
-            receiving = asyncio.create_task(manager.communicator.recv(torch.zeros(1000), 1, "w"))
-            for tag, tensor in enumerate((copied, manager.allocate((LARGE,), torch.float32)), 1):
-                peer.start("recv", world="w", src=0, count=LARGE, tag=tag)
-                manager.communicator.isend(tensor, 1, "w", tag=tag)
-            await asyncio.sleep(0.001 * (number % 10))  # the messages are cut at different points
-            peer.kill()
-            with pytest.raises(BrokenWorldException):
-                await receiving
-            await peer.dispose()
-            await reclaimed(manager)
-            if number == 4:
-                before = held(pool)
-        del tensor
-        await assert_flat(before, pool)
-        assert not any(segment.users for segment in pool._segments.values())
-        assert pool.reserved_bytes <= 4 * 4 * LARGE  # at most four tensors are kept for the next ones
+    port = manager.listen()
+    peers = [await spawn() for _ in range(5 + CYCLES // 2)]
+    before: dict[str, int] = {}
+    copied = torch.zeros(LARGE)
+    pool = manager._segments
+    assert pool is not None
+    for number, peer in enumerate(peers):
+        assert await form("w", port, manager, peer) == number + 1
+        receiving = asyncio.create_task(manager.communicator.recv(torch.zeros(1000), 1, "w"))
+        for tag, tensor in enumerate((copied, manager.allocate((LARGE,), torch.float32)), 1):
+            peer.start("recv", world="w", src=0, count=LARGE, tag=tag)
+            manager.communicator.isend(tensor, 1, "w", tag=tag)
+        await asyncio.sleep(0.001 * (number % 10))  # the messages are cut at different points
+        peer.kill()
+        with pytest.raises(BrokenWorldException):
+            await receiving
+        await peer.dispose()
+        await reclaimed(manager)
+        if number == 4:
+            before = held(pool)
+    del tensor
+    await assert_flat(before, pool)
+    assert not any(segment.users for segment in pool._segments.values())
+    assert pool.reserved_bytes <= 4 * 4 * LARGE  # at most four tensors are kept for the next ones
 
 
 async def test_repeatedly_broken_worlds_of_three_leak_nothing() -> None:

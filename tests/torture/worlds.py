@@ -27,7 +27,7 @@ from tests.integration.members import Member, Spawn, members
 from tests.torture.part import PATIENCE_S
 from tests.torture.schedule import CAUSES, ENDING, PROCESSES, Fault, FaultKind, Round, plan_round
 
-HEARTBEAT_TIMEOUT_S = 3.0
+HEARTBEAT_TIMEOUT_S = 6.0
 """Heartbeat timeout: longer than the delays of a busy machine, and short enough for a test to wait for it."""
 _ROUNDS_A_CHECK = 5
 """Interval of resource checks. The first check is the baseline: it includes what a process keeps, such as Gloo's device and caches."""
