@@ -22,8 +22,8 @@ pytestmark = pytest.mark.timeout(900)
 
 WAIT_S = 240.0
 LEADER = "10.90.0.1"
-PATIENCE_S = 3.0
-"""Heartbeat timeout: on a busy machine a process may stop for a second, and only the victim may be lost."""
+PATIENCE_S = 6.0
+"""Heartbeat timeout: on a busy machine a process may stop for some seconds, and only the victim may be lost."""
 
 
 class Site:
@@ -158,7 +158,7 @@ def test_worker_logs_the_unreachable_address_and_retries(site: Site) -> None:
         log, waiting = site.log("lost"), threading.Event()
         for leader, complaint in complaints.items():
             told = f"leader={leader} cannot be joined: {leader} cannot be queried: "
-            while told not in log.read_text():  # bounded by the test's own timeout
+            # Bounded by the test's own timeout. The first attempt of a process that stood still has another complaint.
+            while not any(complaint in rest.splitlines()[0] for rest in log.read_text().split(told)[1:]):
                 assert worker.poll() is None
                 waiting.wait(0.1)
-            assert complaint in log.read_text().partition(told)[2].splitlines()[0]
