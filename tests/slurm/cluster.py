@@ -100,11 +100,12 @@ class SlurmCluster:
         return found
 
     def switch_off(self, node: str) -> None:
-        """Kill all processes of a node at once."""
+        """Kill all processes of a node at once, and tell Slurm, which would notice it after `SlurmdTimeout`."""
         for pid in self.pids(node):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._processes.pop(node).wait()
+        self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=off")
 
     def states(self) -> dict[str, str]:
         """The state of each node, such as "idle", "mixed" or "down*"."""
@@ -206,7 +207,8 @@ JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-SlurmdTimeout=10
+SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
+SlurmdTimeout=60
 MessageTimeout=10
 TCPTimeout=2
 KillWait=5

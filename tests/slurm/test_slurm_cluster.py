@@ -34,19 +34,20 @@ def cluster() -> Iterator[SlurmCluster]:
         shutil.rmtree(folder)
 
 
-def ready_workers(cluster: SlurmCluster, node: str) -> set[str]:
-    """The names of the ready workers, as the frontend of this node knows them; empty if it does not answer."""
+def ready_workers(cluster: SlurmCluster) -> dict[str, int]:
+    """The process ids of the ready workers by name, as the frontend of node1 knows them; empty if it does not answer."""
     with contextlib.suppress(httpx.TransportError, KeyError):
-        stages = httpx.get(f"http://{cluster.addresses[node]}:8000/status", timeout=60).json()["stages"]
-        return {each["worker"] for each in stages[0]["replicas"] if each["state"] == "ready"}
+        stages = httpx.get(f"http://{cluster.addresses['node1']}:8000/status", timeout=60).json()["stages"]
+        return {each["worker"]: each["pid"] for each in stages[0]["replicas"] if each["state"] == "ready"}
+    return {}
+
+
+def ready_leaders(cluster: SlurmCluster) -> set[int]:
+    """The process ids of the ready leaders."""
+    with contextlib.suppress(httpx.TransportError, KeyError):
+        leaders = httpx.get(f"http://{cluster.addresses['node1']}:8000/status", timeout=60).json()["leaders"]
+        return {each["pid"] for each in leaders if each["state"] == "ready"}
     return set()
-
-
-def ready_leaders(cluster: SlurmCluster, node: str) -> int:
-    with contextlib.suppress(httpx.TransportError, KeyError):
-        leaders = httpx.get(f"http://{cluster.addresses[node]}:8000/status", timeout=60).json()["leaders"]
-        return sum(each["state"] == "ready" for each in leaders)
-    return 0
 
 
 def test_service_on_slurm_survives_lost_tasks_and_nodes(cluster: SlurmCluster, digits: Path) -> None:
@@ -54,36 +55,34 @@ def test_service_on_slurm_survives_lost_tasks_and_nodes(cluster: SlurmCluster, d
     service = cluster.run("sbatch", "--parsable", str(SCRIPTS / "service.sbatch"), *model)
     array = ("sbatch", "--parsable", "--cpus-per-task=5", "--export=ALL")
     workers = cluster.run(*array, "--array=0-2", str(SCRIPTS / "worker.sbatch"), "--threads", "1")
-    wait_until(lambda: ready_workers(cluster, "node1") == {"worker-0", "worker-1", "worker-2"})
-    wait_until(lambda: ready_leaders(cluster, "node1") == 2)
+    wait_until(lambda: ready_workers(cluster).keys() == {"worker-0", "worker-1", "worker-2"})
+    wait_until(lambda: len(ready_leaders(cluster)) == 2)
     url = f"http://{cluster.addresses['node1']}:8000"
     requests = served_requests(url, [(photo(), "image/jpeg")])
     with run_load(url, requests, rate_hz=10) as load:
         [killed] = cluster.programs("node1", "/multiworld worker --name worker-0")
         os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: "worker-0" not in ready_workers(cluster, "node1"))
-        wait_until(lambda: "worker-0" in ready_workers(cluster, "node1"))
+        wait_until(lambda: ready_workers(cluster).get("worker-0", killed) != killed)
 
         [leader] = cluster.programs("node1", "/multiworld leader --name")
         os.kill(leader, signal.SIGKILL)
-        wait_until(lambda: ready_leaders(cluster, "node1") == 1)
-        wait_until(lambda: ready_leaders(cluster, "node1") == 2)
+        wait_until(lambda: len(ready_leaders(cluster) - {leader}) == 2)
 
         cluster.switch_off("node3")  # the task of worker-2 is put back into the queue, and node4 is free
-        wait_until(lambda: "worker-2" not in ready_workers(cluster, "node1"))
+        wait_until(lambda: "worker-2" not in ready_workers(cluster))
         wait_until(
             lambda: cluster.run("squeue", "--noheader", "--array", "--states=PENDING", "--format=%i") == f"{workers}_2"
         )
         cluster.run("scontrol", "update", f"JobId={workers}_2", "StartTime=now")  # Slurm would wait for two minutes
-        wait_until(lambda: "worker-2" in ready_workers(cluster, "node1"))
+        wait_until(lambda: "worker-2" in ready_workers(cluster))
         assert cluster.programs("node4", "/multiworld worker --name worker-2")
 
         cluster.switch_off("node2")  # a leader, a frontend, and worker-1
-        wait_until(lambda: ready_leaders(cluster, "node1") == 1)
-        wait_until(lambda: ready_workers(cluster, "node1") == {"worker-0", "worker-2"})
+        wait_until(lambda: len(ready_leaders(cluster)) == 1)
+        wait_until(lambda: ready_workers(cluster).keys() == {"worker-0", "worker-2"})
 
         cluster.run("scancel", f"{workers}_2")
-        wait_until(lambda: ready_workers(cluster, "node1") == {"worker-0"})
+        wait_until(lambda: ready_workers(cluster).keys() == {"worker-0"})
     assert load.samples
     assert not load.failed, load.failed[:3]
     cluster.run("scancel", service, workers)
