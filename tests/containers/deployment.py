@@ -63,7 +63,7 @@ class Deployment:
         own = {name: value for name, value in os.environ.items() if not name.startswith(("MULTIWORLD_", "COMPOSE_"))}
         image_name = image or "multiworld-serving:test"
         self.environment = own | SETTINGS | {"IMAGE": image_name} | {n: str(p) for n, p in self._ports.items()}
-        self._files = [ROOT / "docker-compose.yml", _faster_prometheus(folder)]
+        self._files = [ROOT / "docker-compose.yml", _changed_services(folder)]
         self._random = random.Random(0)
 
     @property
@@ -154,8 +154,11 @@ class Deployment:
             print(error)
 
 
-def _faster_prometheus(folder: Path) -> Path:
-    """A Compose file in which Prometheus scrapes more often, because tests wait for its data."""
+def _changed_services(folder: Path) -> Path:
+    """A Compose file in which Prometheus scrapes more often, because tests wait for its data.
+
+    More health checks may fail in a row, because `up --wait` ends when a container is unhealthy.
+    """
     deployed = ROOT / "deploy" / "prometheus"
     text = (deployed / "prometheus.compose.yml").read_text()
     config = folder / "prometheus.compose.yml"
@@ -165,5 +168,6 @@ def _faster_prometheus(folder: Path) -> Path:
     file = folder / "compose.yml"
     file.write_text(
         f"services:\n  prometheus:\n    volumes:\n      - {config}:/etc/prometheus/prometheus.compose.yml:ro\n"
+        + "".join(f"  {name}: {{ healthcheck: {{ retries: 60 }} }}\n" for name in ("leader-a", "leader-b", "frontend"))
     )
     return file
