@@ -201,7 +201,7 @@ class AsyncClient(_Client):
         return (await self._send(Call(self._servers, timeout_s), request)).content
 
     async def is_ready(self) -> bool:
-        """Whether the service is ready (`/readyz` at any of the URLs), without retries. Each URL gets an equal part of the timeout."""
+        """Whether a model is ready (`/readyz` at any of the URLs), without retries. Each URL gets an equal part of the timeout."""
         limit_s = self._servers.timeout_s / len(self._servers.urls)
         for url in self._servers.in_order():
             request = self._http.build_request("GET", f"{url}/readyz", timeout=limit_s)

@@ -206,7 +206,7 @@ def _until_ready(settings: ServeSettings, specs: Mapping[str, ProcessSpec]) -> d
         if late := ", ".join(sorted(name for name in specs if name not in states or not states[name].started)):
             late = f", not started: {late}"
         elif settings.tls_cert_file is not None or any(
-            not health_error(f"http://{state.addresses['http_fd']}/readyz")
+            not health_error(f"http://{state.addresses['http_fd']}/v2/health/ready")
             for state in states.values()
             if "http_fd" in state.addresses
         ):

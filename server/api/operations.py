@@ -69,10 +69,11 @@ def operations_routes(groups: Groups, scrape: Scrape) -> list[Route]:
         return JSONResponse({"alive": True})
 
     async def readyz(request: Request) -> Response:
-        """Readiness: every stage has a replica that passed its join self-test, for all models that are not unloaded."""
-        waiting = groups.not_ready
-        if waiting is None and groups.only is None:
-            return JSONResponse({"ready": True, "models": groups.names})
+        """Readiness for requests: a model is ready. One that fails must not take the others out of a load balancer."""
+        ready = [group.name for group in groups if group.pool.ready]
+        waiting = None if ready else groups.not_ready
+        if ready and groups.only is None:
+            return JSONResponse({"ready": True, "models": ready})
         snapshot = (waiting or next(iter(groups))).pool.snapshot()
         if waiting is None:
             return JSONResponse({"ready": True, "model": snapshot.model, "version": snapshot.version})
