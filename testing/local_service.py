@@ -161,7 +161,8 @@ class LocalService(RunningService):
         while time.monotonic() < deadline_s and self._process is not None and self._process.poll() is None:
             with contextlib.suppress(httpx.TransportError):  # the service may have ended; the log says why
                 status = self.status()
-                if all(replica["state"] == "ready" for stage in status["stages"] for replica in stage["replicas"]):
+                # There are none while the frontend has no leader.
+                if {replica["state"] for stage in status["stages"] for replica in stage["replicas"]} == {"ready"}:
                     return status
             time.sleep(0.05)
         raise ServiceFailedError("not every replica became ready:\n" + self._log_tail())
