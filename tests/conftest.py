@@ -18,12 +18,12 @@ from torchvision.models import resnet18
 
 from multiworld import WorldManager
 from multiworld_serving.models.export.torchvision_models import export_loaded, load_model
-from multiworld_serving.testing.chaos.faults.context import WAIT_S
-from multiworld_serving.testing.chaos.observer import Observer
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.injections import HEARTBEAT_TIMEOUT_S
 from tests.integration.members import Spawn, members
 from tests.nursery import start_program
+from tests.services import is_whole
+from tests.waiting import wait_until
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # its workers inherit the size of a terminal that they do not have
     for name in ("COLUMNS", "TCP"):
@@ -129,6 +129,7 @@ def running_service(digits: Path) -> Iterator[LocalService]:
         timeout_s=100,
         edge_min_bytes=0,
     ) as running:
+        wait_until(lambda: is_whole(running))
         yield running
         assert running.stop() == 0, "SIGTERM ends the service with status 0"
 
@@ -137,8 +138,7 @@ def running_service(digits: Path) -> Iterator[LocalService]:
 def service(running_service: LocalService) -> Iterator[LocalService]:
     """Digits served by two frontends and two leaders, in two stages with two replicas. It must be whole again after each test."""
     yield running_service
-    with Observer(running_service.url) as observer:
-        observer.wait(lambda now: now.complete and len(now.frontends) == 2, WAIT_S, "whole again after the test")
+    wait_until(lambda: is_whole(running_service))
 
 
 @pytest.fixture

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from multiworld_serving.common.config.sources import option
-from multiworld_serving.testing.local_service import LocalService, LogLine
+from multiworld_serving.testing.local_service import LocalService, LogLine, metric_sum
 from tests.nursery import ForkedProcess, fork_program
 from tests.waiting import wait_until
 
@@ -38,6 +40,15 @@ def small_service(**settings: Any) -> LocalService:
 def service_for_workers(token_file: Path, **settings: Any) -> LocalService:
     """The same without local workers: others join it with this token. The caller waits until it is ready."""
     return small_service(wait_until_ready=False, external_workers=True, token_file=token_file, **settings)
+
+
+def is_whole(service: LocalService) -> bool:
+    """Whether two frontends are ready with all leaders, and two leaders with four workers. A status shows what one of each knows."""
+    with contextlib.suppress(httpx.HTTPError):  # a frontend that was frozen has been killed
+        metrics = httpx.get(service.metrics_url, timeout=30.0).text
+        ready = metric_sum(metrics, "multiworld_service_state", state="ready")
+        return (ready, metric_sum(metrics, "multiworld_world_up")) == (2, 8)
+    return False
 
 
 def says(service: LocalService, text: str, after: int = 0) -> LogLine:
