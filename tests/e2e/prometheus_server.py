@@ -3,7 +3,7 @@
 import contextlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,21 +36,12 @@ class PrometheusServer:
         series: list[dict[str, Any]] = self._ask("query", query=expr)["result"]
         return series
 
-    def alerts(self) -> dict[str, str]:
-        """The state of each active alert: "pending" or "firing"."""
-        return {alert["labels"]["alertname"]: alert["state"] for alert in self._ask("alerts")["alerts"]}
-
     def wait_for(self, expr: str) -> None:
         """Wait until an expression has a series."""
         wait_until(lambda: self.query(expr))
 
     def _ask(self, what: str, **parameters: object) -> dict[str, Any]:
-        answer = (
-            httpx.post(f"{self.url}/api/v1/{what}", data=parameters, timeout=30.0)
-            if parameters
-            else httpx.get(f"{self.url}/api/v1/{what}", timeout=30.0)
-        )
-        body = answer.json()
+        body = httpx.post(f"{self.url}/api/v1/{what}", data=parameters, timeout=60.0).json()
         assert body["status"] == "success", f"{parameters}: {body.get('error')}"
         data: dict[str, Any] = body["data"]
         return data
@@ -64,7 +55,6 @@ def running_prometheus(
     worker_url: str = "",
     alertmanager: str = "",
     alert_for: str | None = None,
-    windows: Mapping[str, str] | None = None,
 ) -> Iterator[PrometheusServer]:
     """Run one while the block lasts; it evaluates and scrapes every second.
 
@@ -73,16 +63,12 @@ def running_prometheus(
         worker_url: metrics of a worker; none by default.
         alertmanager: HOST:PORT; none by default.
         alert_for: replaces the `for` duration of every alert.
-        windows: replaces ranges of the rules, such as "10m", by shorter ones; the thresholds stay.
     """
     binary = program("prometheus")
     shutil.copytree(DEPLOYED / "rules", folder / "rules")
     if alert_for is not None:
         alerts = folder / "rules" / "alerts.yml"
         alerts.write_text(re.sub(r"\bfor: \w+", f"for: {alert_for}", alerts.read_text()))
-    if windows is not None:
-        for file in (folder / "rules").glob("*.yml"):
-            file.write_text(re.sub(r"\[(\w+)\]", lambda found: f"[{windows[found[1]]}]", file.read_text()))
     config = (DEPLOYED / "prometheus.yml").read_text()
     config = config.replace("127.0.0.1:8003", urlsplit(worker_url).netloc or "127.0.0.1:9")
     config = config.replace("127.0.0.1:8002", urlsplit(metrics_url).netloc)

@@ -151,7 +151,7 @@ def test_cli_verbs_connect_with_key_and_authority(guarded: Guarded, capsys: pyte
     assert "HTTP 403" in capsys.readouterr().err
     assert main([*restart, "--json", "--api-key-file", f"{folder}/ops.key"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["state"] == "done"
-    assert any("admin request" in line.message and line["by"] == "ops" for line in guarded.service.lines)
+    guarded.service.wait_for(lambda line: "admin request" in line.message and line["by"] == "ops", 60.0)
 
 
 def test_sighup_renews_keys_and_certificates_and_ignores_invalid_files(guarded: Guarded) -> None:

@@ -1,17 +1,17 @@
 """Alerts of a running service: they fire, reach a webhook through Alertmanager, and are resolved when the fault is healed."""
 
 import json
-import os
 import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.chaos.clients import TOKEN, external_worker
 from tests.e2e.prometheus_server import running_prometheus, wait_until_answers
 from tests.http_server import QuietHandler, serving
 from tests.programs import free_port, process, program
-from tests.services import small_service
+from tests.services import service_for_workers
 from tests.waiting import wait_until
 
 DEPLOYED = Path(__file__).parents[2] / "deploy" / "alertmanager" / "alertmanager.yml"
@@ -62,7 +62,8 @@ def alertmanager(folder: Path, webhook_url: str) -> Iterator[str]:
 def test_alerts_reach_the_webhook_and_are_resolved_when_the_fault_is_healed(tmp_path: Path) -> None:
     prometheus_folder = tmp_path / "prometheus"
     prometheus_folder.mkdir()
-    metrics_port = free_port()
+    metrics_port, token = free_port(), tmp_path / "token"
+    token.write_text(TOKEN)
 
     def wait_for(*notification: str) -> None:
         wait_until(lambda: notification in received)
@@ -75,17 +76,20 @@ def test_alerts_reach_the_webhook_and_are_resolved_when_the_fault_is_healed(tmp_
         ) as prometheus,
     ):
         wait_for("/page", "LeaderDown", "firing")
-        with small_service(replicas=2, metrics_port=metrics_port, heartbeat_timeout_s=3) as service:
+        # No supervisor replaces a worker that is frozen.
+        with (
+            service_for_workers(token, replicas=2, metrics_port=metrics_port, heartbeat_timeout_s=3) as service,
+            external_worker(service.join_address, name="first") as first,
+            external_worker(service.join_address, name="second") as second,
+        ):
             wait_for("/page", "LeaderDown", "resolved")
             prometheus.wait_for("multiworld_redundancy == 1")
-            # Frozen, not killed: the supervisor would replace a killed worker before the alert could fire.
-            first, second = service.worker_pids().values()
-            os.kill(first, signal.SIGSTOP)
+            first.send_signal(signal.SIGSTOP)
             wait_for("/ticket", "ServiceDegraded", "firing")
-            os.kill(second, signal.SIGSTOP)
+            second.send_signal(signal.SIGSTOP)
             wait_for("/page", "StageDown", "firing")
-            for pid in (first, second):
-                os.kill(pid, signal.SIGCONT)
+            for worker in (first, second):
+                worker.send_signal(signal.SIGCONT)
             wait_for("/page", "StageDown", "resolved")
             wait_for("/ticket", "ServiceDegraded", "resolved")
             assert "RequestsLost" not in {alert for _, alert, _ in received}

@@ -43,9 +43,9 @@ class Frontend:
 
 
 @contextlib.contextmanager
-def proxy(folder: Path, *urls: str, **environment: str) -> Iterator[int]:
+def proxy(folder: Path, *urls: str, checks: str = "", **environment: str) -> Iterator[int]:
     """HAProxy in front of these frontends: its port."""
-    servers = [f"    server frontend-{index} {urlsplit(url).netloc}" for index, url in enumerate(urls)]
+    servers = [f"    server frontend-{index} {urlsplit(url).netloc} {checks}" for index, url in enumerate(urls)]
     (folder / "servers.cfg").write_text("\n".join(["backend frontends", *servers, ""]))
     port = free_port()
     given = {"PROXY_BIND": f"127.0.0.1:{port}", **environment}
@@ -77,7 +77,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
 
 @pytest.fixture(scope="module")
 def frontends(service: LocalService, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Frontend, ...]]:
-    folder, limits = tmp_path_factory.mktemp("frontends"), {"max_body_bytes": BODY_LIMIT, "timeout_s": 10}
+    folder, limits = tmp_path_factory.mktemp("frontends"), {"max_body_bytes": BODY_LIMIT, "timeout_s": 20}
     with contextlib.ExitStack() as stack:
         made = {
             name: stack.enter_context(external_frontend(service, TOKEN, name, folder, **limits))
@@ -187,7 +187,7 @@ def test_no_request_fails_when_the_service_is_upgraded_or_cannot_be(
             heartbeat_timeout_s=10,
             recovery_grace_s=60,
         ) as service,
-        proxy(tmp_path, service.url) as port,
+        proxy(tmp_path, service.url, checks="fall 20") as port,  # a busy machine may stop the only frontend for seconds
     ):
         with load_on(port, rate_hz=20) as load:
             upgrade("[serve]\nstages = 0\n", "the upgrade failed: the new supervisor ended status=2")

@@ -70,7 +70,7 @@ class Visit:
 
 
 def test_page_shows_a_frozen_worker_as_broken_and_its_replacement_as_ready(
-    small_service: LocalService, chromium: playwright.Browser, tmp_path: Path
+    small_service: LocalService, chromium: playwright.Browser
 ) -> None:
     visit = Visit(chromium, small_service.url, viewport={"width": 1200, "height": 1000})
     page = visit.page
@@ -93,7 +93,6 @@ def test_page_shows_a_frozen_worker_as_broken_and_its_replacement_as_ready(
         page.wait_for_selector('[data-world="s0.r0"][data-state=ready]')
         rate = page.locator('[data-world="s0.r0"] .batches-s')
         expect(rate).to_have_text(re.compile(r"[1-9]"))
-        page.screenshot(path=tmp_path / "light.png", full_page=True)
     feed = page.locator("#feed li[data-what=broken]").first.inner_text()
     assert "s0.r0" in feed
     assert "hang" in feed

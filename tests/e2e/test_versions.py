@@ -120,8 +120,7 @@ def test_rollout_there_and_back_under_load_fails_no_request(
     assert operators.get_model_repository_index() == [{"name": MODEL, "version": "1", "state": "READY", "reason": ""}]
     wait_until(lambda: service.metric("multiworld_version_changes_total") == 2)
     wait_until(lambda: service.metric("multiworld_model_version", version=FIRST) == 1)
-    answered = service.metric("multiworld_requests_total", code="200")
-    assert answered == seen.total()
+    wait_until(lambda: service.metric("multiworld_requests_total", code="200") == seen.total())
     assert service.metric("multiworld_requests_total", code="200", version=FIRST) == seen[FIRST]
 
 
@@ -140,7 +139,7 @@ def test_invalid_version_changes_nothing_and_the_reason_is_reported(
     assert "root:" not in raised.value.message()
     assert served(service) == before
     wait_until(lambda: service.metric("multiworld_version_changes_total") == changes)
-    assert service.status()["version_loading"] is None
+    wait_until(lambda: service.status()["version_loading"] is None)
     assert predict(service).status_code == 200
 
 
