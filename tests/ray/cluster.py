@@ -4,7 +4,6 @@ The nodes run in a program of their own, `python -m tests.ray.cluster NODE=CPUS 
 of the head, then executes the lines of its standard input:
 
     kill NODE             end all processes of a node at once, as a machine that is switched off
-    add NODE CPUS         add a node
     kill_gcs, start_gcs   end and start the process on the head that manages the cluster
 
 At the end of the input it ends the cluster.
@@ -22,8 +21,14 @@ from typing import Any
 
 _ROOT = Path(__file__).parents[2]
 _ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("MULTIWORLD_", "RAY_"))}
-_HEALTH_CHECK = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "10"}
-"""Ray takes a node for dead after so many failed checks; by default 15 s."""
+_SETTINGS = {
+    "RAY_health_check_period_ms": "200",
+    "RAY_health_check_failure_threshold": "10",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+    "RAY_prestart_worker_first_driver": "0",
+}
+"""A node is dead after ten failed checks, which take 10 s each if it is frozen. A node ends when it has not reached the head for so long;
+by default 60 s. Ray starts no processes before they are needed."""
 _MEMORY_BYTES = 80 * 2**20
 """Of the object store of a node, which the service does not use."""
 
@@ -40,7 +45,7 @@ class RayCluster:
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, *nodes],
             cwd=_ROOT,
-            env=_ENVIRONMENT | _HEALTH_CHECK | ({} if redis is None else {"RAY_REDIS_ADDRESS": redis}),
+            env=_ENVIRONMENT | _SETTINGS | ({} if redis is None else {"RAY_REDIS_ADDRESS": redis}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -82,7 +87,7 @@ class RayCluster:
     def close(self) -> None:
         """End all nodes."""
         with contextlib.suppress(BrokenPipeError):
-            self._process.communicate(timeout=60)
+            self._process.communicate(timeout=300)
         self._process.kill()
 
 
@@ -115,6 +120,8 @@ class _Nodes:
             node_ip_address=address,
             object_store_memory=_MEMORY_BYTES,
             include_dashboard=False,
+            include_log_monitor=False,
+            no_monitor=True,
         )
 
     def kill(self, name: str) -> None:
@@ -143,10 +150,8 @@ def _main(arguments: list[str]) -> None:
                 nodes.kill(*words)
             elif command == "kill_gcs":
                 nodes.cluster.head_node.kill_gcs_server()
-            elif command == "start_gcs":
-                nodes.cluster.head_node.start_gcs_server()
             else:
-                nodes.add(words[0], int(words[1]))
+                nodes.cluster.head_node.start_gcs_server()
             print("done", flush=True)
     finally:
         nodes.cluster.shutdown()

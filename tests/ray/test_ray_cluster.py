@@ -113,7 +113,7 @@ def test_no_request_is_lost_when_a_node_is_killed_and_while_the_head_restarts(
     finally:
         stopped = cluster.run("down")
     assert stopped.returncode == 0, f"a new head knows the service: {stopped.stderr}"
-    assert not status(urls)
+    wait_until(lambda: not status(urls))
     assert "no service runs in the namespace multiworld" in cluster.refusal("down")
 
 
