@@ -116,9 +116,9 @@ def _table(stages: list[dict[str, Any]]) -> "Table":
     rows = table(*columns, numbers=("pid", "in flight", "done"), collapse_padding=True)  # fits into 80 columns
     for stage in stages:
         for replica in stage["replicas"]:
-            world = f"{replica['world']}@{replica['generation']}" if replica["world"] else ""
+            generation = f"@{replica['generation']}" if replica["world"] else ""
             rows.add_row(
-                world or f"s{stage['index']}.r{replica['slot']}",
+                f"s{stage['index']}.r{replica['slot']}{generation}",
                 Text(replica["state"], style=_STYLES.get(replica["state"], "")),
                 Text(replica["worker"] or "-"),
                 *(Text(replica.get("host") or "-") for _ in host),

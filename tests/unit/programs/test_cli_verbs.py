@@ -245,7 +245,7 @@ def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], mon
     out = capsys.readouterr().out
     reasons = "stage 0 has 1 of 2 replicas; leader 127.0.0.1:8101 is unreachable"
     assert f"resnet18 random:0: degraded ({reasons}), leader up 3 min 20 s, 5 waiting, 7 requests in flight" in out
-    for part in ("s0r0@3", "absent", "exit, ", "spares: local-4 (ready)", "127.0.0.1:8101 (unreachable)"):
+    for part in ("s0.r0@3", "absent", "exit, ", "spares: local-4 (ready)", "127.0.0.1:8101 (unreachable)"):
         assert part in out
 
 
@@ -255,7 +255,7 @@ def test_status_fits_into_80_columns_and_says_how_many_workers_can_be_lost(
     monkeypatch.setenv("COLUMNS", "80")
     broken = FailureSnapshot("exit", "", time.time() - 3599)
     replicas = tuple(
-        replace(REPLICA, slot=slot, world=f"s1.r{slot}", pid=4194304 - slot, last_failure=broken) for slot in range(3)
+        replace(REPLICA, slot=slot, world=f"spare{slot}", pid=4194304 - slot, last_failure=broken) for slot in range(3)
     )
     monkeypatch.setattr(FakeService, "status", replace(SNAPSHOT, stages=(StageSnapshot(1, (), replicas),)))
     assert main(["status", "--url", url]) == 0
