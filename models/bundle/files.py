@@ -228,8 +228,8 @@ def write_bundle(
         else:
             folder.chmod(0o755)
             folder.rename(path)
-    except OSError as error:
-        raise BundleError(f"cannot write {path}: {error.strerror}") from error
+    except (OSError, SafetensorError) as error:
+        raise BundleError(f"cannot write {path}: {getattr(error, 'strerror', error)}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return manifest
