@@ -36,7 +36,9 @@ def test_chaos_exits_with_0_when_no_request_is_lost(
 def test_chaos_exits_with_1_when_requests_were_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without recovery grace and another leader, killing a whole stage makes the service refuse requests."""
     file = tmp_path / "chaos.json"
-    settings = ["--set", "image_size=32", "--set", "recovery_grace_s=0"]
+    # The command excuses requests that were refused after its own grace.
+    settings = ["--set", "image_size=32", "--set", "recovery_grace_s=0", "--recovery-grace-s", "600"]
+    settings += ["--heartbeat-timeout-s", "10"]
     options = ["--faults", "stage", "--leaders", "1", "--clients", "4", "--json", str(file)]
     assert main(["chaos", *options, *settings]) == 1, capsys.readouterr()
     found = json.loads(file.read_text())

@@ -6,18 +6,17 @@ import select
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from multiworld_serving.testing.chaos.faults import FAULTS
 from multiworld_serving.testing.chaos.observer import ReplicaKey
-from multiworld_serving.testing.chaos.system.processes import resources
-from multiworld_serving.testing.local_service import LocalService
+from multiworld_serving.testing.chaos.system.processes import Resources, resources
+from multiworld_serving.testing.local_service import LocalService, LogLine
 from tests.chaos.clients import assert_nothing_lost, run_load
 from tests.chaos.injections import make_fault
-from tests.services import small_service
+from tests.services import is_whole, small_service
 from tests.waiting import wait_until
 
 FIRST, LAST = (0, 0), (1, 1)
@@ -60,32 +59,33 @@ def test_no_request_fails(service: LocalService, name: str) -> None:
 
 def test_leader_memory_is_stable_when_workers_are_killed_and_rejoin(service: LocalService) -> None:
     make_fault(service, "kill", FIRST)
+    wait_until(lambda: service.metric("multiworld_world_up") == 8)  # it has joined both leaders again
     pids = service.child_pids("leader").values()
     before = [resources(pid) for pid in pids]
     for _ in range(2):
         make_fault(service, "kill", FIRST)
-    for was, now in zip(before, map(resources, pids), strict=True):
-        assert now.threads <= was.threads + 2
-        assert now.descriptors <= was.descriptors + 2
+
+    def is_stable(was: Resources, now: Resources) -> bool:
+        return now.threads <= was.threads + 2 and now.descriptors <= was.descriptors + 2
+
+    wait_until(lambda: all(map(is_stable, before, map(resources, pids))))
 
 
 def test_kill_of_a_worker_is_told_in_few_lines_which_name_it_equally(service: LocalService) -> None:
-    wait_until(lambda: service.metric("multiworld_world_up") == 8)  # at both leaders
-    worker, logged = service.worker_at(*FIRST), len(service.lines)
+    logged = len(service.lines)
 
-    def told() -> list[str]:
-        """Of stage 0. Each leader numbers the replicas of a stage in the order in which they join it."""
-        lines = service.lines[logged:]
-        return [line.message for line in lines if line["level"] == "warning" and "world=s0.r" in line.message]
+    def told() -> list[LogLine]:
+        """Of stage 0, without workers that seem to hang on a busy machine. Each leader numbers the replicas in its own order."""
+        lines = [line for line in service.lines[logged:] if line["level"] == "warning" and line["cause"] != "hang"]
+        return [line for line in lines if "world=s0.r" in line.message]
+
+    def lost() -> list[str]:
+        return [line["worker"] for line in told() if f"worker={line['worker']} ready->broken" in line.message]
 
     make_fault(service, "kill", FIRST)
-    wait_until(lambda: len([line for line in told() if f"worker={worker} ready->broken" in line]) >= 2)
+    wait_until(lambda: len(lost()) >= 2)  # at both leaders
+    assert len(set(lost())) == 1
     assert len(told()) <= 4
-
-
-def knows_all(status: dict[str, Any], frontend: str) -> bool:
-    states = [leader["state"] for leader in status["leaders"]]
-    return states == ["ready", "ready"] and frontend in [each["name"] for each in status["frontends"]]
 
 
 def test_any_frontend_serves_status_and_metrics_of_all_processes(service: LocalService) -> None:
@@ -94,15 +94,15 @@ def test_any_frontend_serves_status_and_metrics_of_all_processes(service: LocalS
         os.kill(other, signal.SIGSTOP)
         try:
             with httpx.Client(base_url=service.url, timeout=60.0) as client:
-                # The other frontend may be joining the leaders again, because it was frozen before. The frozen one is missing if this took
-                # longer than the heartbeat timeout.
-                wait_until(lambda: knows_all(client.get("/status").json(), f"frontend-{1 - slot}"))  # noqa: B023
-                processes = [f'process="{each}"' for each in ("leader-0", "leader-1", "supervisor")]
-                wait_until(lambda: all(each in client.get("/metrics").text for each in processes))  # noqa: B023
+                # Ready: both leaders are. The frozen frontend is missing if this took longer than the heartbeat timeout.
+                status = ['"state":"ready","reasons":[]', f'"name":"frontend-{1 - slot}"']
+                metrics = [f'process="{each}"' for each in ("leader-0", "leader-1", "supervisor")]
+                for path, texts in (("/status", status), ("/metrics", metrics)):
+                    wait_until(lambda: (text := client.get(path).text) and all(each in text for each in texts))  # noqa: B023
         finally:
             with contextlib.suppress(ProcessLookupError):  # the supervisor has replaced it
                 os.kill(other, signal.SIGCONT)
-        wait_until(lambda: len(service.status()["frontends"]) == 2)
+        wait_until(lambda: is_whole(service))
 
 
 def test_local_workers_are_forked_and_have_process_titles(service: LocalService) -> None:
