@@ -163,7 +163,8 @@ def reconcile(goal: Goal, placement: Placement, now_s: float) -> Steps:
             steps.now.append(RemoveSlot(slot))
     if goal.loading is not None:
         _load(goal.loading, placement, steps, now_s)
-    if steps.at(goal.settle_until_s, now_s):
+    is_removing = any(isinstance(step, RemoveSlot) for step in steps.now)  # no spare may take a slot that is removed
+    if steps.at(goal.settle_until_s, now_s) and not is_removing:
         _fill(goal, placement, steps, now_s)
     if goal.restart is not None and _may_restart(goal.restart, placement):
         steps.now.append(WorkerStep("restart", goal.restart))

@@ -107,6 +107,8 @@ def test_excess_workers_become_spares_first_and_then_extra_replicas() -> None:
     slots = Placement(2, 1, spares_wanted=2)
     joined = [join(slots, name) for name in "abcdefg"]
     assert joined == ["s0.r0", "s1.r0", "spare0", "spare1", "s0.r1", "s1.r1", "s0.r2"]
+    leave(slots, "s0.r2")
+    assert len(slots.of_stage(None)) == 2, "no spare takes the slot, which is removed"
 
 
 def test_spare_takes_the_empty_slot_and_its_name_is_reserved_while_its_world_lives() -> None:
