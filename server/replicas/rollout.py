@@ -51,6 +51,7 @@ class Rollout:
         self.loading: Loading | None = None
         self._switched: asyncio.Future[None] | None = None
         self._on_switch: Callable[[], None] = lambda: None
+        self._refused_by: set[str] = set()
         self._versions = versions
         self._placement = placement
         self._metrics = metrics
@@ -66,7 +67,7 @@ class Rollout:
             VersionFailedError: a worker could not load it or failed the self-test, or too many were lost. Nothing has changed.
         """
         switched = asyncio.get_running_loop().create_future()
-        self.plan, self._switched, self._on_switch = plan, switched, on_switch
+        self.plan, self._switched, self._on_switch, self._refused_by = plan, switched, on_switch, set()
         if self._placement.ready():
             self.loading = Loading(plan.number, time.monotonic() + self._timeout_s)
         else:  # nothing serves the present version
@@ -120,7 +121,7 @@ class Rollout:
             link.fail(Cause.TIMEOUT, why)
             self.give_up(why)
         except AssignmentRefusedError as error:
-            self._refused(worker, error)
+            self._on_refusal(worker, error)
         except LinkEndedError as error:
             leaves = worker.state == "draining" or (worker.ending is not None and worker.ending.cause == Cause.LEFT)
             if not leaves and self.loading is not None:
@@ -130,11 +131,18 @@ class Rollout:
             worker.busy_with = None
             self._on_change()
 
-    def _refused(self, worker: Worker, error: AssignmentRefusedError) -> None:
-        """A worker obeys another leader. Unless others load the version, it must be loaded there first."""
+    def _on_refusal(self, worker: Worker, error: AssignmentRefusedError) -> None:
+        """A worker obeys another leader, which has not loaded the version for this stage. It rejoins with the stage that it has there.
+
+        The version is given up if no other worker loads it, or if the worker refuses a second time: the other leader does not load it.
+        """
+        if self.plan is None:
+            return
         others = [other for other in self._placement.ready() if other is not worker]
-        if self.plan is not None and not any(self.plan.number in (*each.loaded, each.busy_with) for each in others):
-            self.give_up(f"{error}; load it there")
+        is_loaded = any(self.plan.number in (*other.loaded, other.busy_with) for other in others)
+        if not is_loaded or worker.name in self._refused_by:
+            self.give_up(f"{error}; try again when that leader is ready")
+        self._refused_by.add(worker.name)
 
     @property
     def progress(self) -> RolloutProgress | None:

@@ -23,7 +23,13 @@ from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.replicas import reconcile
 from multiworld_serving.server.replicas.registry import WorkerRegistry
-from multiworld_serving.server.replicas.worker import Ending, LinkEndedError, SelfTestError, Worker
+from multiworld_serving.server.replicas.worker import (
+    AssignmentRefusedError,
+    Ending,
+    LinkEndedError,
+    SelfTestError,
+    Worker,
+)
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.serving import Serving
@@ -216,18 +222,19 @@ async def test_rollout_completes_when_a_worker_is_lost_while_it_loads(
 
 
 @pytest.mark.parametrize(
-    ("failures", "says"),
+    ("failing", "failures", "says"),
     [
-        ([SelfTestError("the output differs")], "version v2 failed: the output differs"),
-        ([LinkEndedError("gone")] * 3, "3 workers in a row were lost while they loaded it"),
+        (2, [SelfTestError("the output differs")], "version v2 failed: the output differs"),
+        (2, [LinkEndedError("gone")] * 3, "3 workers in a row were lost while they loaded it"),
+        (1, [AssignmentRefusedError("it obeys another leader")] * 2, "it obeys another leader; try again"),
     ],
 )
 async def test_version_fails_when_workers_compute_something_else_or_are_lost(
-    service: Service, monkeypatch: pytest.MonkeyPatch, failures: list[Exception], says: str
+    service: Service, monkeypatch: pytest.MonkeyPatch, failing: int, failures: list[Exception], says: str
 ) -> None:
     monkeypatch.setattr(reconcile, "_RETRY_S", 0.01)
     for link in service.links:
-        link.failure += failures
+        link.failure += failures if link in service.links[-failing:] else []
         link.proceed.set()
     service.loader.proceed.set()
     with pytest.raises(VersionFailedError, match=says):
