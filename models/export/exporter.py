@@ -210,7 +210,7 @@ def _compare(module: nn.Module, stages: Sequence[nn.Module], example: Sequence[T
         raise ExportError("the model computes infinity or NaN for the example; use other weights")
     worst = 0.0
     for found, wanted in zip(values, expected, strict=True):
-        scale = max(float(wanted.abs().max()), 1e-12) if wanted.numel() else 1.0
+        scale = max(float(wanted.double().abs().max()), 1e-12) if wanted.numel() else 1.0
         difference = float((found.double() - wanted.double()).abs().max()) / scale if wanted.numel() else 0.0
         if found.shape != wanted.shape or found.dtype != wanted.dtype or not difference <= _TOLERANCE:
             raise ExportError(

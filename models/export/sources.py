@@ -157,8 +157,10 @@ def num_classes(module: nn.Module, example: Mapping[str, Tensor], image: Preproc
     """Number of columns of the module's output [B,classes].
 
     Raises:
-        ExportError: the output is something else.
+        ExportError: the output is something else, or the module has several inputs.
     """
+    if len(example) > 1:
+        raise ExportError("labels need a model with one input; return probabilities in forward, and leave --labels out")
     if image is not None:
         example = {"images": torch.zeros((EXAMPLE_ROWS, 3, image.crop_size, image.crop_size))}
     output = output_for(module, example)
