@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from multiworld.elastic import ElasticRendezvous, EvictedError, RendezvousError, ViewChangeError
-from tests.integration.members import Member, Spawn
+from tests.integration.members import PATIENCE_S, Member, Spawn
 from tests.integration.proxy import HOST, proxy_to
 from tests.programs import free_port
 from tests.waiting import until
 
-PATIENT_S = 30.0
 PULSE_S = 6.0
 """Heartbeat timeout where a member is frozen or cut off: longer than the delays of a busy machine."""
 COUNTS = [300_000, 5, 300_000, 1000, 300_000, 300_000, 20, 300_000]
@@ -24,12 +23,12 @@ WEIGHTS = (1.0, 10.0, 100.0, 1000.0)
 
 
 @contextlib.asynccontextmanager
-async def rendezvous(pulse_s: float = PATIENT_S, **settings: Any) -> AsyncIterator[ElasticRendezvous]:
+async def rendezvous(pulse_s: float = PATIENCE_S, **settings: Any) -> AsyncIterator[ElasticRendezvous]:
     async with ElasticRendezvous(heartbeat_timeout_s=pulse_s, **settings) as made:
         yield made
 
 
-async def joined(spawn: Spawn, count: int, port: int, pulse_s: float = PATIENT_S, **settings: Any) -> list[Member]:
+async def joined(spawn: Spawn, count: int, port: int, pulse_s: float = PATIENCE_S, **settings: Any) -> list[Member]:
     """Members of one world, by rank."""
     made = [await spawn() for _ in range(count)]
     for member in made:

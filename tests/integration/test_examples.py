@@ -14,7 +14,7 @@ import pytest
 import torch
 
 REPOSITORY = Path(__file__).parents[2]
-PATIENCE_S = 100.0
+PATIENCE_S = 300.0
 STEPS = 100
 KILLED_AFTER = 3
 OF_ALL_RANKS = [torch.full((3,), 1000.0 + rank) for rank in range(3)]

@@ -20,7 +20,6 @@ from multiworld.transport import connection
 from tests.integration.members import PATIENCE_S, Member, Spawn, form, managers
 from tests.waiting import until
 
-PATIENT_S = 30.0
 PULSE_S = 6.0
 """Heartbeat timeout: longer than the delays of a busy machine, and short enough for a test to wait for it."""
 MEMBER_SETTINGS = {"heartbeat_timeout_s": PULSE_S}
@@ -162,12 +161,12 @@ async def test_world_breaks_when_the_network_drops_data_while_heartbeats_arrive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "MAX_RETRANSMISSIONS", 2)
-    async with managers(2, heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=0) as (host, guest):
+    async with managers(2, shared_memory_bytes=0) as (host, guest):
         await form("w", host.listen(), host, guest)
         with data_sockets() as socks:
             for sock in socks:
                 drop_incoming(sock)
-        async with asyncio.timeout(PATIENT_S):
+        async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(BrokenWorldException) as caught:
                 await guest.communicator.recv(torch.zeros(4), 0, "w")
         assert caught.value.cause is Cause.TRANSPORT
@@ -195,7 +194,7 @@ async def test_other_worlds_stay_when_a_callback_blocks_while_its_peer_dies(
 async def test_completed_sends_arrive_when_the_sender_leaves_with_a_receive_pending(
     shared_memory_bytes: int | None,
 ) -> None:
-    async with managers(2, heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=shared_memory_bytes) as (host, guest):
+    async with managers(2, shared_memory_bytes=shared_memory_bytes) as (host, guest):
         port = host.listen()
         for round_ in range(4):
             await form("w", port, host, guest)
@@ -233,7 +232,7 @@ async def test_lost_peer_connection_breaks_the_world_without_heartbeats(spawn: S
 
 
 async def test_peer_is_named_when_a_collective_starts_on_a_lost_connection() -> None:
-    async with managers(2, heartbeat_timeout_s=PATIENT_S, shared_memory_bytes=0) as (host, guest):
+    async with managers(2, shared_memory_bytes=0) as (host, guest):
         await form("w", host.listen(), host, guest)
         with data_sockets() as socks:
             for sock in socks:

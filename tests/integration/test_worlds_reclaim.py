@@ -29,9 +29,8 @@ GROWTH_KIB = 16_384
 LARGE = 1_000_000
 """Elements of a float32 tensor that is sent through shared memory, in several pieces if it is copied."""
 
-PATIENT_S = 10.0
-"""Heartbeat timeout: long, because no test here is about heartbeats and the machine may be busy."""
-MEMBER_SETTINGS = {"heartbeat_timeout_s": PATIENT_S}
+MEMBER_SETTINGS = {"heartbeat_timeout_s": 30.0}
+"""Long, because no test here is about heartbeats and the machine may be busy."""
 
 
 async def assert_flat(before: dict[str, int], pool: SegmentPool | None = None) -> None:
@@ -108,7 +107,7 @@ async def test_repeatedly_killed_peers_leak_nothing(spawn: Spawn, manager: World
 
 async def test_repeatedly_broken_worlds_of_three_leak_nothing() -> None:
     """Each member breaks the world in turn, by a cancelled operation, a reported failure, or by leaving it, while others receive."""
-    async with managers(3, heartbeat_timeout_s=PATIENT_S) as everybody:
+    async with managers(3) as everybody:
         numbers, port = itertools.count(), everybody[0].listen()
 
         async def cycle() -> None:
@@ -235,7 +234,7 @@ async def test_ended_worlds_with_unlimited_names_are_forgotten(monkeypatch: pyte
 
 
 async def test_connection_is_freed_when_its_ended_world_is_kept_by_name() -> None:
-    async with managers(2, heartbeat_timeout_s=PATIENT_S) as (host, guest):
+    async with managers(2) as (host, guest):
         await form("w", host.listen(), host, guest)
         world = host.world("w")
         connection = weakref.ref(world._connections[1])
@@ -261,7 +260,7 @@ async def test_callers_get_errors_and_the_lost_thread_is_reported_when_a_thread_
         freed.wait(PATIENCE_S)
 
     monkeypatch.setattr("multiworld.world._JOIN_S", 0.05)
-    async with managers(2, heartbeat_timeout_s=PATIENT_S) as (host, guest):
+    async with managers(2) as (host, guest):
         await form("w", host.listen(), host, guest)
         world = host.world("w")
         receiving = world.start(replace(p2p.recv(world.facts, torch.zeros(4), 1, 0), copy_back=copy_back))
