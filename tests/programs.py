@@ -14,7 +14,7 @@ def program(name: str) -> str:
     """Path of a program from Debian's packages; skips the test if it is missing."""
     path = shutil.which(name)
     if path is None:
-        pytest.skip(f"{name} is not installed: apt-get install prometheus prometheus-alertmanager haproxy")
+        pytest.skip(f"{name} is not installed: apt-get install prometheus prometheus-alertmanager haproxy redis-server")
     return path
 
 

@@ -38,14 +38,14 @@ class RayCluster:
 
     Args:
         nodes: NODE=CPUS, the head first.
-        redis: HOST:PORT of the Redis that keeps the head's state; by default the state is lost with it.
+        redis: HOST:PORT of the Redis that keeps the head's state.
     """
 
-    def __init__(self, *nodes: str, redis: str | None = None) -> None:
+    def __init__(self, *nodes: str, redis: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, *nodes],
             cwd=_ROOT,
-            env=_ENVIRONMENT | _SETTINGS | ({} if redis is None else {"RAY_REDIS_ADDRESS": redis}),
+            env=_ENVIRONMENT | _SETTINGS | {"RAY_REDIS_ADDRESS": redis},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import httpx
 import pytest
 
 from tests.chaos.library_clients import clients
-from tests.programs import free_port
+from tests.programs import free_port, process, program
 from tests.ray.cluster import RayCluster
 from tests.waiting import wait_until
 
@@ -40,24 +39,16 @@ class Cluster(RayCluster):
 
 
 @pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str | None]:
-    """HOST:PORT of a Redis server; None if it is not installed."""
-    program = shutil.which("redis-server")
-    if program is None:
-        yield None
-        return
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """HOST:PORT of a Redis server."""
     port, folder = str(free_port()), str(tmp_path_factory.mktemp("redis"))
-    command = [program, "--port", port, "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
+    options = ("--port", port, "--bind", "127.0.0.1", "--dir", folder, "--save", "")
+    with process(program("redis-server"), *options, log=subprocess.DEVNULL):
         yield f"127.0.0.1:{port}"
-    finally:
-        server.kill()
-        server.wait()
 
 
 @pytest.fixture(scope="module")
-def cluster(redis: str | None) -> Iterator[Cluster]:
+def cluster(redis: str) -> Iterator[Cluster]:
     running = Cluster("head=4", "node-1=4", "node-2=4", redis=redis)
     try:
         yield running
@@ -86,9 +77,7 @@ def is_complete(found: dict[str, Any]) -> bool:
     return leaders == ["ready", "ready"] and [len(nodes) for nodes in hosts(found)] == [2]
 
 
-def test_no_request_is_lost_when_a_node_is_killed_and_while_the_head_restarts(
-    cluster: Cluster, redis: str | None
-) -> None:
+def test_no_request_is_lost_when_a_node_is_killed_and_while_the_head_restarts(cluster: Cluster) -> None:
     started = cluster.run(*SERVE, "--stages", "1", "--replicas", "2", "--leaders", "2", "--frontends", "2")
     assert started.returncode == 0, started.stderr
     try:
@@ -101,13 +90,12 @@ def test_no_request_is_lost_when_a_node_is_killed_and_while_the_head_restarts(
             cluster.tell("kill", victim)
             wait_until(lambda: is_complete(now := status(urls)) and all(victim not in each for each in hosts(now)))
             calls.until_answered(20)
-            if redis is not None:  # without it, a restarted head does not know the cluster
-                cluster.tell("kill_gcs")
-                killed = status(urls)["stages"][0]["replicas"][0]["pid"]
-                os.kill(killed, signal.SIGKILL)  # its actor starts it again without the head
-                wait_until(lambda: is_complete(now := status(urls)) and killed not in pids(now))
-                cluster.tell("start_gcs")
-                calls.until_answered(50)
+            cluster.tell("kill_gcs")
+            killed = status(urls)["stages"][0]["replicas"][0]["pid"]
+            os.kill(killed, signal.SIGKILL)  # its actor starts it again without the head
+            wait_until(lambda: is_complete(now := status(urls)) and killed not in pids(now))
+            cluster.tell("start_gcs")
+            calls.until_answered(50)
         assert not calls.failures
         assert is_complete(status(urls))
     finally:
