@@ -26,8 +26,7 @@ _ADVICE = {
     "specialized": "the model computes with a fixed number of rows or another length; take it from the tensor's shape. Recurrent layers "
     "(GRU, LSTM, RNN) have a fixed length",
     "generated guard": "the model is right for some lengths only, for example multiples of 4, or a layer has a stride; make it right for "
-    "all lengths, for example with functional.interpolate(…, size=other.shape[-2:]) before tensors are joined, or take inputs of whole "
-    "strides [batch, frames, stride] and reshape them",
+    "all lengths with functional.interpolate(…, size=other.shape[-2:]), or take [batch, frames, stride] and reshape it",
     "must always be equal": "name dimensions of equal length together: --dynamic INPUT:DIM,INPUT:DIM=LEAST..MOST",
 }
 """What to change, by a part of torch.export's explanation."""

@@ -163,8 +163,7 @@ def reconcile(goal: Goal, placement: Placement, now_s: float) -> Steps:
             steps.now.append(RemoveSlot(slot))
     if goal.loading is not None:
         _load(goal.loading, placement, steps, now_s)
-    is_removing = any(isinstance(step, RemoveSlot) for step in steps.now)  # no spare may take a slot that is removed
-    if steps.at(goal.settle_until_s, now_s) and not is_removing:
+    if steps.at(goal.settle_until_s, now_s):
         _fill(goal, placement, steps, now_s)
     if goal.restart is not None and _may_restart(goal.restart, placement):
         steps.now.append(WorkerStep("restart", goal.restart))
@@ -247,7 +246,8 @@ def _fill(goal: Goal, placement: Placement, steps: Steps, now_s: float) -> None:
     )
     if spares:
         for stage in sorted(range(placement.num_stages), key=lambda stage: len(placement.ready(stage))):
-            if free := next((slot for slot in placement.of_stage(stage) if slot.free), None):
+            staying = (slot for slot in placement.of_stage(stage) if slot.free and RemoveSlot(slot) not in steps.now)
+            if free := next(staying, None):
                 steps.now.append(Promote(spares[0], free))  # the next one depends on this one
                 return
     if any(worker.state == "draining" or worker.busy_with == "restart" for worker in placement.workers()):

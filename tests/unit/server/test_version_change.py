@@ -21,15 +21,9 @@ from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
 from multiworld_serving.server.operations import Operations
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.predictor import ModelVersion
-from multiworld_serving.server.replicas import reconcile
+from multiworld_serving.server.replicas import reconcile, worker
 from multiworld_serving.server.replicas.registry import WorkerRegistry
-from multiworld_serving.server.replicas.worker import (
-    AssignmentRefusedError,
-    Ending,
-    LinkEndedError,
-    SelfTestError,
-    Worker,
-)
+from multiworld_serving.server.replicas.worker import Ending, LinkEndedError, SelfTestError, Worker
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.serving import Serving
@@ -226,7 +220,7 @@ async def test_rollout_completes_when_a_worker_is_lost_while_it_loads(
     [
         (2, [SelfTestError("the output differs")], "version v2 failed: the output differs"),
         (2, [LinkEndedError("gone")] * 3, "3 workers in a row were lost while they loaded it"),
-        (1, [AssignmentRefusedError("it obeys another leader")] * 2, "it obeys another leader; try again"),
+        (1, [worker.AssignmentRefusedError("it obeys another leader")] * 2, "it obeys another leader; try again"),
     ],
 )
 async def test_version_fails_when_workers_compute_something_else_or_are_lost(
