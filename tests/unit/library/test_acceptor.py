@@ -211,10 +211,9 @@ def test_next_generation_admits_members_when_the_former_one_ends_late(harness: A
 
 def test_the_newer_of_two_clients_for_one_rank_is_admitted(harness: AcceptorHarness) -> None:
     """The earlier one may belong to a process that has been restarted."""
-    elder, younger = harness.client().enter(), harness.client().enter()
+    _, younger = harness.client().enter(), harness.client().enter()
     harness.host().next()
     assert younger.next() == started(1)
-    del elder
 
 
 def test_rank_is_free_again_when_its_member_leaves_before_the_start(harness: AcceptorHarness) -> None:
