@@ -136,9 +136,8 @@ class Rollout:
 
         The version is given up if no other worker loads it, or if the worker refuses a second time: the other leader does not load it.
         """
-        number = self.plan and self.plan.number
         others = [other for other in self._placement.ready() if other is not worker]
-        is_loaded = any(number in (*other.loaded, other.busy_with) for other in others)
+        is_loaded = any(self.plan and self.plan.number in (*other.loaded, other.busy_with) for other in others)
         if not is_loaded or worker.name in self._refused_by:
             self.give_up(f"{error}; try again when that leader is ready")
         self._refused_by.add(worker.name)
