@@ -23,8 +23,8 @@ from multiworld_serving.server.replicas.worker import Worker
 REASSIGN_AFTER_S = 3.0
 """How long a stage may have no worker before a worker of a stage with several is reassigned to it."""
 BALANCE_AFTER_S = 15.0
-"""How long a stage may have fewer replicas than wanted before an extra replica of another stage is reassigned to it, and how long two
-replicas may share a host when an exchange with another stage would separate them."""
+"""How long a stage may have fewer replicas than wanted before an extra replica of another stage is reassigned to it, how long a
+spare may be missing while a stage has an extra replica, and how long two replicas may share a host if an exchange would separate them."""
 _SLOT_RETENTION_S = 60.0
 """How long an extra slot of a failed worker is kept for a successor."""
 _MAX_LOSSES = 3
@@ -257,7 +257,7 @@ def _fill(goal: Goal, placement: Placement, steps: Steps, now_s: float) -> None:
     settled_s = max(goal.moved_s, goal.settle_until_s)
     if count >= placement.replicas:
         is_quiet = goal.loading is None and goal.restart is None and placement.fully_replicated
-        if is_quiet and (move := _separation(goal, placement)) is not None:
+        if is_quiet and (move := _missing_spare(placement) or _separation(goal, placement)) is not None:
             changed_s = max(worker.since_s for worker in placement.workers())
             if steps.at(max(settled_s, changed_s) + BALANCE_AFTER_S, now_s):
                 steps.now.append(move)
@@ -274,6 +274,15 @@ def _fill(goal: Goal, placement: Placement, steps: Steps, now_s: float) -> None:
             return -placement.count(fewest, host), placement.count(most, host)
 
         steps.now.append(WorkerStep("move", max(movable, key=gain)))
+
+
+def _missing_spare(placement: Placement) -> WorkerStep | None:
+    """A replica more than its stage needs joins again as a spare if one is missing: leaders that start together may place it so."""
+    if placement.num_extra(None) >= placement.spares_wanted:
+        return None
+    stages = (stage for stage in range(placement.num_stages) if placement.num_workers(stage) > placement.replicas)
+    extra = (worker for stage in stages for worker in placement.ready(stage) if not worker.obeys)
+    return next((WorkerStep("move", worker) for worker in extra), None)
 
 
 def _separation(goal: Goal, placement: Placement) -> WorkerStep | None:

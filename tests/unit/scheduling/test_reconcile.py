@@ -189,6 +189,8 @@ def test_everything_serves_in_the_end_when_workers_are_killed_at_random(seed: in
     may_spread = cluster.placement.replicas == 2 and not cluster.placement.spares_wanted
     assert is_spread(cluster.placement) or not may_spread
     workers = [int(worker.name[1:]) for worker in cluster.placement.workers()]
+    more = len(workers) - cluster.placement.num_stages * cluster.placement.replicas
+    assert len(cluster.placement.of_stage(None)) == min(cluster.placement.spares_wanted, more)
     spare = len(workers) - cluster.placement.num_stages
     cluster.goal.loading = Loading(2, cluster.now_s + 30)
     for _ in range(6):
