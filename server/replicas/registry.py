@@ -115,11 +115,9 @@ class WorkerRegistry:
         plans = self._versions.current.stages_for(slot.id.stage)
         link = self._links[worker.id] = WorkerLink(worker, plans, self._on_state, self._driver.on_batch)
         link.tell_obstacle(self.joining.obstacle)
-        logger.info(
-            "world=%s generation=%d stage=%s replica=%d worker=%s device=%s host=%s pid=%d joining",
-            *(*worker.id, "-" if slot.id.stage is None else slot.id.stage, slot.id.index),
-            *(worker.name, request.device, host, request.pid),
-        )
+        stage = "-" if slot.id.stage is None else slot.id.stage
+        fields = *worker.id, stage, slot.id.index, worker.name, request.device, host, request.pid
+        logger.info("world=%s generation=%d stage=%s replica=%d worker=%s device=%s host=%s pid=%d joining", *fields)
         settings = self._settings
         running = link.run(
             *(self.joining.manager, settings.join_host, self.joining.port),
@@ -213,10 +211,8 @@ class WorkerRegistry:
                 worker = spare.worker
                 assert worker is not None, "the spare is ready"
                 self.placement.take(slot, worker)
-                logger.info(
-                    "world=%s generation=%d stage=%d replica=%d worker=%s spare promoted",
-                    *(*worker.id, worker.stage, slot.id.index, worker.name),
-                )
+                promoted = *worker.id, worker.stage, slot.id.index, worker.name
+                logger.info("world=%s generation=%d stage=%d replica=%d worker=%s spare promoted", *promoted)
             case RemoveSlot(slot):
                 self.placement.remove(slot)
             case Switch():

@@ -108,10 +108,8 @@ class Rollout:
             if plan is not None:
                 async with asyncio.timeout(self._timeout_s):
                     await link.load(plan.stages_for(worker.slot.stage))
-                logger.info(
-                    "world=%s generation=%d worker=%s loaded version %s after_s=%.3f",
-                    *(*worker.id, worker.name, plan.version.name, time.monotonic() - began_s),
-                )
+                loaded = *worker.id, worker.name, plan.version.name, time.monotonic() - began_s
+                logger.info("world=%s generation=%d worker=%s loaded version %s after_s=%.3f", *loaded)
                 if self.loading is not None:
                     self.loading.passed(time.monotonic() + self._timeout_s)
         except SelfTestError as error:
