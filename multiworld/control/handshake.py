@@ -96,7 +96,8 @@ class ClientHandshake:
             raise FrameError(f"expected a challenge, got {type(challenge).__name__}")
         if challenge.version != PROTOCOL_VERSION or len(challenge.nonce) != NONCE_BYTES:
             raise FrameError(
-                f"the server uses version {challenge.version} of the control protocol, we use {PROTOCOL_VERSION}"
+                f"the server uses version {challenge.version} of the control protocol, we use {PROTOCOL_VERSION}: "
+                "upgrade the side with the lower number"
             )
         nonce = os.urandom(NONCE_BYTES)
         self._transcript = (challenge.nonce, nonce, self._body)
