@@ -75,7 +75,9 @@ class Operations:
 
     # -- loading a version ---------------------------------------------------------------------------------------------------
 
-    async def load_version(self, weights: str | None, desire: Callable[[VersionPlan], Desired]) -> ModelVersion:
+    async def load_version(
+        self, weights: str | None, desire: Callable[[VersionPlan], Desired], *, follows: bool = False
+    ) -> ModelVersion:
         """Switch to the version with these weights, and wait until the previous version is not used any more.
 
         Cancelling before the switch gives the version up, and nothing has changed. Cancelling after it does not undo it. In both cases
@@ -83,6 +85,7 @@ class Operations:
 
         Args:
             desire: makes what the switch is for, or raises VersionFailedError.
+            follows: see `Rollout.run`.
         Raises:
             OperationInProgressError: another operation is in progress.
             models.ModelError: see `ModelSource.load`.
@@ -95,7 +98,7 @@ class Operations:
                 self._on_switch(desired)
                 return plan.version
             try:
-                await self._registry.rollout.run(plan, partial(self._on_switch, desired))
+                await self._registry.rollout.run(plan, partial(self._on_switch, desired), follows=follows)
             except VersionFailedError:
                 await self._registry.passes.until(self._has_ended)
                 raise

@@ -128,7 +128,7 @@ class Serving:
                 continue
             try:
                 self._versions.agree(desired.version)
-                await self.operations.load_version(desired.weights, partial(_check_content, desired))
+                await self.operations.load_version(desired.weights, partial(_check_content, desired), follows=True)
             except OperationInProgressError:
                 await asyncio.sleep(_FIRST_PAUSE_S)
             except Exception as error:  # noqa: BLE001 - whatever it is, other leaders serve

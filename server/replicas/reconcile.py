@@ -39,12 +39,15 @@ class Loading:
 
     Attributes:
         give_up_s: when it is given up, if no worker has loaded it until then.
+        follows: whether other leaders serve the version, or load it, too. Then this leader switches to it as soon as a stage has no ready
+            worker: the workers obey another leader, and return with what they hold there, which may be this version only.
         losses: workers in a row that were lost while they loaded it.
         retry_s: no worker begins to load it before.
     """
 
     version: int
     give_up_s: float
+    follows: bool = False
     losses: int = 0
     retry_s: float = float("-inf")
 
@@ -211,11 +214,11 @@ def _load(loading: Loading, placement: Placement, steps: Steps, now_s: float) ->
     if loading.losses >= _MAX_LOSSES:
         steps.now.append(GiveUp(f"{loading.losses} workers in a row were lost while they loaded it"))
         return
-    missing = [
-        stage
-        for stage in range(placement.num_stages)
-        if not any(version in worker.loaded for worker in placement.ready(stage))
-    ]
+    stages = range(placement.num_stages)
+    if loading.follows and not all(map(placement.ready, stages)):
+        steps.now.append(Switch(version))
+        return
+    missing = [stage for stage in stages if not any(version in worker.loaded for worker in placement.ready(stage))]
     if not missing and all(version in worker.loaded for worker in ready):
         steps.now.append(Switch(version))
         return

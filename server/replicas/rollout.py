@@ -58,18 +58,19 @@ class Rollout:
         self._timeout_s = timeout_s
         self._on_change = on_change
 
-    async def run(self, plan: VersionPlan, on_switch: Callable[[], None]) -> None:
+    async def run(self, plan: VersionPlan, on_switch: Callable[[], None], *, follows: bool = False) -> None:
         """Have all workers load this version, and switch to it. Cancelling before the switch gives it up.
 
         Args:
             on_switch: called with the switch.
+            follows: see `Loading`.
         Raises:
             VersionFailedError: a worker could not load it or failed the self-test, or too many were lost. Nothing has changed.
         """
         switched = asyncio.get_running_loop().create_future()
         self.plan, self._switched, self._on_switch, self._refused_by = plan, switched, on_switch, set()
         if self._placement.ready():
-            self.loading = Loading(plan.number, time.monotonic() + self._timeout_s)
+            self.loading = Loading(plan.number, time.monotonic() + self._timeout_s, follows)
         else:  # nothing serves the present version
             self.switch()
         self._on_change()
@@ -132,10 +133,12 @@ class Rollout:
     def _on_refusal(self, worker: Worker, error: AssignmentRefusedError) -> None:
         """A worker obeys another leader, which has not loaded the version for this stage. It rejoins with the stage that it has there.
 
-        The version is given up if no other worker loads it, or if the worker refuses a second time: the other leader does not load it.
+        If the other leader is not to load the version, too, it is given up: if no other worker loads it, or the worker refuses twice.
         """
+        if self.loading is None or self.loading.follows:
+            return
         others = [other for other in self._placement.ready() if other is not worker]
-        is_loaded = any(self.plan and self.plan.number in (*other.loaded, other.busy_with) for other in others)
+        is_loaded = any(self.loading.version in (*other.loaded, other.busy_with) for other in others)
         if not is_loaded or worker.name in self._refused_by:
             self.give_up(f"{error}; try again when that leader is ready")
         self._refused_by.add(worker.name)
