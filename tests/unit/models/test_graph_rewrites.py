@@ -230,6 +230,7 @@ def test_mask_between_stages_stays_a_mask_in_a_lower_precision(dtype: torch.dtyp
         sent = Transfers().to_host(mask, dtype)
         assert sent.isfinite().all()
         assert deviation(sent, mask, dtype=dtype) == 0.0
+        assert not deviation(sent, torch.tensor([[0.5, -1e30]]), dtype=dtype) <= 0.9, "an overflow is not a mask"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -1.0, 7.0])
