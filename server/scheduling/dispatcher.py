@@ -139,18 +139,15 @@ class Dispatcher:
 
     def _hedge_late(self, pool: Pool) -> None:
         """Send a second attempt of the late batches for which another replica has room, as far as the budget allows it."""
-        hedged: list[Attempt] = []
-        for late in pool.late:
+        for late in tuple(pool.late):
             other = pool.available.first(excluding=late.replica)
             if other is None:
                 continue
             if not self._state.hedging.try_acquire(len(late.batch.rows)):
                 break
             late.hedged = True
-            hedged.append(late)
-            self._put_in_flight(late.batch, other, "hedge", waited_s=self._state.now_s - late.sent_s)
-        for late in hedged:
             del pool.late[late]
+            self._put_in_flight(late.batch, other, "hedge", waited_s=self._state.now_s - late.sent_s)
 
     def _send(self, batch: Batch, replica: Replica) -> None:
         if batch.kind == "reroute":

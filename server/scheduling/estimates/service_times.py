@@ -31,9 +31,9 @@ class SlidingWindow:
         """Whether there are enough samples for an estimate."""
         return len(self._sorted) >= _ENOUGH_SAMPLES
 
-    def p95_s(self) -> float | None:
-        """The 95th percentile; None with fewer than `_ENOUGH_SAMPLES`."""
-        return self._sorted[int(_QUANTILE * (len(self._sorted) - 1))] if self.has_enough else None
+    def p95_s(self) -> float:
+        """The 95th percentile of at least one sample."""
+        return self._sorted[int(_QUANTILE * (len(self._sorted) - 1))]
 
     def min_s(self) -> float | None:
         """The minimum; None with fewer than `_ENOUGH_SAMPLES`."""
@@ -75,16 +75,11 @@ class ServiceTimes:
     def compute_s(self, stage: int, rows: int) -> float | None:
         """Median compute time of a batch of `rows`; None if no size has enough samples.
 
-        For a size without enough samples, an upper bound from the nearest one that has: a further row costs at most as much as the
+        For a size without enough samples, an upper bound from another one: a further row costs at most as much as the
         first, and a smaller batch takes at most as long as a larger one.
         """
-        known = [bits for (of, bits), each in self._size_classes.items() if of == stage and each.per_row.has_enough]
-        if not known:
-            return None
-        # This size, else the next smaller one, else the next larger one.
-        smaller = [bits for bits in known if bits <= rows.bit_length()]
-        bits = max(smaller) if smaller else min(known)
-        return self._size_classes[stage, bits].per_row.median_s() * max(rows, 1 << (bits - 1))
+        found = self._nearest(stage, rows)
+        return found[1].per_row.median_s() * max(rows, 1 << (found[0] - 1)) if found else None
 
     def full_batch_s(self, stage: int, rows: int) -> float | None:
         """Median time that a replica needs for a batch of about so many rows; None with too few samples."""
@@ -92,9 +87,10 @@ class ServiceTimes:
         return size_class.took.median_s() if size_class and size_class.took.has_enough else None
 
     def p95_s(self, attempt: Attempt) -> float | None:
-        """95th percentile of the service time of such batches; None with too few samples."""
-        size_class = self._size_classes.get(_key(attempt))
-        return size_class.took.p95_s() if size_class else None
+        """95th percentile of the service time of such batches; None if no size has enough samples, as for `compute_s`."""
+        stage, rows = attempt.replica.pool.stage, len(attempt.batch.rows)
+        found = self._nearest(stage, rows)
+        return found[1].took.p95_s() * max(1, rows >> (found[0] - 1)) if found else None
 
     def next_send_s(self, replica: Replica) -> float | None:
         """When to send a batch so that it arrives as this replica becomes idle; None with too few samples.
@@ -109,6 +105,14 @@ class ServiceTimes:
             transfer_s = size_class.transfer.median_s()
             idle_s = max(idle_s, attempt.sent_s + transfer_s) + min_s
         return idle_s - transfer_s
+
+    def _nearest(self, stage: int, rows: int) -> tuple[int, _SizeClass] | None:
+        """The bits and the samples of this size, else of the next smaller one with enough samples, else of the next larger one."""
+        enough = [bits for (of, bits), each in self._size_classes.items() if of == stage and each.took.has_enough]
+        if not enough:
+            return None
+        bits = max((bits for bits in enough if bits <= rows.bit_length()), default=min(enough))
+        return bits, self._size_classes[stage, bits]
 
 
 def _key(attempt: Attempt) -> tuple[int, int]:

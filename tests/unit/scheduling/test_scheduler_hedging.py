@@ -12,7 +12,7 @@ def _warm(**config: Any) -> SchedulerHarness:
     """Batches of one sample usually take 0.1 s; the hedge budget holds one or two samples."""
     driver = SchedulerHarness(**{"hedge_factor": 2.0, "hedge_floor_s": 0.05, "max_batch_size": 1, **config})
     for _ in range(40):
-        driver.answer_all(driver.arrive(), after_s=0.1)
+        driver.answer_all(driver.arrive() + driver.wait(driver.scheduler.config.batch_timeout_s), after_s=0.1)
     return driver
 
 
@@ -24,6 +24,13 @@ def test_batch_is_hedged_when_it_takes_longer_than_usual() -> None:
     assert (hedge.batch, hedge.kind, hedge.attempt) == (first.batch, "hedge", 1)
     assert hedge.replica != first.replica
     assert hedge.waited_s == pytest.approx(0.2)
+
+
+def test_batch_of_a_new_size_is_late_by_the_times_of_smaller_ones() -> None:
+    driver = _warm(max_batch_size=4, batch_timeout_s=1.0)
+    first = only(driver.arrive(4), SendBatch)
+    assert driver.wait(0.79) == []
+    assert only(driver.wait(0.02), SendBatch).batch == first.batch
 
 
 @pytest.mark.parametrize("hedge_wins", [True, False])
