@@ -38,11 +38,12 @@ class BatchLifecycle:
         self.requeue(batch)
 
     def lose_input(self, batch: Batch) -> None:
-        """Send the input of the current stage no more. The requests start again if no attempt is in flight that may have it."""
+        """Send the input of the current stage no more. The requests start again unless an attempt in flight has it, and is not late."""
         batch.hold_at(None)
         batch.input_lost = True
         for attempt in batch.in_flight.values():
             self._state.hedging.forget(attempt)
+            self._state.hedging.watch(attempt, self._state.now_s)
         if not batch.in_flight:
             batch.pool.dequeue(batch)
             self.requeue(batch)

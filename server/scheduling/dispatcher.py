@@ -25,13 +25,13 @@ class Dispatcher:
                 self._dispatch_pool(pool)
 
     def find_late(self) -> None:
-        """Move attempts that have become late to `Pool.late`. If a hedge is late and a replica keeps its input, start the batch again."""
+        """Move late attempts to `Pool.late`. Start a batch again if its input is lost, or is kept and the hedge is late, too."""
         hedging = self._state.hedging
         while (late := hedging.late.pop_until(self._state.now_s)) is not None:
             batch = late.batch
-            if len(batch.in_flight) == 1:
+            if len(batch.in_flight) == 1 and not batch.input_lost:
                 late.replica.pool.late[late] = None
-            elif batch.holder is not None and hedging.try_acquire(len(batch.rows)):
+            elif (batch.holder is not None or batch.input_lost) and hedging.try_acquire(len(batch.rows)):
                 self._lifecycle.restart(batch)
 
     def next_batch_s(self) -> float | None:

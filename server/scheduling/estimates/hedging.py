@@ -32,11 +32,9 @@ class Hedging:
 
     def watch(self, attempt: Attempt, now_s: float) -> None:
         """Add the attempt to `late`, unless it must not be hedged or there are too few samples."""
-        config, batch = self._config, attempt.batch
-        if config.hedge_factor is None or batch.isolated or batch.input_lost:
-            return
-        if (p95_s := self._times.p95_s(attempt)) is not None:
-            late_after_s = max(config.hedge_floor_s, p95_s * config.hedge_factor)
+        factor, p95_s = self._config.hedge_factor, self._times.p95_s(attempt)
+        if factor is not None and p95_s is not None and not attempt.batch.isolated:
+            late_after_s = max(self._config.hedge_floor_s, p95_s * factor)
             self.late.set(attempt, now_s + late_after_s * max(1, len(attempt.replica.in_flight)))
 
     def forget(self, attempt: Attempt) -> None:

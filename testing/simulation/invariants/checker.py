@@ -12,7 +12,7 @@
    batch and on their link. A draining link or a link that left blames no request. No request breaks more than `max_attempts` + 1 worlds.
 6. A stage without replicas keeps its requests for exactly `recovery_grace_s`.
 7. A batch is sent again only after a loss, after a failure (once, to another link) or as a hedge (a second copy on another link, never
-   of a suspect). Late batches whose input is kept start again. Both stay within `hedge_budget`, without hedges of lost links.
+   of a suspect). Late batches whose input is kept or lost start again. Both stay within `hedge_budget`, without hedges of lost links.
 8. A link with batches in flight that is silent for `hang_timeout_s` is broken, and none earlier. A link broken for errors has raised.
    A drained link is closed when it is empty.
 9. The scheduler is work-conserving: no batch and no due request waits while a replica that could take it has room.
@@ -103,7 +103,7 @@ class Checker:
             case FreeBatch():
                 batch = self._batch(action.batch)
                 if batch.open and batch.copies:  # its requests start again although an output may still come
-                    assert batch.holder is not None, "started again with an input that was sent"
+                    assert batch.holder is not None or batch.input_lost, "started again with an input that was sent"
                     self._check_budget(batch)
                     batch.input_lost = True
                 self._model.drop_batch(batch)

@@ -25,11 +25,11 @@ def test_neither_replica_nor_request_is_blamed_when_inputs_are_lost() -> None:
         assert not send.isolated
 
 
-def test_late_batch_is_not_hedged_when_its_input_is_lost() -> None:
+def test_requests_start_again_when_their_input_is_lost_and_the_attempt_in_flight_is_late() -> None:
     driver, first, hedge = hedged()
-    driver.input_lost(hedge)
-    assert sends(driver.wait(5.0)) == []
-    assert answered(driver.done(first)) == [driver.requests]
+    assert sends(driver.input_lost(hedge) + driver.wait(0.01)) == []
+    again = only(driver.wait(0.02), SendBatch)
+    assert (again.stage, again.requests, driver.done(first)) == (0, first.requests, [])
 
 
 def test_requests_start_again_when_the_hedge_is_late_too_and_their_input_is_kept() -> None:
