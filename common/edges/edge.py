@@ -38,7 +38,7 @@ class HolderUnreachableError(EdgeError):
 
 
 class EdgeBrokenError(HolderUnreachableError):
-    """An open edge broke, and not because its producer was silent. A new one may work."""
+    """An open edge broke, and not because its producer was silent during a fetch. A new one may work."""
 
 
 class ProducerSilentError(EdgeError):
@@ -121,6 +121,7 @@ class Edge:
         async with self._turn:
             if self._ending is not None:
                 raise type(self._ending)(str(self._ending))
+            broke_before = self._channel is not None and self._channel.world.state.ended
             try:
                 if self._channel is None:
                     world = await self._open_world(self.holder)
@@ -132,7 +133,9 @@ class Edge:
                 why = str(error) or type(error).__name__
                 if self._channel is None:
                     self._ending = HolderUnreachableError(f"no edge to {self.holder}: {why}")
-                elif isinstance(error, WorldError) and getattr(error, "cause", None) is not Cause.HANG:
+                elif isinstance(error, WorldError) and (
+                    broke_before or getattr(error, "cause", None) is not Cause.HANG
+                ):
                     self._ending = EdgeBrokenError(f"the edge to {self.holder} broke: {why}")
                 else:
                     self._ending = HolderUnreachableError(f"the edge to {self.holder} broke: {why}")

@@ -10,6 +10,7 @@ import torch
 from pydantic import SecretStr
 from torch import Tensor
 
+from multiworld import Cause
 from multiworld_serving.common.edges import edge
 from multiworld_serving.common.edges.edge import HolderUnreachableError, ProducerSilentError, TensorGoneError
 from multiworld_serving.common.edges.edges import Edges
@@ -75,7 +76,7 @@ async def test_fetch_is_repeated_over_a_new_edge_when_the_edge_breaks() -> None:
         number = kept(producer)
         await fetch(consumer, producer.holder, number)
         for world in consumer._manager.worlds.values():
-            world.close()
+            world.fail(Cause.HANG, 0, "it was frozen")
         assert torch.equal(await fetch(consumer, producer.holder, number), ROWS)
 
 
