@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _PRODUCER_RANK = 0
 _FETCH_S = 4.0
 """Longest time for one transfer over an open edge. A frozen producer is noticed earlier, by its heartbeats."""
-_LATE_S = 0.25
+_LATE_S = 0.1
 """A transfer that is needed by a client is late after this time. A network may be slow, so the heartbeats must be late as well."""
 _MAX_QUEUED = 4096
 """Fetches that wait for one producer."""
