@@ -14,7 +14,6 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -119,9 +118,7 @@ class WorldManager:
     async def __aenter__(self) -> "WorldManager":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     @property

@@ -1,7 +1,6 @@
 """`ElasticManager`: the elastic worlds of a process, by name."""
 
 from functools import partial
-from types import TracebackType
 
 from multiworld.elastic.agent import MemberAgent, MemberConfig
 from multiworld.elastic.rendezvous import DEFAULT_PORT
@@ -39,9 +38,7 @@ class ElasticManager:
     async def __aenter__(self) -> "ElasticManager":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for name in list(self._worlds):
             await self.leave(name)
 

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from multiworld.elastic.protocol.coordinator import Action, Coordinator, Persist, SendTo
 from multiworld.elastic.protocol.messages import (
@@ -111,9 +110,7 @@ class ElasticRendezvous:
         self._manager.answer(self.addr, self.port, self._reply)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._closing = True  # the links that end now must not count as lost members
         for world in self._worlds.values():
             if world.timer is not None:
