@@ -442,8 +442,13 @@ class World:
             self.fail(Cause.TIMEOUT, operation.peer, detail)
 
     def _on_cancelled(self, operation: Operation) -> WorldError | None:
-        """The caller was cancelled, or its event loop shuts down: break the world. Returns the error that the world ended with."""
+        """The caller was cancelled, or its event loop shuts down: break the world. Returns the error that the world ended with.
+
+        The caller may change the tensors afterwards, so nothing more is sent.
+        """
         self.fail(Cause.ABORTED, self.rank, f"{operation.name} cancelled")
+        with self._lock:
+            self._close_connections()
         return self.ending()
 
     def _resolve(self, operations: Sequence[Operation]) -> None:
