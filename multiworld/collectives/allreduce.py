@@ -39,21 +39,22 @@ CHUNK_BUFFERS = 3
 """Number of chunk buffers per peer. They are reused, so that they stay in the CPU cache."""
 
 
-async def all_reduce(channel: CollectiveChannel, data: Tensor, op: str) -> None:
-    """Reduce `data` of all members in place.
+async def all_reduce(channel: CollectiveChannel, data: Tensor, result: Tensor, op: str) -> None:
+    """Reduce `data` of all members into the `result` of all members.
 
     Args:
-        data: [n], contiguous, on the host, same length and dtype at all members.
-        op: the name of a `ReduceOp`, such as "SUM"; AVG divides by the number of members.
+        data: [n], contiguous, on the host, same length and dtype at all members. It is not changed, unless it is also the result.
+        result: `data`, or a tensor like it in other memory.
+        op: the name of a `ReduceOp`, such as "SUM"; AVG divides by the number of members, integers rounded towards zero.
     Raises:
-        RuntimeError: a connection is lost; the content of `data` is undefined.
+        RuntimeError: a connection is lost; the content of `result` is undefined.
         WorldError: the world has ended.
     """
     if data.nbytes * len(channel.peers) <= ONE_SHOT_BYTES:
-        await _one_shot(channel, data, op)
+        await _one_shot(channel, data, result, op)
     else:
-        shares = dict(enumerate(torch.tensor_split(data, channel.size)))
-        await _two_shot(channel, shares, shares, op, range(channel.size))
+        shares, results = (dict(enumerate(torch.tensor_split(each, channel.size))) for each in (data, result))
+        await _two_shot(channel, shares, results, op, range(channel.size))
 
 
 def bytes_sent(size_bytes: int, members: int) -> int:
@@ -64,7 +65,7 @@ def bytes_sent(size_bytes: int, members: int) -> int:
 
 
 async def reduce(channel: CollectiveChannel, data: Tensor, dst: int, op: str) -> None:
-    """Reduce `data` in place at rank `dst`; its content at other ranks is undefined. Arguments and errors as in `all_reduce`."""
+    """Reduce `data` in place at rank `dst`; its content at other ranks is undefined. Otherwise like `all_reduce`."""
     if channel.size <= 2 or data.nbytes * len(channel.peers) <= ONE_SHOT_BYTES:
         shares = {dst: data}
     else:
@@ -75,28 +76,28 @@ async def reduce(channel: CollectiveChannel, data: Tensor, dst: int, op: str) ->
 async def reduce_scatter(channel: CollectiveChannel, shares: Sequence[Tensor], result: Tensor, op: str) -> None:
     """Reduce `shares[r]` of all members into `result` at rank r, for every r. The shares are not changed.
 
-    Shares and result are like `data` of `all_reduce`; errors as in `all_reduce`.
+    Shares and result are like those of `all_reduce`, but may overlap; errors as in `all_reduce`.
     """
     sent = copy_overlapping(dict(enumerate(shares)), {channel.rank: result}, channel.rank)
     await _two_shot(channel, sent, {channel.rank: result}, op, ())
 
 
-async def _one_shot(channel: CollectiveChannel, data: Tensor, op: str) -> None:
+async def _one_shot(channel: CollectiveChannel, data: Tensor, result: Tensor, op: str) -> None:
     """One-shot all-reduce: send the whole tensor to every peer and reduce all operands in rank order."""
     others = {peer: torch.empty_like(data) for peer in channel.peers}
     receives = [channel.receive(peer, other) for peer, other in others.items()]
     sends = [channel.send(peer, data) for peer in channel.peers]
     await wait_all(receives)
     await wait_all(sends)  # `data` must not change while it is being sent
-    operands = others | {channel.rank: data}
-    total, *rest = (operands[rank] for rank in range(channel.size))
+    total, *rest = (others.get(rank, data) for rank in range(channel.size))
     with torch.inference_mode():
         for operand in rest:
-            _combine(total, operand, total, op)
-        if total is not data:
-            for part, target in _slices(total, data):
-                target.copy_(part)
-        _average(data, op, channel.size)
+            target = operand if total is data else total
+            _combine(total, operand, target, op)
+            total = target
+        for part, target in _slices(total, result):
+            target.copy_(part)
+        _average(result, op, channel.size)
 
 
 async def _two_shot(
@@ -116,10 +117,14 @@ async def _two_shot(
     chunks = {rank: _chunks(share) for rank, share in shares.items()}
     own = chunks.get(channel.rank, ())
     reduced = _chunks(results[channel.rank]) if channel.rank in results else ()
-    buffers = {peer: [torch.empty_like(chunk) for chunk in own[:CHUNK_BUFFERS]] for peer in peers}
+    # The operand of the first peer arrives where the result will be, unless this member's own operand is there.
+    first = peers[0] if own and peers and own[0].data_ptr() != reduced[0].data_ptr() else None
+    buffers = [
+        reduced if peer == first else [torch.empty_like(chunk) for chunk in own[:CHUNK_BUFFERS]] for peer in peers
+    ]
 
     def start_receives(index: int) -> list[tuple[asyncio.Future[None], Tensor]]:
-        others = [buffers[peer][index % CHUNK_BUFFERS][: own[index].numel()] for peer in peers]
+        others = [each[index % len(each)][: own[index].numel()] for each in buffers]
         return [(channel.receive(peer, other), other) for peer, other in zip(peers, others, strict=True)]
 
     receives = deque(start_receives(index) for index in range(min(CHUNK_BUFFERS, len(own))))
@@ -163,7 +168,7 @@ def _combine(left: Tensor, right: Tensor, out: Tensor, op: str) -> None:
 def _average(data: Tensor, op: str, size: int) -> None:
     if op == "AVG":
         for (part,) in _slices(data):
-            part.div_(size)
+            part.div_(size, rounding_mode=None if part.is_floating_point() else "trunc")
 
 
 def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

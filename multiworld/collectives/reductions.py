@@ -42,7 +42,7 @@ def _reduce_in_place(name: str, facts: WorldFacts, tensor: Tensor, op: AnyReduce
     def algorithm() -> Algorithm:
         data = load()
         if dst is None:
-            return lambda channel: allreduce.all_reduce(channel, data, reduction)
+            return lambda channel: allreduce.all_reduce(channel, data, data, reduction)
         return lambda channel: allreduce.reduce(channel, data, dst, reduction)
 
     def post(group: ProcessGroup) -> Work:
@@ -109,7 +109,7 @@ def barrier(_facts: WorldFacts) -> Collective:
     token = torch.empty(0, device="cpu")
     return Collective(
         signature="barrier()",
-        algorithm=lambda: lambda channel: allreduce.all_reduce(channel, token, "SUM"),
+        algorithm=lambda: lambda channel: allreduce.all_reduce(channel, token, token, "SUM"),
     )
 
 

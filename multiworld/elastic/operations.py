@@ -10,18 +10,19 @@ tensors keep their original values until then, and nothing has to be restored.
 import asyncio
 from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from multiworld.collectives.allreduce import bytes_sent
-from multiworld.collectives.reductions import AnyReduceOp, all_reduce
+from multiworld.collectives import allreduce
+from multiworld.collectives.reductions import AnyReduceOp
 from multiworld.elastic.protocol.rounds import Round
 from multiworld.errors import Cause, WorldError
 from multiworld.ops.buffers import RecvBuffer, check_dense
-from multiworld.ops.operation import Status, status_of
+from multiworld.ops.operation import Collective, Status, status_of
 from multiworld.ops.validation import check_distinct
 from multiworld.world import World
 
@@ -113,8 +114,9 @@ def _writable(tensor: Tensor) -> Tensor:
 
 
 def flatten(bucket: list[Tensor]) -> Tensor:
-    """Return the elements of the tensors as one flat, contiguous tensor on the host, in memory of its own."""
-    return torch.cat([tensor.reshape(-1) for tensor in bucket]).cpu()
+    """Return the elements of the tensors as one flat, contiguous tensor on the host: a view of a single tensor if possible, else a copy."""
+    parts = [tensor.reshape(-1) for tensor in bucket]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu()
 
 
 def write_back(bucket: list[Tensor], result: Tensor) -> None:
@@ -129,6 +131,9 @@ class AllReduceCall:
 
     AVG is the sum divided by the number of members that contributed, for integers rounded towards zero.
 
+    Args:
+        memory: memory of results, by bucket, from earlier calls whose tensors are written. It is used again, because new memory costs more
+            time than the transfer, and grows to the largest bucket.
     Attributes:
         contributors: for each bucket, the number of members of the view in which it finished here last; 0 before.
         bytes_moved: bytes of tensors that this member has sent, and received. Incomplete all-reduces do not count.
@@ -137,7 +142,7 @@ class AllReduceCall:
     Raises TypeError, ValueError for invalid arguments.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], op: AnyReduceOp) -> None:
+    def __init__(self, tensors: Sequence[Tensor], op: AnyReduceOp, memory: dict[int, Tensor]) -> None:
         names = [name for name, known in _OPS.items() if op == known]
         if not names:
             raise ValueError(f"all_reduce: {op} is not supported, only {', '.join(_OPS)}")
@@ -146,6 +151,7 @@ class AllReduceCall:
         self.contributors = [0] * len(self.buckets)
         self.runs = 0
         self._op = names[0]
+        self._memory = memory
         self._results: dict[int, Tensor] = {}
 
     @property
@@ -155,20 +161,23 @@ class AllReduceCall:
         return f"{self._op} {sizes}"
 
     async def reduce(self, world: World, index: int, number: int) -> None:
-        """Reduce a copy of one bucket of all members. `unpack` copies the result into its tensors.
-
-        Each call has memory of its own, because operations of a view that broke may still write to theirs.
+        """Reduce one bucket of all members. `unpack` copies the result into its tensors.
 
         Args:
             number: identifies the operation among those of this view that are in flight.
-        Raises BrokenWorldException when the view has ended; the result is undefined then.
+        Raises BrokenWorldException when the view has ended. The operation may still write to its memory, which is not used again.
         """
-        result = self._results[index] = flatten(self.buckets[index])
-        plan = all_reduce(world.facts, result, ReduceOp.SUM if self._is_truncated(index) else _OPS[self._op])
-        plan.number = number
-        await world.start(plan).finish()
+        bucket = self.buckets[index]
+        size = sum(tensor.nbytes for tensor in bucket)
+        memory = self._memory.pop(index, None)
+        if memory is None or memory.nbytes < size:
+            memory = torch.empty(size, dtype=torch.uint8)
+        result = self._results[index] = memory[:size].view(bucket[0].dtype)
+        algorithm = partial(allreduce.all_reduce, data=flatten(bucket), result=result, op=self._op)
+        await world.start(Collective(signature="all_reduce()", algorithm=lambda: algorithm, number=number)).finish()
+        self._memory[index] = memory
         self.contributors[index] = world.size
-        self.bytes_moved += bytes_sent(result.nbytes, world.size)
+        self.bytes_moved += allreduce.bytes_sent(result.nbytes, world.size)
 
     async def run(self, world: World, round_: Round, max_in_flight: int) -> None:
         """Run the unfinished operations and mark those that finish. Wait for all operations in flight, even if some of them fail.
@@ -194,12 +203,4 @@ class AllReduceCall:
 
     def unpack(self, index: int) -> None:
         """Copy a result into its tensors. The operation has finished on all members."""
-        result = self._results.pop(index)
-        if self._is_truncated(index):
-            with torch.inference_mode():
-                result.div_(self.contributors[index], rounding_mode="trunc")
-        write_back(self.buckets[index], result)
-
-    def _is_truncated(self, index: int) -> bool:
-        """Whether the sum is divided by the number of contributors afterwards."""
-        return self._op == "AVG" and not self.buckets[index][0].dtype.is_floating_point
+        write_back(self.buckets[index], self._results.pop(index))

@@ -31,6 +31,7 @@ class ElasticWorld:
         self._agent = agent
         self._state = agent.state
         self._call_lock = asyncio.Lock()
+        self._memory: dict[int, Tensor] = {}  # see `AllReduceCall`
         self._round: Round | None = None
         self._async_tags: set[tuple[int, int]] = set()  # view number and tag of each `all_reduce_async` in flight
 
@@ -85,6 +86,7 @@ class ElasticWorld:
     async def leave(self) -> None:
         """Leave the world and free all resources. The others form the next view. Idempotent."""
         await self._agent.close()
+        self._memory.clear()
 
     # -- operations that survive a failure -----------------------------------------------------------------------------
 
@@ -113,7 +115,7 @@ class ElasticWorld:
         """
         if max_in_flight < 1:
             raise ValueError(f"all_reduce: max_in_flight must be at least 1, got {max_in_flight}")
-        call = AllReduceCall(tensors, op)
+        call = AllReduceCall(tensors, op, self._memory)
         async with self._call("all_reduce", timeout_s):
             round_ = Round(self._state.committed, len(call.buckets), call.signature)
 
@@ -170,7 +172,7 @@ class ElasticWorld:
             raise ValueError(
                 f"all_reduce_async: an all-reduce with tag {tag} is in flight; await it or choose another tag"
             )
-        call = AllReduceCall([tensor], op)
+        call = AllReduceCall([tensor], op, {})
         view_number = self.view_number
         with self._agent.world_of(view_number):
             self._async_tags.add(running)
