@@ -117,7 +117,7 @@ class AssignedStage:
             await self._complete.wait()
             began_s = time.monotonic()
             self._weights = None
-            await engine.run(owner, partial(_check_weights, weights, assignment.weights_sha256))
+            await engine.loader.run(owner, partial(_check_weights, weights, assignment.weights_sha256))
             tuning = Tuning(assignment.precision, assignment.optimize)
             task = StageTask(self.spec, weights, assignment.max_batch_size, tuning, bytes.fromhex(self.digest))
             self.loaded = stages[self.digest] = await engine.load(owner, task)

@@ -117,7 +117,7 @@ class Engine:
         self.stages: WeakValueDictionary[str, LoadedStage] = WeakValueDictionary()
         self.turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._cores = cores
-        self._compiler: Engine | None = self if device.type == "cuda" else None
+        self._loader: Engine | None = self if device.type == "cuda" else None
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         """None ends the thread."""
         self._current: Job | None = None
@@ -125,16 +125,16 @@ class Engine:
         self._thread.start()
 
     @property
-    def compiler(self) -> "Engine":
-        """The engine that compiles stages: on a CPU another one, so that batches are computed meanwhile."""
-        if self._compiler is None:
-            self._compiler = Engine(self.device)
-        return self._compiler
+    def loader(self) -> "Engine":
+        """The engine that builds and compiles stages: on a CPU another one, so that batches are computed meanwhile."""
+        if self._loader is None:
+            self._loader = Engine(self.device)
+        return self._loader
 
     def close(self) -> None:
         """Let the thread end after all submitted jobs. Does not wait."""
-        if self._compiler not in (None, self):
-            self._compiler.close()
+        if self._loader not in (None, self):
+            self._loader.close()
         self._jobs.put(None)
 
     @property
@@ -143,9 +143,9 @@ class Engine:
         return self._current is not None
 
     def job_of(self, owner: object) -> Job | None:
-        """The running job if it has this owner."""
-        current = self._current
-        return current if current is not None and current.owner is owner else None
+        """The running job, here or in the loader, that has this owner."""
+        running = (self._current, self.loader._current)
+        return next((job for job in running if job is not None and job.owner is owner), None)
 
     async def has_failed(self, owner: object, error: Exception) -> bool:
         """Whether this error of a batch means that the process can never use its GPU again: CUDA fails all calls after some errors."""
@@ -182,7 +182,7 @@ class Engine:
     async def load(self, owner: object, task: StageTask) -> LoadedStage:
         """Build a stage, load its weights, optimize it, and warm it up.
 
-        Each step is a job of its own, so batches of other stages and versions are computed in between.
+        On a CPU, batches of other stages and versions are computed meanwhile; on a GPU, between the steps.
 
         Raises:
             ModelError, RuntimeError: the weights do not match the spec, or the device cannot run it.
@@ -192,13 +192,13 @@ class Engine:
         known = None if cores is None else cores.recall(task.digest)
 
         def build() -> OptimizedStage:
-            with self.acquire_cores("share"):
+            with torch_threads(self.threads[0]):
                 stage = load_bundle_stage(task.spec, task.weights, is_checked=known is not None)
                 return optimize(
                     stage, task.max_batch_size, task.tuning, self.device, self.threads, is_accurate=known is not None
                 )
 
-        made = await self.run(owner, build)
+        made = await self.loader.run(owner, build)
         if known is not None:  # the self-test warms it up
             return LoadedStage(task.spec, made, known)
         loaded = await self._warmed_up(owner, task, made)
@@ -217,7 +217,6 @@ class Engine:
             CompileError: it cannot be compiled, or its code computes something else.
             MemoryError: there is not enough memory.
         """
-        compiler = self.compiler
 
         def build() -> CompiledStage:
             sizes = len(batch_sizes(task.max_batch_size))  # each has the weights in its own layout
@@ -225,11 +224,11 @@ class Engine:
             stage = load_bundle_stage(task.spec, task.weights)
             return CompiledStage(stage, task.max_batch_size, task.tuning, self.device)
 
-        made: CompiledStage = await compiler.run(task, build)
+        made: CompiledStage = await self.loader.run(task, build)
         for size in made.sizes:
             if not is_needed():
                 return None
-            await compiler.run(task, partial(made.compile_for, size))
+            await self.loader.run(task, partial(made.compile_for, size))
         return await self._warmed_up(task, task, OptimizedStage(made, made.mode, "compiled while it served"))
 
     async def compute(
