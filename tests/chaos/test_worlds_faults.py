@@ -190,25 +190,3 @@ async def test_only_process_exit_breaks_a_world_without_heartbeats(spawn: Spawn)
         assert await coming == [1.0]
         peer.kill()
         assert await broken(events, "w") == (Cause.EXIT, 1)
-
-
-async def test_exiting_program_closes_its_worlds_as_left(spawn: Spawn, manager: WorldManager) -> None:
-    """The program never closed its worlds; the interpreter's exit does, and peers see "left", not a crash."""
-    peer = await spawn()
-    await form("w", manager.listen(), manager, peer)
-    events = manager.events()
-    assert await peer.end() == 0
-    assert peer.complaints == ""
-    assert await broken(events, "w") == (Cause.LEFT, 1)
-
-
-async def test_others_learn_which_rank_left_when_one_of_three_closes(spawn: Spawn, manager: WorldManager) -> None:
-    leaver, other = await spawn(), await spawn()
-    await form("w", manager.listen(), manager, leaver, other)
-    there = other.start("recv", world="w", src=0)
-    here = asyncio.create_task(manager.communicator.recv(torch.zeros(4), 2, "w"))
-    await leaver.do("close", world="w")
-    for task in (here, there):
-        with pytest.raises(BrokenWorldException) as raised:
-            await task
-        assert (raised.value.cause, raised.value.rank) == (Cause.LEFT, 1)

@@ -41,26 +41,6 @@ def test_cancelled_collective_breaks_only_its_own_world(crew: Crew, verified: bo
 
 
 @BOTH
-@pytest.mark.parametrize("collective", [False, True])
-def test_world_breaks_with_timeout_when_an_operation_takes_too_long(
-    crew: Crew, verified: bool, collective: bool
-) -> None:
-    async def part(manager: WorldManager, world: World) -> Cause:
-        here, name = manager.communicator, world.name
-        if world.rank == 1:
-            operation = here.recv(torch.zeros(3), 0, name, tag=9)
-        elif collective:
-            operation = here.all_reduce(torch.zeros(3), world_name=name, timeout_s=0.05)
-        else:
-            operation = here.recv(torch.zeros(3), 1, name, timeout_s=0.05)
-        with pytest.raises(BrokenWorldException) as caught:
-            await operation
-        return caught.value.cause
-
-    assert crew.run(2, part, verified=verified) == [Cause.TIMEOUT] * 2
-
-
-@BOTH
 def test_tensors_are_released_when_their_operations_complete(crew: Crew, verified: bool) -> None:
     async def part(manager: WorldManager, world: World) -> list[weakref.ref[torch.Tensor]]:
         tensor, message = torch.ones(2000), torch.ones(2000)

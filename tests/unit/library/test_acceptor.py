@@ -315,17 +315,3 @@ def test_member_that_violates_the_protocol_is_lost(harness: AcceptorHarness, fra
 
 
 MEMBER = Hello("w", 0, 2, 1)
-
-
-def test_silent_member_is_lost_and_told_so(harness: AcceptorHarness) -> None:
-    events = Events()
-    strict = HeartbeatConfig(0.05, PATIENCE_S / 7.5)  # a much later detection exceeds the patience of the test
-    session = harness.monitor(events, strict, MEMBER)
-    member = harness.client().enter()
-    assert events.next()[0] == "all joined"
-    assert events.next() == ("failed", 1, Cause.HANG)
-    assert member.next() == started(1)
-    notice = member.next()
-    assert isinstance(notice, MemberFailed)
-    assert (notice.rank, notice.cause) == (1, "hang")
-    harness.on_control_loop(session.close)

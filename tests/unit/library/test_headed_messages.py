@@ -19,28 +19,6 @@ async def worlds() -> AsyncIterator[tuple[World, World]]:
         yield one.world("w"), other.world("w")
 
 
-@pytest.mark.parametrize("count", [0, 1, 3_000_000])
-async def test_message_arrives_with_its_header_when_the_receiver_did_not_know_its_size(
-    worlds: tuple[World, World], count: int
-) -> None:
-    sent = torch.arange(count, dtype=torch.float32)
-    heard: list[tuple[bytes, int]] = []
-
-    def check(header: bytes, size_bytes: int) -> None:
-        heard.append((header.rstrip(b"\0"), size_bytes))
-
-    operations = [
-        worlds[0].start_send_message(b"header", sent, 1),
-        worlds[0].start_send_message(b"no payload", None, 1),
-    ]
-    async with asyncio.timeout(WAIT_S):
-        received = await worlds[1].recv_view(check, 0)
-        await worlds[1].recv_view(check, 0)
-        await asyncio.gather(*(operation.finish() for operation in operations))
-    assert heard == [(b"header", 4 * count), (b"no payload", 0)]
-    assert torch.equal(sent, received.data.view(torch.float32))
-
-
 async def test_world_breaks_when_the_receiver_does_not_accept_the_header(worlds: tuple[World, World]) -> None:
     def check(header: bytes, size_bytes: int) -> None:
         raise ValueError(f"{size_bytes} bytes are too many")
