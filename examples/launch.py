@@ -34,6 +34,7 @@ EXAMPLES = (
     "resnet",
     *ELASTIC,
     "ensemble",
+    "data_parallel",
 )
 SINGLE_WORLD_SIZE = 5
 
@@ -49,6 +50,8 @@ def ranks_of(example: str, num_workers: int) -> list[Rank]:
         return [leader, *(_member(module, (index, 1)) for index in worlds)]
     if example in ELASTIC:
         return [Rank("rendezvous", (), module, ()), *_elastic_members(module)]
+    if example == "data_parallel":
+        return _elastic_members(module)
     if example == "ensemble":
         front, client = (Rank(name, (), f"examples.ensemble.{name}", ()) for name in ("front", "client"))
         return [front, *_elastic_members(module), client]

@@ -194,6 +194,31 @@ def test_elastic_example_continues_with_correct_sums_and_the_killed_rank_rejoins
         assert three in sums[survivor, "3"] <= {three, "1111"}, "a sum that four members had finished is not repeated"
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+def test_training_continues_with_equal_weights_when_a_member_is_killed_in_a_backward_pass(victim: int) -> None:
+    survivors = {"0", "1", "2", "3"} - {str(victim)}
+    launcher = Launcher(
+        "data_parallel",
+        *("--steps", "1000000", "--step-pause-s", "0.01", "--kill-rank", f"1,{victim}", "--after-step", "3"),
+    )
+    try:
+        for survivor in survivors:
+            if not any(re.search(rf"^member {survivor} .*done with step: 8 ", line) for line in launcher.lines):
+                launcher.read_until(rf"^member {survivor} .*done with step: 8 ")
+    finally:
+        launcher.close()
+    output = "\n".join(launcher.lines)
+    broken = re.findall(
+        rf"^member (\d) .*caught an exception: .* broken: rank {victim}, cause exit", output, re.MULTILINE
+    )
+    assert set(broken) == survivors
+    weights, done = defaultdict(set), r"^member (\d) .*done with step: (\d+) \((\d) members, weights (\w+)\)"
+    for _, step, members, digest in re.findall(done, output, re.MULTILINE):
+        weights[int(step), int(members)].add(digest)
+    assert {(1, 4), (8, 3)} <= set(weights)
+    assert [len(each) for each in weights.values()] == [1] * len(weights)
+
+
 def test_ensemble_answers_every_image_when_one_model_is_killed() -> None:
     launcher = Launcher(
         "ensemble",

@@ -1,0 +1,508 @@
+# mypy: disable-error-code="override"
+"""A process group of torch over a world, for `DistributedDataParallel`, `DeviceMesh` and the functions of `torch.distributed`.
+
+    group = WorldProcessGroup.form("train", rank, size, addr="10.0.0.1", port=29500)
+    model = DistributedDataParallel(module, process_group=group)
+
+If a member is lost, every pending and later operation fails, also in the middle of a backward pass. No wait is endless and no process ends.
+The group cannot be used any more: the remaining members form a new one and wrap their modules again.
+
+The import registers the backend "multiworld". `init_process_group("multiworld")` and `init_device_mesh` form worlds through torch's store.
+All tensors are on the CPU. There are no receives from any rank, no coalescing of sends, and no collectives of GPU tensors.
+
+Each group has a daemon thread with an event loop that runs the operations. So any thread may wait for them, also those of autograd.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import secrets
+import socket
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, InvalidStateError
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store, Work
+from torch.distributed import Backend, DistBackendError, ProcessGroup, ReduceOp
+
+from multiworld.collectives import movement, reductions
+from multiworld.errors import BrokenWorldException, Cause, JoinError
+from multiworld.execution.threads import DaemonThread
+from multiworld.manager import DEFAULT_PORT, WorldManager
+from multiworld.ops import p2p
+from multiworld.ops.operation import Operation
+from multiworld.world import World
+
+BACKEND = "multiworld"
+"""The name of the backend for `init_process_group`."""
+_ADDRESS_KEY = "multiworld/address"
+_CLOSE_S = 20.0
+"""Longer than `WorldManager.aclose` takes."""
+_LAST_S = 1.0
+"""How long a thread that ends waits until the operations of its worlds, which have ended, have failed."""
+
+T = TypeVar("T")
+
+
+class GroupBrokenError(DistBackendError):
+    """The operation failed because its group has ended. `__cause__` is the error of the world, usually a BrokenWorldException.
+
+    Autograd turns it into a RuntimeError with this text. `WorldProcessGroup.failure` tells it from other errors.
+    """
+
+
+class ProgressThread:
+    """An event loop on a daemon thread, which serves the worlds of one manager.
+
+    Every future of `run` completes: with an error if the thread ends before, or does not exist because this process was forked. It takes no
+    locks, because finalizers may run on any thread, and a forked process would inherit a lock that is held.
+    """
+
+    def __init__(self, name: str, manager: WorldManager) -> None:
+        self._manager = manager
+        self._loop = asyncio.new_event_loop()
+        self._unfinished: set[Future[Any]] = set()
+        self._stopping: asyncio.Task[None] | None = None
+        self._thread = DaemonThread(self._serve, name)
+
+    def start(self) -> None:
+        """Start the thread. Raises RuntimeError when it does not start."""
+        self._thread.start()
+        _started.add(self)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop. Coroutines start in the order of these calls."""
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                outcome = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+                self._unfinished.add(outcome)
+                outcome.add_done_callback(self._unfinished.discard)
+                if self._loop.is_closed():  # in the meantime
+                    _fail(outcome)
+                return outcome
+        coroutine.close()
+        _fail(outcome := Future())
+        return outcome
+
+    def stop(self) -> None:
+        """Close the worlds, which fails their pending operations, then end the thread. Does not block."""
+
+        async def close() -> None:
+            try:
+                await self._manager.aclose()
+            finally:
+                self._loop.stop()
+
+        def begin() -> None:
+            if self._stopping is None:
+                self._stopping = self._loop.create_task(close())
+
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(begin)
+
+    def join(self) -> None:
+        """Wait until the thread has ended, at most for 20 s."""
+        self._thread.join(_CLOSE_S)
+
+    def _serve(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            for world in self._manager.worlds.values():  # there are none after `stop`
+                world.fail(Cause.LOCAL, world.rank, "its progress thread has ended")
+            try:
+                with contextlib.suppress(RuntimeError):  # `stop` was called just now
+                    self._loop.run_until_complete(_report_failures())
+            finally:
+                self._loop.close()
+                for outcome in list(self._unfinished):
+                    _fail(outcome)
+                self._manager.cleanup()
+
+
+async def _report_failures() -> None:
+    await asyncio.sleep(0)
+    if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(tasks, timeout=_LAST_S)
+    await asyncio.sleep(0)  # for the callbacks of the last one
+
+
+def _fail(outcome: Future[Any]) -> None:
+    with contextlib.suppress(InvalidStateError):  # complete
+        outcome.set_exception(RuntimeError("the progress thread of the group has ended"))
+
+
+class WorldWork(Work):
+    """An operation that runs on the progress thread.
+
+    Args:
+        results: the value of `get_future` and `result`: the tensors that the operation writes.
+        outcome: completes with the operation.
+    """
+
+    def __init__(self, results: Sequence[Any], outcome: Future[None]) -> None:
+        super().__init__()
+        self._results = list(results)
+        self._outcome = outcome
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until the operation is complete. It continues when `timeout` expires, so the caller may wait again. 0 means no limit.
+
+        Raises:
+            GroupBrokenError: the group has ended.
+            DistBackendError: the timeout expired.
+        """
+        limit_s = timeout.total_seconds()
+        try:
+            error = self._outcome.exception(limit_s if limit_s > 0 else None)
+        except TimeoutError:
+            raise DistBackendError(
+                f"the operation is not complete after {limit_s:g} s; wait again, or abort the group"
+            ) from None
+        if error is not None:
+            raise GroupBrokenError(
+                f"{error}. This group has ended. Let the remaining members form a new group (WorldProcessGroup.form or from_store), and "
+                "wrap the modules again"
+            ) from error
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that completes on the progress thread. If the operation fails, it raises RuntimeError with the same text."""
+        source: torch.futures.Future[Any] = torch.futures.Future()
+
+        # `set_exception` of torch would let C++ code take the exception for the value.
+        def value(_: object) -> list[Any]:
+            self.wait()
+            return self._results
+
+        future = source.then(value)
+        self._outcome.add_done_callback(lambda _: source.set_result(None))
+        return future
+
+    def is_completed(self) -> bool:
+        return self._outcome.done()
+
+    def is_success(self) -> bool:
+        return self._outcome.done() and self._outcome.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """The error of the world; None while the operation is pending and after it has succeeded."""
+        return self._outcome.exception() if self._outcome.done() else None
+
+    def result(self) -> list[Any]:
+        return self._results
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class WorldProcessGroup(ProcessGroup):
+    """One member of a process group over a world. Make it with `form` or `from_store`.
+
+    The operations have the signatures of `torch.distributed.ProcessGroup`, and those arguments raise ValueError or TypeError that
+    `WorldCommunicator` refuses. If the group has ended, they return a work that has failed: an error at this place would leave
+    DistributedDataParallel in the middle of a step.
+
+    Close it, use it in a `with` statement, or drop all references: the world is left and pending operations fail. A process that exits
+    leaves its groups.
+
+    Attributes:
+        world: the world. It ends with the group.
+    """
+
+    def __init__(self, world: World, progress: ProgressThread, timeout_s: float | None) -> None:
+        super().__init__(world.rank, world.size)  # type: ignore[call-arg] # missing in torch's stubs
+        self.world = world
+        self._name = world.name
+        self._progress = progress
+        self._timeout_s = timeout_s
+        self._leave = weakref.finalize(self, progress.stop)
+        self._leave.atexit = False  # see `_leave_all`
+
+    @classmethod
+    def form(
+        cls,
+        name: str,
+        rank: int,
+        size: int,
+        addr: str = "127.0.0.1",
+        port: int = DEFAULT_PORT,
+        *,
+        timeout_s: float = 30.0,
+        operation_timeout_s: float | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Form a world and return this member's side of it. Blocks until all members are present.
+
+        Args:
+            rank, size: this member's rank and the number of members. Rank 0 listens on `addr`:`port`; the others connect.
+            timeout_s: seconds that the formation may take.
+            operation_timeout_s: seconds after which an operation that is still pending breaks the group. None: only the loss of a member.
+            settings: of `WorldManager`, such as `secret` and `heartbeat_timeout_s`.
+        Raises the errors of `WorldManager.initialize_world`. Everything is freed then.
+        """
+        return cls._join(WorldManager(**settings), name, rank, size, addr, port, timeout_s, operation_timeout_s)
+
+    @classmethod
+    def from_store(
+        cls,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        name: str = "group",
+        timeout_s: float = 30.0,
+        operation_timeout_s: float | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Like `form`, but rank 0 publishes its address and a new secret in a store that all members reach.
+
+        The store must hold no address of an earlier group: use a new PrefixStore for each group. Raises JoinError also if rank 0 does not
+        publish its address in time.
+        """
+        if rank == 0:
+            secret, addr = secrets.token_hex(16), _own_address(store)
+            manager = WorldManager(secret=secret, **settings)
+            port = manager.listen(addr)
+            try:
+                store.set(_ADDRESS_KEY, f"{secret} {addr} {port}")
+            except BaseException:
+                manager.cleanup()
+                raise
+        else:
+            try:
+                store.wait([_ADDRESS_KEY], timedelta(seconds=timeout_s))
+            except RuntimeError as error:
+                raise JoinError(
+                    name, f"rank 0 has not published its address within {timeout_s:g} s: {error}"
+                ) from error
+            secret, addr, number = store.get(_ADDRESS_KEY).decode().split()
+            manager, port = WorldManager(secret=secret, **settings), int(number)
+        return cls._join(manager, name, rank, size, addr, port, timeout_s, operation_timeout_s)
+
+    @classmethod
+    def _join(
+        cls,
+        manager: WorldManager,
+        name: str,
+        rank: int,
+        size: int,
+        addr: str,
+        port: int,
+        timeout_s: float,
+        limit_s: float | None,
+    ) -> Self:
+        progress = ProgressThread(f"multiworld-{name}-progress", manager)
+        try:
+            progress.start()
+            joining = manager.initialize_world(name, rank, size, addr=addr, port=port, timeout=timeout_s)
+            return cls(progress.run(joining).result(), progress, limit_s)
+        except BaseException:
+            progress.stop()
+            progress.join()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def failure(self) -> BrokenWorldException | None:
+        """Why the group broke, with the rank of the lost member; None while it works and after `close`."""
+        return self.world.failure
+
+    def close(self) -> None:
+        """Leave the world and free everything. Pending operations fail. Idempotent. Blocks for at most 20 s."""
+        self._leave()
+        self._progress.join()
+
+    def shutdown(self) -> None:
+        """Same as `close`; called by `torch.distributed.destroy_process_group`."""
+        self.close()
+
+    def abort(self) -> None:
+        """Break the group at all members, for example because an operation takes too long. Does not block."""
+        self.world.fail(Cause.ABORTED, self.world.rank, "the group was aborted")
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch calls it
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch has registered the group by; by default that of its world."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Called by `batch_isend_irecv`. This group is its own backend, as are all groups that are written in Python."""
+        return self
+
+    # -- operations; see `torch.distributed.ProcessGroup` -----------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        op = _reduction(opts)
+        return self._start(tensors, [reductions.all_reduce(self.world.facts, each, op) for each in tensors], opts)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
+        facts, op, root = self.world.facts, _reduction(opts), opts.rootRank
+        return self._start(tensors, [reductions.reduce(facts, each, root, op) for each in tensors], opts)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        facts, root = self.world.facts, getattr(opts, "rootRank", 0)
+        return self._start(tensors, [movement.broadcast(facts, each, root) for each in tensors], opts)
+
+    def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> Work:
+        return self._start_pairs(movement.all_gather, output_tensors, input_tensors, opts)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        return self._start_pairs(movement.all_gather_into_tensor, [output], [input], opts)
+
+    all_gather_single = _allgather_base
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        return self._start_pairs(movement.all_gather_into_tensor, outputs, inputs, opts)
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
+        return self._start_pairs(reductions.reduce_scatter, outputs, inputs, opts, _reduction(opts))
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        return self.reduce_scatter_tensor_coalesced([output], [input], opts)
+
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        return self._start_pairs(reductions.reduce_scatter_tensor, outputs, inputs, opts, _reduction(opts))
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
+
+    def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> Work:
+        (tensor,), parts = input_tensors, output_tensors[0] if output_tensors else None
+        return self._start(output_tensors, [movement.gather(self.world.facts, tensor, parts, opts.rootRank)], opts)
+
+    def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Work:
+        (tensor,), parts = output_tensors, input_tensors[0] if input_tensors else None
+        return self._start(output_tensors, [movement.scatter(self.world.facts, tensor, parts, opts.rootRank)], opts)
+
+    def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> Work:
+        return self._start(output_tensors, [movement.all_to_all(self.world.facts, output_tensors, input_tensors)], opts)
+
+    def alltoall_base(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
+    ) -> Work:
+        outputs, inputs = self._split(output, output_split_sizes), self._split(input, input_split_sizes)
+        return self._start([output], [movement.all_to_all(self.world.facts, outputs, inputs)], opts)
+
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self._start([], [reductions.barrier(self.world.facts)], opts)
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+        return self._start([], [p2p.send(self.world.facts, each, dst, tag) for each in tensors])
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
+        return self._start(tensors, [p2p.recv(self.world.facts, each, src, tag) for each in tensors])
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        raise NotImplementedError("a world has no receive from any rank; name the source")
+
+    # -- inside ----------------------------------------------------------------------------------------------------------------
+
+    def _split(self, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
+        """The parts for each rank: of equal size if there are no sizes. Raises ValueError if that is not possible."""
+        if not sizes and tensor.shape[0] % self.world.size:
+            raise ValueError(f"all_to_all: {tensor.shape[0]} rows cannot be divided among {self.world.size} ranks")
+        return list(torch.split(tensor, sizes or [tensor.shape[0] // self.world.size] * self.world.size))
+
+    def _start_pairs(
+        self,
+        operation: Callable[..., Operation],
+        outputs: Sequence[Any],
+        inputs: Sequence[Any],
+        opts: Any,
+        *arguments: Any,
+    ) -> Work:
+        """Start one operation for each pair of output and input."""
+        facts = self.world.facts
+        pairs = zip(outputs, inputs, strict=True)
+        return self._start(outputs, [operation(facts, output, given, *arguments) for output, given in pairs], opts)
+
+    def _start(self, results: Sequence[Any], operations: Sequence[Operation], opts: Any = None) -> Work:
+        for operation in operations:
+            if any(tensor.device.type != "cpu" for tensor in operation.tensors):
+                raise ValueError(f"{operation.name}: WorldProcessGroup moves tensors on the CPU only; copy them there")
+        limit_s = getattr(opts, "timeout", timedelta(0)).total_seconds()
+        timeout_s = limit_s if limit_s > 0 else self._timeout_s
+        return WorldWork(results, self._progress.run(_carry_out(self.world, operations, timeout_s)))
+
+
+async def _carry_out(world: World, operations: Sequence[Operation], timeout_s: float | None) -> None:
+    for operation in [world.start(each, timeout_s=timeout_s) for each in operations]:
+        await operation.finish()
+
+
+def _reduction(opts: Any) -> Any:
+    """The reduction of the options of an operation, or the reduction itself."""
+    return getattr(opts, "reduceOp", ReduceOp.SUM if opts is None else opts)
+
+
+def _own_address(store: Store) -> str:
+    """The local address of the route to the store. The loopback address if the store has no address, as a FileStore."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    host, port = getattr(store, "host", ""), getattr(store, "port", 0)
+    if not host:
+        return "127.0.0.1"
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect(address)  # sends nothing
+        return str(sock.getsockname()[0])
+
+
+def _create_backend(options: Any, _: object) -> ProcessGroup:
+    """Called by `init_process_group` and `new_group`."""
+    timeout_s = options.timeout.total_seconds()
+    return WorldProcessGroup.from_store(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        name=f"group {options.group_id}",
+        timeout_s=timeout_s,
+        operation_timeout_s=timeout_s,
+    )
+
+
+Backend.register_backend(BACKEND, _create_backend, extended_api=True, devices=["cpu"])
+
+_started: weakref.WeakSet[ProgressThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Leave the groups at process exit, and let no thread compute while the interpreter ends."""
+    threads = list(_started)
+    for thread in threads:
+        thread.stop()
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,144 @@
+"""The operations of `WorldProcessGroup` and the ends of its groups. All members are in one process; test_examples.py kills processes."""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, Work
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from multiworld import BrokenWorldException, Cause, JoinError
+from multiworld.process_group import GroupBrokenError, WorldProcessGroup
+
+Started = tuple[Work, list[Tensor], Iterable[Tensor]]
+"""An operation, the tensors that it writes, and their expected values."""
+
+
+def form(size: int, **settings: Any) -> list[WorldProcessGroup]:
+    store, settings = HashStore(), {"heartbeat_timeout_s": 60.0, **settings}
+    with ThreadPoolExecutor(size) as members:
+        return list(members.map(lambda rank: WorldProcessGroup.from_store(store, rank, size, **settings), range(size)))
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[list[WorldProcessGroup]]:
+    groups = form(3)
+    yield groups
+    for group in groups:
+        group.close()
+
+
+def zeros(*shape: int) -> list[Tensor]:
+    return list(torch.zeros(shape))
+
+
+def parts(tensor: Tensor) -> list[Tensor]:
+    return list(torch.split(tensor, 1))
+
+
+def sums(rows: Tensor, rank: int) -> list[Tensor]:
+    return [rows.sum(0)[rank : rank + 1]]
+
+
+MAX, ROOT = dist.AllreduceOptions(), dist.ReduceOptions()
+MAX.reduceOp = dist.ReduceOp.MAX
+ROOT.rootRank = 1
+# The arguments are the group, its rank, its row, and the rows of all ranks.
+OPERATIONS: dict[str, Callable[[WorldProcessGroup, int, Tensor, Tensor], Started]] = {
+    "allreduce": lambda g, _, own, rows: (g.allreduce([own]), [own], [rows.sum(0)]),
+    "maximum": lambda g, _, own, rows: (g.allreduce_coalesced([own[:1], own[1:]], MAX), [own], [rows.amax(0)]),
+    "reduce": lambda g, rank, own, rows: (g.reduce([own], ROOT), [own][: rank == 1], [rows.sum(0)][: rank == 1]),
+    "broadcast": lambda g, _, own, rows: (g.broadcast([own], ROOT), [own], [rows[1]]),
+    "allgather": lambda g, _, own, rows: (g.allgather([to := zeros(3, 3)], [own]), to, list(rows)),
+    "allgather base": lambda g, _, own, rows: (g._allgather_base(to := torch.zeros(9), own), [to], [rows.flatten()]),
+    "reduce_scatter": lambda g, rank, own, rows: (g.reduce_scatter(to := zeros(1, 1), [parts(own)]), to, sums(rows, rank)),
+    "reduce_scatter base": lambda g, rank, own, rows: (g._reduce_scatter_base((to := zeros(1, 1))[0], own), to, sums(rows, rank)),
+    "gather": lambda g, rank, own, rows: (g.gather([to] if (to := zeros(3 * (rank == 1), 3)) else [], [own], ROOT), to, rows[: len(to)]),
+    "scatter": lambda g, rank, own, rows: (g.scatter(to := zeros(1, 3), [list(rows)][: rank == 1], ROOT), to, [rows[rank]]),
+    "alltoall": lambda g, rank, own, rows: (g.alltoall(to := zeros(3, 1), parts(own)), to, parts(rows[:, rank])),
+    "alltoall base": lambda g, rank, own, rows: (g.alltoall_base((to := zeros(1, 3))[0], own, [], []), to, [rows[:, rank]]),
+    "barrier": lambda g, *_: (g.barrier(), [], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operation_writes_its_result_at_all_members(groups: list[WorldProcessGroup], name: str) -> None:
+    rows = torch.arange(9.0).view(3, 3) ** 2
+    started = [OPERATIONS[name](group, group.rank(), rows[group.rank()].clone(), rows) for group in groups]
+    for work, outputs, expected in started:
+        assert work.get_future().wait() is not None
+        assert work.is_success()
+        torch.testing.assert_close(outputs, list(expected), rtol=0, atol=0)
+
+
+def test_wait_that_expires_leaves_the_operation_pending(groups: list[WorldProcessGroup]) -> None:
+    receive = groups[0].recv([got := torch.zeros(2)], 1, 7)
+    with pytest.raises(dist.DistBackendError, match=r"not complete after 0\.001 s; wait again"):
+        receive.wait(timedelta(milliseconds=1))
+    groups[1].send([torch.ones(2)], 0, 7)
+    assert receive.wait()
+    assert got.tolist() == [1.0, 1.0]
+
+
+ENDS: dict[str, tuple[Cause, Callable[[WorldProcessGroup], object]]] = {
+    "leaves": (Cause.LEFT, WorldProcessGroup.close),
+    "aborts": (Cause.ABORTED, WorldProcessGroup.abort),
+    "drops its group": (Cause.LEFT, lambda group: None),
+    "loses its thread": (
+        Cause.LOCAL,
+        lambda group: group._progress._loop.call_soon_threadsafe(group._progress._loop.stop),
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_pending_and_later_operations_fail_when_a_member(end: str) -> None:
+    groups = form(3)
+    works = [groups[0].allreduce([torch.ones(2)]), groups[1].recv([torch.ones(2)], 0)]
+    future = works[0].get_future()
+    cause, strike = ENDS[end]
+    strike(groups.pop())
+    for work in (*works, groups[0].barrier()):
+        with pytest.raises(GroupBrokenError, match="form a new group") as caught:
+            work.wait()
+        assert isinstance(caught.value.__cause__, BrokenWorldException)
+    with pytest.raises(RuntimeError, match="GroupBrokenError: group broken: rank 2"):
+        future.wait()
+    for group in groups:
+        assert group.failure is not None
+        assert (group.failure.cause, group.failure.rank) == (cause, 2)
+        group.close()
+
+
+def test_group_breaks_when_an_operation_exceeds_the_limit_of_the_group() -> None:
+    first, second = form(2, operation_timeout_s=0.001)
+    with first, second:
+        with pytest.raises(GroupBrokenError):
+            first.recv([torch.zeros(1)], 1).wait()
+        assert first.failure is not None
+        assert first.failure.cause is Cause.TIMEOUT
+
+
+def test_join_fails_when_rank_0_does_not_come() -> None:
+    with pytest.raises(JoinError, match="rank 0 has not published its address"):
+        WorldProcessGroup.from_store(HashStore(), 1, 2, timeout_s=0.001)
+
+
+def test_backend_of_torch_forms_a_world_for_the_default_group() -> None:
+    dist.init_process_group("multiworld", store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        assert isinstance(mesh.get_group(), WorldProcessGroup)
+        model = DistributedDataParallel(torch.nn.Linear(2, 2), device_mesh=mesh)
+        model(torch.ones(1, 2)).sum().backward()
+        gathered: list[object] = [None]
+        dist.all_gather_object(gathered, "from rank 0")
+        assert gathered == ["from rank 0"]
+    finally:
+        dist.destroy_process_group()
