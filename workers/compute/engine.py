@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,8 @@ _COMPILER_BYTES = 1 << 30
 """Memory of the compiler besides weights."""
 _COPIES_OF_WEIGHTS = 3
 """While a stage is compiled: received, as parameters, and folded."""
+_LOADING_NICE = 5
+"""Batches get most of the time of a core that is busy."""
 _SMALL_BATCH_S = 0.12
 """Operations of a batch are large enough to gain from more threads if its rows, one by one on one thread, take longer."""
 _SEVERAL_ROWS = 8
@@ -104,6 +107,7 @@ class Engine:
 
     Args:
         cores: cores shared with other workers of this machine; None computes on torch's number of threads.
+        nice: by how much the priority of its thread is lower than that of others, see nice(2).
 
     Attributes:
         stages: the stages that are loaded, by `StageAssignment.digest`: each once, whichever leaders assigned it. It holds no
@@ -111,12 +115,12 @@ class Engine:
         turns: held by the session that loads a stage, by its digest.
     """
 
-    def __init__(self, device: torch.device, cores: SharedCores | None = None) -> None:
+    def __init__(self, device: torch.device, cores: SharedCores | None = None, nice: int = 0) -> None:
         self.device = device
         self.transfers = GpuTransfers(device) if device.type == "cuda" else Transfers()
         self.stages: WeakValueDictionary[str, LoadedStage] = WeakValueDictionary()
         self.turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._cores = cores
+        self._cores, self._nice = cores, nice
         self._loader: Engine | None = self if device.type == "cuda" else None
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         """None ends the thread."""
@@ -126,9 +130,11 @@ class Engine:
 
     @property
     def loader(self) -> "Engine":
-        """The engine that builds and compiles stages: on a CPU another one, so that batches are computed meanwhile."""
+        """The engine that builds and compiles stages: on a CPU that serves, another one, so that batches are computed meanwhile."""
         if self._loader is None:
-            self._loader = Engine(self.device)
+            if not self.stages:
+                return self
+            self._loader = Engine(self.device, nice=_LOADING_NICE)
         return self._loader
 
     def close(self) -> None:
@@ -144,7 +150,7 @@ class Engine:
 
     def job_of(self, owner: object) -> Job | None:
         """The running job, here or in the loader, that has this owner."""
-        running = (self._current, self.loader._current)
+        running = (engine._current for engine in (self, self._loader) if engine is not None)
         return next((job for job in running if job is not None and job.owner is owner), None)
 
     async def has_failed(self, owner: object, error: Exception) -> bool:
@@ -301,6 +307,7 @@ class Engine:
     def _work(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # per thread; CUDA graphs are recorded on the current device
+        os.nice(self._nice)  # on Linux, of this thread only
         while (job := self._jobs.get()) is not None:
             if job.future.cancelled():
                 del job  # its tensors may lie in memory of another process

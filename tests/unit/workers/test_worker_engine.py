@@ -89,6 +89,17 @@ async def test_stage_is_computed_in_the_assigned_execution_mode(engine: Engine) 
     assert deviation(outputs["fused"], expected) < 1e-5
 
 
+async def test_batches_are_computed_while_a_further_stage_is_built(engine: Engine) -> None:
+    plan, gate = make_bundle_plan(read_bundle(PREVIEW), 1)[0], Gate()
+    engine.stages["first"] = made = await engine.load("one", StageTask(plan.spec, sent_weights(plan), 2))
+    building = asyncio.create_task(engine.loader.run("other", gate))
+    await gate.until_begun()
+    assert engine.job_of("other") is not None
+    await engine.compute("one", made, plan.spec.example(1))
+    gate.open()
+    await building
+
+
 async def test_successor_loads_a_stage_without_measuring_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, file = make_bundle_plan(read_bundle(PREVIEW), 1)[0], tmp_path / "cores"
     file.touch()
