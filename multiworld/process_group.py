@@ -4,15 +4,18 @@
     group = WorldProcessGroup.form("train", rank, size, addr="10.0.0.1", port=29500)
     model = DistributedDataParallel(module, process_group=group)
 
-If a member is lost, every pending and later operation fails, also in the middle of a backward pass. No wait is endless and no process ends.
-The group cannot be used any more: the remaining members form a new one and wrap their modules again.
+If a member is lost, every pending and later operation fails, also in the middle of a backward pass. No wait outlives the group, and no
+process ends. The group cannot be used any more: the remaining members form a new one and wrap their modules again.
 
 The import registers the backend "multiworld". `init_process_group("multiworld")` and `init_device_mesh` form worlds through torch's store.
-All tensors are on the CPU. There are no receives from any rank, no coalescing of sends, and no collectives of GPU tensors.
+If the host of that store is lost, the new group needs another store.
+
+Tensors must be on the CPU. GPU tensors are refused, because that has not run on a GPU. A receive needs a source rank.
 
 Each group has a daemon thread with an event loop that runs the operations. So any thread may wait for them, also those of autograd.
 """
 
+import _thread
 import asyncio
 import atexit
 import contextlib
@@ -173,7 +176,10 @@ class WorldWork(Work):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that completes on the progress thread. If the operation fails, it raises RuntimeError with the same text."""
+        """Return a future. If the operation fails, it raises RuntimeError with the same text.
+
+        Its callbacks run on a thread of their own, because they may wait for another operation, as those of PowerSGD do.
+        """
         source: torch.futures.Future[Any] = torch.futures.Future()
 
         # `set_exception` of torch would let C++ code take the exception for the value.
@@ -181,8 +187,14 @@ class WorldWork(Work):
             self.wait()
             return self._results
 
+        def complete(_: object) -> None:
+            try:
+                _thread.start_new_thread(source.set_result, (None,))
+            except RuntimeError:  # too many threads
+                source.set_result(None)
+
         future = source.then(value)
-        self._outcome.add_done_callback(lambda _: source.set_result(None))
+        self._outcome.add_done_callback(complete)
         return future
 
     def is_completed(self) -> bool:
@@ -205,9 +217,9 @@ class WorldWork(Work):
 class WorldProcessGroup(ProcessGroup):
     """One member of a process group over a world. Make it with `form` or `from_store`.
 
-    The operations have the signatures of `torch.distributed.ProcessGroup`, and those arguments raise ValueError or TypeError that
-    `WorldCommunicator` refuses. If the group has ended, they return a work that has failed: an error at this place would leave
-    DistributedDataParallel in the middle of a step.
+    The operations have the signatures of `torch.distributed.ProcessGroup`. Arguments that `WorldCommunicator` refuses raise ValueError or
+    TypeError. After the end of the group, an operation returns a work that has failed. If it raised an error instead, the reducer of
+    DistributedDataParallel could not be used again.
 
     Close it, use it in a `with` statement, or drop all references: the world is left and pending operations fail. A process that exits
     leaves its groups.
@@ -244,10 +256,11 @@ class WorldProcessGroup(ProcessGroup):
             rank, size: this member's rank and the number of members. Rank 0 listens on `addr`:`port`; the others connect.
             timeout_s: seconds that the formation may take.
             operation_timeout_s: seconds after which an operation that is still pending breaks the group. None: only the loss of a member.
-            settings: of `WorldManager`, such as `secret` and `heartbeat_timeout_s`.
+            settings: of `WorldManager`, such as `secret`. `heartbeat_timeout_s` is 10 here, because training may keep all threads of Python
+                from running for seconds, for example when it imports torch's compiler.
         Raises the errors of `WorldManager.initialize_world`. Everything is freed then.
         """
-        return cls._join(WorldManager(**settings), name, rank, size, addr, port, timeout_s, operation_timeout_s)
+        return cls._join(_make_manager(**settings), name, rank, size, addr, port, timeout_s, operation_timeout_s)
 
     @classmethod
     def from_store(
@@ -268,7 +281,7 @@ class WorldProcessGroup(ProcessGroup):
         """
         if rank == 0:
             secret, addr = secrets.token_hex(16), _own_address(store)
-            manager = WorldManager(secret=secret, **settings)
+            manager = _make_manager(secret=secret, **settings)
             port = manager.listen(addr)
             try:
                 store.set(_ADDRESS_KEY, f"{secret} {addr} {port}")
@@ -283,7 +296,7 @@ class WorldProcessGroup(ProcessGroup):
                     name, f"rank 0 has not published its address within {timeout_s:g} s: {error}"
                 ) from error
             secret, addr, number = store.get(_ADDRESS_KEY).decode().split()
-            manager, port = WorldManager(secret=secret, **settings), int(number)
+            manager, port = _make_manager(secret=secret, **settings), int(number)
         return cls._join(manager, name, rank, size, addr, port, timeout_s, operation_timeout_s)
 
     @classmethod
@@ -306,6 +319,7 @@ class WorldProcessGroup(ProcessGroup):
         except BaseException:
             progress.stop()
             progress.join()
+            manager.cleanup()  # if the thread did not start
             raise
 
     def __enter__(self) -> Self:
@@ -462,6 +476,10 @@ async def _carry_out(world: World, operations: Sequence[Operation], timeout_s: f
         await operation.finish()
 
 
+def _make_manager(*, heartbeat_timeout_s: float = 10.0, **settings: Any) -> WorldManager:
+    return WorldManager(heartbeat_timeout_s=heartbeat_timeout_s, **settings)
+
+
 def _reduction(opts: Any) -> Any:
     """The reduction of the options of an operation, or the reduction itself."""
     return getattr(opts, "reduceOp", ReduceOp.SUM if opts is None else opts)
@@ -480,8 +498,8 @@ def _own_address(store: Store) -> str:
         return str(sock.getsockname()[0])
 
 
-def _create_backend(options: Any, _: object) -> ProcessGroup:
-    """Called by `init_process_group` and `new_group`."""
+def _create_backend(options: Any, settings: dict[str, Any] | None) -> ProcessGroup:
+    """Called by `init_process_group` and `new_group`. Their `pg_options` may be a dictionary of settings of `WorldManager`."""
     timeout_s = options.timeout.total_seconds()
     return WorldProcessGroup.from_store(
         options.store,
@@ -490,6 +508,7 @@ def _create_backend(options: Any, _: object) -> ProcessGroup:
         name=f"group {options.group_id}",
         timeout_s=timeout_s,
         operation_timeout_s=timeout_s,
+        **(settings or {}),
     )
 
 

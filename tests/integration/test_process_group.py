@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Work
 from torch.distributed.device_mesh import init_device_mesh
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from multiworld import BrokenWorldException, Cause, JoinError
@@ -77,6 +78,13 @@ def test_operation_writes_its_result_at_all_members(groups: list[WorldProcessGro
         torch.testing.assert_close(outputs, list(expected), rtol=0, atol=0)
 
 
+def test_callback_of_a_future_may_wait_for_another_operation(groups: list[WorldProcessGroup]) -> None:
+    def start(group: WorldProcessGroup) -> Future[bool]:
+        return group.allreduce([torch.ones(2)]).get_future().then(lambda _: group.barrier().wait())
+
+    assert [future.wait() for future in [start(group) for group in groups]] == [True] * 3
+
+
 def test_wait_that_expires_leaves_the_operation_pending(groups: list[WorldProcessGroup]) -> None:
     receive = groups[0].recv([got := torch.zeros(2)], 1, 7)
     with pytest.raises(dist.DistBackendError, match=r"not complete after 0\.001 s; wait again"):
@@ -131,7 +139,7 @@ def test_join_fails_when_rank_0_does_not_come() -> None:
 
 
 def test_backend_of_torch_forms_a_world_for_the_default_group() -> None:
-    dist.init_process_group("multiworld", store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group("multiworld", store=HashStore(), rank=0, world_size=1, pg_options={"bind_host": ""})
     try:
         mesh = init_device_mesh("cpu", (1,))
         assert isinstance(mesh.get_group(), WorldProcessGroup)
