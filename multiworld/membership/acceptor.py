@@ -106,9 +106,9 @@ class Acceptor:
         self._sock = sock
         self._targets: dict[tuple[str, int | None], AdmissionTarget] = {}
         self._target_added: asyncio.Future[None] = control_loop.loop.create_future()
-        self._newest: dict[tuple[object, ...], asyncio.Task[None]] = {}  # of the clients that wait with equal names
-        self._clients: dict[asyncio.Task[None], socket.socket] = {}  # until they are admitted
-        self._unauthenticated: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._newest: dict[tuple[object, ...], socket.socket] = {}  # of the clients that wait with equal names
+        self._clients: dict[socket.socket, asyncio.Task[None]] = {}  # until they are admitted
+        self._unauthenticated: dict[socket.socket, None] = {}  # the oldest first
         # Logs each refusal once, because a client asks again and again.
         self._log_refusal = functools.lru_cache(_MAX_REFUSALS)(_log_refusal)
 
@@ -125,7 +125,7 @@ class Acceptor:
         if isinstance(self.address, str):
             with contextlib.suppress(OSError):
                 os.unlink(self.address)
-        for task in self._clients:
+        for task in self._clients.values():
             task.cancel()
 
     # -- accepting -----------------------------------------------------------------------------------------------------------
@@ -142,38 +142,36 @@ class Acceptor:
             return
         sock.setblocking(False)
         task = self._control_loop.loop.create_task(self._serve(sock))
-        self._clients[task], self._unauthenticated[task] = sock, None
-        task.add_done_callback(self._on_served)
+        self._clients[sock], self._unauthenticated[sock] = task, None
+        task.add_done_callback(lambda _: self._on_served(sock))
         if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
             oldest = next(iter(self._unauthenticated))
             del self._unauthenticated[oldest]
-            oldest.cancel()
+            self._clients[oldest].cancel()
 
-    def _on_served(self, task: asyncio.Task[None]) -> None:
+    def _on_served(self, sock: socket.socket) -> None:
         """Close the socket of a client, unless it was admitted."""
-        self._unauthenticated.pop(task, None)
-        if (sock := self._clients.pop(task, None)) is not None:
+        self._unauthenticated.pop(sock, None)
+        if self._clients.pop(sock, None) is not None:
             sock.close()
 
     async def _serve(self, sock: socket.socket) -> None:
         """Authenticate a client. Then admit it, let it wait, answer it, or refuse it."""
         handshake, host = ServerHandshake(*self.secrets), "this host"
-        task = asyncio.current_task()
-        assert task is not None
         try:
             if sock.family != socket.AF_UNIX:
                 host = sock.getpeername()[0]
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             hello = await self._authenticate(sock, handshake, host)
-            self._unauthenticated.pop(task, None)
+            self._unauthenticated.pop(sock, None)
             if hello.question is not None:
                 answer = handshake.welcome(await self._answer(hello.question, host)).encode()
                 async with asyncio.timeout(_HANDSHAKE_S):
                     await self._control_loop.loop.sock_sendall(sock, answer)
             else:
-                target = await self._target_of(sock, hello, task)
+                target = await self._target_of(sock, hello)
                 sock.send(handshake.welcome().encode())
-                del self._clients[task]
+                del self._clients[sock]
                 target.admit(hello, sock)
         except RejectedError as refusal:
             with contextlib.suppress(OSError):
@@ -207,22 +205,22 @@ class Acceptor:
         if self._targets.get(target.key) is target:
             del self._targets[target.key]
 
-    async def _target_of(self, sock: socket.socket, hello: Hello, task: asyncio.Task[None]) -> AdmissionTarget:
+    async def _target_of(self, sock: socket.socket, hello: Hello) -> AdmissionTarget:
         """Wait until a target accepts the client. Raises RejectedError, and OSError when the client has ended the connection."""
         key = hello.world, hello.generation if hello.peer is not None else None
         name = (*key, hello.rank, hello.peer)
-        self._newest[name] = task  # an older client of this name may be dead
+        self._newest[name] = sock  # an older client of this name may be dead
         try:
             while True:
                 target = self._targets.get(key)
-                if target is not None and self._newest.get(name, task) is task and target.accepts(hello):
+                if target is not None and self._newest.get(name, sock) is sock and target.accepts(hello):
                     return target
                 if hello.peer is None:
                     sock.send(HEARTBEAT_BYTES)
                 if await readable(sock, _WAITING_S, self._target_added):
                     raise ConnectionError("it ended the connection, or sent data before the welcome")
         finally:
-            if self._newest.get(name) is task:
+            if self._newest.get(name) is sock:
                 del self._newest[name]
 
     # -- queries -------------------------------------------------------------------------------------------------------------
