@@ -255,12 +255,6 @@ async def test_member_joins_by_host_name(spawn: Spawn, manager: WorldManager) ->
     await joining
 
 
-async def test_operation_raises_that_the_world_is_closed(manager: WorldManager) -> None:
-    (await manager.initialize_world("w", 0, 1, port=manager.listen())).close()
-    with pytest.raises(WorldClosedError, match="closed by this process"):
-        await manager.communicator.barrier("w")
-
-
 # -- names used by several threads ------------------------------------------------------------------------------------------------
 
 
