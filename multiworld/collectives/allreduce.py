@@ -172,5 +172,6 @@ def _average(data: Tensor, op: str, size: int) -> None:
 
 
 def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split the tensors into slices of at most `SLICE_ELEMENTS` elements, which torch processes on the calling thread."""
-    return zip(*(torch.split(tensor, SLICE_ELEMENTS) for tensor in tensors), strict=True)
+    """Split the tensors into slices that torch processes on the calling thread: of at most `SLICE_ELEMENTS` elements if it has others."""
+    size = SLICE_ELEMENTS if torch.get_num_threads() > 1 else max(1, tensors[0].numel())
+    return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)

@@ -25,6 +25,7 @@ def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(allreduce, "ONE_SHOT_BYTES", 8)
         monkeypatch.setattr(allreduce, "CHUNK_BYTES", 64)
         monkeypatch.setattr(allreduce, "SLICE_ELEMENTS", 5)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # only then tensors are split into slices
         monkeypatch.setattr(transfers, "_CHUNK_BYTES", 100)
     return bool(request.param)
 
