@@ -127,7 +127,7 @@ class FrontendSettings(LeadersSettings, EdgePortSettings, HttpSettings):
 
     section: ClassVar[str] = "frontend"
 
-    leader: str | None = setting(None, "Network", allowed="[MODEL=]HOST:PORT, such as 10.0.0.1:8001,10.0.0.2:8001, each once")
+    leader: str | None = setting(None, "Network", allowed="[MODEL=]HOST:PORT, such as node1:8001,node2:8001, each once")
     """HOST:PORT of a leader's join port; repeat the option, or separate with commas, for several leaders. With several models, write
     MODEL=HOST:PORT; leaders without MODEL= serve the model before them. Required without --leaders-file."""
 

@@ -15,7 +15,7 @@ class LeadersSettings(Settings):
 
     exclusive: ClassVar[tuple[tuple[str, str], ...]] = (*Settings.exclusive, ("leader", "leaders_file"))
 
-    leader: str | None = setting(None, "Network", allowed="HOST:PORT, such as 10.0.0.1:8001,10.0.0.2:8001, each once")
+    leader: str | None = setting(None, "Network", allowed="HOST:PORT, such as node1:8001,node2:8001, each once")
     """HOST:PORT of a leader's join port; repeat the option, or separate with commas, for several leaders. Required without
     --leaders-file."""
     leaders_file: Path | None = setting(None, "Network")

@@ -128,7 +128,7 @@ def test_bad_value_is_quoted_in_the_error(monkeypatch: pytest.MonkeyPatch, name:
     ["", "host", "host:", ":8001", "host:0", "host:65536", "host:x", "u@host:1", "host:1/x", "a:1,a:1", "a:1,"],
 )
 def test_leader_that_is_not_host_and_port_is_refused(leader: str) -> None:
-    expected = f"--leader {leader}: must be HOST:PORT, such as 10.0.0.1:8001,10.0.0.2:8001, each once"
+    expected = f"--leader {leader}: must be HOST:PORT, such as node1:8001,node2:8001, each once"
     assert rejection(WorkerSettings, leader=leader) == expected
     assert rejection(WorkerSettings).startswith("--leader is missing: ")
 
