@@ -30,7 +30,7 @@ class ControlConnectionOwner(Protocol):
 
 
 class ControlConnection:
-    """Sends and receives frames on one non-blocking socket after the handshake. `owner` may be replaced at any time.
+    """Sends and receives frames on one non-blocking socket after the handshake.
 
     Attributes:
         last_received_s: when data last arrived, by `time.monotonic`, moved forward by `credit_stall`.

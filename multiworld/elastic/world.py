@@ -24,6 +24,7 @@ class ElasticWorld:
     New members join when all members await `update_membership`. All members must make the same calls in the same order, one at a time.
 
     After a call raises an ElasticError or is cancelled, this process is no longer a member and the others continue.
+    Until `leave`, the world keeps memory for results, as large as the tensors of the largest call.
     """
 
     def __init__(self, world_name: str, agent: MemberAgent) -> None:
