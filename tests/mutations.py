@@ -50,7 +50,7 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         ),
         "server/scheduling/dispatcher.py": (
             # A batch is hedged again and again.
-            ("if len(batch.in_flight) == 1:", "if len(batch.in_flight) >= 1:"),
+            ("if len(batch.in_flight) == 1 and", "if len(batch.in_flight) >= 1 and"),
         ),
         "server/scheduling/admission.py": (
             # The queue takes one request too many.
