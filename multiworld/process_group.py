@@ -20,7 +20,6 @@ import asyncio
 import atexit
 import contextlib
 import secrets
-import socket
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -34,6 +33,7 @@ from torch._C._distributed_c10d import Store, Work
 from torch.distributed import Backend, DistBackendError, ProcessGroup, ReduceOp
 
 from multiworld.collectives import movement, reductions
+from multiworld.control.dial import local_host
 from multiworld.errors import BrokenWorldException, Cause, JoinError
 from multiworld.execution.threads import DaemonThread
 from multiworld.manager import DEFAULT_PORT, WorldManager
@@ -490,12 +490,7 @@ def _own_address(store: Store) -> str:
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     host, port = getattr(store, "host", ""), getattr(store, "port", 0)
-    if not host:
-        return "127.0.0.1"
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        sock.connect(address)  # sends nothing
-        return str(sock.getsockname()[0])
+    return local_host(host, port) if host else "127.0.0.1"
 
 
 def _create_backend(options: Any, settings: dict[str, Any] | None) -> ProcessGroup:

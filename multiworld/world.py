@@ -160,7 +160,7 @@ class World:
 
     def _make_nccl(self, device: torch.device) -> NcclCollectives:
         logger.warning("world=%s uses NCCL, which is experimental: see docs/gpu.md", self.name)
-        store = ControlStore(partial(self._control_loop.call_soon, self._forming.publish))
+        store = ControlStore(partial(self._control_loop.call_soon, self._forming.publish), self._config.timeout_s)
         make_group = partial(make_nccl_group, store, self.rank, self.size, device, self._check)
         return NcclCollectives(self.name, store, make_group, self._check, self.on_transferred, self._fail_operations)
 

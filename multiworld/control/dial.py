@@ -140,3 +140,11 @@ async def readable(sock: socket.socket, timeout_s: float, *others: asyncio.Futur
     finally:
         loop.remove_reader(fd)
     return ready.done()
+
+
+def local_host(addr: str, port: int) -> str:
+    """Return the local address of the route to `addr`. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(addr, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as sock:
+        sock.connect(address)  # sends nothing
+        return str(sock.getsockname()[0])

@@ -7,13 +7,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from multiworld.collectives.movement import all_gather_into_tensor
+from multiworld.control.dial import local_host
 from multiworld.control.query import ask
 from multiworld.elastic.errors import ElasticError, EvictedError, RendezvousError, ViewChangeError
 from multiworld.elastic.protocol.member_state import Action, CloseView, EndMembership, FormView, MemberState, Send
@@ -98,7 +98,7 @@ class MemberAgent:
         try:
             async with asyncio.timeout(timeout_s):
                 # In threads, because names may have to be resolved.
-                host = config.host or await asyncio.to_thread(_local_host, config.addr, config.port)
+                host = config.host or await asyncio.to_thread(local_host, config.addr, config.port)
                 port = await asyncio.to_thread(self._manager.listen, host)
                 self._member = MemberInfo(self.state.id, host, port)
                 self._spawn(self._watch_world())
@@ -307,11 +307,3 @@ def suspect_of(member_id: str, view: View, failure: Exception | WorldEvent) -> s
             if cause in _SUSPECT_CAUSES and 0 <= rank < len(view.members) and view.members[rank].id != member_id:
                 return view.members[rank].id
     return ""
-
-
-def _local_host(addr: str, port: int) -> str:
-    """Return the local address of the route to `addr`. Raises OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(addr, port, type=socket.SOCK_DGRAM)[0]
-    with contextlib.closing(socket.socket(family, kind, protocol)) as sock:
-        sock.connect(address)  # sends nothing
-        return str(sock.getsockname()[0])

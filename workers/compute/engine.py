@@ -32,8 +32,6 @@ _COMPILER_BYTES = 1 << 30
 """Memory of the compiler besides weights."""
 _COPIES_OF_WEIGHTS = 3
 """While a stage is compiled: received, as parameters, and folded."""
-_LOADING_NICE = 5
-"""Batches get most of the time of a core that is busy."""
 _SMALL_BATCH_S = 0.12
 """Operations of a batch are large enough to gain from more threads if its rows, one by one on one thread, take longer."""
 _SEVERAL_ROWS = 8
@@ -134,7 +132,7 @@ class Engine:
         if self._loader is None:
             if not self.stages:
                 return self
-            self._loader = Engine(self.device, nice=_LOADING_NICE)
+            self._loader = Engine(self.device, nice=5)  # batches get most of the time of a busy core
         return self._loader
 
     def close(self) -> None:
@@ -195,16 +193,16 @@ class Engine:
         """
 
         cores = self._cores if task.digest else None
-        known = None if cores is None else cores.recall(task.digest)
+        known, loader = None if cores is None else cores.recall(task.digest), self.loader
 
         def build() -> OptimizedStage:
-            with torch_threads(self.threads[0]):
+            with self.acquire_cores("share") if loader is self else torch_threads(self.threads[0]):
                 stage = load_bundle_stage(task.spec, task.weights, is_checked=known is not None)
                 return optimize(
                     stage, task.max_batch_size, task.tuning, self.device, self.threads, is_accurate=known is not None
                 )
 
-        made = await self.loader.run(owner, build)
+        made = await loader.run(owner, build)
         if known is not None:  # the self-test warms it up
             return LoadedStage(task.spec, made, known)
         loaded = await self._warmed_up(owner, task, made)
