@@ -69,7 +69,7 @@ gpu: $(STAMP) ## Run all GPU tests and benchmarks, at most nine minutes; report 
 
 soak: $(STAMP) ## Test scheduler and worlds under random faults with new seeds: make soak ARGS="--hours 3".
 	status=0; \
-	for program in multiworld_serving.testing.simulation tests.torture.worlds; do $(BIN)/python -m $$program $(ARGS) || status=1; done; \
+	for program in tests.simulation tests.torture.worlds; do $(BIN)/python -m $$program $(ARGS) || status=1; done; \
 	MULTIWORLD_TEST_CYCLES=1000 $(BIN)/python -m pytest -q tests/integration/test_worlds_reclaim.py -k leak_nothing || status=1; \
 	exit $$status
 

@@ -1,6 +1,5 @@
-"""Tools that test a running service or the scheduler: load, fault injection and simulation.
+"""Tools that test a running service: load and fault injection.
 
-`load` generates requests and checks answers; `chaos` injects faults into a running service; `simulation` runs the scheduler in
-virtual time; `local_service` starts a service as a child process. Used by the verbs
-`bench` and `chaos`, by the tests and by the benchmarks. Imports `common` and `server.scheduling` only.
+`load` generates requests and checks answers; `chaos` injects faults into a running service; `local_service` starts a service as a child
+process. The verbs `bench` and `chaos`, the tests and the benchmarks use them. Imports `common` and `deploy` only.
 """

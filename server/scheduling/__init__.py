@@ -1,7 +1,7 @@
 """The scheduler: a pure state machine that decides which request goes into which batch, and which replica gets which batch.
 
 May import: nothing but the standard library. No I/O, no clock, no randomness, no tasks. The driver in `server/pipeline` performs its
-actions; the simulation in `testing/simulation` runs the same code on simulated time.
+actions; the simulation in `tests/simulation` runs the same code on simulated time.
 
 Start with `scheduler.py`: its docstring lists the rules. Then:
 

@@ -5,9 +5,9 @@ from functools import cache, partial
 from multiworld_serving.server.scheduling.actions import Answer, SendBatch
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.events import RequestArrived
-from multiworld_serving.testing.simulation.scenarios import Scenario
-from multiworld_serving.testing.simulation.simulator import Simulator, check_outcomes
-from multiworld_serving.testing.simulation.workers import HEARTBEAT_TIMEOUT_S
+from tests.simulation.scenarios import Scenario
+from tests.simulation.simulator import Simulator, check_outcomes
+from tests.simulation.workers import HEARTBEAT_TIMEOUT_S
 
 FREEZES = 20
 WARM_S, PERIOD_S = 10.0, 3.0

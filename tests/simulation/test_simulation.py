@@ -4,8 +4,8 @@ import pytest
 
 from multiworld_serving.server.scheduling.actions import Answer
 from multiworld_serving.server.scheduling.config import SchedulerConfig
-from multiworld_serving.testing.simulation.scenarios import SCENARIOS, Scenario
-from multiworld_serving.testing.simulation.simulator import Simulator, check_outcomes, run_case
+from tests.simulation.scenarios import SCENARIOS, Scenario
+from tests.simulation.simulator import Simulator, check_outcomes, run_case
 
 SEED = 1
 """New seeds: `make soak`."""

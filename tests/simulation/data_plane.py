@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from multiworld_serving.server.scheduling.actions import KeepOutput, SendBatch
 from multiworld_serving.server.scheduling.events import BatchDone, Event, InputLost
-from multiworld_serving.testing.simulation.workers import HEARTBEAT_TIMEOUT_S
+from tests.simulation.workers import HEARTBEAT_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from multiworld_serving.testing.simulation.simulator import Simulator
-    from multiworld_serving.testing.simulation.workers import Worker
+    from tests.simulation.simulator import Simulator
+    from tests.simulation.workers import Worker
 
 FRONTENDS = ("f0", "f1")
 _FETCH_TIMEOUT_S = 0.3

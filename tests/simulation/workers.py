@@ -17,10 +17,10 @@ from multiworld_serving.server.scheduling.events import (
     ReplicaLost,
     ReplicaReady,
 )
-from multiworld_serving.testing.simulation.scenarios import NETWORK_S, ROW_SHARE, WORK_S
+from tests.simulation.scenarios import NETWORK_S, ROW_SHARE, WORK_S
 
 if TYPE_CHECKING:
-    from multiworld_serving.testing.simulation.simulator import Simulator
+    from tests.simulation.simulator import Simulator
 
 HEARTBEAT_TIMEOUT_S = 0.5
 

@@ -19,11 +19,11 @@ from multiworld_serving.server.scheduling.actions import (
 )
 from multiworld_serving.server.scheduling.events import BatchDone, Drain, Event, RequestArrived, RequestCancelled, Tick
 from multiworld_serving.server.scheduling.scheduler import Scheduler
-from multiworld_serving.testing.simulation.data_plane import DataPlane
-from multiworld_serving.testing.simulation.invariants.checker import Checker
-from multiworld_serving.testing.simulation.scenarios import NETWORK_S, ComputeOutcome, Scenario
-from multiworld_serving.testing.simulation.workers import Worker
-from multiworld_serving.testing.simulation.workload import Workload
+from tests.simulation.data_plane import DataPlane
+from tests.simulation.invariants.checker import Checker
+from tests.simulation.scenarios import NETWORK_S, ComputeOutcome, Scenario
+from tests.simulation.workers import Worker
+from tests.simulation.workload import Workload
 
 Trace = list[tuple[float, Event, list[Action]]]
 """Every event with its time and the resulting actions."""
@@ -213,7 +213,7 @@ def run_case(scenario: Scenario, seed: int, max_events: int, *, trace: Trace | N
     except Exception as error:
         at = f"{scenario.name}, seed {seed}, event {simulator.events}, t={simulator.event_queue.now_s:.6f} s"
         options = f"--scenario {scenario.name} --seed {seed} --events {max_events} --trace"
-        error.add_note(f"{at}\nreplay: python -m multiworld_serving.testing.simulation {options}")
+        error.add_note(f"{at}\nreplay: python -m tests.simulation {options}")
         raise
     return simulator
 

@@ -6,12 +6,12 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from multiworld_serving.testing.simulation.faults import inject_fault
-from multiworld_serving.testing.simulation.scenarios import CLIENTS, ComputeOutcome, Fault
-from multiworld_serving.testing.simulation.workers import Worker
+from tests.simulation.faults import inject_fault
+from tests.simulation.scenarios import CLIENTS, ComputeOutcome, Fault
+from tests.simulation.workers import Worker
 
 if TYPE_CHECKING:
-    from multiworld_serving.testing.simulation.simulator import Simulator
+    from tests.simulation.simulator import Simulator
 
 _BURST = 40
 _THINK_TIME_S = 0.01

@@ -1,7 +1,7 @@
 """Run the scheduler in virtual time: one seed, or new seeds until one fails or the time is over.
 
-    python -m multiworld_serving.testing.simulation --scenario everything --seed 7 --trace
-    python -m multiworld_serving.testing.simulation --hours 2
+    python -m tests.simulation --scenario everything --seed 7 --trace
+    python -m tests.simulation --hours 2
 
 Exit status: 0 if no invariant was violated, 1 if one was.
 """
@@ -16,8 +16,8 @@ import time
 import traceback
 from functools import partial
 
-from multiworld_serving.testing.simulation.scenarios import SCENARIOS
-from multiworld_serving.testing.simulation.simulator import Trace, run_case
+from tests.simulation.scenarios import SCENARIOS
+from tests.simulation.simulator import Trace, run_case
 
 _BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 _print = partial(print, flush=True)
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m multiworld_serving.testing.simulation",
+        prog="python -m tests.simulation",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -46,7 +46,7 @@ from multiworld_serving.server.scheduling.events import (
     RequestArrived,
 )
 from multiworld_serving.server.scheduling.scheduler import Scheduler
-from multiworld_serving.testing.simulation.invariants.reference_model import (
+from tests.simulation.invariants.reference_model import (
     BatchEntry,
     ReferenceModel,
     RequestEntry,

@@ -15,12 +15,12 @@ from multiworld_serving.server.scheduling.events import (
     ReplicaReady,
     RequestCancelled,
 )
-from multiworld_serving.testing.simulation.data_plane import FRONTENDS
-from multiworld_serving.testing.simulation.scenarios import Fault
-from multiworld_serving.testing.simulation.workers import HEARTBEAT_TIMEOUT_S, Worker
+from tests.simulation.data_plane import FRONTENDS
+from tests.simulation.scenarios import Fault
+from tests.simulation.workers import HEARTBEAT_TIMEOUT_S, Worker
 
 if TYPE_CHECKING:
-    from multiworld_serving.testing.simulation.simulator import Simulator
+    from tests.simulation.simulator import Simulator
 
 _MAX_EDGE_CUT_S = 2.0
 
