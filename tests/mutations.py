@@ -27,30 +27,30 @@ _TIMEOUT_S = 600.0
 
 BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
     SCHEDULING: {
-        "server/scheduling/returns.py": (
+        "server/scheduling/scheduler.py": (
             # A replica survives one failure too many.
             ("unmatched_failures >= _MAX_UNMATCHED_FAILURES", "unmatched_failures > _MAX_UNMATCHED_FAILURES"),
+            # A batch is hedged again and again.
+            ("if len(batch.in_flight) == 1 and", "if len(batch.in_flight) >= 1 and"),
         ),
         "server/scheduling/batches.py": (
             # The former holder of an input is not told that it may forget it.
             ("del self.holder.held[self.id]", "pass"),
         ),
-        "server/scheduling/state.py": (
+        "server/scheduling/replica_table.py": (
             # The timer of an idle replica goes on: it is failed as hung.
             (
                 "        else:\n            self.hang_deadlines.discard(replica)\n        return worked_s",
                 "        return worked_s",
             ),
+        ),
+        "server/scheduling/backlog.py": (
             # A request that starts again goes to the end of its group.
             ("            self._by_key[request.key].move_to_end(request.id, last=False)\n", ""),
         ),
-        "server/scheduling/batch_lifecycle.py": (
+        "server/scheduling/state.py": (
             # A request is blamed for the end of a draining replica.
-            ('cause != "left" and replica.id not in self._state.table.draining', 'cause != "left"'),
-        ),
-        "server/scheduling/dispatcher.py": (
-            # A batch is hedged again and again.
-            ("if len(batch.in_flight) == 1 and", "if len(batch.in_flight) >= 1 and"),
+            ('cause != "left" and replica.id not in self.table.draining', 'cause != "left"'),
         ),
         "server/scheduling/admission.py": (
             # The queue takes one request too many.

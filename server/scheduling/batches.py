@@ -1,4 +1,4 @@
-"""The data types of the scheduler: requests, batches, replicas, and the queues of each stage. `dispatcher.py` forms the batches.
+"""The data types of the scheduler: requests, batches, replicas, and the queues of each stage. `scheduler.py` forms the batches.
 
 These types refer to each other: a batch knows its pipeline and its attempts, a replica its pool and its attempts.
 """

@@ -1,23 +1,43 @@
-"""What the parts of the scheduler share: open requests, replicas, estimates, counters, and the event being handled."""
+"""The state of the scheduler, and the steps that change it: batches wait, are answered, rejected, isolated, requeued and rerouted."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass, field
-from itertools import islice
 
-from multiworld_serving.server.scheduling.actions import Action
-from multiworld_serving.server.scheduling.batches import Attempt, Pool, Replica, Request, VersionPipeline
+from multiworld_serving.server.scheduling.actions import (
+    Action,
+    Answer,
+    FreeBatch,
+    Reason,
+    Reject,
+    ReleaseReplica,
+    SendKind,
+)
+from multiworld_serving.server.scheduling.backlog import Backlog
+from multiworld_serving.server.scheduling.batches import Attempt, Batch, Pool, Replica, Request
 from multiworld_serving.server.scheduling.config import FAST_BATCH_S, SchedulerConfig
 from multiworld_serving.server.scheduling.estimates.capacity import ArrivalRate
 from multiworld_serving.server.scheduling.estimates.hedging import Hedging
 from multiworld_serving.server.scheduling.estimates.service_times import ServiceTimes
-from multiworld_serving.server.scheduling.events import ReplicaId, RequestId
-from multiworld_serving.server.scheduling.priority_map import PriorityMap
+from multiworld_serving.server.scheduling.replica_table import ReplicaTable
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start, which are exported as metrics."""
+
+    reroutes: Counter[int] = field(default_factory=Counter)
+    """Batches sent again because their replica was lost, by stage."""
+    retries: Counter[int] = field(default_factory=Counter)
+    """Batches sent again because the stage raised, by stage."""
+    hedges: Counter[str] = field(default_factory=Counter)
+    """By outcome: "won" (the hedge returned first), "lost" (the first attempt returned first), "wasted" (the hedge's replica
+    was lost, its stage raised, or all requests of the batch were closed)."""
 
 
 class SchedulerState:
-    """The state of one scheduler. Its parts (dispatcher, batch lifecycle, …) have no state of their own.
+    """The open requests, batches and replicas of one scheduler. Each step keeps the backlog and the queues consistent.
 
     Attributes:
         now_s: time of the event being handled.
@@ -57,233 +77,185 @@ class SchedulerState:
         if len(known) == len(times) and (slowest_s := max(known)) > 0:
             self.backlog.limit_rows(max(least, min(most, int(FAST_BATCH_S / slowest_s * rows))))
 
+    # -- steps of batches and requests ---------------------------------------------------------------------------------------
 
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start, which are exported as metrics."""
-
-    reroutes: Counter[int] = field(default_factory=Counter)
-    """Batches sent again because their replica was lost, by stage."""
-    retries: Counter[int] = field(default_factory=Counter)
-    """Batches sent again because the stage raised, by stage."""
-    hedges: Counter[str] = field(default_factory=Counter)
-    """By outcome: "won" (the hedge returned first), "lost" (the first attempt returned first), "wasted" (the hedge's replica
-    was lost, its stage raised, or all requests of the batch were closed)."""
-
-
-class Backlog:
-    """All open requests. Each one is in `waiting`, in `isolated` or in a batch.
-
-    `waiting` is the FIFO queue from which batches are formed, each from requests with one key. `isolated` holds the suspect requests,
-    which are sent alone.
-
-    Attributes:
-        max_rows: of a batch.
-    """
-
-    def __init__(self, max_rows: int) -> None:
-        self.requests: dict[RequestId, Request] = {}
-        self.waiting: OrderedDict[RequestId, Request] = OrderedDict()
-        self.isolated: OrderedDict[RequestId, Request] = OrderedDict()
-        self.deadlines: PriorityMap[Request, float] = PriorityMap()
-        self.max_rows = max_rows
-        self._by_key: dict[str, OrderedDict[RequestId, Request]] = {}
-        """The waiting requests by key, in the same order. No value is empty."""
-        self._full: dict[str, None] = {}
-        """Keys whose requests fill a batch, in the order in which they became full."""
-
-    def admit(self, request: Request) -> None:
-        """Add a new request at the end of the queue."""
-        self.requests[request.id] = request
-        self._wait(request)
-        self.deadlines.set(request, request.deadline_s)
-
-    def limit_rows(self, max_rows: int) -> None:
-        """Set the maximum rows of a batch."""
-        if max_rows != self.max_rows:
-            self.max_rows = max_rows
-            self._full = {key: None for key, members in self._by_key.items() if len(members) >= max_rows}
-
-    def oldest(self) -> Request | None:
-        """The head of the queue."""
-        return next(iter(self.waiting.values()), None)
-
-    @property
-    def first_full(self) -> str | None:
-        """The key that has filled a batch for the longest time; None if no key does."""
-        return next(iter(self._full), None)
-
-    def is_full(self, key: str) -> bool:
-        """Whether the requests with this key fill a batch."""
-        return key in self._full
-
-    def take(self, key: str) -> tuple[Request, ...]:
-        """Remove the next requests with this key from the queue, as many as fit into a batch."""
-        members = self._by_key[key]
-        taken = tuple(islice(members.values(), self.max_rows))
-        for request in taken:
-            del members[request.id], self.waiting[request.id]
-        self._removed(key, members)
-        return taken
-
-    def take_isolated(self) -> tuple[Request, ...]:
-        """Remove the next suspect request."""
-        return (self.isolated.popitem(last=False)[1],)
-
-    def requeue(self, request: Request) -> None:
-        """Take the request out of its batch and put it at the head of its queue. It starts again at the first stage."""
-        request.batch = None
-        if request.isolated:
-            self.isolated[request.id] = request
-            self.isolated.move_to_end(request.id, last=False)
+    def enqueue(self, batch: Batch, kind: SendKind, *, at_head: bool) -> None:
+        """Put the batch into the queue of its stage. Requeue or reject its requests if they cannot be sent to that stage again."""
+        batch.kind = kind
+        pool = batch.pool
+        if batch.input_lost or (not pool.accepting and self.table.current is not None):
+            self.requeue(batch)
+        elif pool.expired:
+            self.reject_all(batch, "no_replica", self.table.no_replica_detail(batch.stage))
         else:
-            self._wait(request)
-            self.waiting.move_to_end(request.id, last=False)
-            self._by_key[request.key].move_to_end(request.id, last=False)
+            pool.enqueue(batch, at_head=at_head)
 
-    def isolate(self, request: Request) -> None:
-        """Take the request out of its batch. It starts again at the first stage, alone."""
-        request.batch = None
-        request.isolated = True
-        self.isolated[request.id] = request
+    def requeue(self, batch: Batch) -> None:
+        """Return the requests to the head of the backlog: they start again at the first stage."""
+        requests = [request for _, request in batch.open_requests()]
+        for request in reversed(requests):
+            request.attempt = batch.attempt + 1
+            self.backlog.requeue(request)
+        self._free(batch)
+
+    def restart(self, batch: Batch) -> None:
+        """Requeue the requests, and abandon the attempts in flight: the replica that keeps their input may be frozen."""
+        self.abandon_attempts(batch, hedges="wasted")
+        self.requeue(batch)
+
+    def lose_input(self, batch: Batch) -> None:
+        """Send the input of the current stage no more. The requests start again unless an attempt in flight has it, and is not late."""
+        batch.hold_at(None)
+        batch.input_lost = True
+        for attempt in batch.in_flight.values():
+            self.hedging.forget(attempt)
+            self.hedging.watch(attempt, self.now_s)
+        if not batch.in_flight:
+            batch.pool.dequeue(batch)
+            self.requeue(batch)
+
+    def isolate(self, batch: Batch) -> None:
+        """Dissolve the batch. Each of its requests starts again at the first stage, alone."""
+        for _, request in batch.open_requests():
+            request.attempt = batch.attempt + 1
+            request.runnable_since_s = self.now_s
+            self.backlog.isolate(request)
+        self._free(batch)
+
+    def answer(self, batch: Batch, replica: Replica) -> None:
+        """Answer the open requests with the output of the last stage."""
+        open_requests = list(batch.open_requests())
+        rows = tuple((request.id, row) for row, request in open_requests)
+        self.actions.append(Answer(batch.id, replica.id, rows, batch.pipeline.version, batch.attempt))
+        for _, request in open_requests:
+            self.backlog.close(request)
+            request.batch = None  # break the reference cycle, so that no garbage collection is needed
+        self._free(batch)
+
+    def reject_all(self, batch: Batch, reason: Reason, detail: str) -> None:
+        """Reject every open request of the batch."""
+        for _, request in list(batch.open_requests()):
+            self.reject(request, reason, detail)
+
+    def reject(self, request: Request, reason: Reason, detail: str) -> None:
+        """Reject an open request."""
+        self.actions.append(Reject(request.id, reason, detail))
+        self.close(request)
 
     def close(self, request: Request) -> None:
-        """Remove a request that is answered, rejected or cancelled."""
-        del self.requests[request.id]
-        self.deadlines.discard(request)
-        self.isolated.pop(request.id, None)
-        if self.waiting.pop(request.id, None) is not None:
-            members = self._by_key[request.key]
-            del members[request.id]
-            self._removed(request.key, members)
+        """Close a request. Closing the last open request of a batch ends the batch."""
+        self.backlog.close(request)
+        batch, request.batch = request.batch, None
+        if batch is not None:
+            batch.open_rows -= 1
+            if not batch.open_rows:
+                self._cancel(batch)
 
-    def _wait(self, request: Request) -> None:
-        """Add the request at the end of `waiting` and of its key."""
-        key = request.key
-        self.waiting[request.id] = request
-        members = self._by_key.get(key)
-        if members is None:
-            members = self._by_key[key] = OrderedDict()
-        members[request.id] = request
-        if len(members) >= self.max_rows:
-            self._full[key] = None
+    def abandon_attempts(self, batch: Batch, *, hedges: str) -> None:
+        """Ignore the output of the attempts in flight. They occupy their replica's window until they return.
 
-    def _removed(self, key: str, members: OrderedDict[RequestId, Request]) -> None:
-        """Requests with this key were removed."""
-        if len(members) < self.max_rows:
-            self._full.pop(key, None)
-        if not members:
-            del self._by_key[key]
-
-
-class ReplicaTable:
-    """Tracks the replicas. Does not decide about batches.
-
-    The current version is the newest version with a replica for every stage. A version without replicas is removed when another
-    version is current.
-    """
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._config = config
-        self.replicas: dict[ReplicaId, Replica] = {}
-        self.draining: dict[ReplicaId, Replica] = {}
-        """Those that get no new batches."""
-        self.pipelines: dict[str, VersionPipeline] = {}
-        """By version, oldest first."""
-        self.current: VersionPipeline | None = None
-        self.was_complete = False
-        self.hang_deadlines: PriorityMap[Replica, float] = PriorityMap()
-        """Replicas with batches in flight, by the time at which they count as hung."""
-        self.grace_deadlines: PriorityMap[Pool, float] = PriorityMap()
-        """Pools without a replica, by the time at which `recovery_grace_s` ends."""
-
-    @property
-    def entry_pool(self) -> Pool | None:
-        """The pool to which new batches are sent: stage 0 of the current version."""
-        return self.current.pools[0] if self.current else None
-
-    @property
-    def unavailable(self) -> bool:
-        """No version is complete, and none can still become complete within `recovery_grace_s`."""
-        return self.current is None and all(pipeline.expired for pipeline in self.pipelines.values())
-
-    def no_replica_detail(self, stage: int | None = None) -> str:
-        """Explains the rejection of requests for a stage (None: any stage) that has lost its replicas."""
-        where = "a stage" if stage is None else f"stage {stage}"
-        return f"{where} has had no replica for more than {self._config.recovery_grace_s:g} s"
-
-    def add(self, replica_id: ReplicaId, stage: int, version: str, now_s: float) -> None:
-        """A replica is ready."""
-        pool = self._pipeline(version, now_s).pools[stage]
-        replica = Replica(replica_id, pool)
-        self.replicas[replica_id] = replica
-        pool.pipeline.num_replicas += 1
-        pool.accepting[replica_id] = replica
-        pool.update_availability(replica)
-        pool.expired = False
-        self.grace_deadlines.discard(pool)
-        self._choose_version()
-
-    def stop_accepting(self, replica: Replica, now_s: float) -> None:
-        """Send no new batches to this replica. Batches in flight there continue."""
-        pool = replica.pool
-        if replica.id not in pool.accepting:
-            return
-        pool.stop_accepting(replica)
-        if not pool.accepting:
-            self.grace_deadlines.set(pool, now_s + self._config.recovery_grace_s)
-        self._choose_version()
-
-    def remove(self, replica: Replica, now_s: float) -> None:
-        """Remove a replica. Its batches in flight will not return."""
-        self.stop_accepting(replica, now_s)
-        self.hang_deadlines.discard(replica)
-        self.draining.pop(replica.id, None)
-        del self.replicas[replica.id]
-        replica.pool.pipeline.num_replicas -= 1
-
-    def record_sent(self, attempt: Attempt) -> None:
-        """Record that a batch was sent, and start the hang timer if it is the only one in flight."""
-        attempt.replica.pool.add_attempt(attempt)
-        if len(attempt.replica.in_flight) == 1:
-            self._start_hang_timer(attempt.replica, attempt.sent_s)
-
-    def record_returned(self, attempt: Attempt, now_s: float) -> float:
-        """Record that the replica returned a batch, and restart the hang timer.
-
-        Returns:
-            The service time in seconds: since the batch was sent or, if later, since the replica's previous return.
+        Args:
+            hedges: the outcome to count for attempts that are hedges.
         """
-        replica = attempt.replica
-        replica.pool.remove_attempt(attempt)
-        worked_s = now_s - max(attempt.sent_s, replica.answered_s)
-        replica.answered_s = now_s
-        if replica.in_flight:
-            self._start_hang_timer(replica, now_s)
+        for attempt in batch.in_flight.values():
+            self.hedging.forget(attempt)
+            if attempt.kind == "hedge":
+                self.counters.hedges[hedges] += 1
+        batch.in_flight.clear()
+
+    def fail_replica(self, replica: Replica, cause: str) -> None:
+        """Remove a replica and recover its batches.
+
+        A batch in flight returns to the head of its stage's queue. If its requests have broken too many worlds, they are isolated or
+        rejected. Batches whose input it kept start again, once no attempt is in flight elsewhere.
+        """
+        blame = cause != "left" and replica.id not in self.table.draining
+        self.table.remove(replica, self.now_s)
+        self.hedging.refund(replica)
+        self.replicas_changed()
+        lost = reversed(replica.in_flight.values())
+        suspects = [attempt.batch for attempt in lost if attempt.detach() and self._attempt_lost(attempt, blame=blame)]
+        for batch in reversed(suspects):
+            self.isolate(batch)
+        for batch in reversed(list(replica.held.values())):
+            self.lose_input(batch)
+
+    def release_drained(self) -> None:
+        """Release the draining replicas that have no batches in flight and keep no input.
+
+        Batches whose input a draining replica keeps start again if their stage has no replica: the worker may leave to serve that stage.
+        """
+        table = self.table
+        for replica in table.draining.values():
+            for batch in reversed(list(replica.held.values())):
+                if not batch.pool.accepting and not batch.in_flight:
+                    self.lose_input(batch)
+        for replica in [each for each in table.draining.values() if not each.in_flight and not each.held]:
+            table.remove(replica, self.now_s)
+            self.replicas_changed()
+            self.actions.append(ReleaseReplica(replica.id))
+
+    def attempt_failed(self, attempt: Attempt, *, suspect: bool = False) -> None:
+        """Count a failed hedge, and let the batch's other attempt, if there is one, be hedged in turn.
+
+        Suspects are not hedged: each further hedge could break another world.
+        """
+        if attempt.kind == "hedge":
+            self.counters.hedges["wasted"] += 1
+        if not suspect:
+            for other in attempt.batch.in_flight.values():
+                self.hedging.watch(other, self.now_s)
+
+    def replicas_changed(self) -> None:
+        """Update queues and versions. Call after replicas were added or removed."""
+        for pipeline in self.table.pipelines.values():
+            for pool in pipeline.pools:
+                self._requeue_stranded(pool)
+        self.table.drop_unused_versions()
+
+    def _cancel(self, batch: Batch) -> None:
+        batch.pool.dequeue(batch)
+        self.abandon_attempts(batch, hedges="wasted")
+        self._free(batch)
+
+    def _free(self, batch: Batch) -> None:
+        batch.hold_at(None)
+        batch.pipeline.num_batches -= 1
+        self.actions.append(FreeBatch(batch.id))
+
+    def _attempt_lost(self, attempt: Attempt, *, blame: bool) -> bool:
+        """Handle an attempt whose replica was lost. Returns True if its requests must be isolated."""
+        batch = attempt.batch
+        self.hedging.forget(attempt)
+        requests = [request for _, request in batch.open_requests()]
+        for request in requests if blame else ():
+            request.worlds_broken += 1
+        worlds_broken = max((request.worlds_broken for request in requests), default=0)
+        suspect = worlds_broken >= self.config.max_attempts - 1
+        self.attempt_failed(attempt, suspect=suspect)
+        if batch.in_flight:  # a hedge, or the attempt that was hedged
+            return False
+        if not batch.isolated and suspect:
+            return True
+        if batch.isolated and blame and worlds_broken >= self.config.max_attempts:
+            detail = f"it broke {worlds_broken} worlds, the last one alone"
+            self.reject_all(batch, "poison", detail)
         else:
-            self.hang_deadlines.discard(replica)
-        return worked_s
+            batch.runnable_since_s = self.now_s
+            batch.failed_on = None
+            self.enqueue(batch, "reroute", at_head=True)
+        return False
 
-    def _start_hang_timer(self, replica: Replica, now_s: float) -> None:
-        self.hang_deadlines.set(replica, now_s + self._config.hang_timeout_s)
-
-    def drop_unused_versions(self) -> None:
-        """Remove the versions without replicas if another one is current. Their queues must be empty."""
-        if self.current is None:
-            return
-        for pipeline in [each for each in self.pipelines.values() if not each.num_replicas]:
-            del self.pipelines[pipeline.version]
-            for pool in pipeline.pools:
-                self.grace_deadlines.discard(pool)
-
-    def _pipeline(self, version: str, now_s: float) -> VersionPipeline:
-        pipeline = self.pipelines.get(version)
-        if pipeline is None:
-            pipeline = self.pipelines[version] = VersionPipeline(version, self._config.num_stages, self._config.window)
-            for pool in pipeline.pools:
-                self.grace_deadlines.set(pool, now_s + self._config.recovery_grace_s)
-        return pipeline
-
-    def _choose_version(self) -> None:
-        self.current = next((each for each in reversed(self.pipelines.values()) if each.complete), None)
-        self.was_complete = self.was_complete or self.current is not None
+    def _requeue_stranded(self, pool: Pool) -> None:
+        """Move batches that can no longer be sent from this queue: another version is complete, or a retry has no other replica."""
+        stranded: list[Batch] = []
+        if not pool.accepting and self.table.current is not None:
+            stranded = pool.batches()
+        elif len(pool.accepting) == 1:
+            stranded = [batch for batch in pool.retries.values() if not pool.has_other(batch.failed_on)]
+        for batch in reversed(stranded):
+            pool.dequeue(batch)
+            if pool.accepting:
+                self.isolate(batch)
+            else:
+                self.requeue(batch)
