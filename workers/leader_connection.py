@@ -138,7 +138,7 @@ class LeaderConnection:
 
     async def serve_once(self) -> bool:
         """Join one world and serve in it until it ends. Returns whether a stage was served."""
-        self._leader = self._settings.leader_at(self._number, self._leader)
+        self._leader = self._settings.leaders[self._number]
         with self._worker.order.attempt(self._number):
             offer = await self._ask()
             self._wait_s = offer.wait_ms / 1000

@@ -1,13 +1,16 @@
 """The leaders of a worker or frontend: a list of addresses, or a file of addresses that may change while the process runs."""
 
+import logging
 from pathlib import Path
 from typing import ClassVar, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import PrivateAttr, field_validator, model_validator
 
 from multiworld_serving.common.config.addresses import Address, parse_addresses
 from multiworld_serving.common.config.errors import SettingsError
 from multiworld_serving.common.config.settings import Settings, setting
+
+logger = logging.getLogger(__name__)
 
 
 class LeadersSettings(Settings):
@@ -22,27 +25,43 @@ class LeadersSettings(Settings):
     """Instead of --leader: file with one HOST:PORT per line. It is read again before each attempt to join, so that a leader may move to
     another address; the number of lines must not change."""
 
+    _known: tuple[Address, ...] = PrivateAttr(())
+    """What the file last said."""
+    _problem: str = PrivateAttr("")
+    """Why the file cannot be used now; empty if it can."""
+
     @property
     def leaders(self) -> tuple[Address, ...]:
-        """Join addresses of the leaders, as the file says now if there is one. Raises SettingsError if it cannot be read."""
-        if self.leaders_file is None:
+        """Join addresses of the leaders. While the file is missing or invalid, as it last said; the log says when that begins and ends.
+
+        Raises SettingsError if the file has never been valid.
+        """
+        try:
+            found, problem = self._read(), ""
+        except SettingsError as error:
+            if not self._known:
+                raise
+            found, problem = self._known, f"{error}; the leaders stay as they were"
+        if problem != self._problem:
+            logger.warning("%s", problem or f"{self.leaders_file} is valid again")
+        self._known, self._problem = found, problem
+        return found
+
+    def _read(self) -> tuple[Address, ...]:
+        """The leaders as the settings and the file say now. Raises SettingsError."""
+        file = self.leaders_file
+        if file is None:
             assert self.leader is not None, "checked by the constructor"
             return parse_addresses(self.leader)
         try:
-            return parse_addresses(",".join(self.leaders_file.read_text(encoding="utf-8").split()))
+            found = parse_addresses(",".join(file.read_text(encoding="utf-8").split()))
         except OSError as error:
-            raise SettingsError(f"cannot read the leaders file {self.leaders_file}: {error.strerror}") from error
+            raise SettingsError(f"cannot read the leaders file {file}: {error.strerror}") from error
         except ValueError as error:
-            raise SettingsError(f"{self.leaders_file}: each line must be HOST:PORT of another leader") from error
-
-    def leader_at(self, index: int, last: Address) -> Address:
-        """Where leader `index` listens now. Without a file, or while it cannot be read, this is `last`."""
-        if self.leaders_file is None:
-            return last
-        try:
-            return self.leaders[index]
-        except (SettingsError, IndexError):
-            return last
+            raise SettingsError(f"{file}: each line must be HOST:PORT of another leader") from error
+        if self._known and len(found) != len(self._known):
+            raise SettingsError(f"{file} has {len(found)} leaders; expected {len(self._known)}, as at the start")
+        return found
 
     @field_validator("leader")
     @classmethod

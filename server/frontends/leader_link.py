@@ -143,7 +143,7 @@ class LeaderLink:
 
     async def _serve_once(self, manager: WorldManager) -> None:
         """Join and stay until the link ends. Raises an error if the leader could not be used."""
-        self.address = self._settings.leader_at(self._number, self.address)
+        self.address = self._settings.leaders[self._number]
         offer = await self._ask()
         world = await offer.join(manager, self.address, self._settings.join_timeout_s)
         self._link = Link(world, _LEADER_RANK, FRONTEND_PROTOCOL, self._receive, MAX_BYTES)

@@ -210,14 +210,36 @@ def test_leader_is_looked_up_again_when_the_file_has_changed(tmp_path: Path) -> 
     worker = leaders_in(file)
     assert worker.leaders == (OLD, ("10.0.0.9", 8001))
     file.write_text(f"{NEW}\n10.0.0.9:8001\n")
-    assert worker.leader_at(0, OLD) == NEW
+    assert worker.leaders[0] == NEW
 
 
-@pytest.mark.parametrize("content", ["", "10.0.0.2", "\n", "10.0.0.2:8001\n10.0.0.2:8001", None])
-def test_leader_stays_where_it_was_when_the_file_is_unusable(tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize(
+    "content",
+    ["", "10.0.0.2", "\n", "10.0.0.2:8001", "10.0.0.2:8001\n10.0.0.2:8001", "\udcff", None],
+)
+def test_leaders_stay_as_they_were_when_the_file_becomes_unusable(
+    tmp_path: Path, content: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, valid = tmp_path / "leaders", f"{OLD}\n10.0.0.9:8001\n"
+    file.write_text(valid)
+    worker = leaders_in(file).with_token()
+    known = worker.leaders
+    for _ in range(2):
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content.encode(errors="surrogateescape"))
+        assert (worker.leaders, worker.leaders) == (known, known)
+        file.write_text(valid)
+        assert (worker.leaders, worker.leaders) == (known, known)
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.endswith("stay as they were") for text in said] == [True, False] * 2, "one line for each change"
+    assert all(str(file) in text for text in said)
+
+
+@pytest.mark.parametrize("content", ["", "10.0.0.2", None])
+def test_leaders_are_refused_when_the_file_has_never_been_valid(tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "leaders"
     if content is not None:
         file.write_text(content)
-    assert leaders_in(file).leader_at(0, OLD) == OLD
     with pytest.raises(SettingsError, match=r"leaders"):
         leaders_in(file).leaders  # noqa: B018
