@@ -68,12 +68,12 @@ class HandlerProcesses:
 
     def __enter__(self) -> Self:
         """Raises UserError if the handler cannot be loaded."""
-        process = self._start()
         try:
+            process = self._start()
             _result(process.loading.result(_LOAD_S))
-        except (HandlerError, BrokenProcessPool, TimeoutError) as error:
+        except (HandlerError, BrokenProcessPool, OSError) as error:  # also TimeoutError, which has no text
             self.__exit__(None, None, None)
-            raise UserError(f"--handler {self._where}: {error or 'loading takes too long'}") from error
+            raise UserError(f"--handler {self._where}: {str(error) or 'loading takes too long'}") from error
         self._idle.append(process)
         return self
 
@@ -106,25 +106,28 @@ class HandlerProcesses:
 
     async def _run(self, function: Callable[..., Outcome[T]], arguments: tuple[object, ...]) -> Outcome[T]:
         """Call on an idle process, or on a new one. The caller has acquired `_free`."""
-        process = self._idle.pop() if self._idle else self._start()
+        process = None
         try:
+            process = self._idle.pop() if self._idle else self._start()
             async with asyncio.timeout(_LOAD_S):
                 _result(await asyncio.wrap_future(process.loading))
             async with asyncio.timeout(self._timeout_s):
                 outcome = await asyncio.wrap_future(process.submit(function, *arguments))
+            self._idle.append(process)
+            return outcome
         except TimeoutError:
             error = f"the handler did not return within {self._timeout_s:.3g} s"
         except BrokenProcessPool:
             error = "the handler's process has ended"
         except HandlerError as failure:
             error = str(failure)
-        else:
-            self._idle.append(process)
-            return outcome
+        except Exception as failure:  # noqa: BLE001 - such as no memory for another process
+            error = f"the handler cannot be called: {type(failure).__name__}: {failure}"
         finally:
             self._free.release()
-        self._all.discard(process)
-        process.kill()
+        if process is not None:
+            self._all.discard(process)
+            process.kill()
         return "failed", error
 
     def _start(self) -> _Process:

@@ -1,8 +1,10 @@
 """Handlers: the user's code between the body of /predict and the model."""
 
 import asyncio
+import errno
 import json
 import logging
+import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +14,7 @@ import httpx
 import pytest
 
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.server.api.handler import program
+from multiworld_serving.server.api.handler import processes, program
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.errors import HandlerError, OverloadedError
 from tests.documents import ROOT
@@ -158,6 +160,26 @@ async def test_calls_are_rejected_when_too_many_wait(faulty: Path) -> None:
         with pytest.raises(OverloadedError):
             await handler.call(program.decode, b"good", "")
         await asyncio.gather(first, second)
+
+
+@pytest.mark.parametrize("fails", ["__init__", "submit"])
+async def test_calls_get_an_error_and_none_waits_when_no_process_can_be_used(
+    faulty: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def no_process(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with HandlerProcesses(f"{faulty}:Handler", 60.0, processes=1) as handler:
+        with pytest.raises(HandlerError):
+            await handler.call(program.decode, b"exit", "")
+        with monkeypatch.context() as patched:
+            patched.setattr(processes._Process, fails, no_process)
+            for _ in range(2):
+                with pytest.raises(HandlerError, match="Resource temporarily unavailable"):
+                    async with asyncio.timeout(60):
+                        await handler.call(program.decode, b"good", "")
+            assert not handler._all, "a process that is not used has ended"
+        assert (await handler.call(program.decode, b"good", ""))["ids"].tolist() == [[1, 2]]
 
 
 async def test_next_call_loads_the_handler_when_loading_failed(faulty: Path) -> None:
