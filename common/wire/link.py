@@ -73,7 +73,7 @@ class Link:
         self._numbers = itertools.count(1)
         self._replies: dict[int, Callable[[Received | LinkLostError], object]] = {}
         """What takes the reply to a message of this end, by its number."""
-        self._calls: dict[int, asyncio.Future[Received]] = {}
+        self._calls: dict[int, asyncio.Future[Received | LinkLostError]] = {}
         """The results of the calls of this end, by number."""
         self._handling: dict[int, Callable[[], object]] = {}
         """What cancels the work for a message of the other end that expects a reply, by its number."""
@@ -103,7 +103,7 @@ class Link:
             TimeoutError: no reply within `timeout_s`; never if it is None.
             Exception: which the other end has replied with; see `Rejection`.
         """
-        future: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Received | LinkLostError] = asyncio.get_running_loop().create_future()
         number = self._expect_reply(partial(_settle, future))
         self._calls[number] = future
         try:
@@ -111,7 +111,7 @@ class Link:
                 if not self._writable.is_set():
                     await self.wait_writable()
                 self.send_encoded(encode(Kind.MESSAGE, number, body, payload))
-                return await future
+                return _result(await future)
         finally:
             self._replies.pop(number, None)
             del self._calls[number]
@@ -301,13 +301,11 @@ class Link:
         return data
 
 
-def _settle(future: asyncio.Future[Received], found: Received | LinkLostError) -> None:
-    if future.done():
-        return  # the waiter was cancelled
-    try:
-        future.set_result(_result(found))
-    except Exception as error:  # noqa: BLE001 - raised to the waiter
-        future.set_exception(error)
+def _settle(future: asyncio.Future[Received | LinkLostError], found: Received | LinkLostError) -> None:
+    if not future.done():  # otherwise the waiter was cancelled
+        future.set_result(
+            found
+        )  # no exception: its traceback and the future would keep each other in memory, with the caller's tensors
 
 
 def _result(found: Received | LinkLostError) -> Received:

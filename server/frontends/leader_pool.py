@@ -56,7 +56,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _KEEP_S = 5.0
-"""How long the input of a request that ended without an answer is kept: its batch may be on the way to a worker, with rows of others."""
+"""How long the input of a request that ended without an answer is kept if a leader had accepted the request: its batch may be on the way
+to a worker, with rows of others."""
 _REFUSE_S = 0.02
 """How long requests are refused without being decoded after a leader had no room for one: a leader's queue empties little in this time."""
 _SIMILAR = 1.25
@@ -168,18 +169,24 @@ class LeaderPool:
                     sending.request, timeout_s=deadline_s - time.monotonic(), tensor=tensor
                 )
                 payload = rows_payload(rows) if tensor is None else b""
+                sending.holders += 1
                 try:
                     reply = await link.connected().call(message, payload, timeout_s=None)
                     output = await self._output(reply, len(rows))
                     break
                 except FAILURES as error:
-                    await sending.after(error, link)
+                    if not await sending.after(error, link):
+                        raise
         except BaseException as error:
             if isinstance(error, OverloadedError) and len(rows) == 1:  # a leader may have room for fewer rows
                 now_s = time.monotonic()
-                self._overload = _Overload(error, now_s + _REFUSE_S, _SIMILAR * (deadline_s - now_s))
-            if number is not None:
+                refusal = OverloadedError(error.detail, retry_after_s=error.retry_after_s)
+                self._overload = _Overload(refusal, now_s + _REFUSE_S, _SIMILAR * (deadline_s - now_s))
+            if number is not None and sending.holders:
                 store.expire(number, _KEEP_S)
+            elif number is not None:
+                store.release((number,))
+            sending.rejected.clear()  # their tracebacks keep this frame, and the input with it
             raise
         if number is not None:
             store.release((number,))

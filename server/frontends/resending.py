@@ -9,7 +9,13 @@ import msgspec
 
 from multiworld_serving.common.edges.edge import RowsLostError
 from multiworld_serving.common.wire.link import LinkLostError
-from multiworld_serving.server.errors import InputUnreachableError, PoisonError, RequestRejected
+from multiworld_serving.server.errors import (
+    InputUnreachableError,
+    NotReadyError,
+    OverloadedError,
+    PoisonError,
+    RequestRejected,
+)
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_order import LeaderOrder
 from multiworld_serving.server.frontends.messages import Predict
@@ -32,19 +38,22 @@ class Resending:
         request: as it is sent next.
         rejected: the leaders that have rejected it.
         resent: how often it was sent again because it was lost.
+        holders: number of leaders that may have put it into a batch.
     """
 
     def __init__(self, request: Predict, leaders: LeaderOrder, metrics: FrontendMetrics, model: str) -> None:
         self.request = request
         self.rejected: dict[LeaderLink, RequestRejected] = {}
         self.resent = 0
+        self.holders = 0
         self._failures = 0
         self._leaders = leaders
         self._metrics = metrics
         self._model = model
 
-    async def after(self, error: Exception, link: LeaderLink) -> None:
-        """The leader has not answered. Returns when the request can be sent again. Raises RequestRejected if it is not."""
+    async def after(self, error: Exception, link: LeaderLink) -> bool:
+        """The leader has not answered. Returns whether the request can be sent again, as soon as it can. Raises PoisonError."""
+        self.holders -= isinstance(error, OverloadedError | NotReadyError)  # both are decided on arrival
         match error:
             case RowsLostError():
                 logger.warning("request_id=%s the answer is lost: %s", self.request.request_id, error)
@@ -68,7 +77,8 @@ class Resending:
                 await asyncio.sleep(0)  # a link that sends nothing more may still have to notice its end
             case RequestRejected():
                 if error.reason not in _TRY_ELSEWHERE or self.rejected:
-                    raise error
+                    return False
                 self.rejected[link] = error
                 if self._leaders.choose(self.rejected) is not None:
                     self._metrics.resubmitted(self._model, error.reason)
+        return True

@@ -111,7 +111,10 @@ class FakeLeader(LeaderLink):
         if isinstance(answer, LinkLostError):
             self._on_lost()
         if isinstance(answer, BaseException):
-            raise answer
+            try:
+                raise answer
+            finally:
+                del answer  # otherwise the exception and this frame keep each other in memory
         if answer is not None:
             answered: asyncio.Future[Any] = asyncio.ensure_future(answer.wait())
             await asyncio.wait({answered, self.withdrawn}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,9 @@
 """Messages between frontends and leaders: round trips, invalid messages, and links whose other end is slow, silent or gone."""
 
 import asyncio
+import gc
 import struct
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
@@ -269,6 +271,31 @@ async def test_call_gets_its_reply_or_an_exception_and_a_stream_its_steps(ends: 
     assert not ends.frontend._replies
     with pytest.raises(LinkLostError, match="not connected"):
         await ends.frontend.call(Scrape(), timeout_s=30)
+
+
+async def test_rejected_call_keeps_nothing_in_memory_when_its_exception_is_gone(ends: Ends) -> None:
+    ends.receive = lambda message: ends.leader.reply_error(message.number, OverloadedError("full"))
+    ends.run(ends.leader)
+    ends.run(ends.frontend)
+
+    async def rejected() -> weakref.ref[torch.Tensor]:
+        rows = torch.zeros(1)
+        alive = weakref.ref(rows)
+
+        async def caller(rows: torch.Tensor) -> None:
+            await ends.frontend.call(Predict("r", 1.0), rows_payload(rows), timeout_s=None)
+
+        with pytest.raises(OverloadedError):
+            await caller(rows)
+        return alive
+
+    gc.collect()
+    gc.disable()  # a cycle of references would keep the input for long
+    try:
+        alive = await rejected()
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 # -- what frames say -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """A frontend with data edges: it keeps images, fetches answers, and sends a request again when one of both is lost."""
 
+import gc
 import time
+import weakref
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -10,7 +12,13 @@ import torch
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, Source
 from multiworld_serving.common.wire.protocol import Kind, Received, rows_payload
-from multiworld_serving.server.errors import InputUnreachableError
+from multiworld_serving.server.errors import (
+    DeadlineError,
+    InputUnreachableError,
+    NoReplicaError,
+    NotReadyError,
+    OverloadedError,
+)
 from multiworld_serving.server.frontends.messages import Predict, Rejection, Scrape
 from multiworld_serving.server.predictor import ImageSizes, Prediction
 from tests.unit.edges.edge_parts import edges
@@ -118,6 +126,40 @@ async def test_images_are_sent_until_the_link_is_formed_again_when_a_worker_cann
     leader.tells()
     await leader.predict()
     assert leader.images[-1] is not None
+
+
+@pytest.mark.parametrize(
+    ("errors", "kept"),
+    [
+        ((OverloadedError,), 0),
+        ((NotReadyError,), 0),
+        ((OverloadedError, NotReadyError), 0),
+        ((NoReplicaError,), 1),
+        ((DeadlineError,), 1),
+        ((NoReplicaError, OverloadedError), 1),
+        ((RuntimeError,), 1),
+    ],
+)
+async def test_image_of_a_failed_request_is_freed_immediately_unless_a_leader_had_accepted_it(
+    errors: tuple[type[Exception], ...], kept: int
+) -> None:
+    async with edges("f") as frontend:
+        leader, image = EdgeLeader(frontend), IMAGE[None].clone()
+        for number, error in enumerate(errors):
+            link = FakeLeader(leader.pool, number) if number else leader
+            link.answers = [error("as this test wants")]
+            leader.pool.links[number:] = [link]
+            link.tells()
+        alive = weakref.ref(image)
+        gc.collect()
+        gc.disable()  # a cycle of references would keep the image for long
+        try:
+            with pytest.raises(errors[-1]):
+                await leader.predict(image)
+            del image
+            assert (len(frontend.store), alive() is not None) == (kept, bool(kept))
+        finally:
+            gc.enable()
 
 
 async def test_image_is_sent_when_the_memory_for_edges_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
