@@ -58,8 +58,6 @@ class WorldCommunicator:
     ) -> None:
         """Send `tensor` to rank `dst`. Returns after the receiver has started its receive; the tensor may be changed then.
 
-        A tensor of `allocate` is sent without a copy. Then it returns after the receiver has taken the data.
-
         Args:
             tag: must equal the tag of the receive; from 0 to 2**29 - 1. Messages with the same tag arrive in order.
         """

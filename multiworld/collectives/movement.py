@@ -10,16 +10,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from multiworld.collectives import transfers
-from multiworld.ops.buffers import RecvBuffer, contiguous, copy_back_of, flat_bytes
+from multiworld.ops.buffers import RecvBuffer, check_distinct, contiguous, copy_back_of, flat_bytes
 from multiworld.ops.operation import Algorithm, Collective
-from multiworld.ops.validation import (
-    WorldFacts,
-    check_distinct,
-    check_list,
-    check_whole,
-    parts_of_root,
-    tensor_signature,
-)
+from multiworld.ops.validation import WorldFacts, check_list, check_whole, parts_of_root, tensor_signature
 
 _Tensors = tuple[Sequence[Tensor], Sequence[int]]
 """Tensors of the caller, and the ranks that they go to or come from: one tensor for each rank, or one tensor for all these ranks."""

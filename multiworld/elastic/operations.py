@@ -21,9 +21,8 @@ from multiworld.collectives import allreduce
 from multiworld.collectives.reductions import AnyReduceOp
 from multiworld.elastic.protocol.rounds import Round
 from multiworld.errors import Cause, WorldError
-from multiworld.ops.buffers import RecvBuffer, check_dense
+from multiworld.ops.buffers import RecvBuffer, check_dense, check_distinct, contiguous, flat
 from multiworld.ops.operation import Collective, Status, status_of
-from multiworld.ops.validation import check_distinct
 from multiworld.world import World
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
@@ -115,8 +114,8 @@ def _writable(tensor: Tensor) -> Tensor:
 
 def flatten(bucket: list[Tensor]) -> Tensor:
     """Return the elements of the tensors as one flat, contiguous tensor on the host: a view of a single tensor if possible, else a copy."""
-    parts = [tensor.reshape(-1) for tensor in bucket]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu()
+    parts = [flat(contiguous(tensor, on_host=True)) for tensor in bucket]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def write_back(bucket: list[Tensor], result: Tensor) -> None:

@@ -25,8 +25,7 @@ _COMPUTED = {
 
 def flat_bytes(tensor: Tensor) -> Tensor:
     """uint8 [nbytes]: the memory of a contiguous tensor."""
-    # `as_strided`, because a tensor of one element is contiguous with any stride
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return flat(tensor).view(torch.uint8)
 
 
 def byte_view(tensor: Tensor) -> memoryview:
@@ -50,14 +49,81 @@ def arithmetic(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a contiguous tensor as a view [n] with stride 1."""
+    # Not `reshape`, which keeps the strides of a tensor of one dimension. A tensor of one element is contiguous with any stride.
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Raises TypeError unless `tensor` is a dense tensor with data (not sparse, quantized or on the meta device)."""
+    """Raises TypeError unless `tensor` is a strided tensor whose elements are in memory that it owns."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    kind = type(tensor)
+    # DTensor, FakeTensor and other wrappers: their data pointer is not that of their elements.
+    if kind is not Tensor and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"{name}: expected a plain tensor, got {kind.__name__}; pass its local data, such as `to_local()`"
+        )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise TypeError(
             f"{name}: expected a dense tensor, got layout {tensor.layout}, dtype {tensor.dtype}, {tensor.device}"
         )
+    try:
+        storage = tensor.untyped_storage()
+        owned = storage.data_ptr() and (tensor.storage_offset() + _extent(tensor)) * tensor.itemsize <= storage.nbytes()
+    except (NotImplementedError, RuntimeError):  # inside of torch.func transformations
+        owned = False
+    if not owned and tensor.numel():
+        raise TypeError(f"{name}: the storage of the tensor was freed or is too small; pass a tensor with data")
+
+
+def _extent(tensor: Tensor) -> int:
+    """Number of elements from the first one to the last one in memory; 0 for an empty tensor."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.numel()
+    return 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def check_distinct(name: str, outputs: Sequence[Tensor]) -> None:
+    """Raises ValueError when two elements of the dense tensors, of one device, have the same memory."""
+    spans = sorted(
+        (each.data_ptr(), each.data_ptr() + _extent(each) * each.itemsize, index)
+        for index, each in enumerate(outputs)
+        if each.numel()
+    )
+    cluster: list[tuple[int, int, int]] = []
+    for span in [*spans, None]:  # clusters of spans that reach into each other, such as the columns of a matrix
+        if span is None or (cluster and span[0] >= max(end for _, end, _ in cluster)):
+            if cluster and _overlap([outputs[index] for _, _, index in cluster], cluster):
+                raise ValueError(f"{name}: elements of the tensors for results use the same memory; clone the tensors")
+            cluster = []
+        if span is not None:
+            cluster.append(span)
+
+
+def _overlap(tensors: Sequence[Tensor], spans: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether two elements have the same memory. Counts the uses of each byte unless strides or addresses decide it."""
+    if len(tensors) == 1:
+        reach = 0
+        for stride, length in sorted(zip(tensors[0].stride(), tensors[0].shape, strict=True)):
+            if length > 1 and stride <= reach:
+                break
+            reach += stride * (length - 1)
+        else:
+            return False
+    elif all(each.is_contiguous() for each in tensors):
+        return True
+    start, end = spans[0][0], max(end for _, end, _ in spans)
+    used = torch.zeros(end - start, dtype=torch.bool)
+    for tensor, (address, _, _) in zip(tensors, spans, strict=True):
+        strides = [stride * tensor.itemsize for stride in tensor.stride()]
+        own = used.as_strided((*tensor.shape, tensor.itemsize), (*strides, 1), address - start)
+        before = int(used.sum())
+        own.fill_(True)
+        if int(used.sum()) - before != tensor.nbytes:
+            return True
+    return False
 
 
 def check_computable(name: str, tensor: Tensor, op: str) -> None:
@@ -91,7 +157,7 @@ def contiguous(tensor: Tensor, on_host: bool) -> Tensor:
 class RecvBuffer:
     """A tensor that results are written into, directly or through a contiguous staging tensor that `copy_back` copies back.
 
-    Raises ValueError for a tensor that cannot be written: elements that share memory, or a conjugated or negated view.
+    Raises ValueError for a tensor that cannot be written: its elements share memory, or it is a conjugated or negated view.
     """
 
     __slots__ = ("_on_host", "_staged", "direct", "tensor")
@@ -104,8 +170,8 @@ class RecvBuffer:
         self.direct = tensor.is_contiguous() and not on_host
         """Whether results are written into the caller's tensor, so that `copy_back` is not necessary."""
         self._staged: Tensor | None = None
-        if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
-            raise ValueError(f"{name}: cannot write into an expanded tensor, strides {tensor.stride()}; clone it first")
+        if not tensor.is_contiguous():
+            check_distinct(name, [tensor])
 
     def materialize(self, *, load: bool = False) -> Tensor:
         """The contiguous tensor to write into. With `load` it contains the caller's data, else its content is undefined."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multiworld.ops.buffers import check_dense
+from multiworld.ops.buffers import check_dense, check_distinct
 
 TAG_LIMIT = 1 << 29
 """Tags of sends and receives are below this limit."""
@@ -89,7 +89,7 @@ def parts_of_root(
 def check_list(name: str, facts: WorldFacts, tensors: Sequence[Tensor], tensor: Tensor, *, written: bool) -> None:
     """Raises ValueError or TypeError unless there is one tensor per rank, each with the dtype and number of elements of `tensor`.
 
-    With `written`, also checks that they do not start at the same memory.
+    With `written`, also checks that they share no memory.
     """
     if len(tensors) != facts.size:
         raise ValueError(f"{name}: expected a list of {facts.size} tensors, one per rank, got {len(tensors)}")
@@ -104,13 +104,6 @@ def check_list(name: str, facts: WorldFacts, tensors: Sequence[Tensor], tensor: 
             )
     if written:
         check_distinct(name, tensors)
-
-
-def check_distinct(name: str, outputs: Sequence[Tensor]) -> None:
-    """Raises ValueError when two tensors that are not empty start at the same address."""
-    filled = [each.data_ptr() for each in outputs if each.numel()]
-    if len(set(filled)) != len(filled):
-        raise ValueError(f"{name}: two of the tensors for results use the same memory")
 
 
 def check_whole(name: str, facts: WorldFacts, whole: Tensor, part: Tensor) -> None:

@@ -1,9 +1,9 @@
 """A connection between two members on one host: a Unix socket for heads and small messages, shared memory for the rest.
 
-A tensor that lies in a segment of the sender (`SegmentPool.allocate`) is sent in place: the message passes the descriptor of the segment.
-The receiver copies the bytes, or maps them privately as a view, and releases the lease. Other data goes through the ring, a segment of a
-few slots that belongs to this connection. The sender fills a slot while the receiver copies the one before, and a slot is written again
-when the receiver reports that it has copied it.
+The payload of `send_message` is sent in place if it lies in a segment of the sender (`SegmentPool.allocate`): the message passes the
+descriptor of the segment. The receiver copies the bytes, or maps them privately as a view, and releases the lease. Other data goes through
+the ring, a segment of a few slots that belongs to this connection. The sender fills a slot while the receiver copies the one before, and a
+slot is written again when the receiver reports that it has copied it.
 
 Everything that the peer sends is checked here: the descriptor (`check_segment`), offset and length against the announced message, and
 the numbers of leases. No state lies in shared memory.
@@ -50,8 +50,7 @@ class SharedPayloads(SocketPayloads):
         self._pool = pool
         self._ring: Segment | None = None
         self._pieces_sent = self._pieces_done = 0
-        # Sent in place, not released by the peer; with the message that completes then.
-        self._leases: dict[int, tuple[Segment, Message | None]] = {}
+        self._leases: dict[int, Segment] = {}  # sent in place, not released by the peer
         self._last_lease = 0
         self._fds: deque[int] = deque()
         self._peer_ring: memoryview | None = None
@@ -63,10 +62,11 @@ class SharedPayloads(SocketPayloads):
 
     def enqueue(self, connection: PeerConnection, message: Message) -> None:
         size = len(message.memory)
-        # A collective may overwrite a tensor as soon as it is sent, so only sends leave their tensor in place.
+        # The sender of other messages may overwrite its tensor after an error, for example a timeout, when the receiver has not read it.
+        lent = isinstance(message, Send) and message.header is not None
         if size < MIN_BYTES:
             super().enqueue(connection, message)
-        elif isinstance(message, Send) and self._enqueue_in_place(connection, message, size):
+        elif lent and self._enqueue_in_place(connection, message, size):
             pass
         else:
             self._enqueue_copied(connection, message)
@@ -79,8 +79,8 @@ class SharedPayloads(SocketPayloads):
         else:
             super().enqueue(connection, message)
 
-    def _enqueue_in_place(self, connection: PeerConnection, message: Send, size: int) -> bool:
-        """Send a tensor that lies in a segment. Returns False if it does not, or is too large."""
+    def _enqueue_in_place(self, connection: PeerConnection, message: Message, size: int) -> bool:
+        """Send a payload that lies in a segment: it is sent when it is announced. Returns False if it does not, or is too large."""
         assert message.data is not None
         found = self._pool.find(message.data)
         if found is None or size > _MAX_IN_PLACE_BYTES or len(self._leases) >= _MAX_LEASES:
@@ -88,11 +88,10 @@ class SharedPayloads(SocketPayloads):
         segment, offset = found
         self._pool.lease(segment)
         self._last_lease += 1
-        lent = message.header is not None  # complete when it is announced
-        self._leases[self._last_lease] = segment, None if lent else message
+        self._leases[self._last_lease] = segment
         _, tag, _, signature, *_ = HEAD.unpack(message.head)
         head = HEAD.pack(IN_PLACE, tag, size, signature, self._last_lease, offset)
-        connection.outbox.append(Output(head, message if lent else None, fd=segment.fd, in_place=message))
+        connection.outbox.append(Output(head, message, fd=segment.fd, in_place=True))
         return True
 
     def _open_ring(self, connection: PeerConnection) -> bool:
@@ -122,20 +121,21 @@ class SharedPayloads(SocketPayloads):
         try:
             sent = connection.sock.sendmsg(buffers, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         except OSError as error:
-            if error.errno != errno.ETOOMANYREFS or passing.in_place is None:
+            if error.errno != errno.ETOOMANYREFS or not passing.in_place:
                 raise
-            self._copy_instead(connection, passing, passing.in_place)
+            self._copy_instead(connection, passing)
             return self.write(connection) if outbox else 0
         passing.fd = -1
         return sent
 
-    def _copy_instead(self, connection: PeerConnection, replaced: Output, message: Message) -> None:
+    def _copy_instead(self, connection: PeerConnection, replaced: Output) -> None:
         """Send a message in place by copying: the user has as many descriptors in flight as open files are allowed."""
-        outbox = connection.outbox
+        outbox, message = connection.outbox, replaced.message
+        assert message is not None
         at = next(index for index, output in enumerate(outbox) if output is replaced)
         following = [outbox.pop() for _ in range(len(outbox) - at)][::-1]
         *_, lease, _ = HEAD.unpack(replaced.data)
-        self._pool.release(self._leases.pop(lease)[0])
+        self._pool.release(self._leases.pop(lease))
         if self._ring is None:  # its descriptor would be refused, too
             super().enqueue(connection, message)
         else:
@@ -182,7 +182,7 @@ class SharedPayloads(SocketPayloads):
         elif kind == IN_PLACE:
             self._on_message_in_place(connection, announced, lease, offset)
         elif kind == RELEASE:
-            self._on_release(connection, lease)
+            self._on_release(lease)
         else:
             super().on_frame(connection, kind, announced, lease, offset)
 
@@ -238,13 +238,10 @@ class SharedPayloads(SocketPayloads):
             os.close(fd)
         connection.owner.on_transferred(message)
 
-    def _on_release(self, connection: PeerConnection, lease: int) -> None:
+    def _on_release(self, lease: int) -> None:
         if lease not in self._leases:
             raise ValueError(f"it released lease {lease}, which it does not have")
-        segment, message = self._leases.pop(lease)
-        self._pool.release(segment)
-        if message is not None:
-            connection.owner.on_transferred(message)
+        self._pool.release(self._leases.pop(lease))
 
     def _take_fd(self) -> int:
         if not self._fds:
@@ -254,16 +251,12 @@ class SharedPayloads(SocketPayloads):
     # -- ending ------------------------------------------------------------------------------------------------------------------
 
     def stop(self) -> list[Message]:
-        pending = []
-        if self._slotted is not None:
-            pending.append(self._slotted)
+        pending = [] if self._slotted is None else [self._slotted]
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
-        for segment, message in self._leases.values():
+        for segment in self._leases.values():
             self._pool.release(segment, retire=True)
-            if message is not None:
-                pending.append(message)
         self._leases.clear()
         if self._ring is not None:
             self._pool.release(self._ring, retire=True)

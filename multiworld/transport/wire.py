@@ -67,7 +67,7 @@ class Output:
         message: completes when the bytes are written.
         joined: the next output must follow directly (head and message).
         fd: descriptor to pass with the bytes; -1 for none.
-        in_place: for an IN_PLACE: its message, which is copied if the kernel passes no more descriptors.
+        in_place: it is an IN_PLACE: `message` is copied instead if the kernel passes no more descriptors.
         to_ring: what remains to be copied into the ring, a piece when a slot is free; None if `data` is written to the socket.
     """
 
@@ -75,5 +75,5 @@ class Output:
     message: Message | None = None
     joined: bool = False
     fd: int = -1
-    in_place: Message | None = None
+    in_place: bool = False
     to_ring: memoryview | None = None

@@ -19,7 +19,7 @@ WRONG: dict[str, tuple[type[Exception], str, Call]] = {
     "send to oneself": (ValueError, "rank 0 is not a peer", lambda c, w: c.send(t(1), 0, w)),
     "send to nobody": (ValueError, "rank 3 is not a peer", lambda c, w: c.send(t(1), 3, w)),
     "recv from nobody": (ValueError, "rank -1 is not a peer", lambda c, w: c.recv(t(1), -1, w)),
-    "recv into expanded": (ValueError, "expanded tensor", lambda c, w: c.recv(t(1).expand(4), 1, w)),
+    "recv into expanded": (ValueError, "use the same memory", lambda c, w: c.recv(t(1).expand(4), 1, w)),
     "tag too high": (ValueError, "tag must be", lambda c, w: c.send(t(1), 1, w, tag=1 << 29)),
     "tag below zero": (ValueError, "tag must be", lambda c, w: c.recv(t(1), 1, w, tag=-1)),
     "no tensor": (TypeError, "expected a tensor, got list", lambda c, w: c.send([1.0], 1, w)),  # type: ignore[arg-type]

@@ -139,28 +139,27 @@ async def test_segment_is_used_again_only_after_the_tensor_and_all_views_are_dro
     assert address in {one.pool.allocate((MIB,), torch.uint8).data_ptr() for _ in range(2)}
 
 
-async def test_send_in_place_completes_only_when_the_receiver_has_taken_the_data(
+async def test_receiver_gets_the_bytes_of_the_call_when_the_sender_overwrites_a_tensor_after_its_send(
     pair: tuple[LocalEnd, LocalEnd],
 ) -> None:
-    """The sender may change its tensor then. A message lends its payload, and is complete when it is announced."""
+    """A message lends its payload and is complete when it is announced. A send has copied its tensor when it is complete or has failed."""
     one, other = pair
-    tensor, targets = allocated(one, MIB), [torch.zeros(MIB, dtype=torch.uint8) for _ in range(2)]
-    first = tensor.clone()
-    receives = [other.receive(target) for target in targets]
-    await until(lambda: one.connection._credits.get(0) == 2)
+    tensor, target = allocated(one, MIB), torch.zeros(MIB, dtype=torch.uint8)
+    expected = tensor.clone()
+    received = other.receive(target)
+    await until(lambda: one.connection._credits.get(0) == 1)
     sent = one.send(tensor)
-    assert sent not in one.owner.completed, "the receiver has not run yet"
     await one.until_completed(sent)
+    assert received not in other.owner.completed, "the receiver has not run yet"
     tensor.fill_(0)
-    lent = one.send(tensor)
-    await other.until_completed(*receives)
-    await one.until_completed(lent)
-    assert torch.equal(targets[0], first)
-    assert not targets[1].any()
+    assert not leases(one)
+    await other.until_completed(received)
+    assert torch.equal(target, expected)
     view, received = other.view()
     await until(lambda: one.connection._credits.get(0) == 1)
     assert one.send_message(tensor) in one.owner.completed
     await other.until_completed(received)
+    assert view.shared
     view.release()
 
 
@@ -192,15 +191,14 @@ async def test_message_is_copied_when_too_many_descriptors_are_in_flight(
         await other.until_completed(received)
     refusing = RefusingSocket(one.connection.sock)
     one.connection.sock = refusing  # type: ignore[assignment]
-    tensors, targets = [allocated(one, MIB) for _ in range(3)], [torch.zeros(MIB, dtype=torch.uint8) for _ in range(3)]
-    receives = [other.receive(target) for target in targets]
+    tensors, views = [allocated(one, MIB) for _ in range(3)], [other.view() for _ in range(3)]
     await until(lambda: one.connection._credits.get(0) == 3)
-    sends = [one.send(tensor) for tensor in tensors]
+    sends = [one.send_message(tensor) for tensor in tensors]
     await one.until_completed(*sends)
-    await other.until_completed(*receives)
+    await other.until_completed(*(received for _, received in views))
     assert refusing.refused == 1
-    assert all(torch.equal(tensor, target) for tensor, target in zip(tensors, targets, strict=True))
-    assert leases(one) == 0
+    assert [view.shared for view, _ in views] == [False, True, True]
+    assert all(torch.equal(tensor, view.data) for tensor, (view, _) in zip(tensors, views, strict=True))
 
 
 async def test_view_stays_intact_when_the_connection_and_the_tensor_of_the_sender_end(
