@@ -31,7 +31,7 @@ from multiworld_serving.cli.verbs import (
     status,
 )
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.common.config.process import SEND_TIMEOUT_S, STATUS_FIELD, notify
+from multiworld_serving.common.config.process import SEND_TIMEOUT_S, STATUS_FIELD, notify, prepare_inherited
 from multiworld_serving.models.errors import ModelError
 
 EPILOG = """
@@ -103,6 +103,7 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     The interpreter is not finalized: for torch's modules that takes seconds and prints warnings. Programs have freed everything when
     they return.
     """
+    prepare_inherited()
     status = main(arguments)
     logging.shutdown()
     try:

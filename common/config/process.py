@@ -10,6 +10,7 @@ import resource
 import select
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -29,6 +30,19 @@ SEND_TIMEOUT_S = 1.0
 """For messages that are sent once. Linux queues 10 for a receiver, and a supervisor that starts many processes reads none meanwhile."""
 SAME_STOP_S = 0.5
 """Signals to stop within this time of the first one are one request: timeout(1) signals a process and then its process group."""
+
+
+def prepare_inherited() -> None:
+    """Replace what a parent process may have left in an unusable state. Call it first of all.
+
+    Opens /dev/null for standard streams that are closed, so that no socket gets their descriptors, and has the kernel keep the exit
+    statuses of child processes.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")  # noqa: SIM115
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def raise_descriptor_limit() -> None:

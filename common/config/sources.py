@@ -26,9 +26,10 @@ from pydantic_core import ErrorDetails
 from multiworld_serving.common.config.errors import SettingsError
 from multiworld_serving.common.config.settings import ENV_PREFIX, Settings, allowed, public_fields, value_type
 
+LIBRARY_VARIABLES = ("RUNTIME_DIR", "SHARED_MEMORY_BYTES")
 OTHER_VARIABLES = (
     *("CONFIG", "URL", "API_KEY", "API_KEY_FILE", "CA_FILE", "CLIENT_CERT_FILE"),
-    *("RUNTIME_DIR", "SHARED_MEMORY_BYTES"),
+    *LIBRARY_VARIABLES,
 )
 """MULTIWORLD_… variables that are not settings: the TOML file; the URL and credentials of a running service for CLI commands; and those of
 the library."""

@@ -12,7 +12,9 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NoReturn, Self
 
@@ -133,6 +135,8 @@ def _run_child(
         os.environ.update(environment)
         signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         program()
+    except Exception:  # noqa: BLE001 - the process ends here, and the log says why
+        sys.stderr.write(f"{title}\n{traceback.format_exc()}")
     finally:
         os._exit(1)
 

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 from pydantic import SecretStr
 
 from multiworld_serving.common.config.settings import ENV_PREFIX, Settings, to_json
+from multiworld_serving.common.config.sources import LIBRARY_VARIABLES
 from multiworld_serving.deploy.processes.child_process import ChildProcess
 from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.processes.supervisor import Supervisor
@@ -117,13 +118,17 @@ def _shared(settings: ServeSettings, cls: type[Settings]) -> Values:
 
 
 def environment_of(threads: int, notify: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process: inherited, without settings of the service; it gets these in a file.
+    """Return the environment of a process: inherited, without the settings of the service, which are in a file.
 
     Args:
         threads: compute threads; leaders and frontends compute nothing and need 1.
         notify: see `NotifyListener.environment`.
     """
-    inherited = {name: text for name, text in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
+    inherited = {
+        name: text
+        for name, text in os.environ.items()
+        if not name.upper().startswith(ENV_PREFIX) or name.removeprefix(ENV_PREFIX) in LIBRARY_VARIABLES
+    }
     inherited.pop("WATCHDOG_PID", None)  # of systemd, for this process
     return {SPIN_VARIABLE: SPINS, **inherited, **dict.fromkeys(THREAD_VARIABLES, str(threads)), **notify}
 

@@ -60,6 +60,7 @@ class CachedModel:
 
         Raises:
             WeightsError: the file cannot be read.
+            ExportError: see `cache_folder`.
         """
         weights = self.weights
         if weights == "random" or weights.startswith("random:"):
@@ -70,7 +71,7 @@ class CachedModel:
         key = json.dumps([weights, self.max_batch_size, self.image_size, versions, _LAYOUT])
         digest = hashlib.sha256(key.encode()).hexdigest()[:_KEY_LETTERS]
         label = _NOT_IN_FILE_NAMES.sub("_", f"{self.name}-{weights}")[:80]
-        return _folder() / f"{label}-{digest}"
+        return cache_folder("bundles") / f"{label}-{digest}"
 
 
 def exported(name: str, weights: str, max_batch_size: int = _MIN_BATCH_SIZE, *, image_size: int | None = None) -> Path:
@@ -119,9 +120,25 @@ def _why_unreachable() -> str | None:
         return f"{_HOST} cannot be reached: {getattr(error, 'reason', None) or error}"
 
 
-def _folder() -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or tempfile.gettempdir()) / ".cache")
-    return cache / "multiworld" / "bundles"
+def cache_folder(name: str) -> Path:
+    """The folder of this user for what is cached under this name. No other user can change what it contains. Imports torch.
+
+    Raises:
+        ExportError: it cannot be made, or another user can change it.
+    """
+    from multiworld.membership.local_socket import private_folder  # noqa: PLC0415 - imports torch
+
+    if cache := os.environ.get("XDG_CACHE_HOME"):
+        folder = Path(cache) / "multiworld"
+    elif home := os.environ.get("HOME"):
+        folder = Path(home) / ".cache" / "multiworld"
+    else:
+        folder = Path(os.environ.get("TMPDIR") or "/tmp") / f"multiworld-{os.geteuid()}"  # noqa: S108 - it is checked
+    try:
+        return private_folder(folder) / name
+    except OSError as error:
+        reason = str(error) if error.errno is None else error.strerror
+        raise ExportError(f"cannot cache in {folder}: {reason}; set XDG_CACHE_HOME to a writable folder") from error
 
 
 def _sha256(path: str) -> str:

@@ -4,6 +4,7 @@ There is code for a few batch sizes, and batches are padded to the next one: on 
 batch 1. The GPU part has not been run yet; tests/integration/test_gpu_stages.py needs a GPU.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.errors import CompileError, StageError
+from multiworld_serving.models.export.bundle_cache import cache_folder
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation_of_rows
 from multiworld_serving.models.optimize.folding import folded
 from multiworld_serving.models.optimize.fusing import Workload
@@ -64,6 +66,8 @@ class CompiledStage(nn.Module):
         # A module of its own, because its code is cached without guards: these compare shapes, which are fixed, and numbers of threads.
         module = copy_of(self._folded.module)
         try:
+            # Its entries are pickles. The default of torch is a predictable folder in /tmp that another user could have made.
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("compiled")))
             self._code[size] = torch.compile(module, dynamic=False, fullgraph=True, **self._options())
             with torch.inference_mode():
                 expected = self._reference[0](rows)

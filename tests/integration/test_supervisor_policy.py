@@ -38,7 +38,9 @@ def test_environment_has_no_settings_and_no_token(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("WATCHDOG_PID", "1")
     monkeypatch.setenv("COLOUR", "blue")
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setenv("MULTIWORLD_RUNTIME_DIR", "/run/sockets")
     environment = environment_of(2, NOTIFY)
+    assert environment.pop("MULTIWORLD_RUNTIME_DIR") == "/run/sockets", "the library reads it"
     assert not [name for name in environment if name.upper().startswith("MULTIWORLD_")]
     assert environment.items() >= {**NOTIFY, "COLOUR": "blue", "OMP_NUM_THREADS": "2"}.items()
     assert "WATCHDOG_PID" not in environment, "it would make the child believe that nobody watches it"

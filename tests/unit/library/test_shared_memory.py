@@ -390,13 +390,20 @@ async def test_members_use_shared_memory_when_they_share_a_host(tmp_path: Path) 
 
 def test_socket_is_refused_when_its_folder_is_not_private(tmp_path: Path) -> None:
     bind_local(str(tmp_path)).close()
-    next(tmp_path.iterdir()).chmod(0o755)
+    next(tmp_path.iterdir()).chmod(0o720)
     with pytest.raises(PermissionError, match="0700"):
         bind_local(str(tmp_path))
     long = tmp_path / ("x" * 120)
     long.mkdir()
     with pytest.raises(OSError, match="too long"):
         bind_local(str(long))
+
+
+def test_folder_for_sockets_is_found_when_no_folder_is_writable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MULTIWORLD_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    assert default_runtime_dir()
 
 
 def test_folder_for_sockets_has_a_path_that_is_short_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,9 +413,9 @@ def test_folder_for_sockets_has_a_path_that_is_short_enough(tmp_path: Path, monk
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert default_runtime_dir() == str(tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert default_runtime_dir() == str(tmp_path)
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setenv("TMPDIR", str(long))
     assert default_runtime_dir() == "/tmp"
     bind_local(default_runtime_dir()).close()
     monkeypatch.setenv("MULTIWORLD_RUNTIME_DIR", str(long))

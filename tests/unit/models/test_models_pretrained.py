@@ -1,6 +1,7 @@
 """Published weights from the cache and without a network. No test uses the network: the proxy leads to this process."""
 
 import logging
+import os
 import re
 import socket
 import urllib.request
@@ -12,7 +13,7 @@ import torch
 from torchvision.models import ResNet18_Weights
 
 from multiworld_serving.models.bundle.files import read_bundle
-from multiworld_serving.models.errors import WeightsError
+from multiworld_serving.models.errors import ExportError, WeightsError
 from multiworld_serving.models.export import bundle_cache, torchvision_models
 from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.models.export.torchvision_models import load_model
@@ -114,3 +115,30 @@ def test_auto_does_not_wait_for_a_silent_host(listener: socket.socket, monkeypat
     reason = bundle_cache._why_unreachable()
     assert reason is not None
     assert "timed out" in reason
+
+
+@pytest.mark.parametrize("planted", ["link", "writable"])
+def test_cache_is_refused_when_another_user_could_have_made_it(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    folder, target = tmp_path / f"multiworld-{os.geteuid()}", tmp_path / "target"
+    target.mkdir()
+    if planted == "link":
+        folder.symlink_to(target)
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    with pytest.raises(ExportError, match="only this user can change"):
+        exported("resnet18", "random:0")
+    assert not list(target.iterdir())
+
+
+def test_cache_has_mode_0700_without_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    folder = bundle_cache.cache_folder("bundles").parent
+    assert folder.stat().st_mode & 0o777 == 0o700

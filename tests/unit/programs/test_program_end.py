@@ -23,6 +23,26 @@ def test_program_ends_with_its_output_and_status_but_without_finalizing_the_inte
     assert (ended.stderr if status else ended.stdout).strip()
 
 
+INHERITED = """
+import os, sys
+os.closerange(0, 3)
+os.execv(sys.executable, [sys.executable, "-m", "multiworld_serving.cli.main", "--version"])
+"""
+
+
+def test_program_succeeds_when_its_standard_streams_are_closed() -> None:
+    assert subprocess.run([sys.executable, "-c", INHERITED], check=False).returncode == 0
+
+
+def test_process_waits_for_children_when_its_parent_ignored_their_end() -> None:
+    program = (
+        "import os, signal, subprocess; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.close(0); "
+        "from multiworld_serving.common.config.process import prepare_inherited; prepare_inherited(); "
+        "assert os.path.samefile('/dev/fd/0', os.devnull); assert subprocess.call(['false']) == 1"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_program_fails_when_its_output_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with open("/dev/full", "w") as full:
