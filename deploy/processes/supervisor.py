@@ -22,8 +22,6 @@ _POLL_S = 1.0
 _PAUSED_S = 3 * _POLL_S
 """If this check itself is later than this, the silence of other processes counts from now on."""
 NOT_STARTED = "not-started"
-INVALID_INPUT = 2
-"""Exit status of a program whose settings are invalid."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,8 @@ class Supervisor:
         notify: receives the signs of life of the processes.
         blocked_timeout_s: seconds without a sign of life after which a process is killed.
         on_restart: called after each restart.
-        invalid_input: set when a process ended with status 2 at its first start: its settings are invalid, and it is not restarted.
+        invalid_input: set when a process reported invalid input at its first start, before any process of this supervisor was ready. It
+            is not restarted.
         error: the last error that a process has reported when it ended.
     """
 
@@ -88,6 +87,7 @@ class Supervisor:
     def __post_init__(self) -> None:
         self._slots = {index: _Slot(index) for index in range(self.count)}
         self._tasks = asyncio.TaskGroup()
+        self._was_ready = self._refused = False
 
     @property
     def pids(self) -> dict[int, int]:
@@ -155,10 +155,8 @@ class Supervisor:
                 level = logging.DEBUG if status in ("0", "SIGTERM", NOT_STARTED) else logging.WARNING
                 logger.log(level, "%s slot=%d stopped status=%s", self.kind, slot.index, status)
                 return
-            if status == str(INVALID_INPUT) and not slot.restarts:
-                logger.error(
-                    "%s slot=%d exited with status 2 (invalid settings); see its error above", self.kind, slot.index
-                )
+            if self._refused and not slot.restarts:
+                logger.error("%s slot=%d refused its settings: %s", self.kind, slot.index, self.error)
                 self.invalid_input.set()
                 return
             failures = 1 if lived_s >= self.backoff.reset_after_s else failures + 1
@@ -193,9 +191,12 @@ class Supervisor:
             await asyncio.wait({ended}, timeout=self.stop_timeout_s)
         finally:
             ended.cancel()
-            slot.child = None
             if self.notify is not None:
-                self.error = self.notify.forget(child.pid) or self.error
+                reported = self.notify.forget(child.pid)
+                self._was_ready = self._was_ready or any(map(self.notify.heard, self.pids.values()))
+                self.error = reported or self.error
+                self._refused = bool(reported) and not self._was_ready
+            slot.child = None
             status = status_text(child.reap())
         return status
 

@@ -198,15 +198,39 @@ async def test_process_is_killed_and_started_again_when_it_gives_no_more_signs_o
     assert "ended status=SIGKILL" in caplog.text
 
 
+SEND = """
+import os, signal, socket
+def send(text):
+    address = "\\0" + os.environ["NOTIFY_SOCKET"][1:]
+    socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(text.encode(), address)
+"""
+
+
 async def test_process_is_not_restarted_when_its_settings_are_invalid(
     reports: Reports, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with reports.supervisor("sys.exit(2)") as supervisor:
-        await supervisor.invalid_input.wait()
-        assert supervisor._slots[0].supervision is not None
-        await supervisor._slots[0].supervision
-        assert supervisor.restarts == {0: 0}
-    assert "exited with status 2 (invalid settings); see its error above" in caplog.text
+    script = SEND + "send('STATUS=no such device'); sys.exit(2)"
+    with NotifyListener() as notify:
+        async with reports.supervisor(script, environment=os.environ | notify.environment, notify=notify) as supervisor:
+            await supervisor.invalid_input.wait()
+            assert supervisor._slots[0].supervision is not None
+            await supervisor._slots[0].supervision
+            assert supervisor.restarts == {0: 0}
+    assert "slot=0 refused its settings: no such device" in caplog.text
+
+
+@pytest.mark.parametrize("message", ["STATUS=no such device", ""])
+async def test_process_is_restarted_when_others_were_ready_or_it_reported_nothing(
+    message: str, reports: Reports
+) -> None:
+    ready = "send('READY=1'); report('ready'); signal.pause()" if message else "report('ready'); signal.pause()"
+    script = SEND + f"if sys.argv[1] == '0':\n    {ready}\nif {message!r}: send({message!r})\nsys.exit(2)"
+    with NotifyListener() as notify:
+        async with reports.supervisor(script, environment=os.environ | notify.environment, notify=notify) as supervisor:
+            await reports.next()
+            index = supervisor.add()
+            await until(lambda: supervisor.restarts[index] >= 1)
+            assert not supervisor.invalid_input.is_set()
 
 
 @programs_and_forks
