@@ -65,8 +65,8 @@ class WorldManager:
         shared_memory_bytes: limit of the shared memory for tensors that this process sends to members on its host. With 0 they are
             connected by TCP. None takes the environment variable MULTIWORLD_SHARED_MEMORY_BYTES, else 256 MiB.
         runtime_dir: the folder under which the Unix socket for members on this host is made, in a folder of this user. Containers that
-            share a host and this folder are connected so. None takes MULTIWORLD_RUNTIME_DIR, else XDG_RUNTIME_DIR, the folder for
-            temporary files or /tmp, whichever first has a path that is short enough.
+            share a host and this folder are connected so. None takes MULTIWORLD_RUNTIME_DIR, else XDG_RUNTIME_DIR, TMPDIR or
+            /tmp, whichever first has a path that is short enough.
         on_shared_memory_missing: called on any thread, also in the middle of operations, for each tensor that is copied through a socket
             because the system has no shared memory for it. Must not block or raise.
         register_shared_memory: called on any thread for each new segment of shared memory, which is used many times, with its address and

@@ -50,7 +50,7 @@ def run(settings: ServeSettings, program: Callable[[Sequence[str]], object]) -> 
         for each in models.values():
             check_bundle(each)
         if asyncio.run(service.run()):
-            raise UserError("a process exited with status 2 (invalid settings); see its error above")
+            raise UserError("a process refused its settings; see its error above")
     upgrade.become_forwarder()
     return 0
 
