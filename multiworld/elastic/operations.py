@@ -173,7 +173,8 @@ class AllReduceCall:
             memory = torch.empty(size, dtype=torch.uint8)
         result = self._results[index] = memory[:size].view(bucket[0].dtype)
         algorithm = partial(allreduce.all_reduce, data=flatten(bucket), result=result, op=self._op)
-        await world.start(Collective(signature="all_reduce()", algorithm=lambda: algorithm, number=number)).finish()
+        signature = f"all_reduce({tensor_signature(result)}, {self._op})"
+        await world.start(Collective(signature=signature, algorithm=lambda: algorithm, number=number)).finish()
         self._memory[index] = memory
         self.contributors[index] = world.size
         self.bytes_moved += allreduce.bytes_sent(result.nbytes, world.size)
