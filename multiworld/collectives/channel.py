@@ -6,6 +6,7 @@ the order in which they were sent.
 """
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Mapping
 
@@ -48,6 +49,8 @@ class CollectiveChannel:
     ) -> None:
         self.name = operation.name
         self._operation = operation
+        # Without sizes, so that it fits into a head. The receiver compares the sizes of the messages.
+        self._kind = re.sub(r"\[\d+\]", "", operation.signature)
         self._connections = connections
         self.size = len(connections) + 1
         self.rank = next(rank for rank in range(self.size) if rank not in connections)
@@ -87,4 +90,4 @@ class CollectiveChannel:
         return future
 
     def _signature(self, data: Tensor, what: str) -> str:
-        return f"{what or self.name}, {data.nbytes} bytes"
+        return f"{what}, {data.nbytes} bytes" if what else self._kind

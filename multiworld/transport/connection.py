@@ -341,7 +341,8 @@ class PeerConnection:
             message.head = signature
         if size != len(message.memory) or signature != message.head:
             raise ValueError(
-                f"it sent {decode_signature(signature)} where {decode_signature(message.head)} was expected"
+                f"it sent {decode_signature(signature)} where {decode_signature(message.head)} was expected; "
+                f"{size} bytes instead of {len(message.memory)}"
             )
         messages.popleft()
         if not messages:

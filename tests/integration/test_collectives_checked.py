@@ -74,3 +74,12 @@ def test_all_to_all_breaks_the_world_when_a_member_sends_too_much(crew: Crew) ->
         return caught.value.cause
 
     assert crew.run(3, part, verified=True) == [Cause.ERROR] * 3
+
+
+def test_members_that_start_other_reductions_or_dtypes_break_the_world_when_nothing_is_verified(crew: Crew) -> None:
+    async def part(manager: WorldManager, world: World) -> None:
+        tensor, op = (t(4).int(), ReduceOp.MAX) if world.rank else (t(4), ReduceOp.SUM)
+        with pytest.raises(BrokenWorldException, match=r"all_reduce\((float32, SUM|int32, MAX)\)"):
+            await manager.communicator.all_reduce(tensor, op, world.name)
+
+    crew.run(2, part)
