@@ -120,7 +120,7 @@ def _checked(what: str, facts: WorldFacts, tensor: Tensor, op: AnyReduceOp) -> s
     """
     name = next((key for key, value in _REDUCTIONS.items() if op == value), None)
     if name is None:
-        raise ValueError(f"{what}: {op} is not supported, only {', '.join(_REDUCTIONS)}")
+        raise ValueError(f"{what}: {op!s:.40} is not supported, only {', '.join(_REDUCTIONS)}")
     if not facts.uses_nccl(tensor):
         check_computable(what, tensor, name)
     return name

@@ -144,7 +144,7 @@ class AllReduceCall:
     def __init__(self, tensors: Sequence[Tensor], op: AnyReduceOp, memory: dict[int, Tensor]) -> None:
         names = [name for name, known in _OPS.items() if op == known]
         if not names:
-            raise ValueError(f"all_reduce: {op} is not supported, only {', '.join(_OPS)}")
+            raise ValueError(f"all_reduce: {op!s:.40} is not supported, only {', '.join(_OPS)}")
         self.buckets = make_buckets(tensors)
         self.bytes_moved = 0
         self.contributors = [0] * len(self.buckets)

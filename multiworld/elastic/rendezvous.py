@@ -81,7 +81,7 @@ class ElasticRendezvous:
         port: int = 0,
         initial_members: int = 1,
         regroup_timeout_s: float = 10.0,
-        state_file: Path | None = None,
+        state_file: str | Path | None = None,
         secret: bytes | str = b"",
         heartbeat_interval_s: float = 0.2,
         heartbeat_timeout_s: float = 1.0,

@@ -22,8 +22,8 @@ class StateFile:
         write_timeout_s: seconds that `save` waits for the disk.
     """
 
-    def __init__(self, path: Path | None, write_timeout_s: float) -> None:
-        self._path = path
+    def __init__(self, path: str | Path | None, write_timeout_s: float) -> None:
+        self._path = None if path is None else Path(path)
         self._write_timeout_s = write_timeout_s
         self._writer = ThreadPoolExecutor(1, "multiworld-state-file")  # one write at a time
 

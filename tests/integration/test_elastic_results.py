@@ -155,6 +155,7 @@ async def test_invalid_arguments_are_rejected_without_affecting_others(worlds: l
     world, one = worlds[0], torch.ones(3)
     for tensors, settings, error, words in (
         ([one], {"op": ReduceOp.BAND}, ValueError, "only SUM, AVG"),
+        ([one], {"op": torch.ones(999)}, ValueError, r"tensor\(\[.{1,40} is not supported"),
         ([one], {"max_in_flight": 0}, ValueError, "at least 1"),
         ([one, one], {}, ValueError, "same memory"),
         ([torch.ones(3, dtype=torch.bool)], {}, TypeError, "expected one of float32"),

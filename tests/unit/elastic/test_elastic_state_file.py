@@ -69,3 +69,7 @@ async def test_save_times_out_when_the_disk_does_not_respond(tmp_path: Path, mon
     await until(path.exists)
     state.close()
     assert loaded(path) == {"one": view(1)}
+
+
+def test_state_file_is_loaded_when_its_path_is_text(tmp_path: Path) -> None:
+    assert StateFile(str(tmp_path / "missing.json"), 1.0).load() == {}
