@@ -38,6 +38,7 @@ from multiworld.errors import BrokenWorldException, Cause, JoinError
 from multiworld.execution.threads import DaemonThread
 from multiworld.manager import DEFAULT_PORT, WorldManager
 from multiworld.ops import p2p
+from multiworld.ops.buffers import check_distinct
 from multiworld.ops.operation import Operation
 from multiworld.world import World
 
@@ -466,6 +467,9 @@ class WorldProcessGroup(ProcessGroup):
         for operation in operations:
             if any(tensor.device.type != "cpu" for tensor in operation.tensors):
                 raise ValueError(f"{operation.name}: WorldProcessGroup moves tensors on the CPU only; copy them there")
+        if len(operations) > 1:  # each operation has checked its own results
+            written = [[each] if isinstance(each, Tensor) else each for each in results]
+            check_distinct(f"{operations[0].name} of several tensors", [tensor for each in written for tensor in each])
         limit_s = getattr(opts, "timeout", timedelta(0)).total_seconds()
         timeout_s = limit_s if limit_s > 0 else self._timeout_s
         return WorldWork(results, self._progress.run(_carry_out(self.world, operations, timeout_s)))

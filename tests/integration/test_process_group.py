@@ -148,3 +148,10 @@ def test_backend_of_torch_forms_a_world_for_the_default_group() -> None:
         assert gathered == ["from rank 0"]
     finally:
         dist.destroy_process_group()
+
+
+def test_coalesced_operation_is_refused_when_two_of_its_tensors_share_memory(groups: list[WorldProcessGroup]) -> None:
+    tensor = torch.ones(4)
+    for pair in ([tensor, tensor], [tensor[:3], tensor[2:]]):
+        with pytest.raises(ValueError, match="same memory"):
+            groups[0].allreduce_coalesced(pair)
