@@ -23,6 +23,7 @@ from multiworld.elastic.protocol.rounds import Round
 from multiworld.errors import Cause, WorldError
 from multiworld.ops.buffers import RecvBuffer, check_dense, check_distinct, contiguous, flat
 from multiworld.ops.operation import Collective, Status, status_of
+from multiworld.ops.validation import tensor_signature
 from multiworld.world import World
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)

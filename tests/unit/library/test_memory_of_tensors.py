@@ -48,13 +48,13 @@ def _fake() -> Tensor:
 @pytest.mark.parametrize("tensor", [_resized(0), _resized(8), _fake()], ids=["freed", "shrunk", "fake"])
 @pytest.mark.parametrize("operation", [p2p.send, p2p.recv])
 def test_tensor_is_refused_when_it_does_not_own_its_memory(operation: object, tensor: Tensor) -> None:
-    with pytest.raises(TypeError, match=r"no memory of its own|freed or shrunk"):
+    with pytest.raises(TypeError, match=r"expected a plain tensor|freed or is too small"):
         operation(FACTS, tensor, 1, 0)  # type: ignore[operator]
 
 
 def test_receive_is_refused_when_elements_of_the_tensor_overlap() -> None:
     for tensor in (torch.ones(8).unfold(0, 4, 2), torch.ones(8).as_strided((2, 3), (1, 1))):
-        with pytest.raises(ValueError, match="overlapping elements"):
+        with pytest.raises(ValueError, match="use the same memory"):
             p2p.recv(FACTS, tensor, 1, 0)
 
 
