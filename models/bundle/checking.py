@@ -10,15 +10,14 @@ import torch.fx.experimental.symbolic_shapes  # operators on tensors without dat
 from torch import Tensor, fx
 
 from multiworld_serving.models.bundle.graph import Graph
-from multiworld_serving.models.bundle.nodes import BATCH, DTYPES, Call, Calls, Shape, TensorNode, names_in
+from multiworld_serving.models.bundle.nodes import BATCH, DTYPES, Call, Calls, TensorNode
 from multiworld_serving.models.bundle.rows import MAX_COMPUTED_BYTES
+from multiworld_serving.models.bundle.signatures import check_call
 from multiworld_serving.models.bundle.values import values_of
 from multiworld_serving.models.errors import BundleError
 
 MAX_TENSOR_BYTES = 8 << 30
 """Largest tensor that a graph may compute."""
-_BATCH_NORM = ("aten._native_batch_norm_legit_no_training.default", "aten._native_batch_norm_legit.no_stats")
-"""Operators that do not check that their weights have one element per channel, and would read beyond the end."""
 
 
 def check_graph(graph: Graph, lengths: Sequence[Mapping[str, int]]) -> None:
@@ -31,19 +30,11 @@ def check_graph(graph: Graph, lengths: Sequence[Mapping[str, int]]) -> None:
             more than `MAX_TENSOR_BYTES`.
     """
     for node in graph.nodes:
-        if isinstance(node, Call | Calls) and node.target in _BATCH_NORM:
-            _check_channels(graph, node)
+        if isinstance(node, Call | Calls):
+            check_call(node, graph.by_name)
     module = graph.build({node.key: node.empty() for node in graph.weights}, torch.device("meta"))
     for each in lengths:
         _check_shapes(graph, module, each)
-
-
-def _check_channels(graph: Graph, node: Call | Calls) -> None:
-    shapes: list[Shape] = [getattr(graph.by_name[name], "shape", ()) for name in names_in(node.args)]
-    channels = shapes[0][1:2] if shapes else ()
-    fixed = channels != () and isinstance(channels[0], int)
-    if node.kwargs or not fixed or any(shape != channels for shape in shapes[1:]):
-        raise BundleError(f"invalid graph: {node.name!r} does not have one weight per channel")
 
 
 def _check_shapes(graph: Graph, module: fx.GraphModule, lengths: Mapping[str, int]) -> None:

@@ -45,6 +45,7 @@ from multiworld_serving.models.bundle.nodes import (
     literal,
 )
 from multiworld_serving.models.bundle.operators import INTEGER_OPERATORS, find_operator
+from multiworld_serving.models.bundle.signatures import dividing, expect_shapes, guarded
 from multiworld_serving.models.errors import BundleError
 
 MAX_GRAPH_BYTES = 64 << 20
@@ -239,7 +240,14 @@ class Graph:
                     made = graph.call_function(operator.getitem, (values[value], index))
                 case Call(target=target, args=args, kwargs=kwargs) | Calls(target=target, args=args, kwargs=kwargs):
                     given = {name: literal(value, values, device) for name, value in kwargs.items()}
-                    function = find_operator(_VIEWS.get(target, target))
+                    operator_ = find_operator(_VIEWS.get(target, target))
+                    if "device" in {argument.name for argument in operator_._schema.arguments}:
+                        given["device"] = device
+                    if relied_on := guarded(node, self.by_name):
+                        operands = (values[each.name] for each in relied_on)
+                        graph.call_function(expect_shapes, (tuple(each.shape for each in relied_on), *operands))
+                    integers = isinstance(node, Call) and "int" in node.dtype
+                    function = dividing(target, operator_, integers)
                     made = graph.call_function(function, literal(args, values, device), given)
             values[node.name] = made
         graph.output(tuple(values[name] for name in self.outputs))

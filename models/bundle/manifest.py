@@ -22,8 +22,11 @@ _MAX_LENGTH = 1 << 31
 NAME = re.compile(r"\A[A-Za-z0-9][A-Za-z0-9_.:+-]{0,99}\Z")
 Name = Annotated[str, Meta(pattern=NAME.pattern)]
 """Name or version of a model."""
-Line = Annotated[str, Meta(pattern=r"\A[^\x00-\x1f\x7f]*\Z", max_length=1024)]
-"""Text without control characters."""
+_PRINTABLE = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]"
+Line = Annotated[str, Meta(pattern=rf"\A{_PRINTABLE}*\Z", max_length=1024)]
+"""Text without control characters and line breaks."""
+Label = Annotated[str, Meta(pattern=rf"\A{_PRINTABLE}+\Z", max_length=200)]
+"""A short `Line` that is not empty."""
 Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Length = Annotated[int, Meta(ge=0, lt=_MAX_LENGTH)]
 Dimensions = Annotated[Mapping[Line, tuple[Length, Length]], Meta(max_length=64)]
@@ -38,7 +41,7 @@ class TensorSpec(Struct, frozen=True, forbid_unknown_fields=True):
         shape: (BATCH, …). A number is a fixed length, a text the name of a variable dimension, None a computed one.
     """
 
-    name: str
+    name: Label
     dtype: Dtype
     shape: Shape
 

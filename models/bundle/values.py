@@ -9,9 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from multiworld_serving.models.bundle.signatures import expect_shapes
+
 
 def values_of(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Iterator[Any]:
-    """Compute one node after the other: on tensors without data, if those of the module and the inputs have none.
+    """Compute the nodes of a graph in order: on tensors without data, if those of the module and the inputs have none.
+
+    Computes `expect_shapes`, too, but yields nothing for it.
 
     Raises whatever operators raise.
     """
@@ -21,7 +25,8 @@ def values_of(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Iterator[Any]
         if node.op != "output":
             with torch.no_grad():
                 interpreter.env[node] = interpreter.run_node(node)
-            yield interpreter.env[node]
+            if node.target is not expect_shapes:
+                yield interpreter.env[node]
 
 
 def _exclude_from_compiling(function: Any) -> None:

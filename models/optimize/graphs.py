@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from multiworld_serving.models.bundle.signatures import expect_shapes
 from multiworld_serving.models.bundle.values import values_of
 
 aten = torch.ops.aten
@@ -53,7 +54,8 @@ def propagate(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
     empty = copy_of(module)
     place(empty, torch.device("meta"))
     values = values_of(empty, [each.to("meta") for each in inputs])
-    for node, value in zip(module.graph.nodes, values, strict=False):  # the last node is the output
+    computed = (node for node in module.graph.nodes if node.target is not expect_shapes)
+    for node, value in zip(computed, values, strict=False):  # the last node is the output
         node.meta["val"] = value
 
 

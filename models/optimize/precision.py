@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from multiworld_serving.models.bundle.signatures import expect_shapes
 from multiworld_serving.models.optimize.graphs import add_constant, aten, constant, value_of
 
 
@@ -57,7 +58,7 @@ def lower(module: fx.GraphModule, dtype: torch.dtype) -> None:
         return made
 
     for node in list(module.graph.nodes):
-        if node.op not in ("call_function", "output"):
+        if node.op not in ("call_function", "output") or node.target is expect_shapes:
             continue
         floats = [each for each in node.all_input_nodes if each in lowered or _is_float32(each)]
         is_lower = node.target in _FASTER or (node.target in _EITHER and any(each in lowered for each in floats))

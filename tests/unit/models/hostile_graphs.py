@@ -116,5 +116,67 @@ INTEGERS = {
     "tensor": integer("mul", [X, 2]),
     "unknown": integer("__import__", [1, 2]),
 }
-GROUPS = {"operators": OPERATORS, "arguments": ARGUMENTS, "order": ORDER, "shapes": SHAPES, "integers": INTEGERS}
+SEQUENCE: list[Any] = ["batch", 5, 3]
+
+
+def lstm(
+    *, bias: int = 16, states: Any = None, dropout: str = "0.0", train: bool = False, operator: str = "lstm.input"
+) -> list[Any]:
+    """An LSTM of 3 features and a state of 4, whose arguments are valid without arguments."""
+    shapes = {"w": [16, 3], "u": [16, 4], "b": [bias], "c": [16]}
+    states = [{"value": "h"}, {"value": "h"}] if states is None else states
+    flags = [True, 1, {"float": dropout}, train, False, True]
+    return [
+        ["input", "x", "float32", SEQUENCE],
+        ["input", "h", "float32", [1, "batch", 4]],
+        *(["weight", name, "float32", shape, name] for name, shape in shapes.items()),
+        ["calls", "all", f"aten.{operator}", [X, states, [{"value": name} for name in shapes], *flags], {}],
+        ["item", "y", "float32", ["batch", 5, 4], "all", 0],
+        ["output", ["y"]],
+    ]
+
+
+def sampler(mode: Any, padding: Any = 0) -> list[Any]:
+    args = [X, {"value": "g"}, mode, padding, False]
+    return [
+        ["input", "x", "float32", ["batch", 1, 2, 2, 2]],
+        ["input", "g", "float32", ["batch", 2, 2, 2, 3]],
+        ["call", "y", "float32", ["batch", 1, 2, 2, 2], "aten.grid_sampler_3d.default", args, {}],
+        ["output", ["y"]],
+    ]
+
+
+def attention(kwargs: dict[str, Any], heads: int = 2) -> list[Any]:
+    return [
+        ["input", "x", "float32", ["batch", 4, 3, 8]],
+        ["input", "k", "float32", ["batch", heads, 3, 8]],
+        [
+            *("call", "y", "float32", ["batch", 4, 3, 8], "aten.scaled_dot_product_attention.default"),
+            *([X, {"value": "k"}, {"value": "k"}], kwargs),
+        ],
+        ["output", ["y"]],
+    ]
+
+
+KERNELS = {
+    "short bias of an LSTM": lstm(bias=1),
+    "one state of an LSTM": lstm(states=[{"value": "h"}]),
+    "states of an LSTM that are no list": lstm(states={"value": "h"}),
+    "LSTM with dropout": lstm(dropout="0.5"),
+    "LSTM in training": lstm(train=True),
+    "weights of an LSTM for a GRU": lstm(states={"value": "h"}, operator="gru.input"),
+    "interpolation that does not exist": sampler(7),
+    "interpolation by the batch": [*sampler({"value": "n"})[:2], ["size", "n", "batch"], *sampler({"value": "n"})[2:]],
+    "padding that does not exist": sampler(0, 9),
+    "attention with dropout": attention({"dropout_p": {"float": "0.5"}}),
+    "attention without key heads": attention({"enable_gqa": True}, heads=0),
+}
+GROUPS = {
+    "kernels": KERNELS,
+    "operators": OPERATORS,
+    "arguments": ARGUMENTS,
+    "order": ORDER,
+    "shapes": SHAPES,
+    "integers": INTEGERS,
+}
 HOSTILE = {f"{group}: {name}": content for group, cases in GROUPS.items() for name, content in cases.items()}

@@ -24,7 +24,7 @@ from multiworld_serving.models.bundle.files import read_bundle, write_bundle
 from multiworld_serving.models.bundle.graph import Graph
 from multiworld_serving.models.bundle.manifest import Manifest, TensorSpec
 from multiworld_serving.models.errors import ModelError
-from tests.unit.models.hostile_graphs import HOSTILE, rows
+from tests.unit.models.hostile_graphs import HOSTILE, attention, lstm, rows, sampler
 
 LENGTHS = ({"batch": 1}, {"batch": 2}, {"batch": 8})
 
@@ -52,6 +52,52 @@ def outcome(read: Callable[[], object]) -> str | None:
 @pytest.mark.parametrize("case", HOSTILE)
 def test_graph_is_refused_with_one_line_when_it_is_hostile(case: str) -> None:
     assert outcome(lambda: checked(HOSTILE[case]))
+
+
+@pytest.mark.parametrize("content", [lstm(), sampler(1), attention({}, heads=4), attention({"enable_gqa": True})])
+def test_graph_is_accepted_when_the_arguments_of_its_kernels_are_valid(content: list[Any]) -> None:
+    checked(content)
+
+
+def computed_at_three_rows(operator: list[Any], shapes: dict[str, list[Any]]) -> list[Any]:
+    """A graph in which `z` has another size than declared for 3 rows, a number that is not checked when the graph is read."""
+    less = ["integer", "third", "eq", [{"value": "rows"}, 3]], ["integer", "removed", "mul", [{"value": "third"}, 3]]
+    return [
+        ["input", "x", "float32", ["batch", 4]],
+        *(["weight", name, "float32", shape, name] for name, shape in shapes.items()),
+        ["size", "rows", "batch"],
+        *less,
+        ["integer", "left", "sub", [4, {"value": "removed"}]],
+        ["call", "z", "float32", ["batch", 4], "aten.slice.Tensor", [{"value": "x"}, 1, 0, {"value": "left"}], {}],
+        *operator,
+        ["call", "y", "float32", ["batch", 4], "aten.zeros_like.default", [{"value": "x"}], {}],
+        ["output", ["y"]],
+    ]
+
+
+def test_batch_is_refused_when_its_length_was_not_checked_and_a_kernel_would_read_beyond_a_tensor() -> None:
+    norm = [{"value": "z"}, *[{"value": "w"}] * 4, {"float": "0.1"}, {"float": "1e-05"}]
+    operator = ["calls", "n", "aten._native_batch_norm_legit_no_training.default", norm, {}]
+    graph = checked(computed_at_three_rows([operator], {"w": [4]}))
+    module = graph.build({"w": torch.ones(4)}, torch.device("cpu"))
+    module(torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"has the shape \[3, 1\]"):
+        module(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("divisor", [{"value": "x"}, -1])
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+def test_quotient_is_computed_when_a_client_sends_the_lowest_integer(divisor: Any, dtype: str) -> None:
+    overload = "Tensor_mode" if isinstance(divisor, dict) else "Scalar_mode"
+    division = [f"aten.div.{overload}", [{"value": "v"}, divisor], {"rounding_mode": "trunc"}]
+    values = [["input", name, dtype, ["batch", 40]] for name in ("x", "v")]
+    graph = checked([*values, ["call", "y", dtype, ["batch", 40], *division], ["output", ["y"]]])
+    lowest = torch.iinfo(getattr(torch, dtype)).min
+    x, v = (torch.full((1, 40), value, dtype=getattr(torch, dtype)) for value in (-1, lowest))
+    (found,) = graph.build({}, torch.device("cpu"))(x, v)
+    assert found.eq(lowest).all()
+    (found,) = graph.build({}, torch.device("cpu"))(x, torch.full_like(v, 7))
+    assert found.eq(-7).all()
 
 
 @pytest.mark.parametrize(
@@ -172,6 +218,9 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "no batch": lambda m: m.update(dimensions={}),
     "another input": lambda m: m["inputs"][0].update(name="z"),
     "another element type": lambda m: m["inputs"][0].update(dtype="int64"),
+    "output with line breaks": lambda m: m["outputs"][0].update(name="a\nb"),
+    "output with escapes": lambda m: m["outputs"][0].update(name="\x1b[2J"),
+    "output with a long name": lambda m: m["outputs"][0].update(name="a" * 201),
     "too many inputs": lambda m: m.update(inputs=m["inputs"] * 10_000),
     "cut outside": lambda m: m.update(cuts=[5000]),
     "cut between a call and its items": lambda m: m.update(cuts=[7]),
