@@ -31,7 +31,13 @@ from multiworld_serving.cli.verbs import (
     status,
 )
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.common.config.process import SEND_TIMEOUT_S, STATUS_FIELD, notify, prepare_inherited
+from multiworld_serving.common.config.process import (
+    ERROR_FIELD,
+    SEND_TIMEOUT_S,
+    STATUS_FIELD,
+    notify,
+    prepare_inherited,
+)
 from multiworld_serving.models.errors import ModelError
 
 EPILOG = """
@@ -125,7 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         notify(STATUS_FIELD + " ".join(str(error).split()), SEND_TIMEOUT_S)
         return _fail(str(error), 2)
     except ServiceError as error:
+        notify(ERROR_FIELD + " ".join(str(error).split()), SEND_TIMEOUT_S)
         return _fail(str(error), 1)
+    except Exception as error:
+        notify(ERROR_FIELD + " ".join(f"{type(error).__name__}: {error}".split()), SEND_TIMEOUT_S)
+        raise
     except (KeyboardInterrupt, typer.Abort):
         return 130
 

@@ -96,6 +96,8 @@ class HttpSettings(ServiceSettings):
     """Descriptor of a socket that is bound to the gRPC port and does not listen."""
     supervisor_metrics_file: Path | None = setting(None, INTERNAL)
     """File with the metrics of the supervisor."""
+    failing_file: Path | None = setting(None, INTERNAL)
+    """File with one line for each process that the supervisor restarts again and again."""
     http_shares: int = setting(1, INTERNAL, ge=1)
     """Number of frontends that share the sockets and the limits."""
     changes_file: Path | None = setting(None, INTERNAL)

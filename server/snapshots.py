@@ -149,6 +149,8 @@ class PipelineSnapshot:
     frontends: tuple[FrontendSnapshot, ...] = ()
     models: dict[str, str] = field(default_factory=dict)
     """The state of every model of this frontend, by name; empty if there is only one."""
+    failing: tuple[str, ...] = ()
+    """Processes that the supervisor of this frontend restarts again and again, and why they end."""
     state: ServiceState = field(init=False, default="not_ready")
     """Follows from the other fields."""
     reasons: tuple[str, ...] = field(init=False, default=())
@@ -181,7 +183,7 @@ def _service_state(snapshot: PipelineSnapshot) -> tuple[ServiceState, list[str]]
         return "draining", ["the server is stopping"]
     if snapshot.unloaded and not snapshot.ready:  # ready: another leader has loaded it already
         return "unloaded", ["an administrator has unloaded the model"]
-    reasons = [_missing(stage) for stage in snapshot.stages if not stage.ready_replicas]
+    reasons = [*snapshot.failing, *(_missing(stage) for stage in snapshot.stages if not stage.ready_replicas)]
     if not snapshot.ready:
         return "not_ready", reasons or ["the pipeline is not complete"]
     reasons += [

@@ -25,7 +25,9 @@ _PR_SET_PDEATHSIG = 1
 _FROZEN_OBJECTS = 50_000
 """The garbage collector has fewer objects after `gc.freeze`, and more before it."""
 STATUS_FIELD = "STATUS="
-"""Begins a message with the error of a program that ends; see sd_notify(3)."""
+"""Begins a message with the error of a program that cannot start with its settings; see sd_notify(3)."""
+ERROR_FIELD = "X_ERROR="
+"""Begins a message with the unexpected error that ends a program."""
 SEND_TIMEOUT_S = 1.0
 """For messages that are sent once. Linux queues 10 for a receiver, and a supervisor that starts many processes reads none meanwhile."""
 SAME_STOP_S = 0.5

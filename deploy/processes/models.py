@@ -104,6 +104,7 @@ class Models:
         self._starter = starter
         self._fds = fds
         self._restarts_file = memory_file(stack, "metrics", "")
+        self._failing_file = memory_file(stack, "failing", "")
         self._outcomes_file = memory_file(stack, "changes", "{}")
         self._outcomes: dict[str, str] = {}
         """The result of each change by its id: why it was refused, or an empty text if it was made."""
@@ -119,23 +120,24 @@ class Models:
             first += each.max_workers
         self.frontends = self._new_frontends(self.groups, wait_until_ready)
         self._initial: list[ProcessSet] = [*self.groups.values(), self.frontends]
-        starter.on_restart = self._write_restarts
+        starter.on_restart = self._write_state
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start all processes."""
         self._tasks = tasks
         for each in self._initial:
             each.start(tasks)
-        self._write_restarts()
+        self._write_state()
 
     async def stop(self) -> None:
         """Stop all processes: frontends answer their requests before leaders and workers stop."""
         for running in (self._generations, self.groups.values()):
             await asyncio.gather(*(each.stop() for each in running))
 
-    async def invalid_input(self) -> None:
-        """Wait until one of the processes with which the service has started refuses its settings."""
-        await first_of(*(each.invalid_input() for each in self._initial))
+    async def cannot_start(self) -> str:
+        """Wait until processes with which the service has started cannot start. Returns why."""
+        error: str = await first_of(*(each.cannot_start() for each in self._initial))
+        return error
 
     def signal(self, role: Role, signum: signal.Signals) -> None:
         """Send a signal to all leaders, or to all frontends."""
@@ -190,7 +192,7 @@ class Models:
             raise UserError(
                 "weights, weights_dir and handler name files: write the model into the settings file and send SIGHUP"
             )
-        if _is_path(source):
+        if _is_path(source) or Path(source).exists():  # a file or folder where the service runs
             source = str(path_in(self._settings.weights_dir, source))
         return {"name": change.name, "source": source, **change.settings}
 
@@ -215,7 +217,7 @@ class Models:
                 raise UserError(f"{name!r} is the last model: stop the service instead")
             await self._replace_frontends(kept, (), timeout_s)
             await groups.pop(name).stop()
-            self._write_restarts()
+            self._write_state()
             logger.info("removed model=%s", name)
             return
         if name in groups:
@@ -232,7 +234,7 @@ class Models:
             await group.stop()
             raise
         groups[name], self._given[name] = group, settings
-        self._write_restarts()
+        self._write_state()
         logger.info("added model=%s", name)
 
     def _new_frontends(self, groups: Mapping[str, Group], wait_until_ready: Collection[str] | None) -> Frontends:
@@ -242,6 +244,7 @@ class Models:
             "http_shares": settings.frontends,
             "wait_until_ready": None if wait_until_ready is None else tuple(wait_until_ready),
             "supervisor_metrics_file": self._restarts_file,
+            "failing_file": self._failing_file,
             "changes_file": self._outcomes_file,
             "leader": ",".join(f"{name}={group.leaders}" for name, group in groups.items()),
             "model_settings": model_values({name: group.settings for name, group in groups.items()}),
@@ -260,7 +263,7 @@ class Models:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    error = await first_of(fresh.serve(), *(each.invalid_input() for each in (fresh, *new)))
+                    error = await first_of(fresh.serve(), *(each.cannot_start() for each in (fresh, *new)))
             if error is not None:
                 raise UserError(error)
             stopped, self.frontends = self.frontends, fresh
@@ -268,14 +271,16 @@ class Models:
             await stopped.stop()
             self._generations.remove(stopped)
 
-    def _write_restarts(self) -> None:
-        """Write the numbers of restarts into a file in memory. The frontends add them to their metrics."""
+    def _write_state(self) -> None:
+        """Write the numbers of restarts, which frontends add to their metrics, and the processes that fail, for their status."""
         sets: dict[str, ProcessSet] = {"": self.frontends, **self.groups}
         restarts = [
             (name, role, each.restarts) for name, found in sets.items() for role, each in found.supervisors.items()
         ]
+        failing = [text for found in sets.values() for each in found.supervisors.values() for text in each.failing]
         with contextlib.suppress(OSError):  # no memory; must not stop any process
             Path(self._restarts_file).write_text(restart_metrics(restarts), encoding="utf-8")
+            Path(self._failing_file).write_text("\n".join(failing), encoding="utf-8")
 
 
 def _is_path(text: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Self
 
 import msgspec
 
-from multiworld_serving.common.config.process import STATUS_FIELD
+from multiworld_serving.common.config.process import ERROR_FIELD, STATUS_FIELD
 from multiworld_serving.server.capacity_report import CAPACITY_FIELD, CapacityReport
 from multiworld_serving.server.model_change import CHANGE_FIELD, ModelChange
 
@@ -47,6 +47,7 @@ class NotifyListener:
         }
         self.first_heard = asyncio.Event()
         self.on_change: Callable[[ModelChange], object] = lambda _: None
+        self._refusals: dict[int, str] = {}
         self._errors: dict[int, str] = {}
         self._heard_s: dict[int, float] = {}
         self._reports: dict[int, tuple[float, CapacityReport]] = {}
@@ -81,12 +82,16 @@ class NotifyListener:
         """Whether a child has ever sent a message: it does so when it has started."""
         return pid in self._heard_s
 
-    def forget(self, pid: int) -> str:
-        """Forget a child that has ended: its pid may be reused. Returns the error with which it ended, if it sent one."""
+    def forget(self, pid: int) -> tuple[str, str]:
+        """Forget a child that has ended: its pid may be reused.
+
+        Returns:
+            Why it cannot start with its settings, and the unexpected error with which it ended; empty if it sent none.
+        """
         self._receive()
         self._heard_s.pop(pid, None)
         self._reports.pop(pid, None)
-        return self._errors.pop(pid, "")
+        return self._refusals.pop(pid, ""), self._errors.pop(pid, "")
 
     def _receive(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -99,9 +104,10 @@ class NotifyListener:
                             self._take(pid, message.decode(errors="replace"))
 
     def _take(self, pid: int, text: str) -> None:
-        if text.startswith(STATUS_FIELD):  # the last message of a program that could not start
-            self._errors[pid] = text.removeprefix(STATUS_FIELD)
-            return
+        for field, last_words in ((STATUS_FIELD, self._refusals), (ERROR_FIELD, self._errors)):
+            if text.startswith(field):  # the last message of a program
+                last_words[pid] = text.removeprefix(field)
+                return
         if pid not in self._heard_s:
             self.first_heard.set()
         self._heard_s[pid] = now_s = time.monotonic()

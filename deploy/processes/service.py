@@ -49,8 +49,8 @@ def run(settings: ServeSettings, program: Callable[[Sequence[str]], object]) -> 
         service.import_programs()
         for each in models.values():
             check_bundle(each)
-        if asyncio.run(service.run()):
-            raise UserError("a process refused its settings; see its error above")
+        if error := asyncio.run(service.run()):
+            raise UserError(f"the service cannot start: {error}")
     upgrade.become_forwarder()
     return 0
 
@@ -107,8 +107,8 @@ class Service:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # there is nothing to upgrade yet
         self._starter.import_programs(max(group.threads for group in self.models.groups.values()))
 
-    async def run(self) -> bool:
-        """Run all processes until a signal, or until one of them refuses its settings. Returns whether one has."""
+    async def run(self) -> str:
+        """Run all processes until a signal, or until they cannot start. Returns why they cannot; empty after a signal."""
         on_stop_signal(self._begin_stop)
         with self._starter.notify.receiving():
             self._reload_on_hangup()
@@ -118,15 +118,18 @@ class Service:
                 async with notify_systemd():
                     if self._upgrade.replaces:
                         self._begin(self._replace())
-                    await first_of(self._stop.wait(), self.models.invalid_input())
-                    refused = not self._stop.is_set()
+                    error = await first_of(self._stopped(), self.models.cannot_start())
                     if self._changing is not None:
                         self._changing.cancel()
                         await asyncio.wait({self._changing})
                 await self.models.stop()
             self._upgrade.hold_signals()
             logger.info("stopped")
-        return refused
+        return error
+
+    async def _stopped(self) -> str:
+        await self._stop.wait()
+        return ""
 
     def _begin_stop(self) -> None:
         logger.info("stopping; a second signal ends all processes at once")

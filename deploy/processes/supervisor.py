@@ -21,6 +21,9 @@ _POLL_S = 1.0
 """Interval of the check for processes that are blocked."""
 _PAUSED_S = 3 * _POLL_S
 """If this check itself is later than this, the silence of other processes counts from now on."""
+_SHORT_S = 3.0
+_MAX_SHORT_LIVES = 5
+"""A process fails that ends so often in a row within `_SHORT_S` of its start. A program that does not fork takes 2 s to import torch."""
 NOT_STARTED = "not-started"
 
 
@@ -46,8 +49,14 @@ class _Slot:
     """One supervised process: the running child, if any, and the number of its restarts."""
 
     index: int
+    added: bool = False
+    """Whether it was added while others ran."""
     child: ChildProcess | None = None
     restarts: int = 0
+    short_lives: int = 0
+    """How often in a row its process has ended within `_SHORT_S`."""
+    error: str = ""
+    """The error with which its process has ended last, if it has reported one."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the process must end and not be restarted."""
     supervision: asyncio.Task[None] | None = None
@@ -67,10 +76,10 @@ class Supervisor:
         stop_timeout_s: seconds from SIGTERM to SIGKILL.
         notify: receives the signs of life of the processes.
         blocked_timeout_s: seconds without a sign of life after which a process is killed.
-        on_restart: called after each restart.
-        invalid_input: set when a process reported invalid input at its first start, before any process of this supervisor was ready. It
-            is not restarted.
-        error: the last error that a process has reported when it ended.
+        on_restart: called after each restart, and when `failing` has changed.
+        cannot_start: set when one of the first processes reports at its first start that it cannot start with its settings, or when all
+            processes fail and none has ever lived longer than `_SHORT_S`.
+        error: why, if `cannot_start` is set.
     """
 
     start: Callable[[int], ChildProcess]
@@ -81,13 +90,13 @@ class Supervisor:
     notify: NotifyListener | None = None
     blocked_timeout_s: float = float("inf")
     on_restart: Callable[[], object] = lambda: None
-    invalid_input: asyncio.Event = field(default_factory=asyncio.Event)
+    cannot_start: asyncio.Event = field(default_factory=asyncio.Event)
     error: str = ""
 
     def __post_init__(self) -> None:
         self._slots = {index: _Slot(index) for index in range(self.count)}
         self._tasks = asyncio.TaskGroup()
-        self._was_ready = self._refused = False
+        self._has_lived = False
 
     @property
     def pids(self) -> dict[int, int]:
@@ -99,6 +108,11 @@ class Supervisor:
         """Number of restarts by slot."""
         return {slot.index: slot.restarts for slot in self._slots.values()}
 
+    @property
+    def failing(self) -> list[str]:
+        """One text for each slot whose process ends at once again and again."""
+        return [self._failure(slot) for slot in self._slots.values() if slot.short_lives >= _MAX_SHORT_LIVES]
+
     def signal_all(self, signum: signal.Signals) -> None:
         """Send a signal to all running processes."""
         for slot in self._slots.values():
@@ -108,7 +122,7 @@ class Supervisor:
     def add(self) -> int:
         """Start a process in a new slot, inside the block. Returns its index, the lowest that is free."""
         index = next(index for index in range(len(self._slots) + 1) if index not in self._slots)
-        self._slots[index] = _Slot(index)
+        self._slots[index] = _Slot(index, added=True)
         self._supervise(self._slots[index])
         return index
 
@@ -141,6 +155,7 @@ class Supervisor:
         failures = starts = 0
         while not slot.stopping.is_set():
             child = slot.child = self._start(slot)
+            refused, recovery = "", asyncio.get_running_loop().call_later(_SHORT_S, self._lives, slot)
             if child is None:
                 lived_s, status = 0.0, NOT_STARTED
             else:
@@ -148,17 +163,25 @@ class Supervisor:
                 if starts > 1:
                     slot.restarts += 1
                     self.on_restart()
-                status = await self._end(slot, child)
+                status, refused = await self._end(slot, child)
                 lived_s = time.monotonic() - child.started_s
+            recovery.cancel()
             if slot.stopping.is_set():
                 # A process that has not installed its signal handlers yet ends by the signal.
                 level = logging.DEBUG if status in ("0", "SIGTERM", NOT_STARTED) else logging.WARNING
                 logger.log(level, "%s slot=%d stopped status=%s", self.kind, slot.index, status)
                 return
-            if self._refused and not slot.restarts:
-                logger.error("%s slot=%d refused its settings: %s", self.kind, slot.index, self.error)
-                self.invalid_input.set()
+            if refused and not slot.restarts and not slot.added:
+                logger.error("%s slot=%d refused its settings: %s", self.kind, slot.index, refused)
+                self.error = refused
+                self.cannot_start.set()
                 return
+            slot.short_lives = slot.short_lives + 1 if lived_s < _SHORT_S else 0
+            if slot.short_lives == _MAX_SHORT_LIVES:
+                logger.error("%s", self._failure(slot))
+                if len(self.failing) == len(self._slots) and not self._has_lived:
+                    self.error = self._failure(slot)
+                    self.cannot_start.set()
             failures = 1 if lived_s >= self.backoff.reset_after_s else failures + 1
             delay_s = self.backoff.delay_s(failures, random.random())
             logger.log(
@@ -170,17 +193,34 @@ class Supervisor:
                 async with asyncio.timeout(delay_s):
                     await slot.stopping.wait()
 
+    def _failure(self, slot: _Slot) -> str:
+        why = slot.error or "it reported no error; see the log"
+        return f"{self.kind} slot={slot.index} ended {_MAX_SHORT_LIVES} times in a row within {_SHORT_S:g} s of its start: {why}"
+
+    def _lives(self, slot: _Slot) -> None:
+        """Called when the process of this slot has not ended at once."""
+        self._has_lived = True
+        if slot.short_lives >= _MAX_SHORT_LIVES:
+            slot.short_lives = 0
+            self.on_restart()
+
     def _start(self, slot: _Slot) -> ChildProcess | None:
         try:
             child = self.start(slot.index)
         except OSError as error:
+            slot.error = str(error)
             logger.error("%s slot=%d cannot be started: %s", self.kind, slot.index, error)  # noqa: TRY400 - the traceback adds nothing
             return None
         logger.info("%s slot=%d pid=%d started", self.kind, slot.index, child.pid)
         return child
 
-    async def _end(self, slot: _Slot, child: ChildProcess) -> str:
-        """Wait until a process ends, is blocked, or must stop, and end it. Returns its exit status or signal name."""
+    async def _end(self, slot: _Slot, child: ChildProcess) -> tuple[str, str]:
+        """Wait until a process ends, is blocked, or must stop, and end it.
+
+        Returns:
+            Its exit status or signal name, and why it cannot start with its settings, if it has said so.
+        """
+        refused = ""
         ended = asyncio.create_task(child.ended())
         waits: list[Awaitable[object]] = [asyncio.shield(ended), slot.stopping.wait()]
         if self.notify is not None:
@@ -192,13 +232,11 @@ class Supervisor:
         finally:
             ended.cancel()
             if self.notify is not None:
-                reported = self.notify.forget(child.pid)
-                self._was_ready = self._was_ready or any(map(self.notify.heard, self.pids.values()))
-                self.error = reported or self.error
-                self._refused = bool(reported) and not self._was_ready
+                refused, error = self.notify.forget(child.pid)
+                slot.error = refused or error
             slot.child = None
             status = status_text(child.reap())
-        return status
+        return status, refused
 
     async def _blocked(self, slot: _Slot, pid: int, notify: NotifyListener) -> None:
         """Wait until a process has sent nothing for too long. The time of a pause of the whole machine does not count."""
@@ -241,11 +279,10 @@ class ProcessSet:
         if self._running is not None:
             await asyncio.wait({self._running})
 
-    async def invalid_input(self) -> str:
-        """Wait until a process refuses its settings. Returns its error."""
-        await first_of(*(each.invalid_input.wait() for each in self.supervisors.values()))
-        errors = (each.error for each in self.supervisors.values() if each.invalid_input.is_set())
-        return next(filter(None, errors), "a process exited with status 2; see its error in the log")
+    async def cannot_start(self) -> str:
+        """Wait until a supervisor finds that its processes cannot start. Returns why."""
+        await first_of(*(each.cannot_start.wait() for each in self.supervisors.values()))
+        return next(each.error for each in self.supervisors.values() if each.cannot_start.is_set())
 
     async def _run(self, resources: contextlib.ExitStack) -> None:
         with resources:

@@ -67,13 +67,13 @@ class ProcessState(NamedTuple):
     Attributes:
         host: name of the node.
         started: the process has sent READY=1: a leader or frontend listens.
-        invalid_input: it has ended with status 2, because its settings are invalid on this node.
+        cannot_start: it cannot start with its settings on this node, or ends again and again.
         addresses: where it listens, by the setting of the socket.
     """
 
     host: str
     started: bool
-    invalid_input: bool
+    cannot_start: bool
     addresses: Mapping[str, str]
 
 
@@ -115,7 +115,7 @@ class ProcessActor:
         return ProcessState(
             self._host,
             pid is not None and self._notify.heard(pid),
-            self._supervisor.invalid_input.is_set(),
+            self._supervisor.cannot_start.is_set(),
             {name: self._address(name) for name in self._sockets},
         )
 

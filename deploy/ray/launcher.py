@@ -201,8 +201,8 @@ def _until_ready(settings: ServeSettings, specs: Mapping[str, ProcessSpec]) -> d
         states: dict[str, ProcessState] = _answers(
             {name: each.state.remote() for name, each in actors.items()}, _ANSWER_S
         )
-        if invalid := ", ".join(f"{name} on {state.host}" for name, state in states.items() if state.invalid_input):
-            raise UserError(f"{invalid}: exited with status 2 (invalid settings); see its error above")
+        if invalid := ", ".join(f"{name} on {state.host}" for name, state in states.items() if state.cannot_start):
+            raise UserError(f"{invalid}: cannot start; see its error above")
         if late := ", ".join(sorted(name for name in specs if name not in states or not states[name].started)):
             late = f", not started: {late}"
         elif settings.tls_cert_file is not None or any(

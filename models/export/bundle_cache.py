@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
+from multiworld_serving.models.cache_folder import cache_folder
 from multiworld_serving.models.errors import ExportError, WeightsError
 from multiworld_serving.models.weights import SUFFIXES, parse_seed
 
@@ -118,27 +118,6 @@ def _why_unreachable() -> str | None:
         return None  # the host answers
     except (OSError, ValueError) as error:  # refused, unreachable, unknown, silent, or a malformed URL of a proxy
         return f"{_HOST} cannot be reached: {getattr(error, 'reason', None) or error}"
-
-
-def cache_folder(name: str) -> Path:
-    """The folder of this user for what is cached under this name. No other user can change what it contains. Imports torch.
-
-    Raises:
-        ExportError: it cannot be made, or another user can change it.
-    """
-    from multiworld.membership.local_socket import private_folder  # noqa: PLC0415 - imports torch
-
-    if cache := os.environ.get("XDG_CACHE_HOME"):
-        folder = Path(cache) / "multiworld"
-    elif home := os.environ.get("HOME"):
-        folder = Path(home) / ".cache" / "multiworld"
-    else:
-        folder = Path(os.environ.get("TMPDIR") or "/tmp") / f"multiworld-{os.geteuid()}"  # noqa: S108 - it is checked
-    try:
-        return private_folder(folder) / name
-    except OSError as error:
-        reason = str(error) if error.errno is None else error.strerror
-        raise ExportError(f"cannot cache in {folder}: {reason}; set XDG_CACHE_HOME to a writable folder") from error
 
 
 def _sha256(path: str) -> str:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from multiworld_serving.models.bundle.stage import BundleStage
+from multiworld_serving.models.cache_folder import cache_folder
 from multiworld_serving.models.errors import CompileError, StageError
-from multiworld_serving.models.export.bundle_cache import cache_folder
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation_of_rows
 from multiworld_serving.models.optimize.folding import folded
 from multiworld_serving.models.optimize.fusing import Workload

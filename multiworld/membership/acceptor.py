@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
@@ -34,6 +35,8 @@ _WAITING_S = 0.5
 """Interval of heartbeats to a member that waits for its world. A client gives up after 1 s without data."""
 _ACCEPT_PAUSE_S = 0.5
 """Pause after `accept` failed, for example because the process has no free file descriptor."""
+_LOG_INTERVAL_S = 1.0
+"""Shortest interval between log lines about refused connections."""
 _MAX_REFUSALS = 100
 """Refused questions that are remembered, by client and reason."""
 
@@ -106,6 +109,7 @@ class Acceptor:
         self._sock = sock
         self._targets: dict[tuple[str, int | None], AdmissionTarget] = {}
         self._target_added: asyncio.Future[None] = control_loop.loop.create_future()
+        self._logs_again_s, self._refused_unlogged = float("-inf"), 0
         self._newest: dict[tuple[object, ...], socket.socket] = {}  # of the clients that wait with equal names
         self._clients: dict[socket.socket, asyncio.Task[None]] = {}  # until they are admitted
         self._unauthenticated: dict[socket.socket, None] = {}  # the oldest first
@@ -186,11 +190,21 @@ class Acceptor:
             async with asyncio.timeout(_HANDSHAKE_S):
                 return handshake.accept(await read_frame(sock, _HANDSHAKE_S))
         except TimeoutError:
-            logger.warning("refused a connection from %s: not authenticated within %.0f s", host, _HANDSHAKE_S)
+            self._log_refused(host, f"not authenticated within {_HANDSHAKE_S:.0f} s")
             raise
         except (PermissionError, FrameError) as error:
-            logger.warning("refused a connection from %s: %s", host, error)
+            self._log_refused(host, str(error))
             raise RejectedError(str(error), retry=isinstance(error, FrameError)) from None
+
+    def _log_refused(self, host: str, why: str) -> None:
+        """Log a connection that is refused. Strangers cause these lines, so there is at most one in `_LOG_INTERVAL_S`."""
+        now_s = time.monotonic()
+        if now_s < self._logs_again_s:
+            self._refused_unlogged += 1
+            return
+        more = f" (and {self._refused_unlogged} more since the last such line)" if self._refused_unlogged else ""
+        self._logs_again_s, self._refused_unlogged = now_s + _LOG_INTERVAL_S, 0
+        logger.warning("refused a connection from %s: %s%s", host, why, more)
 
     # -- admission -----------------------------------------------------------------------------------------------------------
 

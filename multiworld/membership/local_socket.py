@@ -29,28 +29,17 @@ def default_runtime_dir() -> str:
     return next((folder for folder in folders if 0 < len(os.fsencode(folder)) <= _MAX_FOLDER_BYTES), "/tmp")  # noqa: S108
 
 
-def private_folder(folder: Path) -> Path:
-    """Make this folder with mode 0700, or check that no other user can change what it contains. Returns it.
-
-    Raises OSError if it cannot be made, is a symbolic link, is not a folder of this user or root, or is writable for others.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
-        raise PermissionError(
-            f"{folder} is not a folder that only this user can change; delete it, or set its mode to 0700"
-        )
-    return folder
-
-
 def bind_local(runtime_dir: str) -> socket.socket:
     """Return a non-blocking socket that listens at a new path in the folder of this user under `runtime_dir`.
 
     Raises OSError, also when the folder is not private or the path is longer than a Unix socket allows.
     """
-    folder = private_folder(Path(runtime_dir) / f"multiworld-{os.geteuid()}")
+    folder = Path(runtime_dir) / f"multiworld-{os.geteuid()}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder of mode 0700 of this user")
     # Under another kernel, which may share the folder through a network file system, a live socket looks abandoned.
     boot = _BOOT_ID.read_text()[:8]
     _delete_abandoned(folder, boot)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.api.handler.route import HandlerRoute
 from multiworld_serving.server.api.inference import Inference
@@ -75,7 +77,13 @@ class Group:
 
 
 class Groups:
-    """All models of a frontend. The first one is that of the status page and of paths that name none."""
+    """All models of a frontend. The first one is that of the status page and of paths that name none.
+
+    Attributes:
+        failing_file: see `FrontendSettings`.
+    """
+
+    failing_file: Path | None = None
 
     def __init__(self, *groups: Group) -> None:
         self._by_name = {group.name: group for group in groups}
@@ -116,11 +124,15 @@ class Groups:
         return next(iter(self)) if name is None else self.named(name)
 
     def snapshot(self, group: Group) -> PipelineSnapshot:
-        """The state of one model, with the states of all."""
+        """The state of one model, with the states of all, and the processes that fail."""
         found = group.pool.snapshot()
-        if self.only is not None:
-            return found
-        return replace(found, models={each.name: each.pool.snapshot().state for each in self})
+        models: dict[str, str] = {each.name: each.pool.snapshot().state for each in self} if self.only is None else {}
+        failing = self._failing() or ()
+        return replace(found, models=models, failing=failing) if models or failing else found
+
+    @suppress_errors
+    def _failing(self) -> tuple[str, ...]:
+        return () if self.failing_file is None else tuple(self.failing_file.read_text(encoding="utf-8").splitlines())
 
     def index(self, *, only_ready: bool = False) -> list[dict[str, str]]:
         """The versions of all models, as Triton's repository extension describes them."""

@@ -74,7 +74,7 @@ def operations_routes(groups: Groups, scrape: Scrape) -> list[Route]:
         waiting = None if ready else groups.not_ready
         if ready and groups.only is None:
             return JSONResponse({"ready": True, "models": ready})
-        snapshot = (waiting or next(iter(groups))).pool.snapshot()
+        snapshot = groups.snapshot(waiting or next(iter(groups)))
         if waiting is None:
             return JSONResponse({"ready": True, "model": snapshot.model, "version": snapshot.version})
         missing, record = list(snapshot.missing_stages), RequestRecord.of(request.scope)

@@ -173,6 +173,7 @@ class _Frontend:
         settings, metrics, ports = self._settings, self.metrics, self._ports
         authorizer = Authorizer(self._credentials.keys)
         pools = [model.pool for model in self.models]
+        self.groups.failing_file = settings.failing_file
         scrape = partial(scrape_service, settings.name, pools, metrics, settings.supervisor_metrics_file)
         app = create_api(self.groups, metrics, authorizer, scrape=scrape, admin_port=ports.admin.getsockname()[1])
         admin_app = create_admin_app(

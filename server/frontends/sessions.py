@@ -153,7 +153,15 @@ class FrontendSessions:
             logger.warning("frontend %s has not joined: %s", request.frontend, error)
             return
         for former in [each for each in self._sessions if each.who.frontend == request.frontend]:
-            former.link.fail("a frontend with the same name has joined")
+            if (former.who.host, former.who.pid) != (
+                request.host,
+                request.pid,
+            ):  # it has been replaced, or two have this name
+                logger.warning(
+                    "frontend %s of host=%s pid=%d takes the place of the one of host=%s pid=%d; if both run, give each its own --name",
+                    *(request.frontend, request.host, request.pid, former.who.host, former.who.pid),
+                )
+            former.link.fail(f"a frontend with the same --name {request.frontend} has joined from {request.host}")
         session = FrontendSession(self, request, world)
         self._sessions.add(session)
         logger.info(

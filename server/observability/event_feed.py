@@ -77,6 +77,7 @@ class EventFeed:
     """Derives events from snapshots, and sends them to the followers."""
 
     def __init__(self, requests: ModelRequests) -> None:
+        self.observe = suppress_errors(self._observe)
         self.tick = suppress_errors(self._tick)
         self._requests = requests
         self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
@@ -87,7 +88,7 @@ class EventFeed:
         self._followers: dict[object, float] = {}
         """When each follower has taken its last message."""
 
-    def observe(self, snapshot: PipelineSnapshot) -> None:
+    def _observe(self, snapshot: PipelineSnapshot) -> None:
         """Add events for the differences to the last snapshot."""
         last, self._last = self._last, snapshot
         if last is not None and last.version != snapshot.version:
@@ -148,7 +149,7 @@ class EventFeed:
         now_s = time.monotonic()
         self._points.append(_point(self._requests.take_recent(), now_s - self._tick_s))
         self._tick_s = now_s
-        self.observe(snapshot)
+        self._observe(snapshot)
 
     def _compare(self, stage: int, before: ReplicaSnapshot | None, now: ReplicaSnapshot) -> None:
         if before and (before.state, before.generation, before.world) == (now.state, now.generation, now.world):

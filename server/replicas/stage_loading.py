@@ -58,7 +58,7 @@ class StageLoading:
         for plan in plans:
             try:
                 await self._assign(link, plan)
-            except WorkFailedError as error:
+            except (WorkFailedError, OSError) as error:  # OSError: the file with its weights cannot be read
                 raise SelfTestError(f"{self._worker.name} cannot serve stage {plan.spec.index}: {error}") from error
         self._worker.loaded |= {plan.number for plan in plans}
 

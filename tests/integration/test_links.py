@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import errno
+import os
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -412,10 +414,15 @@ def none_left(needed_bytes: int) -> None:
     raise MemoryError(f"it takes {needed_bytes} bytes, and 5 are left")
 
 
+def failing_read(*_: int) -> bytes:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 BAD_VERSIONS = {
     "other weights than the reference's": "the join self-test failed",
     "weights that do not load": "the inputs differ from the graph's",
     "no memory": "5 are left",
+    "the file cannot be read": "Input/output error",
 }
 
 
@@ -433,6 +440,8 @@ async def test_link_continues_serving_when_a_version_cannot_be_loaded(
     await pair.heard.until("ready")
     if why == "no memory":
         monkeypatch.setattr("multiworld_serving.workers.stage_loader.check_memory", none_left)
+    elif why.startswith("the file"):
+        monkeypatch.setattr("multiworld_serving.server.versions.stage_plan.os.pread", failing_read)
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(SelfTestError, match=BAD_VERSIONS[why]):
             await link.load((bad,))

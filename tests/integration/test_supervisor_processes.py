@@ -212,7 +212,7 @@ async def test_process_is_not_restarted_when_its_settings_are_invalid(
     script = SEND + "send('STATUS=no such device'); sys.exit(2)"
     with NotifyListener() as notify:
         async with reports.supervisor(script, environment=os.environ | notify.environment, notify=notify) as supervisor:
-            await supervisor.invalid_input.wait()
+            await supervisor.cannot_start.wait()
             assert supervisor._slots[0].supervision is not None
             await supervisor._slots[0].supervision
             assert supervisor.restarts == {0: 0}
@@ -230,7 +230,44 @@ async def test_process_is_restarted_when_others_were_ready_or_it_reported_nothin
             await reports.next()
             index = supervisor.add()
             await until(lambda: supervisor.restarts[index] >= 1)
-            assert not supervisor.invalid_input.is_set()
+            assert not supervisor.cannot_start.is_set()
+
+
+DIES = SEND + "send('X_ERROR=OSError: no threads'); sys.exit(1)"
+
+
+async def test_supervisor_says_why_processes_cannot_start_when_all_of_them_end_at_once(
+    reports: Reports, caplog: pytest.LogCaptureFixture
+) -> None:
+    with NotifyListener() as notify:
+        options: dict[str, Any] = {"environment": os.environ | notify.environment, "notify": notify}
+        async with reports.supervisor(DIES, 2, backoff=AT_ONCE, **options) as supervisor:
+            await supervisor.cannot_start.wait()
+            assert all("OSError: no threads" in text for text in supervisor.failing)
+            assert len(supervisor.failing) == 2
+    assert "ended 5 times in a row within 3 s of its start: OSError: no threads" in supervisor.error
+    assert "slot=0 ended 5 times in a row" in caplog.text
+
+
+async def test_failing_process_is_named_until_it_lives_and_ends_no_service_that_was_ready(
+    reports: Reports, tmp_path: Path
+) -> None:
+    repaired, changes = tmp_path / "repaired", []
+    works = f"sys.argv[1] == '0' or os.path.exists({str(repaired)!r})"
+    script = (
+        SEND + f"if {works}:\n    send('READY=1'); report('ready'); signal.pause()\nsend('X_ERROR=broken'); sys.exit(1)"
+    )
+    with NotifyListener() as notify:
+        options: dict[str, Any] = {"environment": os.environ | notify.environment, "notify": notify}
+        async with reports.supervisor(script, backoff=AT_ONCE, **options) as supervisor:
+            supervisor.on_restart = lambda: changes.append(supervisor.failing)
+            await reports.next()
+            index = supervisor.add()
+            await until(lambda: [each for each in changes if f"slot={index}" in "".join(each)])
+            assert not supervisor.cannot_start.is_set()
+            repaired.touch()
+            await until(lambda: not supervisor.failing)
+            assert changes[-1] == []
 
 
 @programs_and_forks

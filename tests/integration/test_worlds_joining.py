@@ -52,6 +52,20 @@ async def test_join_is_refused_at_once_when_the_secret_is_wrong(caplog: pytest.L
             await hosting
 
 
+async def test_refused_connections_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with WorldManager(secret="right") as host:
+        port = host.listen()
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                with contextlib.suppress(ConnectionResetError):  # it is refused
+                    while stranger.recv(1 << 16):
+                        pass
+        began_s = min(each.created for each in caplog.records)
+        lines = [each.created for each in caplog.records if each.message.startswith("refused a connection from")]
+        assert 1 <= len(lines) <= 1 + max(lines) - began_s
+
+
 async def impostor(listener: socket.socket, *frames: Frame) -> bytes:
     """A host without the secret: it greets, then sends `frames`. Returns all bytes that it receives."""
     loop = asyncio.get_running_loop()

@@ -10,10 +10,11 @@ gives each new connection to one of them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -53,6 +54,10 @@ _STALL_MS = 10_000
 """Longest TLS handshake, interval of pings, and longest time without a reply to one."""
 _TRANSIT_S = 0.05
 """A call that is cancelled this close to its deadline has reached it: the client's time began before the message arrived."""
+_SLOW_S = 5.0
+"""Time after which a call that is still receiving its message ends, if another one waits for its place."""
+_SMALL_S = 2.0
+"""Longest time for receiving a message that names a model or nothing."""
 _MAX_METADATA_BYTES = 32 * 2**10
 _ONLY_UNCOMPRESSED = 1
 """gRPC does not limit the size of a message after decompression."""
@@ -105,8 +110,9 @@ class GrpcPort:
         self._requests = requests
         self._authorizer = authorizer
         self._limits = limits
-        # Calls that receive a message at the same time: the memory for the largest messages is reserved for them.
-        self._receiving = asyncio.Semaphore(max(1, limits.max_held_bytes // limits.max_body_bytes))
+        # The memory for the largest messages is reserved for the calls that receive one.
+        at_once = max(1, limits.max_held_bytes // limits.max_body_bytes)
+        self._infer_places, self._places = _ReceivePlaces(at_once), _ReceivePlaces(at_once)
         self._max_connections = max_connections
         self._address = Address(*reserved.getsockname()[:2])
         self._tls = tls
@@ -158,8 +164,8 @@ class GrpcPort:
         plain: dict[str, tuple[str, Callable[[Any], Mapping[str, Any]]]] = {
             "ServerLive": ("/v2/health/live", lambda _: {"live": True}),
             "ServerReady": ("/v2/health/ready", lambda _: {"ready": self._groups.not_ready is None}),
-            "ModelReady": (f"{model}/ready", self._model_ready),
             "ServerMetadata": ("/v2", lambda _: server_metadata(_EXTENSIONS)),
+            "ModelReady": (f"{model}/ready", self._model_ready),
             "ModelMetadata": (model, self._model_metadata),
             "ModelConfig": (f"{model}/config", self._model_config),
             "ModelStatistics": (f"{model}/stats", self._model_statistics),
@@ -216,7 +222,7 @@ class GrpcPort:
 
         return grpc.stream_unary_rpc_method_handler(run)
 
-    async def _receive(self, context: Any, timeout_s: float) -> bytes:
+    async def _receive(self, context: Any, timeout_s: float, places: _ReceivePlaces) -> bytes:
         """Receive the message of the request.
 
         Raises:
@@ -224,7 +230,7 @@ class GrpcPort:
             BodyTooLargeError: gRPC has refused it.
         """
         try:
-            async with asyncio.timeout(timeout_s), self._receiving:
+            async with asyncio.timeout(timeout_s), places.take():
                 message = await context.read()
         except TimeoutError as error:
             raise BodyTimeoutError("the message was not received before the call timed out; send it faster") from error
@@ -237,7 +243,7 @@ class GrpcPort:
         return received
 
     async def _infer(self, context: Any, record: RequestRecord, timeout_s: float) -> tuple[bytes, Mapping[str, str]]:
-        received = await self._receive(context, timeout_s)
+        received = await self._receive(context, timeout_s, self._infer_places)
         group = self._groups.only or self._groups.named(model_name(received))
         _set_group(record, group)
         inference = group.described()
@@ -258,11 +264,14 @@ class GrpcPort:
         return await inference.answer(opened, receive, parse, encode)
 
     def _plain(self, name: str, respond: Callable[[Any], Mapping[str, Any]]) -> Answer:
-        """The answer of a method that costs nothing."""
+        """The answer of a method that costs nothing. The message of a request without fields is not received: it would need a place."""
         method = METHODS[name]
+        has_fields = bool(method.request.DESCRIPTOR.fields)
 
         async def answer(context: Any, record: RequestRecord, timeout_s: float) -> tuple[bytes, Mapping[str, str]]:
-            request = decode(method.request, await self._receive(context, timeout_s))
+            timeout_s = min(timeout_s, _SMALL_S)
+            received = await self._receive(context, timeout_s, self._places) if has_fields else b""
+            request = decode(method.request, received)
             return method.response(**respond(request)).SerializeToString(), {}
 
         return answer
@@ -288,6 +297,29 @@ class GrpcPort:
 
     def _group(self, request: Any) -> Group:
         return self._groups.named(request.name, request.version or None)
+
+
+class _ReceivePlaces:
+    """Limits how many calls receive a message at the same time."""
+
+    def __init__(self, places: int) -> None:
+        self._free = asyncio.Semaphore(places)
+        self._receiving: dict[asyncio.Timeout, float] = {}
+
+    @contextlib.asynccontextmanager
+    async def take(self) -> AsyncIterator[None]:
+        """Hold a place while the block runs. Raises TimeoutError if it takes longer than `_SLOW_S` and another call waits."""
+        now_s = asyncio.get_running_loop().time()
+        if self._free.locked() and self._receiving:
+            longest, began_s = next(iter(self._receiving.items()))
+            del self._receiving[longest]
+            longest.reschedule(max(now_s, began_s + _SLOW_S))
+        async with self._free, asyncio.timeout(None) as limit:
+            self._receiving[limit] = asyncio.get_running_loop().time()
+            try:
+                yield
+            finally:
+                self._receiving.pop(limit, None)
 
 
 def _set_group(record: RequestRecord, group: Group) -> None:

@@ -13,6 +13,7 @@ import torch
 from torchvision.models import ResNet18_Weights
 
 from multiworld_serving.models.bundle.files import read_bundle
+from multiworld_serving.models.cache_folder import cache_folder
 from multiworld_serving.models.errors import ExportError, WeightsError
 from multiworld_serving.models.export import bundle_cache, torchvision_models
 from multiworld_serving.models.export.bundle_cache import exported
@@ -140,5 +141,5 @@ def test_cache_has_mode_0700_without_a_home_folder(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    folder = bundle_cache.cache_folder("bundles").parent
+    folder = cache_folder("bundles").parent
     assert folder.stat().st_mode & 0o777 == 0o700

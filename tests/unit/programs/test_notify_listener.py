@@ -91,9 +91,13 @@ async def test_children_are_told_apart_by_the_kernel_and_not_by_what_they_say(cl
 async def test_error_of_a_child_is_no_sign_of_life_and_is_told_once(sock: socket.socket) -> None:
     with NotifyListener() as listener, listener.receiving():
         sock.sendto(b"STATUS=the file is missing", address(listener))
+        sock.sendto(b"X_ERROR=OSError: no threads", address(listener))
         assert listener.silent_s(os.getpid()) == 0
         assert not listener.heard(os.getpid())
-        assert [listener.forget(os.getpid()) for _ in range(2)] == ["the file is missing", ""]
+        assert [listener.forget(os.getpid()) for _ in range(2)] == [
+            ("the file is missing", "OSError: no threads"),
+            ("", ""),
+        ]
 
 
 async def test_only_valid_changes_of_models_are_taken(sock: socket.socket) -> None:

@@ -52,6 +52,15 @@ async def test_feed_emits_the_change_of_the_version() -> None:
     assert (await happened(before, before, after, after))[1:] == [("version_changed", 0, f"{before.version} to v2")]
 
 
+async def test_feed_that_fails_never_ends_the_link_that_it_observes(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = EventFeed(FrontendMetrics().requests.of_model("m"))
+    monkeypatch.setattr(feed, "_compare", None)
+    feed.observe(snapshot(replica("ready")))
+    monkeypatch.undo()
+    feed.observe(snapshot(replica("broken", last_failure=KILLED)))
+    assert [event["what"] for kind, event in await told(feed) if kind == "event"] == ["broken"]
+
+
 async def test_feed_emits_broken_and_rejoined_when_a_worker_is_killed() -> None:
     events = await happened(
         snapshot(replica("absent", 0, world=None, worker=None)),

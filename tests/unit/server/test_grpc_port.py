@@ -12,6 +12,7 @@ from tritonclient.grpc import model_config_pb2 as model_config
 from tritonclient.grpc import service_pb2 as pb
 
 from multiworld_serving.server import errors
+from multiworld_serving.server.api.oip_grpc import server
 from multiworld_serving.server.api.oip_grpc.server import STATUS_CODES
 from multiworld_serving.server.errors import STATUS_OF_REASON
 from tests.unit.server.frontend_app import MODEL, ColourPredictor
@@ -127,11 +128,27 @@ async def test_a_cancelled_call_cancels_the_request() -> None:
         await until(lambda: port.requests(code="499", reason="cancelled") == 1)
 
 
-async def test_a_message_that_never_arrives_ends_with_the_servers_timeout() -> None:
-    async def never() -> AsyncIterator[bytes]:
-        await asyncio.Event().wait()
-        yield b""
+async def never() -> AsyncIterator[bytes]:
+    """A message that never arrives."""
+    await asyncio.Event().wait()
+    yield b""
 
+
+async def test_calls_that_send_nothing_keep_out_neither_probes_nor_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_SLOW_S", 0.2)
+    monkeypatch.setattr(server, "_SMALL_S", 0.2)
+    async with running_grpc(max_body_bytes=1 << 20, max_held_bytes=4 << 20) as port, channel(port.number) as opened:
+        methods = ["ServerLive", "ModelReady", "ModelInfer"] * 8  # more than places
+        silent = [opened.stream_unary(f"/inference.GRPCInferenceService/{each}")(never()) for each in methods]
+        await until(lambda: port.port._infer_places._free.locked() and port.port._places._free.locked())
+        assert (await port.stub.ServerLive(pb.ServerLiveRequest(), timeout=PATIENCE_S)).live
+        assert (await port.stub.ModelReady(pb.ModelReadyRequest(name=MODEL.name), timeout=PATIENCE_S)).ready
+        assert strongest(await port.stub.ModelInfer(colours("red"), timeout=PATIENCE_S)) == ["red"]
+        for call in silent:
+            call.cancel()
+
+
+async def test_a_message_that_never_arrives_ends_with_the_servers_timeout() -> None:
     async with running_grpc(timeout_s=0.3) as port, channel(port.number) as opened:
         silent = opened.stream_unary("/inference.GRPCInferenceService/ModelInfer")
         await refused(silent(never()), "DEADLINE_EXCEEDED", "send it faster")
