@@ -20,9 +20,10 @@ import asyncio
 import atexit
 import contextlib
 import secrets
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -30,10 +31,11 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store, Work
-from torch.distributed import Backend, DistBackendError, ProcessGroup, ReduceOp
+from torch.distributed import Backend, DistBackendError, DistNetworkError, ProcessGroup, ReduceOp
 
 from multiworld.collectives import movement, reductions
 from multiworld.control.dial import local_host
+from multiworld.control.handshake import WRONG_SECRET
 from multiworld.errors import BrokenWorldException, Cause, JoinError
 from multiworld.execution.threads import DaemonThread
 from multiworld.manager import DEFAULT_PORT, WorldManager
@@ -45,6 +47,9 @@ from multiworld.world import World
 BACKEND = "multiworld"
 """The name of the backend for `init_process_group`."""
 _ADDRESS_KEY = "multiworld/address"
+"""Secret and address of rank 0 while its group forms. Empty afterwards, because a store has no delete that checks the value."""
+_REREAD_S = 0.1
+"""Interval at which a member that joins reads the key, which may hold the address of an earlier group."""
 _CLOSE_S = 20.0
 """Longer than `WorldManager.aclose` takes."""
 _LAST_S = 1.0
@@ -277,28 +282,51 @@ class WorldProcessGroup(ProcessGroup):
     ) -> Self:
         """Like `form`, but rank 0 publishes its address and a new secret in a store that all members reach.
 
-        The store must hold no address of an earlier group: use a new PrefixStore for each group. Raises JoinError also if rank 0 does not
-        publish its address in time.
+        The address of an earlier group in the store only delays the formation: the members read the store until they reach the current
+        rank 0. Groups that form at the same time need a PrefixStore each. Raises JoinError also if rank 0 does not publish its address in
+        time.
         """
-        if rank == 0:
-            secret, addr = secrets.token_hex(16), _own_address(store)
-            manager = _make_manager(secret=secret, **settings)
-            port = manager.listen(addr)
+        if rank:
+            return cls._join_published(store, rank, size, name, timeout_s, operation_timeout_s, settings)
+        secret, addr = secrets.token_hex(16), _own_address(store)
+        manager = _make_manager(secret=secret, **settings)
+        port = manager.listen(addr)
+        published = f"{secret} {addr} {port}"
+        try:
+            store.set(_ADDRESS_KEY, published)
+            return cls._join(manager, name, rank, size, addr, port, timeout_s, operation_timeout_s)
+        except BaseException:
+            manager.cleanup()
+            raise
+        finally:
+            with contextlib.suppress(RuntimeError):  # the store is lost, or has no `compare_set`
+                store.compare_set(_ADDRESS_KEY, published, "")  # unless the next rank 0 has published its address
+
+    @classmethod
+    def _join_published(
+        cls,
+        store: Store,
+        rank: int,
+        size: int,
+        name: str,
+        timeout_s: float,
+        limit_s: float | None,
+        settings: dict[str, Any],
+    ) -> Self:
+        """Join at the address in the store. Starts over if another address is published before the group has formed."""
+        until_s, source = time.monotonic() + timeout_s, _PublishedAddress(store)
+        while True:
+            if not source.wait_for_another(until_s):
+                raise JoinError(name, f"rank 0 has not published its address within {timeout_s:g} s")
+            secret, addr, port = source.address.split()
+            manager, left_s = _make_manager(secret=secret, **settings), round(max(0.0, until_s - time.monotonic()), 2)
             try:
-                store.set(_ADDRESS_KEY, f"{secret} {addr} {port}")
-            except BaseException:
-                manager.cleanup()
-                raise
-        else:
-            try:
-                store.wait([_ADDRESS_KEY], timedelta(seconds=timeout_s))
-            except RuntimeError as error:
-                raise JoinError(
-                    name, f"rank 0 has not published its address within {timeout_s:g} s: {error}"
-                ) from error
-            secret, addr, number = store.get(_ADDRESS_KEY).decode().split()
-            manager, port = _make_manager(secret=secret, **settings), int(number)
-        return cls._join(manager, name, rank, size, addr, port, timeout_s, operation_timeout_s)
+                return cls._join(manager, name, rank, size, addr, int(port), left_s, limit_s, source.is_outdated)
+            except _OutdatedError:
+                pass
+            except JoinError as error:
+                if WRONG_SECRET not in error.message:  # else another group has the port now
+                    raise
 
     @classmethod
     def _join(
@@ -311,12 +339,17 @@ class WorldProcessGroup(ProcessGroup):
         port: int,
         timeout_s: float,
         limit_s: float | None,
+        outdated: Callable[[], bool] = lambda: False,
     ) -> Self:
+        """Form the group with a new manager, which is cleaned up after an error. Raises _OutdatedError when `outdated` returns True."""
         progress = ProgressThread(f"multiworld-{name}-progress", manager)
         try:
             progress.start()
-            joining = manager.initialize_world(name, rank, size, addr=addr, port=port, timeout=timeout_s)
-            return cls(progress.run(joining).result(), progress, limit_s)
+            joining = progress.run(manager.initialize_world(name, rank, size, addr=addr, port=port, timeout=timeout_s))
+            while not wait([joining], _REREAD_S).done:
+                if outdated():
+                    raise _OutdatedError
+            return cls(joining.result(), progress, limit_s)
         except BaseException:
             progress.stop()
             progress.join()
@@ -487,6 +520,45 @@ def _make_manager(*, heartbeat_timeout_s: float = 10.0, **settings: Any) -> Worl
 def _reduction(opts: Any) -> Any:
     """The reduction of the options of an operation, or the reduction itself."""
     return getattr(opts, "reduceOp", ReduceOp.SUM if opts is None else opts)
+
+
+class _OutdatedError(Exception):
+    """The store holds another address than that at which this member joins."""
+
+
+class _PublishedAddress:
+    """The secret and the address of rank 0 in a store. If the host of the store has restarted, it connects to the new one.
+
+    Attributes:
+        address: the text that was read last; empty before.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.address = ""
+        self._store = store
+
+    def wait_for_another(self, until_s: float) -> bool:
+        """Wait until another address is published, and read it. Returns False after `until_s`."""
+        with contextlib.suppress(RuntimeError):  # too late, or the connection is lost
+            self._store.wait([_ADDRESS_KEY], timedelta(seconds=max(0.001, until_s - time.monotonic())))
+        while (address := self._read()) in ("", self.address):
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_REREAD_S)
+        self.address = address
+        return True
+
+    def is_outdated(self) -> bool:
+        """Whether another address is published."""
+        return self._read() not in ("", self.address)
+
+    def _read(self) -> str:
+        with contextlib.suppress(RuntimeError):
+            try:
+                return self._store.get(_ADDRESS_KEY).decode() if self._store.check([_ADDRESS_KEY]) else ""
+            except DistNetworkError:
+                self._store = self._store.clone()
+        return ""
 
 
 def _own_address(store: Store) -> str:

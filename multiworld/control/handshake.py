@@ -15,6 +15,8 @@ from multiworld.control.frames import PROTOCOL_VERSION, Address, Challenge, Fram
 from multiworld.texts import one_line
 
 NONCE_BYTES = 32
+WRONG_SECRET = "wrong secret"  # noqa: S105 - a text for people
+"""The reason of a refusal."""
 
 
 class RefusedError(Exception):
@@ -71,7 +73,7 @@ class ServerHandshake:
         self._transcript = (self._nonce, frame.nonce, frame.hello)
         known = [s for s in self._secrets if hmac.compare_digest(frame.proof, _proof(s, b"client", *self._transcript))]
         if not known:
-            raise PermissionError("wrong secret")
+            raise PermissionError(WRONG_SECRET)
         self._secret = known[0]
         try:
             return msgspec.msgpack.decode(frame.hello, type=Hello)
