@@ -19,6 +19,7 @@ import _thread
 import asyncio
 import atexit
 import contextlib
+import inspect
 import secrets
 import time
 import weakref
@@ -63,6 +64,14 @@ class GroupBrokenError(DistBackendError):
 
     Autograd turns it into a RuntimeError with this text. `WorldProcessGroup.failure` tells it from other errors.
     """
+
+
+def _never_compiled(cls: type[T]) -> type[T]:
+    """Let torch's compiler call the methods of a class. It cannot trace them, because the class is a subclass of a class in C++."""
+    for name, method in list(vars(cls).items()):
+        if inspect.isfunction(method) and name != "__init__":
+            setattr(cls, name, torch.compiler.disable(method))
+    return cls
 
 
 class ProgressThread:
@@ -147,6 +156,7 @@ def _fail(outcome: Future[Any]) -> None:
         outcome.set_exception(RuntimeError("the progress thread of the group has ended"))
 
 
+@_never_compiled
 class WorldWork(Work):
     """An operation that runs on the progress thread.
 
@@ -220,6 +230,7 @@ class WorldWork(Work):
         self.wait()
 
 
+@_never_compiled
 class WorldProcessGroup(ProcessGroup):
     """One member of a process group over a world. Make it with `form` or `from_store`.
 
@@ -500,9 +511,9 @@ class WorldProcessGroup(ProcessGroup):
         for operation in operations:
             if any(tensor.device.type != "cpu" for tensor in operation.tensors):
                 raise ValueError(f"{operation.name}: WorldProcessGroup moves tensors on the CPU only; copy them there")
+        outputs = [tensor for each in results for tensor in ([each] if isinstance(each, Tensor) else each)]
         if len(operations) > 1:  # each operation has checked its own results
-            written = [[each] if isinstance(each, Tensor) else each for each in results]
-            check_distinct(f"{operations[0].name} of several tensors", [tensor for each in written for tensor in each])
+            check_distinct(f"{operations[0].name} of several tensors", outputs)
         limit_s = getattr(opts, "timeout", timedelta(0)).total_seconds()
         timeout_s = limit_s if limit_s > 0 else self._timeout_s
         return WorldWork(results, self._progress.run(_carry_out(self.world, operations, timeout_s)))
