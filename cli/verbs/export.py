@@ -51,9 +51,10 @@ class ExportOptions(Options):
 
     example: str | None = value(None, "Inputs of the model", metavar="FUNCTION")
     """file.py:function or package.module:function that returns example inputs: a tensor, a tuple, or a dict by parameter, with at least 2
-    rows."""
+    rows. A parameter may take a dict or list of tensors."""
     input: tuple[str, ...] = value((), "Inputs of the model", metavar="SPEC")
-    """Instead of an example: NAME:DTYPE[batch,N,…], once for each parameter of forward, in order."""
+    """Instead of an example: NAME:DTYPE[batch,N,…] for each parameter of forward that takes a tensor, by its name. PARAMETER.KEY if it
+    takes a dict."""
     dynamic: tuple[str, ...] = value((), "Inputs of the model", metavar="SPEC")
     """Variable dimension: INPUT:DIM=LEAST..MOST; INPUT:DIM,INPUT:DIM=… for equal lengths. May be repeated."""
 
@@ -92,7 +93,7 @@ def export(options: ExportOptions) -> int:
     else:
         module = load_module(source, weights)
     image = _preprocessing(options, published)
-    example = _example(module, options, image, "images" if published is None else INPUT)
+    module, example = _example(module, options, image, "images" if published is None else INPUT)
     if options.labels is not None:
         labels = read_labels(str(options.labels), num_classes(module, example, image))
     elif image is None or weights is None:
@@ -120,7 +121,9 @@ def _name_of(output: Path) -> str:
 
 def _example(
     module: "nn.Module", options: ExportOptions, image: "Preprocessing | None", name: str
-) -> "dict[str, Tensor]":
+) -> "tuple[nn.Module, dict[str, Tensor]]":
+    """The module to export, which takes the examples by position, and the examples by name."""
+    from multiworld_serving.models.export.parameters import bind_inputs
     from multiworld_serving.models.export.sources import call_function, examples_from, parse_input
 
     if options.example and (options.input or image is not None):
@@ -136,7 +139,7 @@ def _example(
         )
     if len(examples) < len(texts) or (image is not None and len(texts) > 1):
         raise UserError("--input: expected a name for each input, and one input if it is an image")
-    return examples
+    return bind_inputs(module, examples) if options.input else (module, examples)
 
 
 def _preprocessing(options: ExportOptions, published: "Preprocessing | None") -> "Preprocessing | None":

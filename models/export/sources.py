@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,17 @@ from torch import Tensor, nn
 
 from multiworld_serving.models.bundle.nodes import DTYPES, MAX_DIMS
 from multiworld_serving.models.errors import ExportError
+from multiworld_serving.models.export.parameters import bind_example
 from multiworld_serving.models.export.trace import Dynamic, without_fast_path
 from multiworld_serving.models.preprocessing import Preprocessing
 from multiworld_serving.models.weights.checkpoints import load_state, read_checkpoint
 
 EXAMPLE_ROWS = 2
 """Rows of an example. torch.export fixes dimensions of length 1."""
-_SPEC = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*):(?P<dtype>[a-z0-9]+)\[batch(?P<dims>(,\s*[1-9][0-9]{0,8})*)\]")
-_DYNAMIC = re.compile(r"(?P<places>[A-Za-z0-9_:,]+)=(?P<least>[0-9]{1,9})\.\.(?P<most>[0-9]{1,9})")
-_PLACE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*):(?P<dim>[1-7])")
+_NAME = r"(?P<name>[A-Za-z_][A-Za-z0-9_.]*)"
+_SPEC = re.compile(_NAME + r":(?P<dtype>[a-z0-9]+)\[batch(?P<dims>(,\s*[1-9][0-9]{0,8})*)\]")
+_DYNAMIC = re.compile(r"(?P<places>[A-Za-z0-9_.:,]+)=(?P<least>[0-9]{1,9})\.\.(?P<most>[0-9]{1,9})")
+_PLACE = re.compile(_NAME + r":(?P<dim>[1-7])")
 _FILE_MODULE = "exported_model"
 _RANDOM_INTEGERS = 2
 """Integers in examples are 0 or 1: valid token ids, masks and classes of any model."""
@@ -167,37 +168,19 @@ def num_classes(module: nn.Module, example: Mapping[str, Tensor], image: Preproc
     return int(output.shape[1])
 
 
-def examples_from(value: Any, module: nn.Module) -> dict[str, Tensor]:
-    """The example that the user's function returned, by input: a tensor, a sequence of tensors, or a dict by parameter of `forward`.
+def examples_from(value: Any, module: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The example that the user's function returned: see `bind_example`.
 
     Raises:
-        ExportError: it is something else, or does not match the parameters.
+        ExportError: it does not match the parameters of `forward`, or has too few rows.
     """
-    parameters = _parameters(module.forward)
-    if isinstance(value, Tensor):
-        value = (value,)
-    if isinstance(value, Sequence) and len(value) <= len(parameters):
-        value = dict(zip(parameters, value, strict=False))
-    if not isinstance(value, Mapping) or not value or not all(isinstance(each, Tensor) for each in value.values()):
-        raise ExportError(
-            f"the example is {type(value).__name__}; expected a tensor, a tuple of tensors, or a dict from parameter to tensor"
-        )
-    if list(value) != parameters[: len(value)]:
-        raise ExportError(
-            f"the example has {', '.join(map(str, value))}, but forward takes {', '.join(parameters)}; expected the first parameters "
-            "in order. Write a module whose forward takes exactly these"
-        )
-    rows = {each.shape[0] if each.ndim else 0 for each in value.values()}
-    if len(rows) > 1 or min(rows) < EXAMPLE_ROWS:
+    bound, tensors = bind_example(module, value)
+    rows = {each.shape[0] if each.ndim else 0 for each in tensors.values()}
+    if len(rows) != 1 or min(rows) < EXAMPLE_ROWS:
         raise ExportError(
             f"the example needs the same number of rows (at least {EXAMPLE_ROWS}) in dimension 0 of each tensor"
         )
-    return dict(value)
-
-
-def _parameters(forward: Callable[..., Any]) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [each.name for each in inspect.signature(forward).parameters.values() if each.kind in kinds]
+    return bound, tensors
 
 
 def _one_line(error: BaseException) -> str:

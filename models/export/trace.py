@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import operator
@@ -47,7 +48,7 @@ class Dynamic:
     @property
     def name(self) -> str:
         """Such as "ids_1"."""
-        return "{}_{}".format(*self.places[0])
+        return "{}_{}".format(*self.places[0]).replace(".", "_")
 
 
 def capture(
@@ -74,19 +75,27 @@ def capture(
     lengths = {place: dim for each, dim in further.items() for place in each.places}
     if unknown := [place for place in lengths if place[0] not in names]:
         raise ExportError(f"--dynamic: the model has no input {unknown[0][0]!r}; expected one of {', '.join(names)}")
-    shapes = tuple(
+    shapes: tuple[Any, ...] = tuple(
         {0: batch} | {dim: each for (owner, dim), each in lengths.items() if owner == name} for name in names
     )
     with warnings.catch_warnings(), torch.no_grad(), _without_logs():
         warnings.simplefilter("ignore")
         try:
-            exported = torch.export.export(module.eval(), tuple(example), dynamic_shapes=shapes, strict=False)
+            exported = torch.export.export(
+                module.eval(), tuple(example), dynamic_shapes=_shapes_of(module, shapes), strict=False
+            )
             whole = exported.run_decompositions({}).module()
         except Exception as error:  # torch.export raises whatever the model's code raises
             raise ExportError(_why(error)) from error
     assert isinstance(whole, fx.GraphModule)
     _remove_checks(whole)
     return _Writer(whole, names, shapes).write()
+
+
+def _shapes_of(module: nn.Module, shapes: tuple[Any, ...]) -> Any:
+    """The shapes in the form of the arguments of `forward`: those of `*args` are one item."""
+    kinds = {each.kind for each in inspect.signature(module.forward).parameters.values()}
+    return (shapes,) if kinds == {inspect.Parameter.VAR_POSITIONAL} else shapes
 
 
 @contextmanager

@@ -33,6 +33,10 @@ class Branching(nn.Module):
 
 def branching():
     return Branching()
+
+class Two(nn.Module):
+    def forward(self, x, y):
+        return x + y
 """
 
 
@@ -86,7 +90,7 @@ STEPS = {"loading the model", "capturing the model"}
         ("model.py:make", ["--input", "x:float32[batch,7]"], "fails for x float32[2, 7]: RuntimeError"),
         ("model.py:make", ["--input", "x:int64[batch,3,9,9]"], "check --input"),
         ("model.py:make", ["--input", "x:int64[batch,3,9,9]", "--labels", "model.py"], "check --input"),
-        ("model.py:make", ["--input", "x:int8[batch]", "--input", "y:int8[batch]", "--labels", "x"], "one input"),
+        ("model.py:Two", ["--input", "x:int8[batch]", "--input", "y:int8[batch]", "--labels", "x"], "one input"),
         ("model.py:branching", ["--input", "x:float32[batch,7]"], "torch.where"),
         ("model.py", [], "give model.py:FUNCTION"),
         ("model.py:make", ["--input", "x:int64[batch,3,9,9]", "--example", "model.py:example"], "exclude each other"),
