@@ -101,9 +101,15 @@ def bind(module: nn.Module, given: Mapping[str, Any]) -> tuple[nn.Module, dict[s
 
 
 def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
-    """The parameters that have a name."""
-    parameters = inspect.signature(module.forward).parameters
-    return {name: each for name, each in parameters.items() if each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}}
+    """The parameters that have a name. Raises ExportError if there is none."""
+    signature = inspect.signature(module.forward)
+    variadic = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    named = {name: each for name, each in signature.parameters.items() if each.kind not in variadic}
+    if not named:
+        raise ExportError(
+            f"forward{signature} names no parameter; write a module whose forward names its inputs and calls this model"
+        )
+    return named
 
 
 def _described(parameters: Mapping[str, inspect.Parameter]) -> str:

@@ -81,9 +81,29 @@ def load_module(source: str, checkpoint: str | None = None) -> nn.Module:
     module = call_function(source)
     if not isinstance(module, nn.Module):
         raise ExportError(f"{source} returned {type(module).__name__}; expected a torch.nn.Module")
+    module = _unwrapped(module)
     if checkpoint is not None:
         load_state(module, read_checkpoint(checkpoint).tensors, checkpoint, source)
     return module.eval().requires_grad_(False)
+
+
+def _unwrapped(module: nn.Module, path: str = "the model") -> nn.Module:
+    """The module without the wrappers of torch.compile and data parallelism, also in its submodules.
+
+    Raises:
+        ExportError: it contains a TorchScript module.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ExportError(
+            f"{path} is a TorchScript module, which torch.export cannot capture; export the nn.Module that it was made from"
+        )
+    while isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel | torch._dynamo.OptimizedModule):
+        inner: Any = module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module.module
+        module = inner
+    for name, child in list(module.named_children()):
+        if (inner := _unwrapped(child, f"{path}.{name}")) is not child:
+            setattr(module, name, inner)
+    return module
 
 
 def call_function(place: str) -> Any:

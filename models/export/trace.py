@@ -10,11 +10,13 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim as ExportDim
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree
 
 from multiworld_serving.models.bundle.graph import Graph
@@ -22,6 +24,7 @@ from multiworld_serving.models.bundle.nodes import BATCH, Call, Calls, Dim, Inpu
 from multiworld_serving.models.bundle.operators import INTEGER_OPERATORS, OPERATORS
 from multiworld_serving.models.errors import BundleError, ExportError
 
+_OWN_FOLDER = str(Path(__file__).parents[1])
 _ADVICE = {
     "data-dependent": "replace branches on values by torch.where, and numbers from values by shapes",
     "specialized": "the model computes with a fixed number of rows or another length; take it from the tensor's shape. Recurrent layers "
@@ -89,6 +92,7 @@ def capture(
             raise ExportError(_why(error)) from error
     assert isinstance(whole, fx.GraphModule)
     _remove_checks(whole)
+    _refuse_computed_shapes(whole)
     return _Writer(whole, names, shapes).write()
 
 
@@ -142,6 +146,15 @@ def _remove_checks(module: fx.GraphModule) -> None:
     module.graph.eliminate_dead_code()
 
 
+def _refuse_computed_shapes(module: fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        if free_unbacked_symbols(node.meta.get("val")):
+            raise ExportError(
+                f"the shape of the result of {node.target} depends on values{_where(node)}; keep all elements and mark some, for "
+                "example with torch.where or masked_fill, or take a fixed number with topk"
+            )
+
+
 class _Writer:
     """Writes an fx graph as nodes."""
 
@@ -191,7 +204,7 @@ class _Writer:
                 case other:
                     raise ExportError(f"the model cannot be exported: it contains a {other} ({node.target})")
         if self._refused:
-            found = "; ".join(f"{name} ({where})" if where else name for name, where in self._refused.items())
+            found = "; ".join(f"{name}{where}" for name, where in self._refused.items())
             state = (
                 "; it changes a buffer: state between calls cannot be exported"
                 if "aten.copy_.default" in self._refused
@@ -233,7 +246,7 @@ class _Writer:
         elif not isinstance(value, Tensor | tuple | list):  # a size
             self._integer(node, args)
         elif not isinstance(target, torch._ops.OpOverload) or str(target) not in OPERATORS:
-            self._refused.setdefault(str(target), _line_of(node))
+            self._refused.setdefault(str(target), _where(node))
         elif isinstance(value, Tensor):
             self._nodes.append(Call(node.name, *self._tensor(value), str(target), args, kwargs))
         else:
@@ -250,7 +263,7 @@ class _Writer:
         elif getattr(target, "__name__", "") in INTEGER_OPERATORS:
             self._nodes.append(Integer(node.name, target.__name__, args))
         else:
-            self._refused.setdefault(str(target), _line_of(node))
+            self._refused.setdefault(str(target), _where(node))
 
     def _argument(self, argument: Any) -> Any:
         """How the graph writes an argument: the inverse of `literal`."""
@@ -274,8 +287,12 @@ def _name_of(value: torch.dtype | torch.memory_format | torch.layout) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _line_of(node: fx.Node) -> str:
-    """Where the model's code uses this operator: the last line of the trace outside torch."""
+def _where(node: fx.Node) -> str:
+    """Where the model's code uses this operator, such as " (File …)": the last line of the trace outside torch."""
     trace = [line.strip() for line in (node.stack_trace or "").splitlines()]
-    places = [index for index, line in enumerate(trace) if line.startswith("File ") and "/torch/" not in line]
-    return " ".join(trace[places[-1] : places[-1] + 2]) if places else ""
+    places = [index for index, line in enumerate(trace) if line.startswith("File ") and _is_of_user(line)]
+    return f" ({' '.join(trace[places[-1] : places[-1] + 2])})" if places else ""
+
+
+def _is_of_user(line: str) -> bool:
+    return "/torch/" not in line and _OWN_FOLDER not in line

@@ -46,6 +46,10 @@ class Listed(nn.Module):
     def forward(self, pair):
         return pair[0] - 2 * pair[1]
 
+class Variadic(nn.Module):
+    def forward(self, *tensors, **options):
+        return sum(tensors)
+
 class One(nn.Module):
     def forward(self, x):
         return x + 1
@@ -176,7 +180,12 @@ OPTIONAL = "forward has no parameter 'maks'; it takes x, mask (optional), bias (
         ("Optional", inputs("bias"), "missing a required argument: 'x'; it takes x, mask (optional)"),
         ("Optional", ["--example", "m.py:numbers"], "the example of 'bias' is int; expected a tensor"),
         ("Optional", ["--example", "m.py:too_many"], "the example is tuple of 4; expected a tensor, a tuple"),
-        ("PositionOnly", inputs("y"), "forward"),
+        ("PositionOnly", inputs("y"), "forward takes x by position: give these, too"),
+        (
+            "Variadic",
+            inputs("x"),
+            "forward(*tensors, **options) names no parameter; write a module whose forward names",
+        ),
         ("Entries", inputs("batch", "batch.mask"), "'batch' is either one tensor or a dict of tensors"),
         ("Entries", inputs("batch.mask", "batch"), "'batch' is either one tensor or a dict of tensors"),
         ("Difference", ["--example", "m.py:entries"], "no parameter 'mask'; it takes before, after"),
