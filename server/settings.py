@@ -73,7 +73,8 @@ class HttpSettings(ServiceSettings):
     max_body_bytes: int = setting(10 * 2**20, "Limits", ge=1, le=2**31)
     """Maximum size of a request body."""
     max_connections: int = setting(10_000, "Limits", ge=1, le=1_000_000)
-    """Maximum number of HTTP connections, at most half of the file descriptors; while more are open, requests get 503."""
+    """Maximum number of HTTP connections, at most half of the file descriptors; above it, idle connections are closed, and requests get
+    503 if there are none."""
     finite_inputs: bool = setting(False, "Limits")
     """Reject inputs that contain NaN or infinity; otherwise, the model computes with them."""
     access_log: bool = setting(False, "Logging")

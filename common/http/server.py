@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import math
 import socket
 import ssl
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
-from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from multiworld_serving.common.http.connection import HttpConnection, Idle
 from multiworld_serving.common.http.listener import BACKLOG
 
 KEEP_ALIVE_S = 75
@@ -25,45 +25,6 @@ _CLOSE_S = 3
 _POLL_S = 0.02
 _LAST_REQUEST_POLLS = 50
 """When a server stops, it waits for one more request of each connection for a second."""
-_MAX_JOINED_BYTES = 1 << 16
-
-
-class JoiningTransport:
-    """A connection that sends the head of a response together with its body.
-
-    uvicorn writes the two separately, and uvloop would send each with a system call and a packet of its own. Nothing is written to a
-    connection that closes: uvloop would raise.
-    """
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._held = b""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        """Send what is held and `data`. If nothing is held, `data` waits for the next write or the end of this turn of the event loop."""
-        if self._held or len(data) > _MAX_JOINED_BYTES:
-            self._send(data)
-        elif data:
-            self._held = data
-            asyncio.get_running_loop().call_soon(self._send)
-
-    def close(self) -> None:
-        """Send what is held, and close."""
-        self._send()
-        self._transport.close()
-
-    def _send(self, data: bytes = b"") -> None:
-        joined, self._held = self._held + data, b""
-        if joined and not self._transport.is_closing():
-            self._transport.write(joined)
-
-
-class _JoiningProtocol(HttpToolsProtocol):
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
-        super().connection_made(cast("asyncio.Transport", JoiningTransport(transport)))
 
 
 class HttpServer(uvicorn.Server):
@@ -71,7 +32,7 @@ class HttpServer(uvicorn.Server):
 
     Args:
         sock: bound and listening; closed when the server stops.
-        max_connections: further requests get 503 while this many connections are open.
+        max_connections: for a further one, the connection that is idle longest is closed. If none is idle, the new one gets 503.
         context: for TLS; None = plain HTTP.
         close_s: how long running requests may take after shutdown begins.
     """
@@ -88,15 +49,12 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
-            http=_JoiningProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
             log_level=logging.ERROR,  # a client can cause a warning with each request
             access_log=False,  # the frontend writes its own: see `server.http.access_log`
             server_header=False,
-            backlog=BACKLOG,
-            limit_concurrency=max_connections + 1,  # uvicorn refuses at the limit, not above it
             timeout_keep_alive=keep_alive_s,
             timeout_graceful_shutdown=math.ceil(close_s),
         )
@@ -105,6 +63,9 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self.stopped = asyncio.Event()
         self._sock = sock
+        self._max_connections = max_connections
+        self._idle = Idle()
+        self._opening: set[asyncio.Task[None]] = set()
         self._newest_context = context
         if context is not None:
             context.sni_callback = self._use_newest_context
@@ -127,10 +88,47 @@ class HttpServer(uvicorn.Server):
         assert self._newest_context is not None
         connection.context = self._newest_context
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections. uvicorn would not know of them before their TLS handshakes have ended."""
+        await super().startup(sockets=[])
+        asyncio.get_running_loop().add_reader(self._sock, self._accept)
+
+    def _accept(self) -> bool:
+        """Accept one connection. Returns whether there was one."""
+        loop = asyncio.get_running_loop()
+        try:
+            sock, _ = self._sock.accept()
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # it does not listen any more
+                loop.remove_reader(self._sock)
+            elif error.errno in (errno.EMFILE, errno.ENFILE):
+                self._idle.close_one()
+            return False
+        sock.setblocking(False)
+        refused = self.connections >= self._max_connections and not self._idle.close_one()
+        connection = HttpConnection(sock, self._idle, self.config, self.server_state)
+        if refused:
+            connection.limit_concurrency = 0  # its requests get 503
+        opening = loop.create_task(self._open(connection, sock))
+        self._opening.add(opening)
+        opening.add_done_callback(self._opening.discard)
+        return True
+
+    async def _open(self, connection: HttpConnection, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(lambda: connection, sock, ssl=self.config.ssl)
+        except OSError:  # the client went away, or its handshake was wrong or too slow
+            connection.forget()
+            sock.close()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no more connections, and end the open ones with their next response: a client may have sent its request just now."""
-        for server in self.servers:
-            server.close()
+        for _ in range(BACKLOG):  # the system has accepted these already, and would reset them
+            if not self._accept():
+                break
+        asyncio.get_running_loop().remove_reader(self._sock)
+        self._sock.close()
         self.server_state.default_headers.append((b"connection", b"close"))
         for _ in range(_LAST_REQUEST_POLLS):  # a pause of the whole machine counts as one
             if self.server_state.connections:

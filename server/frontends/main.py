@@ -39,7 +39,7 @@ from multiworld_serving.server.auth.credentials import (
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.scrape import scrape_service
-from multiworld_serving.server.http.limits import max_connections, request_limits
+from multiworld_serving.server.http.limits import connection_limits, request_limits
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
 from multiworld_serving.server.observability.requests import InferenceProtocol
@@ -184,14 +184,14 @@ class _Frontend:
             own=metrics.scrape,
             http_port=ports.http.getsockname()[1],
         )
-        connections = max_connections(settings)
+        connections = connection_limits(settings)
         tls = self._credentials
         http = HttpServer(
-            *(app, ports.http), max_connections=connections, context=tls.http, close_s=settings.drain_timeout_s
+            *(app, ports.http), max_connections=connections.http, context=tls.http, close_s=settings.drain_timeout_s
         )
-        admin = HttpServer(admin_app, ports.admin, max_connections=connections, context=tls.admin)
+        admin = HttpServer(admin_app, ports.admin, max_connections=connections.admin, context=tls.admin)
         metrics.connections.set_function(lambda: http.connections)
-        grpc = self._grpc_port(authorizer, connections)
+        grpc = self._grpc_port(authorizer, connections.grpc)
 
         def apply(credentials: Credentials) -> None:
             authorizer.keys = credentials.keys

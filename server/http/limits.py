@@ -7,6 +7,7 @@ import math
 import os
 import resource
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from multiworld_serving.server.settings import HttpSettings
 
@@ -50,11 +51,23 @@ def request_limits(settings: HttpSettings) -> RequestLimits:
     )
 
 
-def max_connections(settings: HttpSettings) -> int:
-    """Maximum number of connections of one frontend, at most half of its file descriptors; the rest is for workers and files."""
+class ConnectionLimits(NamedTuple):
+    """Maximum numbers of connections of the ports of one frontend."""
+
+    http: int
+    admin: int
+    grpc: int
+
+
+def connection_limits(settings: HttpSettings) -> ConnectionLimits:
+    """All connections use at most 5/8 of the file descriptors. The rest is for leaders, workers and files."""
     wanted = math.ceil(settings.max_connections / settings.http_shares)
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if descriptors == resource.RLIM_INFINITY or wanted <= descriptors // 2:
-        return wanted
-    logger.warning("max_connections=%d reduced to %d, half of the file descriptor limit", wanted, descriptors // 2)
-    return descriptors // 2
+    if descriptors == resource.RLIM_INFINITY:
+        return ConnectionLimits(wanted, wanted, wanted)
+    api = min(wanted, descriptors // (2 if settings.grpc_port is None else 4))
+    if api < wanted:
+        logger.warning(
+            "max_connections=%d reduced to %d, because of the limit of %d file descriptors", wanted, api, descriptors
+        )
+    return ConnectionLimits(api, min(wanted, descriptors // 8), api)

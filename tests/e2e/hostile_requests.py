@@ -44,7 +44,6 @@ def _post(*lines: str, body: bytes = b"") -> bytes:
 _RAW = "400"
 
 _CHUNKED = "Transfer-Encoding: chunked"
-_TWO_S = "X-Request-Timeout-S: 2"
 _END = b"0\r\n\r\n"
 _GOOD = _post(f"Content-Length: {len(photo())}", body=photo())
 
@@ -54,8 +53,8 @@ HOSTILE_REQUESTS = (
     HostileRequest("the first bytes of TLS", bytes.fromhex("16030100c8010000c40303"), _RAW),
     HostileRequest("HTTP/2 without asking", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", _RAW),
     HostileRequest("1,000 headers", _get("Host: x", *(f"h{number}: v" for number in range(1000))), "200", "400"),
-    HostileRequest("one header of 1 MiB", _http("/predict", X_Long="a" * 2**20), "415 unsupported_media_type", "400"),
-    HostileRequest("a path of 1 MiB", _http("/" + "a" * 2**20, method="GET"), _RAW),
+    HostileRequest("one header of 1 MiB", _http("/predict", X_Long="a" * 2**20), "431", "400"),
+    HostileRequest("a path of 1 MiB", _http("/" + "a" * 2**20, method="GET"), "431", "400"),
     HostileRequest("a zero byte in a header", _http("/predict", X_Zero="\0"), _RAW),
     HostileRequest("Content-Length and chunks (smuggling)", _post("Content-Length: 3", _CHUNKED, body=_END), _RAW),
     HostileRequest("two Content-Lengths", _post("Content-Length: 3", "Content-Length: 4", body=b"abc"), _RAW),
@@ -80,12 +79,8 @@ HOSTILE_REQUESTS = (
     HostileRequest("a chunk of a negative size", _post(_CHUNKED, body=b"-1\r\n"), _RAW),
     HostileRequest("a chunk beyond 64 bits", _post(_CHUNKED, body=b"f" * 17 + b"\r\na\r\n"), _RAW),
     HostileRequest("a chunk longer than it says", _post(_CHUNKED, body=b"1\r\nabc\r\n" + _END), _RAW),
-    HostileRequest(
-        "a chunk extension of 1 MiB", _post(_CHUNKED, _TWO_S, body=b"1;" + b"a" * 2**20), "504 deadline", "400"
-    ),
-    HostileRequest(
-        "a trailer of 1 MiB", _post(_CHUNKED, _TWO_S, body=b"0\r\nX: " + b"a" * 2**20), "504 deadline", "400"
-    ),
+    HostileRequest("a chunk extension of 1 MiB", _post(_CHUNKED, body=b"1;" + b"a" * 2**20), "431", "400"),
+    HostileRequest("a trailer of 1 MiB", _post(_CHUNKED, body=b"0\r\nX: " + b"a" * 2**20), "431", "400"),
     HostileRequest("CONNECT", b"CONNECT a:1 HTTP/1.1\r\nHost: a:1\r\n\r\n", _RAW),
     HostileRequest(
         "an upgrade to h2c with a body",
@@ -98,10 +93,10 @@ HOSTILE_REQUESTS = (
         _get("Host: x", "Accept: application/openmetrics-text; version=abc", path="/metrics"),
         "200",
     ),
-    HostileRequest("no HTTP behind a good request", _GOOD + b"hello\r\n\r\n", "400", "200, 400"),
-    HostileRequest("a bad chunk behind a good request", _GOOD + _post(_CHUNKED, body=b"xyz\r\n"), "400", "200, 400"),
+    HostileRequest("no HTTP behind a good request", _GOOD + b"hello\r\n\r\n", "200, 400"),
+    HostileRequest("a bad chunk behind a good request", _GOOD + _post(_CHUNKED, body=b"xyz\r\n"), "200, 400"),
     HostileRequest(
-        "a long header behind a good request", _GOOD + _get("Host: x", "X: " + "a" * 2**20), "200", "200, 400"
+        "a long header behind a good request", _GOOD + _get("Host: x", "X: " + "a" * 2**20), "200, 431", "200, 400"
     ),
     HostileRequest("10,000 requests at once", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * 10_000, "200"),
     # paths and methods

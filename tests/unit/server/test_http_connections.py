@@ -23,16 +23,6 @@ async def test_connection_is_closed_when_it_is_idle() -> None:
         assert await client.rest() == b""
 
 
-async def test_requests_get_503_while_too_many_connections_are_open() -> None:
-    async with http_port(max_connections=3) as port:
-        clients = [await port.open() for _ in range(4)]
-        await port.until_open(4)
-        await clients[3].say(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert (await clients[3].rest()).startswith(b"HTTP/1.1 503 ")
-        await port.until_open(3)
-        assert await clients[0].healthy()
-
-
 @pytest.mark.parametrize("sent", [0, 20, len(IMAGE) + 100])
 async def test_half_closed_connection_is_closed_immediately(sent: int) -> None:
     """A half-closed connection looks like a dead client, for which nothing is computed."""
