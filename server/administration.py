@@ -24,7 +24,7 @@ class VersionFailedError(RequestRejected, reason="version_failed", status=500):
 
 
 class RestartFailedError(RequestRejected, reason="restart_failed", status=500):
-    """A worker did not leave, or did not join again. The remaining workers were not restarted."""
+    """A worker did not leave, or did not join again. The message names the workers that were not restarted."""
 
 
 class Desired(NamedTuple):

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
 
+from multiworld import Cause
 from multiworld_serving.common.config.process import release_free_memory
 from multiworld_serving.server.administration import (
     Desired,
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _LEAVE_S = 60.0
 """A worker waits at most 30 s for its batches before it exits. After this time it counts as not responding."""
+_REJOIN_S = 15.0
+"""A worker without a link tries to join at least every 5 s."""
 
 
 class Operations:
@@ -129,34 +132,66 @@ class Operations:
     # -- rolling restart -----------------------------------------------------------------------------------------------------
 
     async def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
-        """Restart the workers that are ready now, including spares, each while all other replicas are ready.
+        """Restart the processes of all workers, including spares, each while all other replicas are ready.
 
-        Closing the iterator stops after the current worker.
+        If the link of a process ends meanwhile, for example because the process is suspended, it is restarted after the others. A worker
+        whose process is new needs no restart. Closing the iterator stops after the current worker.
 
         Raises:
-            OperationInProgressError, RestartFailedError.
+            OperationInProgressError.
+            RestartFailedError: names the workers that were not restarted.
         """
         with self.exclusive("a rolling restart"):
-            workers = self._registry.placement.ready()
-            for number, worker in enumerate(workers, 1):
-                slot = worker.slot.name
-                try:
-                    began_s = await self._begin_restart(worker)
-                    if began_s is None:
-                        continue  # it failed meanwhile, so its successor is already a new process
-                    yield RestartStep(worker.name, slot, "restarting", number, len(workers))
-                    left_s, back_s = await self._end_restart(worker, began_s)
-                    yield RestartStep(worker.name, slot, "restarted", number, len(workers), left_s, back_s)
-                finally:
-                    self._registry.goal.restart, worker.busy_with = None, None
+            slots = self._registry.placement.slots
+            workers = {slot.worker.name: slot.worker for slot in slots if slot.worker and self._may_run(slot.worker)}
+            number = 1
+            try:
+                for wait_s in (0.0, _REJOIN_S):
+                    for name in [name for name, worker in workers.items() if self._may_run(worker)]:
+                        try:
+                            worker = workers[name] = await self._begin_restart(workers[name], wait_s)
+                            if worker.busy_with != "restart":
+                                continue
+                            began_s, slot = time.monotonic(), worker.slot.name
+                            yield RestartStep(name, slot, "restarting", number, len(workers))
+                            left_s, back_s = await self._end_restart(worker, began_s)
+                            if not self._may_run(worker):
+                                yield RestartStep(name, slot, "restarted", number, len(workers), left_s, back_s)
+                                number += 1
+                        finally:
+                            self._registry.goal.restart, workers[name].busy_with = None, None
+                if any(map(self._may_run, workers.values())):
+                    raise RestartFailedError(f"workers failed and have not joined again for {_REJOIN_S:g} s")
+            except RestartFailedError as error:
+                missed = ", ".join(name for name, worker in workers.items() if self._may_run(worker))
+                raise RestartFailedError(f"{error}; not restarted: {missed}") from error
 
-    async def _begin_restart(self, worker: Worker) -> float | None:
-        """Wait until `reconcile` restarts this worker. Returns when it did; None if the worker has ended."""
-        self._registry.goal.restart = worker
-        self._registry.reconcile()
-        complaint = f"cannot restart {worker.name}: a slot has had no ready replica"
-        await self._until(lambda: worker.busy_with == "restart" or worker.state != "ready", self._timeout_s, complaint)
-        return time.monotonic() if worker.busy_with == "restart" else None
+    def _may_run(self, worker: Worker) -> bool:
+        """Whether the process of this worker is connected, or has failed in a way that a process survives."""
+        connected = self._registry.placement.live_worker(worker.name)
+        if connected is not None:
+            return connected.request.process == worker.request.process
+        return worker.ending is None or worker.ending.cause not in (Cause.LEFT, Cause.EXIT)
+
+    async def _begin_restart(self, worker: Worker, wait_s: float) -> Worker:
+        """Wait until `reconcile` restarts this process.
+
+        Returns the latest record of the process. It is not busy if the process has ended or is not connected after `wait_s`.
+        """
+        registry, name = self._registry, worker.name
+        with contextlib.suppress(TimeoutError):
+            await registry.passes.until(lambda: registry.placement.live_worker(name) is not None, wait_s)
+        while (found := registry.placement.live_worker(name)) and found.request.process == worker.request.process:
+            worker = registry.goal.restart = found
+            registry.reconcile()
+            await self._until(
+                lambda worker=worker: worker.busy_with == "restart" or worker.state == "broken",  # type: ignore[misc]
+                self._timeout_s,
+                f"cannot restart {name}: a slot has had no ready replica",
+            )
+            if worker.busy_with == "restart":
+                break
+        return worker
 
     async def _end_restart(self, worker: Worker, began_s: float) -> tuple[float, float]:
         """Wait until it has left and a worker has joined instead. Returns after how many seconds each was."""

@@ -84,6 +84,11 @@ class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     protocol: int = PROTOCOL
     release: Name = RELEASE
 
+    @property
+    def process(self) -> tuple[int, str]:
+        """Identifies the process: the pid may repeat, because it is 1 in every container, and the incarnation in `edge` does not."""
+        return self.pid, self.edge
+
 
 class FrontendJoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     """A frontend asks for a world. A second request with the same `frontend` name replaces the first frontend.

@@ -99,16 +99,16 @@ class Service:
         self.loader, self.switched = Loader(), list[Desired]()
         loader = cast(ModelSource, self.loader)
         self.operations = Operations(self.registry, self.versions, loader, WAIT_S, self.switched.append)
-        self.links = [self.join("a"), self.join("b")]
+        self.links = [self.join("a", 1), self.join("b", 1)]
 
     def after_event(self) -> None:
         self.registry.after_event()
 
-    def join(self, name: str) -> Link:
+    def join(self, name: str, pid: int = 2) -> Link:
         registry = self.registry
         slot = registry.placement.free_slot(0)
         generation = registry.placement.next_generation(slot.id.name)
-        request = JoinRequest(name, "cpu", f"host-{name}", 1)
+        request = JoinRequest(name, "cpu", f"host-{name}", pid)
         worker = Worker(request, slot.id, generation, loaded={self.versions.current.number})
         registry.placement.take(slot, worker)
         link = Link(worker, registry._on_state)
@@ -275,9 +275,39 @@ async def test_workers_are_restarted_one_after_another_each_when_all_others_are_
     assert await task == ["a restarting", "a restarted", "b restarting", "b restarted"]
 
 
+async def restart_while_the_second_is_suspended(service: Service, successor: str) -> AsyncIterator[str]:
+    """The steps of a rolling restart. When the first worker leaves, the link of the second one breaks and this one joins instead."""
+    first, second = service.links
+    async for step in service.operations.restart_workers():
+        yield f"{step.worker} {step.state}"
+        if (step.worker, step.state) == ("a", "restarting"):
+            second.end(Cause.HANG)
+            first.end()
+            service.join("a")
+            second = service.join(successor, 1)
+        elif step.state == "restarting":
+            assert second.restarts == 1
+            second.end()
+            service.join("b")
+
+
+async def test_suspended_process_is_restarted_when_it_joins_again_during_a_rolling_restart(service: Service) -> None:
+    steps = [step async for step in restart_while_the_second_is_suspended(service, "b")]
+    assert steps == ["a restarting", "a restarted", "b restarting", "b restarted"]
+
+
+async def test_restart_names_a_worker_that_may_still_run_and_does_not_join(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multiworld_serving.server.operations._REJOIN_S", 0.05)
+    with pytest.raises(RestartFailedError, match=r"not restarted: b$"):
+        [step async for step in restart_while_the_second_is_suspended(service, "another")]
+    assert not service.busy
+
+
 async def test_restart_fails_when_a_worker_does_not_leave(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multiworld_serving.server.operations._LEAVE_S", 0.05)
-    with pytest.raises(RestartFailedError, match=r"a has not left for 0\.05 s"):
+    with pytest.raises(RestartFailedError, match=r"a has not left for 0\.05 s; not restarted: a, b"):
         async for _ in service.operations.restart_workers():
             pass
     assert service.links[1].restarts == 0
