@@ -181,6 +181,7 @@ class Models:
         table = None if change.action == "remove" else self._allowed(change)
         settings = None if table is None else self._settings.group_of(table)
         await self._set(change.name, settings, change.timeout_s)
+        self.changes.pop(change.name, None)  # their order is that of the models
         self.changes[change.name] = table
 
     def _allowed(self, change: ModelChange) -> Table:

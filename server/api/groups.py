@@ -34,7 +34,7 @@ class Group:
         requests: the counts of its requests.
         feed: of GET /events.
         inference: computes its requests; None until a leader has described the model.
-        serves_predict: whether a request to /predict without a name can be meant for it.
+        serves_predict: whether it has /predict: it classifies images, or has a handler. True until a leader has described the model.
         has_handler: whether a handler decodes the bodies of /predict.
     """
 
@@ -43,7 +43,7 @@ class Group:
     requests: ModelRequests
     feed: EventFeed
     inference: Inference | None = None
-    serves_predict: bool = False
+    serves_predict: bool = True
     has_handler: bool = False
 
     def open(self, inference: Inference, handler: HandlerProcesses | None = None) -> None:
@@ -106,8 +106,13 @@ class Groups:
         return next(iter(self._by_name.values())) if len(self._by_name) == 1 else None
 
     def find(self, name: str | None) -> Group | None:
-        """The model with this name, or the only one. None if there is none."""
-        return self.only or (None if name is None else self._by_name.get(name))
+        """The model with this name, or the only one; without a name that of /predict. None if there is none."""
+        return self.of_predict if name is None else self.only or self._by_name.get(name)
+
+    @property
+    def of_predict(self) -> Group | None:
+        """The model of /predict without a name: the first one that has it. A model that is added later is not the first."""
+        return self.only or next((group for group in self if group.serves_predict), None)
 
     def named(self, model: str, version: str | None = None) -> Group:
         """The model with this name. Raises UnknownModelError unless it serves, and this version of it if one is given."""
@@ -146,19 +151,13 @@ class Groups:
 
     async def predict(self, request: Request) -> Response:
         """POST /predict and /predict/NAME."""
-        group = self._for_predict(request.path_params.get("model"))
+        name = request.path_params.get("model")
+        group = self.of_predict if name is None else self.named(name)
+        if group is None:
+            raise NoModelNamedError(
+                f"the models here are {_listed(self.names)}; send the request to /v2/models/NAME/infer"
+            )
         return await group.predict(request)
-
-    def _for_predict(self, name: str | None) -> Group:
-        if name is not None:
-            return self.named(name)
-        if self.only is not None:
-            return self.only
-        able = [group for group in self if group.serves_predict]
-        if len(able) == 1:
-            return able[0]
-        paths = " or ".join(f"/predict/{group.name}" for group in able) or "/v2/models/NAME/infer"
-        raise NoModelNamedError(f"the models here are {_listed(self.names)}; send the request to {paths}")
 
 
 def _listed(names: list[str]) -> str:

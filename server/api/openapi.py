@@ -30,11 +30,11 @@ def openapi_document(groups: Groups, *, needs_key: bool) -> dict[str, Any]:
     paths, components = document["paths"], document["components"]
     images, handler = paths.pop("/predict"), paths.pop("/predict with a handler")
     able = [group for group, _ in described if group.serves_predict]
-    for group in able:
-        path = "/predict" if len(able) == 1 else f"/predict/{group.name}"
-        operation = handler if group.has_handler else images
-        name = "predict" if len(able) == 1 else f"predict_{group.name}"
-        paths[path] = {"post": operation["post"] | {"operationId": name}}
+    named = {f"_{group.name}": group for group in able if len(able) > 1}
+    for suffix, group in ({"": groups.of_predict} | named).items():
+        if group in able:
+            operation = (handler if group.has_handler else images)["post"]
+            paths["/predict" + suffix.replace("_", "/", 1)] = {"post": operation | {"operationId": f"predict{suffix}"}}
     parameters = components["parameters"]
     parameters["model"]["schema"]["enum"] = groups.names
     parameters["version"]["schema"]["enum"] = sorted({str(group.pool.version.number) for group, _ in described})

@@ -18,6 +18,7 @@ from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.load.requests import served_requests
 from multiworld_serving.testing.local_service import LocalService, start_program
 from tests.services import says
+from tests.unit.server.frontend_app import image_bytes
 from tests.waiting import wait_until
 
 FILE = """
@@ -79,6 +80,8 @@ def test_models_are_added_and_removed_while_another_one_serves(
         assert main(["models", "add", "second=resnet18", "--set", "queue_limit=64", *options]) == 0
         assert "second 1 READY" in capsys.readouterr().out
         assert infer(service, "second") == 200
+        response = httpx.post(f"{service.url}/predict", files={"image": image_bytes("blue")}, timeout=60)
+        assert response.json()["model"] == "first"
         assert main(["models", "remove", "second", *options]) == 0
         assert "second" not in capsys.readouterr().out
         assert infer(service, "second") == 404

@@ -22,13 +22,14 @@ INFER = {"inputs": [{"name": "input", "datatype": "UINT8", "shape": [1, 3, 16, 1
 
 @asynccontextmanager
 async def frontend(
-    *names: str, absent: tuple[str, ...] = (), keys: KeySet | None = None
+    *names: str, absent: tuple[str, ...] = (), texts: tuple[str, ...] = (), keys: KeySet | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, FrontendMetrics]]:
-    """A frontend with these models. No leader has described the absent ones yet."""
+    """A frontend with these models. No leader has described the absent ones yet; `texts` have no labels, and so no /predict."""
     metrics, groups = FrontendMetrics(), Groups()
     async with AsyncExitStack() as stack:
         for name in names:
-            inference = Inference(ColourPredictor(), replace(MODEL, name=name), RequestLimits())
+            model = replace(MODEL, name=name, labels=() if name in texts else MODEL.labels)
+            inference = Inference(ColourPredictor(), model, RequestLimits())
             await stack.enter_async_context(inference.threads)
             groups.add(group_of(inference.gate.pipeline, metrics, inference))
         for name in absent:
@@ -58,10 +59,31 @@ async def test_request_without_a_known_model_is_refused_with_the_names_of_the_ot
             response = await client.post(path, json=INFER)
             assert (response.status_code, response.json()["reason"]) == (404, "unknown_model")
             assert "Request for unknown model: 'c'; the models are 'a', 'b'" in response.json()["error"]
-        response = await client.post("/predict", files={"image": image_bytes("blue")})
     assert 'model="c"' not in metrics.text().decode(), "clients cannot create series"
-    assert (response.status_code, response.json()["reason"]) == (400, "no_model_named")
-    assert "send the request to /predict/a or /predict/b" in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("names", "texts", "absent", "status", "model"),
+    [
+        (("a", "b"), (), (), 200, "a"),
+        (("a", "b"), (), ("c",), 200, "a"),
+        (("a", "b"), ("a",), (), 200, "b"),
+        ((), (), ("a", "b"), 503, ""),
+        (("a", "b"), ("a", "b"), (), 400, ""),
+    ],
+)
+async def test_predict_without_a_name_is_the_first_model_that_has_it(
+    names: tuple[str, ...], texts: tuple[str, ...], absent: tuple[str, ...], status: int, model: str
+) -> None:
+    async with frontend(*names, absent=absent, texts=texts) as (client, metrics):
+        response = await client.post("/predict", files={"image": image_bytes("blue")})
+        paths = (await client.get("/openapi.json")).json()["paths"]
+    assert response.status_code == status, response.text
+    assert ("/predict" in paths) == bool(model)
+    assert ("/predict/b" in paths) == (len(names) - len(texts) > 1)
+    if model:
+        assert metrics.registry.get_sample_value("multiworld_images_total", {"model": model, "version": MODEL.version})
+        assert f'multiworld_requests_total{{code="200",model="{model}",protocol="predict"' in metrics.text().decode()
 
 
 async def test_other_models_serve_while_one_is_not_ready() -> None:
