@@ -23,7 +23,7 @@ class Query:
     def filled_in(self, rate_interval: str, whole_range: str) -> str:
         """The expression with Grafana's variables as "All" and these ranges."""
         expr = self.expr.replace("$__rate_interval", rate_interval).replace("$__range", whole_range)
-        return re.sub(r'"\$(leader|model|stage|replica)"', '".*"', expr)
+        return re.sub(r'"\$(namespace|leader|model|stage|replica)"', '".*"', expr)
 
 
 def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:

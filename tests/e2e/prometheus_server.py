@@ -62,13 +62,15 @@ def running_prometheus(
         folder: for its configuration and data.
         worker_url: metrics of a worker; none by default.
         alertmanager: HOST:PORT; none by default.
-        alert_for: replaces the `for` duration of every alert.
+        alert_for: replaces the `for` duration of every alert; then a deployment has one second to start.
     """
     binary = program("prometheus")
     shutil.copytree(DEPLOYED / "rules", folder / "rules")
     if alert_for is not None:
         alerts = folder / "rules" / "alerts.yml"
-        alerts.write_text(re.sub(r"\bfor: \w+", f"for: {alert_for}", alerts.read_text()))
+        alerts.write_text(
+            re.sub(r"\bfor: \w+", f"for: {alert_for}", alerts.read_text().replace("offset 5m", "offset 1s"))
+        )
     config = (DEPLOYED / "prometheus.yml").read_text()
     config = config.replace("127.0.0.1:8003", urlsplit(worker_url).netloc or "127.0.0.1:9")
     config = config.replace("127.0.0.1:8002", urlsplit(metrics_url).netloc)

@@ -14,7 +14,7 @@ from tests.dashboard_queries import Query, dashboard_queries, recorded_names, ru
 from tests.unit.server.test_leader_metrics import busy_frontend, busy_leader
 from tests.unit.workers.test_worker_metrics import busy_worker
 
-FROM_PROMETHEUS = {"job", "instance"}
+FROM_PROMETHEUS = {"namespace", "job", "instance"}
 
 
 def told() -> dict[str, set[str]]:
@@ -57,6 +57,9 @@ def test_every_dashboard_query_uses_exported_metrics(file: Path) -> None:
     queries = dashboard_queries(file)
     assert len(queries) > 8
     assert all(selectors(query.expr) for query in queries)
+    for query in [*queries, *written.variable_queries(file)]:
+        if query.where != f"{file.stem}: $namespace":
+            assert all('{namespace=~"$namespace"' in selector for selector in selectors(query.expr)), query
     assert not unknown([*queries, *written.variable_queries(file)])
 
 
