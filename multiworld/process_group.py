@@ -70,7 +70,7 @@ def _never_compiled(cls: type[T]) -> type[T]:
     """Let torch's compiler call the methods of a class. It cannot trace them, because the class is a subclass of a class in C++."""
     for name, method in list(vars(cls).items()):
         if inspect.isfunction(method) and name != "__init__":
-            setattr(cls, name, torch.compiler.disable(method))
+            setattr(cls, name, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
     return cls
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, fx
 
 from multiworld_serving.models.bundle.checking import check_graph
 from multiworld_serving.models.bundle.graph import MAX_GRAPH_BYTES, Graph
+from multiworld_serving.models.bundle.isolation import check_in_child
 from multiworld_serving.models.bundle.manifest import MAX_MANIFEST_BYTES, Manifest, spec_of
 from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.bundle.rows import RowFormat
@@ -108,7 +109,7 @@ def _read_folder(folder: Path) -> Bundle:
     manifest = read_manifest(folder)
     graph = Graph.from_json(_checked(folder / GRAPH, MAX_GRAPH_BYTES, manifest).read_bytes())
     manifest.check_graph(graph)
-    check_graph(graph, manifest.lengths)
+    check_in_child(lambda: check_graph(graph, manifest.lengths))
     weights_path = _checked(folder / WEIGHTS, graph.weights_bytes + _MAX_HEADER_BYTES, manifest)
     self_test_path = _checked(folder / SELF_TEST, _MAX_SELF_TEST_BYTES, manifest)
     try:

@@ -1,6 +1,7 @@
 """Functions that torch.compile has compiled use a process group of the library."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ def run_compiled(url: str, rank: int) -> None:
     compiled = torch.compile(exchange, backend="eager")
     for _ in range(2):
         torch.testing.assert_close(compiled(torch.ones(3), rank), torch.full((3,), 4.0))
-    model = torch.compile(DistributedDataParallel(torch.nn.Linear(2, 1)), backend="eager")
+    model: Any = torch.compile(DistributedDataParallel(torch.nn.Linear(2, 1)), backend="eager")
     for _ in range(2):
         model.zero_grad()
         model(torch.full((1, 2), float(rank))).sum().backward()
