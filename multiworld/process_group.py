@@ -514,6 +514,8 @@ class WorldProcessGroup(ProcessGroup):
         outputs = [tensor for each in results for tensor in ([each] if isinstance(each, Tensor) else each)]
         if len(operations) > 1:  # each operation has checked its own results
             check_distinct(f"{operations[0].name} of several tensors", outputs)
+        # As torch's own groups do, so that autograd detects that a saved tensor was overwritten.
+        torch.autograd.graph.increment_version(outputs)
         limit_s = getattr(opts, "timeout", timedelta(0)).total_seconds()
         timeout_s = limit_s if limit_s > 0 else self._timeout_s
         return WorldWork(results, self._progress.run(_carry_out(self.world, operations, timeout_s)))

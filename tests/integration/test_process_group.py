@@ -78,6 +78,15 @@ def test_operation_writes_its_result_at_all_members(groups: list[WorldProcessGro
         torch.testing.assert_close(outputs, list(expected), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", sorted(OPERATIONS.keys() - {"barrier"}))
+def test_operation_raises_the_version_of_its_outputs(groups: list[WorldProcessGroup], name: str) -> None:
+    rows = torch.ones(3, 3)
+    started = [OPERATIONS[name](group, group.rank(), rows[group.rank()].clone(), rows) for group in groups]
+    for work, outputs, _ in started:
+        assert work.wait()
+        assert all(output._version for output in outputs)
+
+
 def test_callback_of_a_future_may_wait_for_another_operation(groups: list[WorldProcessGroup]) -> None:
     def start(group: WorldProcessGroup) -> Future[bool]:
         return group.allreduce([torch.ones(2)]).get_future().then(lambda _: group.barrier().wait())
