@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import socket
 from collections import OrderedDict
+from collections.abc import Sized
 from typing import Any, cast
 
 from uvicorn import Config
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
@@ -16,6 +18,10 @@ MAX_HEAD_BYTES = 1 << 16
 """Of the request line and the headers of a request, and of the bytes between two parts of a body: chunk sizes and trailers."""
 MAX_HEADERS = 1024
 """Headers of a request that has not arrived completely. One takes up to 30 times as much memory as bytes were sent."""
+MAX_PIPELINED = 64
+"""Requests that have arrived on a connection while an earlier one has no response yet."""
+_LINGER_S = 1.0
+"""Time for which a client can go on sending after its request was refused. What it sends is dropped."""
 _CLOSING_S = 0.1
 """Maximum time to send what a client has not received yet when its connection is closed for another one."""
 _MAX_JOINED_BYTES = 1 << 16
@@ -52,6 +58,18 @@ class JoiningTransport:
         joined, self._held = self._held + data, b""
         if joined and not self._transport.is_closing():
             self._transport.write(joined)
+
+
+class _Flow(FlowControl):
+    """Reads nothing from a connection while requests wait in its pipeline. uvicorn would read on after each response."""
+
+    def __init__(self, transport: asyncio.Transport, pipeline: Sized) -> None:
+        super().__init__(transport)
+        self._pipeline = pipeline
+
+    def resume_reading(self) -> None:
+        if not self._pipeline:
+            super().resume_reading()
 
 
 class Idle:
@@ -106,6 +124,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(cast("asyncio.Transport", JoiningTransport(transport)))
+        self.flow = _Flow(transport, self.pipeline)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -153,7 +172,13 @@ class HttpConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn calls this when the parser fails."""
-        self._refuse("400 Bad Request", msg)
+        if len(self.pipeline) == MAX_PIPELINED:
+            error = (
+                f"more than {MAX_PIPELINED} requests wait on this connection; read the responses before sending more"
+            )
+            self._refuse("429 Too Many Requests", error)
+        else:
+            self._refuse("400 Bad Request", msg)
 
     def _refuse(self, status: str, error: str) -> None:
         """End the connection with this response to the request that arrives, after the responses to those before it."""
@@ -169,12 +194,20 @@ class HttpConnection(HttpToolsProtocol):
         elif cycle.more_body and self.pipeline:
             self.pipeline.popleft()  # it is the request that arrives
         elif cycle.more_body:
-            self._refusal = b"" if cycle.response_started else self._refusal
-            self._end()
+            if cycle.response_started:
+                self.transport.close()
+            else:
+                self._end()
 
     def _end(self) -> None:
+        """Closing while the client sends would reset the connection, and the client would lose the response."""
         self.transport.write(self._refusal)
-        self.transport.close()
+        self.loop.call_later(_LINGER_S, self.transport.close)
+
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) == MAX_PIPELINED:
+            raise OverflowError  # the parser fails
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._head_bytes = 0

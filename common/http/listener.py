@@ -2,10 +2,13 @@
 
 import errno
 import socket
+import sys
 
 from multiworld_serving.common.config.errors import UserError
 
 BACKLOG = 2048
+_UNREAD_S = 60
+"""The system ends a connection whose client has read nothing for this time although it has a response, or cannot be reached."""
 
 
 def bind(host: str, port: int, option: str, host_option: str = "--host", *, reserve: bool = False) -> socket.socket:
@@ -19,6 +22,8 @@ def bind(host: str, port: int, option: str, host_option: str = "--host", *, rese
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if sys.platform == "linux":  # accepted connections inherit it
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)
     try:
         sock.bind((host, port))
         if reserve:
