@@ -22,6 +22,7 @@ _SAMPLERS = {"aten.grid_sampler_2d.default": 3, "aten.grid_sampler_3d.default": 
 """Number of interpolation modes; the kernels leave the output uninitialised for others."""
 _PADDING_MODES = 3
 _ATTENTION = "aten.scaled_dot_product_attention.default"
+_ENUMERATIONS = ("dtype", "layout", "memory_format")
 _DIVISIONS = ("aten.div.Tensor_mode", "aten.div.Scalar_mode")
 
 
@@ -31,7 +32,7 @@ def check_call(node: Call | Calls, nodes: Mapping[str, Node]) -> None:
     Args:
         nodes: the earlier nodes, by name.
     """
-    if not _is_valid(node, nodes):
+    if not _enumerations_are_valid(node) or not _is_valid(node, nodes):
         raise BundleError(f"invalid graph: the arguments of {node.name!r} are not those that {node.target} may have")
 
 
@@ -76,6 +77,13 @@ def dividing(target: str, function: Callable[..., Any], integers: bool) -> Calla
         return -dividend if divisor == -1 else function(dividend, divisor, rounding_mode=rounding_mode)
 
     return divide
+
+
+def _enumerations_are_valid(node: Call | Calls) -> bool:
+    """Whether no number stands for an element type, layout or memory format: torch does not check whether it is one of them."""
+    names = [each.name for each in _schema(node.target)]
+    given = {name: _argument(node, name) for name in _ENUMERATIONS if name in names}
+    return all(value is None or (isinstance(value, dict) and name in value) for name, value in given.items())
 
 
 def _is_valid(node: Call | Calls, nodes: Mapping[str, Node]) -> bool:

@@ -169,6 +169,8 @@ KERNELS = {
     "interpolation by the batch": [*sampler({"value": "n"})[:2], ["size", "n", "batch"], *sampler({"value": "n"})[2:]],
     "padding that does not exist": sampler(0, 9),
     "attention with dropout": attention({"dropout_p": {"float": "0.5"}}),
+    "number for a memory format": call("aten.zeros_like.default", [X], {"memory_format": -1}),
+    "number for an element type": call("aten.to.dtype", [X, 99]),
     "attention without key heads": attention({"enable_gqa": True}, heads=0),
 }
 GROUPS = {
