@@ -32,7 +32,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store, Work
-from torch.distributed import Backend, DistBackendError, DistNetworkError, ProcessGroup, ReduceOp
+from torch.distributed import Backend, DistBackendError, ProcessGroup, ReduceOp
 
 from multiworld.collectives import movement, reductions
 from multiworld.control.dial import local_host
@@ -325,14 +325,23 @@ class WorldProcessGroup(ProcessGroup):
         settings: dict[str, Any],
     ) -> Self:
         """Join at the address in the store. Starts over if another address is published before the group has formed."""
-        until_s, source = time.monotonic() + timeout_s, _PublishedAddress(store)
+        until_s, published = time.monotonic() + timeout_s, ""
+
+        def is_outdated() -> bool:
+            with contextlib.suppress(RuntimeError):  # the store is lost
+                return store.get(_ADDRESS_KEY).decode() not in ("", published)
+            return False
+
         while True:
-            if not source.wait_for_another(until_s):
-                raise JoinError(name, f"rank 0 has not published its address within {timeout_s:g} s")
-            secret, addr, port = source.address.split()
+            try:
+                published = _read_address(store, published, until_s)
+            except (RuntimeError, TimeoutError) as error:
+                reason = f"rank 0 has not published its address within {timeout_s:g} s: {error}"
+                raise JoinError(name, reason) from error
+            secret, addr, port = published.split()
             manager, left_s = _make_manager(secret=secret, **settings), round(max(0.0, until_s - time.monotonic()), 2)
             try:
-                return cls._join(manager, name, rank, size, addr, int(port), left_s, limit_s, source.is_outdated)
+                return cls._join(manager, name, rank, size, addr, int(port), left_s, limit_s, is_outdated)
             except _OutdatedError:
                 pass
             except JoinError as error:
@@ -539,39 +548,14 @@ class _OutdatedError(Exception):
     """The store holds another address than that at which this member joins."""
 
 
-class _PublishedAddress:
-    """The secret and the address of rank 0 in a store. If the host of the store has restarted, it connects to the new one.
-
-    Attributes:
-        address: the text that was read last; empty before.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self.address = ""
-        self._store = store
-
-    def wait_for_another(self, until_s: float) -> bool:
-        """Wait until another address is published, and read it. Returns False after `until_s`."""
-        with contextlib.suppress(RuntimeError):  # too late, or the connection is lost
-            self._store.wait([_ADDRESS_KEY], timedelta(seconds=max(0.001, until_s - time.monotonic())))
-        while (address := self._read()) in ("", self.address):
-            if time.monotonic() > until_s:
-                return False
-            time.sleep(_REREAD_S)
-        self.address = address
-        return True
-
-    def is_outdated(self) -> bool:
-        """Whether another address is published."""
-        return self._read() not in ("", self.address)
-
-    def _read(self) -> str:
-        with contextlib.suppress(RuntimeError):
-            try:
-                return self._store.get(_ADDRESS_KEY).decode() if self._store.check([_ADDRESS_KEY]) else ""
-            except DistNetworkError:
-                self._store = self._store.clone()
-        return ""
+def _read_address(store: Store, former: str, until_s: float) -> str:
+    """Wait for an address other than `former`, and return its text. Raises TimeoutError after `until_s`, and RuntimeError of the store."""
+    store.wait([_ADDRESS_KEY], timedelta(seconds=max(0.001, until_s - time.monotonic())))
+    while (published := store.get(_ADDRESS_KEY).decode()) in ("", former):
+        if time.monotonic() > until_s:
+            raise TimeoutError("the store has the address of an earlier group")
+        time.sleep(_REREAD_S)
+    return published
 
 
 def _own_address(store: Store) -> str:

@@ -1,7 +1,6 @@
 """Functions that torch.compile has compiled use a process group of the library."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,10 +36,11 @@ def run_compiled(url: str, rank: int) -> None:
     compiled = torch.compile(exchange, backend="eager")
     for _ in range(2):
         torch.testing.assert_close(compiled(torch.ones(3), rank), torch.full((3,), 4.0))
-    model: Any = torch.compile(DistributedDataParallel(torch.nn.Linear(2, 1)), backend="eager")
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    compiled_model = torch.compile(model, backend="eager")
     for _ in range(2):
         model.zero_grad()
-        model(torch.full((1, 2), float(rank))).sum().backward()
+        compiled_model(torch.full((1, 2), float(rank))).sum().backward()
     for parameter, mean in zip(model.parameters(), (0.5, 1.0), strict=True):
         torch.testing.assert_close(parameter.grad, torch.full_like(parameter, mean))
     dist.destroy_process_group()
