@@ -27,6 +27,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -153,7 +154,8 @@ class World:
         """A member left. Pending operations may still complete. The others fail when the world is torn down."""
         self._copying = WorkerThread(f"multiworld-{config.name}")
         self._collectives = 0  # number of the next collective without one
-        self._nccl_order = asyncio.Lock()
+        self._posted = Future[None]()  # done when the latest collective of NCCL is posted, or has failed before
+        self._posted.set_result(None)
 
     def __repr__(self) -> str:
         return f"<World {self.name!r} generation={self.generation} rank={self.rank}/{self.size} {self.state}>"
@@ -318,22 +320,29 @@ class World:
         else:
             number = NUMBERED_FROM + operation.number
         channel = CollectiveChannel(operation, self._connections, number, self._lock, self._check)
+        previous = self._posted if operation.post is not None else None
         # Not loop.create_task: an eager task factory would run it now, under the lock.
-        operation.task = asyncio.Task(self._follow(operation, channel), loop=operation.future.get_loop())
+        operation.task = asyncio.Task(self._follow(operation, channel, previous), loop=operation.future.get_loop())
+        if previous is not None:
+            self._posted = posted = Future()
+            operation.task.add_done_callback(lambda _: posted.set_result(None))
 
-    async def _follow(self, operation: Collective, channel: CollectiveChannel) -> None:
-        """Run a collective, after its fingerprints are compared if `verify_collectives` is set, and report its outcome."""
+    async def _follow(self, operation: Collective, channel: CollectiveChannel, previous: Future[None] | None) -> None:
+        """Run a collective, after its fingerprints are compared if `verify_collectives` is set, and report its outcome.
+
+        One of NCCL waits until the `previous` one is posted, maybe on another event loop, because NCCL needs equal order at all members.
+        """
         try:
-            # NCCL needs equal order at all members.
-            async with self._nccl_order if operation.post is not None else contextlib.nullcontext():
-                if self._config.verify_collectives and channel.peers:
-                    await verify(channel, operation)
-                if operation.post is not None:
-                    with self._lock:
-                        self._check()
-                        assert self.nccl is not None
-                        self.nccl.post(operation)
-                    return
+            if previous is not None:
+                await asyncio.shield(asyncio.wrap_future(previous))
+            if self._config.verify_collectives and channel.peers:
+                await verify(channel, operation)
+            if operation.post is not None:
+                with self._lock:
+                    self._check()
+                    assert self.nccl is not None
+                    self.nccl.post(operation)
+                return
             if operation.staged:  # the data is copied from a device, which may block
                 algorithm = await asyncio.to_thread(call_on, operation.stream, operation.algorithm)
             else:

@@ -7,6 +7,7 @@ may still write to them.
 The required facts about c10d are in docs/decisions/0001-one-process-group-a-link.md. No run with several GPUs is on record (docs/gpu.md).
 """
 
+import _thread
 import contextlib
 import logging
 import math
@@ -123,25 +124,40 @@ def make_nccl_group(
     return group
 
 
-def abort_nccl_group(group: ProcessGroup) -> None:
-    """Make all pending operations of `group` fail. Call it on a thread: it blocks for at most `NCCL_ABORT_S` seconds.
+def abort_nccl_group(group: ProcessGroup, timeout_s: float = NCCL_ABORT_S) -> None:
+    """Make all pending operations of `group` fail. Waits at most `timeout_s` seconds; with 0 it does not block.
 
-    The abort runs on a daemon thread, because it can hang; that thread is left running then.
+    The abort runs on a thread, because it can hang; that thread is left running then. Without a thread the group is never freed, because
+    its destructor may block.
     """
-    aborting = threading.Thread(target=_abort_nccl, args=(group,), name="multiworld-nccl-abort", daemon=True)
-    aborting.start()
-    aborting.join(NCCL_ABORT_S)
-    if aborting.is_alive():
-        logger.error("NCCL did not abort within %.0f s; its thread keeps running", NCCL_ABORT_S)
+    aborted = threading.Event()
+
+    def abort() -> None:
+        with contextlib.suppress(RuntimeError):
+            group._get_backend(torch.device("cuda")).abort()
+        aborted.set()
+
+    try:
+        _thread.start_new_thread(abort, ())
+    except RuntimeError as error:  # too many threads, or the interpreter shuts down
+        _not_aborted.append(group)
+        logger.error("NCCL is not aborted: %s", error)  # noqa: TRY400 - the traceback adds nothing
+        return
+    if not aborted.wait(timeout_s) and timeout_s:
+        logger.error("NCCL did not abort within %.0f s; its thread keeps running", timeout_s)
 
 
-def _abort_nccl(group: ProcessGroup) -> None:
-    with contextlib.suppress(RuntimeError):
-        group._get_backend(torch.device("cuda")).abort()
-
-
+_not_aborted: list[ProcessGroup] = []
 _unfinished: list[tuple[Collective, Work]] = []
-"""Operations that NCCL has not completed although they were aborted. Their tensors are never freed."""
+"""Operations that NCCL has not completed although they were aborted, or that may still run. Their tensors are never freed."""
+
+
+def _has_completed(work: Work) -> bool:
+    """Whether the operation has completed. False if CUDA cannot tell."""
+    try:
+        return work.is_completed()
+    except Exception:  # noqa: BLE001
+        return False
 
 
 class NcclCollectives:
@@ -188,9 +204,9 @@ class NcclCollectives:
         self._threads[0].run(partial(self._post, operation))
 
     def abort(self, error: Exception, timeout_s: float) -> bool:
-        """Abort everything. Waits at most `NCCL_ABORT_S`, then `timeout_s` seconds for NCCL to end the operations, and for the threads.
+        """Abort everything. Waits at most `timeout_s` seconds for the abort, then as long for the operations and the threads to end.
 
-        The owner fails the operations itself.
+        With 0 it does not block. The owner fails the operations itself.
 
         Args:
             error: why; for members that wait for the rendezvous.
@@ -198,10 +214,10 @@ class NcclCollectives:
         """
         self.store.abort(error)
         if self._group is not None:
-            abort_nccl_group(self._group)
+            abort_nccl_group(self._group, timeout_s)
         self._give_up_s = time.monotonic() + timeout_s
         ended = [thread.close(max(0.0, self._give_up_s - time.monotonic())) for thread in self._threads]
-        unfinished = [(operation, work) for operation, work in list(self._posted.items()) if not work.is_completed()]
+        unfinished = [(operation, work) for operation, work in list(self._posted.items()) if not _has_completed(work)]
         _unfinished.extend(unfinished)
         return all(ended) and not unfinished
 
@@ -228,8 +244,15 @@ class NcclCollectives:
         """Wait until NCCL has completed all operations, at most until `abort` gives up."""
         while self._posted and time.monotonic() < self._give_up_s:
             for operation, work in list(self._posted.items()):
-                if work.is_completed():
-                    self._finish(operation, work)
+                try:
+                    completed = work.is_completed()
+                except Exception as error:  # noqa: BLE001 - of CUDA: the operation and its world fail
+                    _unfinished.append((operation, work))
+                    del self._posted[operation]
+                    self._on_failed([operation], error)
+                else:
+                    if completed:
+                        self._finish(operation, work)
             time.sleep(NCCL_POLL_S)
 
     def _finish(self, operation: Collective, work: Work) -> None:

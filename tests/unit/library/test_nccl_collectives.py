@@ -1,23 +1,29 @@
 """How the collectives of an NCCL group are posted, completed and failed. A Gloo group stands in for NCCL, which needs GPUs."""
 
+import asyncio
 import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from queue import Queue
+from typing import NoReturn
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore, ProcessGroup
+from torch._C._distributed_c10d import HashStore, ProcessGroup, Work
 from torch.distributed import ProcessGroupGloo
 
+from multiworld import World
 from multiworld.collectives import nccl
 from multiworld.collectives.nccl import NcclCollectives
 from multiworld.execution.store import ControlStore
 from multiworld.ops.operation import Collective
+from tests.integration.members import form, managers
+from tests.waiting import until
 
 PATIENCE_S = 60.0
 
@@ -35,6 +41,13 @@ def groups() -> Iterator[list[ProcessGroup]]:
 
     with ThreadPoolExecutor(2) as pool:
         yield list(pool.map(group, range(2)))
+
+
+def operation_of(post: Callable[[ProcessGroup], Work], *tensors: torch.Tensor) -> Collective:
+    def algorithm() -> NoReturn:
+        pytest.fail("the connections of the world are used")
+
+    return Collective(signature="all_reduce()", algorithm=algorithm, post=post, tensors=tensors)
 
 
 class Rank:
@@ -58,12 +71,7 @@ class Rank:
             raise self._error
 
     def all_reduce(self, tensor: torch.Tensor) -> Collective:
-        operation = Collective(
-            signature="all_reduce()",
-            algorithm=lambda: pytest.fail("the connections of the world are used"),
-            post=lambda group: group.allreduce([tensor]),
-            tensors=(tensor,),
-        )
+        operation = operation_of(lambda group: group.allreduce([tensor]), tensor)
         self.collectives.post(operation)
         return operation
 
@@ -87,6 +95,59 @@ def test_operation_fails_with_the_error_of_the_world_when_that_has_ended(groups:
     assert rank.outcomes.get(timeout=PATIENCE_S) == (operation, ended)
 
 
+class FailedWork:
+    """An operation for which CUDA reports an error."""
+
+    def is_completed(self) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_operation_fails_alone_when_cuda_cannot_tell_whether_it_has_completed(
+    groups: list[ProcessGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "_unfinished", [])
+    ranks = [Rank(group) for group in groups]
+    failed = operation_of(lambda _: FailedWork())  # type: ignore[arg-type,return-value]
+    ranks[0].collectives.post(failed)
+    operation, error = ranks[0].outcomes.get(timeout=PATIENCE_S)
+    assert operation is failed
+    assert "illegal memory access" in str(error)
+    later = [rank.all_reduce(torch.ones(1)) for rank in ranks]
+    assert [rank.outcomes.get(timeout=PATIENCE_S) for rank in ranks] == [(each, None) for each in later]
+    assert all(rank.collectives.abort(RuntimeError("ended"), PATIENCE_S) for rank in ranks)
+
+
+class HangingGroup:
+    """A group whose abort hangs until the test ends it."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def _get_backend(self, _: torch.device) -> "HangingGroup":
+        return self
+
+    def abort(self) -> None:
+        self.released.wait()
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_abort_without_a_time_limit_to_wait_does_not_block(threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the control loop."""
+    monkeypatch.setattr(nccl, "NCCL_ABORT_S", threading.TIMEOUT_MAX)  # blocks the test if it is used
+    rank = Rank(group := HangingGroup())  # type: ignore[arg-type]
+    if not threads:
+
+        def refuse(*_: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr("_thread.start_new_thread", refuse)
+        monkeypatch.setattr(nccl, "_not_aborted", kept := [])
+    rank.collectives.abort(RuntimeError("ended"), 0.0)
+    assert not group.released.is_set()
+    group.released.set()
+    assert threads or kept == [group]
+
+
 def test_tensors_are_kept_when_an_aborted_operation_never_completes(
     groups: list[ProcessGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,3 +167,26 @@ def test_tensors_are_kept_when_an_aborted_operation_never_completes(
     other = Rank(groups[1])
     other.all_reduce(torch.ones(4))  # so that the groups can be freed
     assert other.outcomes.get(timeout=PATIENCE_S)[1] is None
+
+
+async def test_collectives_of_one_world_start_on_two_event_loops(groups: list[ProcessGroup]) -> None:
+    async with managers(2, verify_collectives=True) as pair:
+        await form("w", pair[0].listen(), *pair)
+        worlds = [manager.world("w") for manager in pair]
+        for world, group in zip(worlds, groups, strict=True):
+            failed, store = world._fail_operations, ControlStore(lambda _key, _value: None)
+            world.nccl = NcclCollectives(
+                "w", store, partial(lambda each: each, group), world._check, world.on_transferred, failed
+            )
+            await asyncio.wrap_future(world.nccl.connect())
+
+        async def reduce(world: World) -> float:
+            tensor = torch.ones(1)
+            await world.start(operation_of(lambda group: group.allreduce([tensor]), tensor)).finish()
+            return tensor.item()
+
+        here = asyncio.create_task(reduce(worlds[0]))
+        await until(lambda: len(worlds[0]._pending) == 1)
+        there = asyncio.create_task(asyncio.to_thread(asyncio.run, reduce(worlds[0])))
+        await until(lambda: len(worlds[0]._pending) == 2)
+        assert await asyncio.gather(here, there, reduce(worlds[1]), reduce(worlds[1])) == [2.0] * 4
