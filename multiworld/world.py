@@ -324,7 +324,7 @@ class World:
         # Not loop.create_task: an eager task factory would run it now, under the lock.
         operation.task = asyncio.Task(self._follow(operation, channel, previous), loop=operation.future.get_loop())
         if previous is not None:
-            self._posted = posted = Future()
+            self._posted = posted = Future[None]()
             operation.task.add_done_callback(lambda _: posted.set_result(None))
 
     async def _follow(self, operation: Collective, channel: CollectiveChannel, previous: Future[None] | None) -> None:

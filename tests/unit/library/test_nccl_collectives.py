@@ -135,13 +135,14 @@ def test_abort_without_a_time_limit_to_wait_does_not_block(threads: bool, monkey
     """As on the control loop."""
     monkeypatch.setattr(nccl, "NCCL_ABORT_S", threading.TIMEOUT_MAX)  # blocks the test if it is used
     rank = Rank(group := HangingGroup())  # type: ignore[arg-type]
+    kept: list[object] = []
     if not threads:
 
         def refuse(*_: object) -> None:
             raise RuntimeError("can't start new thread")
 
         monkeypatch.setattr("_thread.start_new_thread", refuse)
-        monkeypatch.setattr(nccl, "_not_aborted", kept := [])
+        monkeypatch.setattr(nccl, "_not_aborted", kept)
     rank.collectives.abort(RuntimeError("ended"), 0.0)
     assert not group.released.is_set()
     group.released.set()
@@ -189,4 +190,5 @@ async def test_collectives_of_one_world_start_on_two_event_loops(groups: list[Pr
         await until(lambda: len(worlds[0]._pending) == 1)
         there = asyncio.create_task(asyncio.to_thread(asyncio.run, reduce(worlds[0])))
         await until(lambda: len(worlds[0]._pending) == 2)
-        assert await asyncio.gather(here, there, reduce(worlds[1]), reduce(worlds[1])) == [2.0] * 4
+        sums = await asyncio.gather(here, there, reduce(worlds[1]), reduce(worlds[1]))
+        assert list(sums) == [2.0] * 4
