@@ -10,30 +10,19 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim as ExportDim
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree
 
 from multiworld_serving.models.bundle.graph import Graph
 from multiworld_serving.models.bundle.nodes import BATCH, Call, Calls, Dim, Input, Integer, Item, Node, Size, Weight
 from multiworld_serving.models.bundle.operators import INTEGER_OPERATORS, OPERATORS
 from multiworld_serving.models.errors import BundleError, ExportError
-
-_OWN_FOLDER = str(Path(__file__).parents[1])
-_ADVICE = {
-    "data-dependent": "replace branches on values by torch.where, and numbers from values by shapes",
-    "specialized": "the model computes with a fixed number of rows or another length; take it from the tensor's shape. Recurrent layers "
-    "(GRU, LSTM, RNN) have a fixed length",
-    "generated guard": "the model is right for some lengths only, for example multiples of 4, or a layer has a stride; make it right for "
-    "all lengths with functional.interpolate(…, size=other.shape[-2:]), or take [batch, frames, stride] and reshape it",
-    "must always be equal": "name dimensions of equal length together: --dynamic INPUT:DIM,INPUT:DIM=LEAST..MOST",
-}
-"""What to change, by a part of torch.export's explanation."""
+from multiworld_serving.models.export import refusals
+from multiworld_serving.models.export.decompositions import decompositions
 
 
 @dataclass(frozen=True)
@@ -87,12 +76,12 @@ def capture(
             exported = torch.export.export(
                 module.eval(), tuple(example), dynamic_shapes=_shapes_of(module, shapes), strict=False
             )
-            whole = exported.run_decompositions({}).module()
+            whole = exported.run_decompositions(dict(decompositions())).module()
         except Exception as error:  # torch.export raises whatever the model's code raises
-            raise ExportError(_why(error)) from error
+            raise ExportError(refusals.why(error)) from error
     assert isinstance(whole, fx.GraphModule)
     _remove_checks(whole)
-    _refuse_computed_shapes(whole)
+    refusals.refuse_computed_sizes(whole)
     return _Writer(whole, names, shapes).write()
 
 
@@ -125,18 +114,6 @@ def _without_logs() -> Iterator[None]:
         logging.disable(before)
 
 
-def _why(error: Exception) -> str:
-    """The first lines of torch.export's explanation, with the line of the model."""
-    text = str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    code = [
-        line for line in lines if line.startswith(("File ", "at ", "(File ")) and "site-packages/torch/" not in line
-    ]
-    where = f" ({code[-1].strip('()')})" if code and code[-1] not in lines[:2] else ""
-    advice = "".join(f"; {hint}" for sign, hint in _ADVICE.items() if sign in text)
-    return f"the model cannot be exported: {type(error).__name__}: {' '.join(lines[:2])[:400]}{where}{advice}"
-
-
 def _remove_checks(module: fx.GraphModule) -> None:
     """Remove the checks of the arguments, which the service does itself."""
     for node in reversed(list(module.graph.nodes)):
@@ -144,15 +121,6 @@ def _remove_checks(module: fx.GraphModule) -> None:
         if check and not node.users:
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
-
-
-def _refuse_computed_shapes(module: fx.GraphModule) -> None:
-    for node in module.graph.nodes:
-        if free_unbacked_symbols(node.meta.get("val")):
-            raise ExportError(
-                f"the shape of the result of {node.target} depends on values{_where(node)}; keep all elements and mark some, for "
-                "example with torch.where or masked_fill, or take a fixed number with topk"
-            )
 
 
 class _Writer:
@@ -168,8 +136,8 @@ class _Writer:
         self._weights: dict[str, Tensor] = {}
         self._keys: dict[tuple[Any, ...], str] = {}
         """Keys of the weights, by memory, dtype, shape and strides."""
-        self._refused: dict[str, str] = {}
-        """Operators that bundles do not allow, with where they are used."""
+        self._refused: list[fx.Node] = []
+        """Operators that bundles do not allow."""
 
     def write(self) -> tuple[Graph, dict[str, Tensor]]:
         inputs = [node for node in self._module.graph.nodes if node.op == "placeholder"]
@@ -204,13 +172,7 @@ class _Writer:
                 case other:
                     raise ExportError(f"the model cannot be exported: it contains a {other} ({node.target})")
         if self._refused:
-            found = "; ".join(f"{name}{where}" for name, where in self._refused.items())
-            state = (
-                "; it changes a buffer: state between calls cannot be exported"
-                if "aten.copy_.default" in self._refused
-                else ""
-            )
-            raise ExportError(f"the model uses operators that a bundle does not allow: {found}{state}")
+            raise ExportError(refusals.not_allowed(self._refused))
         try:
             return Graph(tuple(self._nodes), outputs), self._weights
         except BundleError as error:
@@ -246,7 +208,7 @@ class _Writer:
         elif not isinstance(value, Tensor | tuple | list):  # a size
             self._integer(node, args)
         elif not isinstance(target, torch._ops.OpOverload) or str(target) not in OPERATORS:
-            self._refused.setdefault(str(target), _where(node))
+            self._refused.append(node)
         elif isinstance(value, Tensor):
             self._nodes.append(Call(node.name, *self._tensor(value), str(target), args, kwargs))
         else:
@@ -263,7 +225,7 @@ class _Writer:
         elif getattr(target, "__name__", "") in INTEGER_OPERATORS:
             self._nodes.append(Integer(node.name, target.__name__, args))
         else:
-            self._refused.setdefault(str(target), _where(node))
+            self._refused.append(node)
 
     def _argument(self, argument: Any) -> Any:
         """How the graph writes an argument: the inverse of `literal`."""
@@ -285,14 +247,3 @@ class _Writer:
 
 def _name_of(value: torch.dtype | torch.memory_format | torch.layout) -> str:
     return str(value).removeprefix("torch.")
-
-
-def _where(node: fx.Node) -> str:
-    """Where the model's code uses this operator, such as " (File …)": the last line of the trace outside torch."""
-    trace = [line.strip() for line in (node.stack_trace or "").splitlines()]
-    places = [index for index, line in enumerate(trace) if line.startswith("File ") and _is_of_user(line)]
-    return f" ({' '.join(trace[places[-1] : places[-1] + 2])})" if places else ""
-
-
-def _is_of_user(line: str) -> bool:
-    return "/torch/" not in line and _OWN_FOLDER not in line
