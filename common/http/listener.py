@@ -1,12 +1,17 @@
 """Opens the listening sockets of the HTTP ports. Imports neither uvicorn nor torch, because the supervisor uses it too."""
 
+import asyncio
+import contextlib
 import errno
+import select
 import socket
 import sys
 
 from multiworld_serving.common.config.errors import UserError
 
 BACKLOG = 2048
+_REFUSE_POLLS = 50
+_POLL_S = 0.01
 _UNREAD_S = 60
 """The system ends a connection whose client has read nothing for this time although it has a response, or cannot be reached."""
 
@@ -40,3 +45,18 @@ def bind(host: str, port: int, option: str, host_option: str = "--host", *, rese
         raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; {advice}") from error
     sock.setblocking(False)
     return sock
+
+
+async def stop_listening(sock: socket.socket) -> None:
+    """Have the system refuse new connections, in all processes that share this socket: clients would wait, and then be reset.
+
+    Waits until those that the system has accepted have reached a process, but not for longer than half a second.
+    """
+    waiting = select.poll()
+    waiting.register(sock, select.POLLIN)
+    for _ in range(_REFUSE_POLLS):
+        if not waiting.poll(0):
+            break
+        await asyncio.sleep(_POLL_S)
+    with contextlib.suppress(OSError):  # it does not listen any more
+        sock.shutdown(socket.SHUT_RDWR)

@@ -129,10 +129,14 @@ class Models:
             each.start(tasks)
         self._write_state()
 
+    async def stop_frontends(self) -> None:
+        """Stop the frontends. They answer their requests, which need leaders and workers."""
+        await asyncio.gather(*(each.stop() for each in self._generations))
+
     async def stop(self) -> None:
-        """Stop all processes: frontends answer their requests before leaders and workers stop."""
-        for running in (self._generations, self.groups.values()):
-            await asyncio.gather(*(each.stop() for each in running))
+        """Stop all processes, the frontends first."""
+        await self.stop_frontends()
+        await asyncio.gather(*(each.stop() for each in self.groups.values()))
 
     async def cannot_start(self) -> str:
         """Wait until processes with which the service has started cannot start. Returns why."""

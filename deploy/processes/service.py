@@ -2,7 +2,7 @@
 
 This process carries no request. It imports what the others need and forks them, so that a restart takes milliseconds. It opens all
 listening sockets and passes them on, so a restarted process continues on the same port, and clients that connect meanwhile wait instead
-of being refused. On SIGUSR2, a new `multiworld serve` takes its place; see `upgrade.py`.
+of being refused. When it stops, it refuses new connections. On SIGUSR2, a new `multiworld serve` takes its place; see `upgrade.py`.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from typing import Any
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.process import first_of, notify_systemd, on_stop_signal, raise_descriptor_limit
 from multiworld_serving.common.config.tokens import new_token
+from multiworld_serving.common.http.listener import stop_listening
 from multiworld_serving.deploy.processes.checks import check_bundle, check_files, prepared
 from multiworld_serving.deploy.processes.group import local_host_of
 from multiworld_serving.deploy.processes.models import Models
@@ -122,7 +123,7 @@ class Service:
                     if self._changing is not None:
                         self._changing.cancel()
                         await asyncio.wait({self._changing})
-                await self.models.stop()
+                await self._stop_processes()
             self._upgrade.hold_signals()
             logger.info("stopped")
         return error
@@ -130,6 +131,16 @@ class Service:
     async def _stopped(self) -> str:
         await self._stop.wait()
         return ""
+
+    async def _stop_processes(self) -> None:
+        """Refuse new connections, then stop all processes. During an upgrade, another service uses the sockets."""
+        is_sole = self._upgrade.successor is None and not self._upgrade.replaces
+        if is_sole:
+            await stop_listening(self._sockets["http_fd"])
+        await self.models.stop_frontends()  # the admin port serves until then
+        if is_sole:
+            await stop_listening(self._sockets["metrics_fd"])
+        await self.models.stop()
 
     def _begin_stop(self) -> None:
         logger.info("stopping; a second signal ends all processes at once")

@@ -23,7 +23,7 @@ from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.logs import configure_logging
 from multiworld_serving.common.config.process import raise_descriptor_limit
 from multiworld_serving.common.config.sources import option
-from multiworld_serving.common.http.listener import bind
+from multiworld_serving.common.http.listener import bind, stop_listening
 from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.processes.programs import Process, Role, Starter, Values
 from multiworld_serving.deploy.ray.placement import Resources
@@ -143,6 +143,8 @@ class ProcessActor:
             if not self._stop.is_set():
                 async with self._supervisor:
                     await self._stop.wait()
+                    if "http_fd" in self._sockets:
+                        await stop_listening(self._sockets["http_fd"])
 
     def _local_values(self) -> Values:
         """The settings that depend on the node."""
