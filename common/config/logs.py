@@ -1,19 +1,34 @@
 """Logging as text or as one JSON object per line. Only a program's `main` calls `configure_logging`.
 
 Fields are written as `key=value` in the message or passed as `extra`; in JSON both become members.
+
+A reader that does not read must not stop a process. Lines for which a pipe or socket has no room are dropped, and the next line says how
+many. No thread writes the lines, because processes that fork their children must have one thread, and no line is lost when a process ends.
 """
 
+import contextlib
+import errno
+import io
 import json
 import logging
+import os
 import re
+import select
+import stat
 import sys
+import time
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?")
 _PLAIN = re.compile(r'[^\s"]+')
 FIELD_PATTERN = re.compile(r'(?<!\S)([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|\S+)')
+_PATIENCE_S = 0.1
+_PATIENCE_EVERY_S = 10.0
 NOISY_LOGGERS = ("httpx", "httpcore", "asyncio", "PIL")
 
 
@@ -25,12 +40,98 @@ def configure_logging(level: str, format: Literal["text", "json"] = "text", *, p
         format: "text" or "json".
         process: name of this process, part of every line, which tells apart workers that share a terminal.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _standard_error_handler()
     handler.setFormatter(JsonFormatter(process) if format == "json" else TextFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(capture=True)
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+class _NonBlocking(io.RawIOBase):
+    """Standard error as a pipe, socket or terminal that is written to without blocking.
+
+    Attributes:
+        dropped: the number of lines that were not written since it was last set to 0.
+    """
+
+    name = "<stderr>"
+
+    def __init__(self) -> None:
+        self.dropped = 0
+        self._rest = b""
+        """The end of a line whose beginning is written."""
+        self._waited_s = float("-inf")
+        self._poll = select.poll()
+        self._poll.register(2, select.POLLOUT)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 2
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Write all of it, or nothing and count its lines. Never raises."""
+        lines = bytes(data)
+        self._rest = self._unwritten(self._rest)
+        left = lines if self._rest else self._unwritten(lines)
+        if len(left) == len(lines):
+            self.dropped += lines.count(b"\n")
+        else:
+            self._rest = left
+        return len(lines)
+
+    def _unwritten(self, data: bytes) -> bytes:
+        while data and (written := self._write_some(data)):
+            data = data[written:]
+        return data
+
+    def _write_some(self, data: bytes) -> int:
+        """Returns how many bytes were written; 0 if there is no room. A reader that is only slow gets time every ten seconds."""
+        try:
+            with contextlib.suppress(BlockingIOError):
+                return os.pwritev(2, [data], -1, os.RWF_NOWAIT)
+            now_s = time.monotonic()
+            if now_s - self._waited_s > _PATIENCE_EVERY_S:
+                self._waited_s = now_s
+                self._poll.poll(_PATIENCE_S * 1000)
+                return os.pwritev(2, [data], -1, os.RWF_NOWAIT)
+        except OSError as error:
+            # Terminals, and Linux before 6.4. Another process may fill the pipe between the two calls.
+            if error.errno == errno.EOPNOTSUPP and self._poll.poll(0):
+                with contextlib.suppress(OSError):
+                    return os.write(2, data[: select.PIPE_BUF])
+        return 0
+
+
+class _Handler(logging.StreamHandler[io.TextIOWrapper]):
+    """Writes lines to standard error, and says how many were dropped when there is room again."""
+
+    def __init__(self, raw: _NonBlocking) -> None:
+        super().__init__(io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True))
+        self._raw = raw
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if dropped := self._raw.dropped:
+            self._raw.dropped = 0
+            fields = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
+            text = f"dropped lines={dropped}: nobody has read the log of this process"
+            super().emit(logging.makeLogRecord({**fields, "msg": text}))
+            if self._raw.dropped:
+                self._raw.dropped = dropped + 1
+                return
+        super().emit(record)
+
+
+def _standard_error_handler() -> logging.Handler:
+    """Also replaces `sys.stderr`, for tracebacks, unless it is not descriptor 2 or that is a file, which takes all lines."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if sys.stderr.fileno() == 2 and not stat.S_ISREG(os.fstat(2).st_mode):
+            handler = _Handler(_NonBlocking())
+            sys.stderr = handler.stream
+            return handler
+    return logging.StreamHandler(sys.stderr)
 
 
 class TextFormatter(logging.Formatter):

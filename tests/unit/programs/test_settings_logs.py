@@ -2,9 +2,14 @@
 
 import json
 import logging
+import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from multiworld_serving.common.config.logs import JsonFormatter, TextFormatter
 
@@ -64,3 +69,50 @@ def test_lines_of_the_minimum_level_go_to_standard_error() -> None:
     assert done.stdout == ""
     assert [line["level"] for line in lines] == ["info", "warning"]
     assert lines[0]["message"] == "loud"
+
+
+UNREAD = """
+import logging, sys
+from multiworld_serving.common.config.logs import configure_logging
+configure_logging("info", {format!r}, process="leader")
+for number in range(5000):
+    logging.getLogger("a").info("number=%d %s", number, "x" * 100)
+print("logged", flush=True)
+sys.stdin.readline()
+logging.getLogger("a").info("read again")
+raise ValueError("the end of this program")
+"""
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_reader_that_does_not_read_loses_lines_and_blocks_nobody(format: str, kind: str) -> None:
+    reader, writer = os.pipe() if kind == "pipe" else (each.detach() for each in socket.socketpair())
+    command = [sys.executable, "-c", UNREAD.format(format=format)]
+    with (
+        open(reader, encoding="utf-8") as log,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writer, text=True) as process,
+    ):
+        os.close(writer)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "logged\n"
+        lines = [log.readline()]
+        while "number=50 " not in lines[-1]:  # then there is room
+            lines.append(log.readline())
+        process.stdin.write("\n")
+        process.stdin.flush()
+        lines += log.read().splitlines()
+    written = len([line for line in lines if "number=" in line])
+    assert 50 < written < 5000
+    said = next(at for at, line in enumerate(lines) if f"dropped lines={5000 - written}:" in line)
+    assert "read again" in lines[said + 1]
+    assert (format == "json") == (lines[said][0] == "{")
+    assert lines[-1] == "ValueError: the end of this program"
+
+
+def test_lines_of_a_file_are_complete(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        command = [sys.executable, "-c", UNREAD.format(format="text")]
+        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, check=False)
+    assert (tmp_path / "log").read_text().count("number=") == 5000
