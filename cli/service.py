@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+_WITHOUT_PROXY = dict.fromkeys(("all://127.0.0.1", "all://[::1]", "all://localhost"))
+"""For httpx: connections to this machine use no proxy, also if `http_proxy` is set."""
 
 
 class Access(Options):
@@ -77,7 +79,9 @@ def open_clients(options: ServiceOptions) -> Iterator["deque[httpx.Client]"]:
     with ExitStack() as stack, response_errors(options.urls[0]), http_errors(options.urls[0], options.timeout_s):
         for url in dict.fromkeys(url.strip() for text in options.urls for url in text.split(",")):
             try:
-                client = httpx.Client(base_url=url, timeout=options.timeout_s, **credentials.options)
+                client = httpx.Client(
+                    base_url=url, timeout=options.timeout_s, mounts=_WITHOUT_PROXY, **credentials.options
+                )
             except httpx.InvalidURL as error:
                 raise UserError(f"--url {url}: {error}; expected a URL such as {DEFAULT_URL}") from error
             clients.append(stack.enter_context(client))

@@ -30,6 +30,8 @@ from multiworld_client.tensors import infer_request, outputs
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_WITHOUT_PROXY = dict.fromkeys(("all://127.0.0.1", "all://[::1]", "all://localhost"))
+"""For httpx: connections to this machine use no proxy, also if `http_proxy` is set."""
 
 
 class _Client:
@@ -47,7 +49,8 @@ class _Client:
         retries: Retries | None = None,
         verify: ssl.SSLContext | bool = True,
     ) -> None:
-        self._http = self._connect(headers={"Authorization": f"Bearer {api_key}"} if api_key else {}, verify=verify)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = self._connect(headers=headers, verify=verify, mounts=_WITHOUT_PROXY)
         self._servers = Servers(url, timeout_s, retries)
         self._found: dict[str, Any] = {}
 

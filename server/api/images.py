@@ -30,6 +30,7 @@ MIN_SIDE = 8
 """Pixels. No class can be recognized in a smaller image; digits have 8x8."""
 
 _JPEG = b"\xff\xd8\xff"
+_JPEG_END = b"\xff\xd9"
 _QUICK_BYTES = 1 << 13
 _QUICK_PIXELS = 1 << 16
 _MAX_JPEG_SCANS = 200
@@ -112,8 +113,8 @@ def decodes_quickly(data: bytes) -> bool:
 
 
 def _small_jpeg(data: bytes) -> tuple[str, tuple[int, int]] | None:
-    """Mode and size of a small baseline JPEG without EXIF; None for other files. Raises ImageError."""
-    if len(data) > _QUICK_BYTES or not data.startswith(_JPEG):
+    """Mode and size of a small baseline JPEG without EXIF; None for other files, also incomplete ones. Raises ImageError."""
+    if len(data) > _QUICK_BYTES or not data.startswith(_JPEG) or not data.endswith(_JPEG_END):
         return None
     frame = _check_jpeg_structure(data)
     if frame is None or frame + 9 >= len(data):

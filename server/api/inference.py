@@ -18,7 +18,13 @@ from multiworld_serving.models.errors import BundleError
 from multiworld_serving.server.api.images import image_tensor
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.daemon_threads import DaemonThreads
-from multiworld_serving.server.errors import ForbiddenError, StageError, UnknownModelError
+from multiworld_serving.server.errors import (
+    ForbiddenError,
+    ImageError,
+    ImageTooLargeError,
+    StageError,
+    UnknownModelError,
+)
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.open_request import OpenRequest, RequestGate
@@ -135,7 +141,15 @@ class Inference:
         if isinstance(rows, Tensor):
             return rows
         opened.hold(sum(map(len, rows)) + len(rows) * self.signature.model.input_rows.max_row_bytes)
-        return torch.stack([await self.threads.run(partial(self.decode_image, file)) for file in rows])
+        images = []
+        for number, file in enumerate(rows, 1):
+            try:
+                images.append(await self.threads.run(partial(self.decode_image, file)))
+            except (ImageError, ImageTooLargeError) as error:
+                if len(rows) == 1:
+                    raise
+                raise type(error)(f"image {number} of {len(rows)}: {error}") from error
+        return torch.stack(images)
 
     def decode_image(self, file: bytes) -> Tensor:
         """The input row of an image file. Runs on a thread."""

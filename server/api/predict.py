@@ -23,6 +23,8 @@ from multiworld_serving.server.observability.requests import RequestRecord
 from multiworld_serving.server.predictor import Prediction, ServedModel
 
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
+_OTHER_IMAGE_TYPES = ("image/jpg", "application/octet-stream", "")
+"""Accepted, too: the content decides."""
 FORM_TYPE = "multipart/form-data"
 
 
@@ -106,10 +108,8 @@ class PredictRoute:
 def _supported_content_type(request: Request) -> str:
     """The content type if it is supported, checked before the body is read. Raises MediaTypeError if it is not."""
     content_type = request.headers.get("content-type", "")
-    if _media_type(content_type) not in (FORM_TYPE, *IMAGE_TYPES):
-        given = (
-            f"the content type {content_type[:64]!r} is not supported" if content_type else "there is no content type"
-        )
+    if _media_type(content_type) not in (FORM_TYPE, *IMAGE_TYPES, *_OTHER_IMAGE_TYPES):
+        given = f"the content type {content_type[:64]!r} is not supported"
         raise MediaTypeError(f"{given}; send {FORM_TYPE} with the field {FIELD!r}, or one of {', '.join(IMAGE_TYPES)}")
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":

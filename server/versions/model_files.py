@@ -23,7 +23,7 @@ def check_model_files(settings: LeaderSettings) -> None:
         models.ModelError: there is no such file or folder.
     """
     path = bundle_path(settings)
-    if path is not None and not path.exists():
+    if path is not None and not os.path.exists(path):
         source, (file, is_function, _) = settings.model_source, settings.model_source.partition(".py:")
         expected = "expected the path of a bundle that `multiworld export` wrote, or a name such as resnet50"
         if is_function:
@@ -45,7 +45,7 @@ def check_model_files(settings: LeaderSettings) -> None:
 def bundle_path(settings: LeaderSettings) -> Path | None:
     """The bundle that `--model` names by its path; None if it is the name of a model."""
     path = Path(settings.model_source)
-    return path if path.exists() or os.sep in settings.model_source or path.suffix else None
+    return path if os.path.exists(path) or os.sep in settings.model_source or path.suffix else None
 
 
 def served_name(settings: LeaderSettings) -> str:

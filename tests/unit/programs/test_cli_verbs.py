@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 import pytest
 
+from multiworld_client import Client
 from multiworld_serving.cli.main import main
 from multiworld_serving.cli.options import seconds
 from multiworld_serving.common.config.errors import UserError
@@ -86,6 +87,18 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("cat.jpg").write_bytes(b"a cat")
     Path("dog.txt").write_bytes(b"a dog")
+
+
+def test_loopback_address_is_reached_without_a_proxy(
+    url: str, images: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for address in (url, url.replace("127.0.0.1", "localhost")):
+        assert main(["predict", "cat.jpg", "--url", address]) == 0
+        assert main(["status", "--url", address]) == 0
+        with Client(address) as client:
+            assert client._http.get(f"{address}/status").status_code == 200
+    assert "tabby cat" in capsys.readouterr().out
 
 
 class Recorder:

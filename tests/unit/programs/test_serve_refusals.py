@@ -25,6 +25,7 @@ REFUSED = {
     ("--model", "nowhere/classifier.bundle"): "--model nowhere/classifier.bundle: there is no such ",
     ("--model", "unet.py:make"): "export it first: multiworld export unet.py:make -o unet.bundle",
     ("--model", "classifier.bundle"): "--model classifier.bundle: there is no such ",
+    ("--model", "x" * 300 + ".bundle"): "there is no such ",
     ("--weights", "nowhere.pth"): "--weights nowhere.pth: there is no such ",
     ("--weights-dir", "nowhere"): "--weights-dir nowhere: there is no such ",
     ("--api-keys-file", "nowhere.keys"): "nowhere.keys",

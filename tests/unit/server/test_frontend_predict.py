@@ -86,7 +86,10 @@ BAD_BODIES: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "a GIF": ({"content": b"GIF89a" + bytes(99), "headers": PNG}, 422, "invalid_image", "neither JPEG nor PNG"),
     "truncated": ({"content": IMAGE[:-30], "headers": PNG}, 422, "invalid_image", "damaged"),
     "large": ({"content": image_bytes(size=(1001, 1000)), "headers": PNG}, 413, "image_too_large", "1001x1000"),
-    "no type": ({"content": IMAGE}, 415, "unsupported_media_type", "there is no content type"),
+    "of a form": (
+        {"content": IMAGE, "headers": {"Content-Type": "application/x-www-form-urlencoded"}},
+        *(415, "unsupported_media_type", "'application/x-www-form-urlencoded' is not supported"),
+    ),
     "empty": ({"content": b"", "headers": PNG}, 422, "invalid_body", "empty"),
     "long": (
         {"content": bytes(200_001), "headers": PNG},
@@ -110,6 +113,13 @@ def assert_error(response: httpx.Response, status: int, reason: str, says: str) 
     assert error["reason"] == reason
     assert says in error["error"]
     assert error["request_id"] == response.headers["X-Request-Id"]
+
+
+@pytest.mark.parametrize("content_type", [None, "image/jpg", "application/octet-stream", "image/webp"])
+async def test_image_is_detected_from_the_content(frontend: RunningFrontend, content_type: str | None) -> None:
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    response = await frontend.client.post("/predict", content=IMAGE, headers=headers)
+    assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("name", BAD_BODIES)

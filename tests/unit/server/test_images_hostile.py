@@ -95,3 +95,11 @@ def test_file_is_rejected_when_its_structure_would_block_the_decoder(name: str) 
     data, says = BUSYWORK[name]
     with pytest.raises(ImageError, match=says):
         image_tensor(data, ImageSizes(16, 16), 10_000)
+
+
+@pytest.mark.parametrize("size", [(24, 20), (400, 300)])
+def test_jpeg_without_its_last_two_bytes_is_damaged_whether_small_or_large(size: tuple[int, int]) -> None:
+    data = image_bytes(size=size, file_format="JPEG")
+    assert image_tensor(data, ImageSizes(16, 16), 10**6).shape[0] == 3
+    with pytest.raises(ImageError, match="the JPEG image is damaged"):
+        image_tensor(data[:-2], ImageSizes(16, 16), 10**6)

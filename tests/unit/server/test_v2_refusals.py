@@ -83,7 +83,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 CASES: dict[str, tuple[dict[str, Any], str, int, str]] = {
     **{name: (*case, 400, "invalid_inference_request") for name, case in REFUSED.items()},
     "unknown compression": (sent(b"{}", Content_Encoding="br"), "send gzip, deflate", 415, "unsupported_media_type"),
-    "no image": (request(binary_tensor("BYTES", [2], elements(FILE, b"no"))), "not an image", 422, "invalid_image"),
+    "no image": (
+        request(binary_tensor("BYTES", [2], elements(FILE, b"no"))),
+        "image 2 of 2: this is not an image",
+        422,
+        "invalid_image",
+    ),
 }
 
 
