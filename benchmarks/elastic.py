@@ -5,6 +5,7 @@
 
 The variants are measured within one run, in a different order each round; figures are medians over the rounds.
 `one by one` and `async_op` are `torch.distributed.all_reduce` with its global Gloo group; `async_op` starts all operations, then waits.
+`min_max` is `elastic` with one byte per element.
 """
 
 import argparse
@@ -24,11 +25,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.ranks import context, run, start, started, table
+from multiworld.collectives.quantization import Quantization
 from multiworld.elastic import ElasticManager, ElasticRendezvous, ElasticWorld
 from multiworld_serving.testing.load.statistics import quantile
 
 CASES = {"1 x 64 MB": (1, 64 << 20), "64 x 1 MB": (64, 1 << 20), "1000 x 16 KB": (1000, 16 << 10)}
-WAYS = ("one by one", "async_op", "elastic")
+WAYS = ("one by one", "async_op", "elastic", "min_max")
 SILENCE_S = 10.0
 """Heartbeat timeout in seconds. Long enough that slow scheduling on few cores is not a failure; kills are detected without it."""
 
@@ -47,8 +49,9 @@ def all_at_once(tensors: list[Tensor]) -> None:
 async def reduce_all(world: ElasticWorld, way: str, tensors: list[Tensor]) -> float:
     """Reduce all tensors with one variant; returns seconds."""
     began_s = time.perf_counter()
-    if way == "elastic":
-        assert (await world.all_reduce_multiple_with_retry(tensors)).success
+    if way in ("elastic", "min_max"):
+        quantization: Quantization | None = "min_max" if way == "min_max" else None
+        assert (await world.all_reduce_multiple_with_retry(tensors, quantization=quantization)).success
     else:
         (one_by_one if way == "one by one" else all_at_once)(tensors)
     return time.perf_counter() - began_s

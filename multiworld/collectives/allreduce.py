@@ -5,6 +5,10 @@ member sends as many bytes as in a ring all-reduce (2 · (n - 1) / n times the t
 every member has a connection to every other. Shares are split into chunks, so that one chunk is reduced while others are transferred.
 Short tensors use a one-shot algorithm: every member sends the whole tensor to every other. All members get bitwise equal results, because
 each element is reduced either by one member or by all in rank order.
+
+An elastic world can convert what is transferred (multiworld/collectives/quantization.py). Each member then uses the values that the
+others decode, also of its own operands and results, so the results are bitwise equal. Each operand and each result is converted once, so
+the error does not grow with the number of steps.
 """
 
 import asyncio
@@ -14,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from multiworld.collectives.channel import RESULT, CollectiveChannel
+from multiworld.collectives.channel import OPERAND, RESULT, CollectiveChannel
+from multiworld.collectives.quantization import decode, encode, encoded_bytes
 from multiworld.collectives.transfers import copy_overlapping, wait_all
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {
@@ -39,29 +44,27 @@ CHUNK_BUFFERS = 3
 """Number of chunk buffers per peer. They are reused, so that they stay in the CPU cache."""
 
 
-async def all_reduce(channel: CollectiveChannel, data: Tensor, result: Tensor, op: str) -> None:
+async def all_reduce(
+    channel: CollectiveChannel, data: Tensor, result: Tensor, op: str, wire_format: str | None = None
+) -> None:
     """Reduce `data` of all members into the `result` of all members.
 
     Args:
         data: [n], contiguous, on the host, same length and dtype at all members. It is not changed, unless it is also the result.
-        result: `data`, or a tensor like it in other memory.
+        result: `data`, or a tensor like it in other memory. With `wire_format`, it must be in other memory.
         op: the name of a `ReduceOp`, such as "SUM"; AVG divides by the number of members, integers rounded towards zero.
+        wire_format: of multiworld/collectives/quantization.py, for floating dtypes; None transfers the dtype of `data` and reduces in it.
     Raises:
         RuntimeError: a connection is lost; the content of `result` is undefined.
         WorldError: the world has ended.
     """
-    if data.nbytes * len(channel.peers) <= ONE_SHOT_BYTES:
+    if wire_format is not None:
+        await _all_reduce_converted(channel, data, result, op, wire_format)
+    elif data.nbytes * len(channel.peers) <= ONE_SHOT_BYTES:
         await _one_shot(channel, data, result, op)
     else:
         shares, results = (dict(enumerate(torch.tensor_split(each, channel.size))) for each in (data, result))
         await _two_shot(channel, shares, results, op, range(channel.size))
-
-
-def bytes_sent(size_bytes: int, members: int) -> int:
-    """How many bytes a member sends, and receives, in an all-reduce of `size_bytes`."""
-    if size_bytes * (members - 1) <= ONE_SHOT_BYTES:
-        return size_bytes * (members - 1)
-    return 2 * (members - 1) * size_bytes // members
 
 
 async def reduce(channel: CollectiveChannel, data: Tensor, dst: int, op: str) -> None:
@@ -154,6 +157,55 @@ async def _two_shot(
             receives.append(start_receives(index + CHUNK_BUFFERS))
     await wait_all(sends)
     await wait_all(receiving)
+
+
+async def _all_reduce_converted(
+    channel: CollectiveChannel, data: Tensor, result: Tensor, op: str, wire_format: str
+) -> None:
+    """All-reduce with encoded transfers. In the one-shot algorithm, all members own the only share."""
+    peers, rank = channel.peers, channel.rank
+    one_shot = encoded_bytes(data.numel(), wire_format) * len(peers) <= ONE_SHOT_BYTES
+    shares, results = (torch.tensor_split(each, 1 if one_shot else channel.size) for each in (data, result))
+    owned = rank % len(shares)
+
+    def receive(peer: int, share: Tensor, kind: int) -> list[tuple[asyncio.Future[None], Tensor]]:
+        sizes = [encoded_bytes(chunk.numel(), wire_format) for chunk in _chunks(share)]
+        buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        return [(channel.receive(peer, buffer, kind), buffer) for buffer in buffers]
+
+    receives = {peer: receive(peer, shares[owned], OPERAND) for peer in peers}
+    receiving = {} if one_shot else {peer: receive(peer, results[peer], RESULT) for peer in peers}
+    encoded: dict[int, list[Tensor]] = {}
+    sends: list[asyncio.Future[None]] = []
+    for index in dict.fromkeys(peer % len(shares) for peer in (*peers, rank)):
+        encoded[index] = []
+        for chunk in _chunks(shares[index]):
+            encoded[index].append(encode(chunk, wire_format))
+            sends += [channel.send(peer, encoded[index][-1]) for peer in peers if peer % len(shares) == index]
+            await asyncio.sleep(0)
+    for index, chunk in enumerate(_chunks(results[owned])):
+        for peer in peers:
+            await receives[peer][index][0]
+        with torch.inference_mode():
+            wires = [
+                receives[each][index][1] if each != rank else encoded[owned][index] for each in range(channel.size)
+            ]
+            total, *rest = (decode(wire, chunk.numel(), chunk.dtype, wire_format) for wire in wires)
+            for operand in rest:
+                _combine(total, operand, total, op)
+            _average(total, op, channel.size)
+            if not one_shot:
+                wire = encode(total, wire_format)
+                sends += [channel.send(peer, wire, RESULT) for peer in peers]
+                total = decode(wire, chunk.numel(), chunk.dtype, wire_format)
+            chunk.copy_(total)
+        await asyncio.sleep(0)
+    for peer, parts in receiving.items():
+        for (received, wire), chunk in zip(parts, _chunks(results[peer]), strict=True):
+            await received
+            with torch.inference_mode():
+                chunk.copy_(decode(wire, chunk.numel(), chunk.dtype, wire_format))
+    await wait_all(sends)
 
 
 def _chunks(share: Tensor) -> tuple[Tensor, ...]:

@@ -31,6 +31,7 @@ class CollectiveChannel:
         name: name of the collective.
         peers: ranks of the other members, in ascending order from this rank, wrapping around.
         rank, size: rank of this member, and number of members including this one.
+        tx_bytes, rx_bytes: bytes of the messages that were started, without heads.
 
     Args:
         connections: the connections of this world, by rank.
@@ -52,6 +53,7 @@ class CollectiveChannel:
         # Without sizes, so that it fits into a head. The receiver compares the sizes of the messages.
         self._kind = re.sub(r"\[\d+\]", "", operation.signature)
         self._connections = connections
+        self.tx_bytes = self.rx_bytes = 0
         self.size = len(connections) + 1
         self.rank = next(rank for rank in range(self.size) if rank not in connections)
         # Each member starts with the next rank. If all sent to rank 0 first, the other ranks would be idle meanwhile.
@@ -71,10 +73,12 @@ class CollectiveChannel:
             WorldError: the world has ended.
         """
         head = message_head(self._signature(data, what), self._tag + kind, data.nbytes)
+        self.tx_bytes += data.nbytes
         return self._post(PeerConnection.send, peer, data, head, kind)
 
     def receive(self, peer: int, data: Tensor, kind: int = OPERAND, what: str = "") -> asyncio.Future[None]:
         """Receive into `data`, contiguous and on the host. Arguments, result and errors as in `send`."""
+        self.rx_bytes += data.nbytes
         return self._post(PeerConnection.receive, peer, data, encode_signature(self._signature(data, what)), kind)
 
     def _post(

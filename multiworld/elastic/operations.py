@@ -8,16 +8,18 @@ tensors keep their original values until then, and nothing has to be restored.
 """
 
 import asyncio
+import itertools
 from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from multiworld.collectives import allreduce
+from multiworld.collectives.allreduce import all_reduce
+from multiworld.collectives.channel import CollectiveChannel
+from multiworld.collectives.quantization import CASTS, UINT8, Quantization
 from multiworld.collectives.reductions import AnyReduceOp
 from multiworld.elastic.protocol.rounds import Round
 from multiworld.errors import Cause, WorldError
@@ -26,12 +28,13 @@ from multiworld.ops.operation import Collective, Status, status_of
 from multiworld.ops.validation import tensor_signature
 from multiworld.world import World
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 BUCKET_BYTES = 1 << 20
 """Maximum bytes of a bucket with several tensors: large enough to share one transfer, small enough to repeat little after a failure."""
 TAG_LIMIT = 1 << 28
 """Tags of `all_reduce_async` are below this limit. The numbers of the buckets of a call follow."""
 _OPS = {"SUM": ReduceOp.SUM, "AVG": ReduceOp.AVG, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX, "PRODUCT": ReduceOp.PRODUCT}
+_QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 
 
 class AllReduceHandle:
@@ -70,7 +73,8 @@ class AllReduceOutcome:
 
     Attributes:
         success: all tensors hold their results. False when all other members left before that; then `world_size` is 1.
-        bytes_sent, bytes_received: bytes of tensors that this member sent and received, failed attempts included.
+        tx_bytes, rx_bytes: bytes of tensors that this member sent and received, as encoded for transfer, in all-reduces that completed on
+            this member. An all-reduce that is run again counts again.
         retries: how often unfinished operations were run again after a failure.
         world_size: number of members at the end of the call.
         contributors: for each tensor, the number of members that contributed to its result, which is the divisor of AVG; 0 if the tensor
@@ -78,39 +82,56 @@ class AllReduceOutcome:
     """
 
     success: bool
-    bytes_sent: int
-    bytes_received: int
+    tx_bytes: int
+    rx_bytes: int
     retries: int
     world_size: int
     contributors: tuple[int, ...]
 
 
-def make_buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def make_buckets(tensors: Sequence[Tensor], quantization: Quantization | None = None) -> list[list[Tensor]]:
     """Group the tensors, in the given order, into buckets of one dtype and device that are reduced together.
 
+    A tensor that is quantized to uint8 has its own bucket, so that its error depends on its own range.
     Raises TypeError, ValueError.
     """
-    writable = [_writable(tensor) for tensor in tensors]
-    check_distinct("all_reduce", writable)
     buckets: list[list[Tensor]] = []
     size = 0
-    for tensor in writable:
+    for tensor in tensors:
+        check_dense("all_reduce", tensor)
+        if tensor.dtype not in DTYPES or (quantization is not None and not tensor.is_floating_point()):
+            known = ", ".join(
+                str(each).removeprefix("torch.") for each in DTYPES if not quantization or each.is_floating_point
+            )
+            raise TypeError(f"all_reduce: cannot reduce {tensor.dtype}; expected one of {known}")
         first = buckets[-1][0] if buckets else None
         size += tensor.nbytes
-        if first is None or size > BUCKET_BYTES or (first.dtype, first.device) != (tensor.dtype, tensor.device):
+        full = size > BUCKET_BYTES or quantization in UINT8
+        if first is None or full or (first.dtype, first.device) != (tensor.dtype, tensor.device):
             buckets.append([])
             size = tensor.nbytes
         buckets[-1].append(tensor)
     return buckets
 
 
-def _writable(tensor: Tensor) -> Tensor:
-    """Return the tensor, without its gradient. Raises TypeError, ValueError if a result cannot be written into it."""
-    check_dense("all_reduce", tensor)
-    if tensor.dtype not in DTYPES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(f"all_reduce: cannot reduce {tensor.dtype}; expected one of {known}")
-    return RecvBuffer("all_reduce", tensor, on_host=False).tensor
+def make_targets(tensors: Sequence[Tensor], receive: Sequence[Tensor] | None) -> list[Tensor]:
+    """Return the tensors for the results, without their gradients. Raises TypeError, ValueError if a result cannot be written."""
+    if receive is None:
+        receive = tensors
+    elif len(receive) != len(tensors):
+        raise ValueError(
+            f"all_reduce: expected a receiving tensor for each of {len(tensors)} tensors, got {len(receive)}"
+        )
+    for tensor, target in zip(tensors, receive, strict=True):
+        check_dense("all_reduce", target)
+        if (tensor.dtype, tensor.device, tensor.shape) != (target.dtype, target.device, target.shape):
+            raise ValueError(
+                f"all_reduce: expected a receiving tensor {tensor.dtype} {[*tensor.shape]} on {tensor.device}, "
+                f"got {target.dtype} {[*target.shape]} on {target.device}"
+            )
+    targets = [RecvBuffer("all_reduce", target, on_host=False).tensor for target in receive]
+    check_distinct("all_reduce", targets)
+    return targets
 
 
 def flatten(bucket: list[Tensor]) -> Tensor:
@@ -132,25 +153,45 @@ class AllReduceCall:
     AVG is the sum divided by the number of members that contributed, for integers rounded towards zero.
 
     Args:
+        receive: tensors for the results; None writes them into `tensors`.
+        quantization: format of the transfers; None sends the dtype of the tensors.
         memory: memory of results, by bucket, from earlier calls whose tensors are written. It is used again, because new memory costs more
             time than the transfer, and grows to the largest bucket.
     Attributes:
         contributors: for each bucket, the number of members of the view in which it finished here last; 0 before.
-        bytes_moved: bytes of tensors that this member has sent, and received. Incomplete all-reduces do not count.
+        tx_bytes, rx_bytes: as in `AllReduceOutcome`.
         runs: how often unfinished operations were run.
 
     Raises TypeError, ValueError for invalid arguments.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], op: AnyReduceOp, memory: dict[int, Tensor]) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        op: AnyReduceOp,
+        receive: Sequence[Tensor] | None,
+        quantization: Quantization | None,
+        memory: dict[int, Tensor],
+    ) -> None:
         names = [name for name, known in _OPS.items() if op == known]
         if not names:
             raise ValueError(f"all_reduce: {op!s:.40} is not supported, only {', '.join(_OPS)}")
-        self.buckets = make_buckets(tensors)
-        self.bytes_moved = 0
+        if quantization is not None and quantization not in _QUANTIZATIONS:
+            raise ValueError(
+                f"all_reduce: quantization must be None or one of {', '.join(_QUANTIZATIONS)}, got {quantization!r:.40}"
+            )
+        if quantization in UINT8 and names[0] == "PRODUCT":
+            raise ValueError(
+                f"all_reduce: the error of a product has no bound with quantization {quantization}; use None or bfloat16"
+            )
+        self.buckets = make_buckets(tensors, quantization)
+        targets = iter(make_targets(tensors, receive))
+        self._targets = [list(itertools.islice(targets, len(bucket))) for bucket in self.buckets]
+        self.tx_bytes = self.rx_bytes = 0
         self.contributors = [0] * len(self.buckets)
         self.runs = 0
         self._op = names[0]
+        self._quantization = quantization
         self._memory = memory
         self._results: dict[int, Tensor] = {}
 
@@ -158,7 +199,7 @@ class AllReduceCall:
     def signature(self) -> str:
         """Describes the operations; equal on all members whose calls match."""
         sizes = [(str(bucket[0].dtype), [tensor.numel() for tensor in bucket]) for bucket in self.buckets]
-        return f"{self._op} {sizes}"
+        return f"{self._op} {self._quantization} {sizes}"
 
     async def reduce(self, world: World, index: int, number: int) -> None:
         """Reduce one bucket of all members. `unpack` copies the result into its tensors.
@@ -173,12 +214,19 @@ class AllReduceCall:
         if memory is None or memory.nbytes < size:
             memory = torch.empty(size, dtype=torch.uint8)
         result = self._results[index] = memory[:size].view(bucket[0].dtype)
-        algorithm = partial(allreduce.all_reduce, data=flatten(bucket), result=result, op=self._op)
-        signature = f"all_reduce({tensor_signature(result)}, {self._op})"
+        data, dtype = flatten(bucket), str(result.dtype).removeprefix("torch.")
+        wire_format = self._quantization or (dtype if dtype in CASTS else None)
+
+        async def algorithm(channel: CollectiveChannel) -> None:
+            await all_reduce(channel, data, result, self._op, wire_format)
+            self.tx_bytes += channel.tx_bytes
+            self.rx_bytes += channel.rx_bytes
+
+        arguments = [tensor_signature(result), self._op, *([self._quantization] if self._quantization else [])]
+        signature = f"all_reduce({', '.join(arguments)})"
         await world.start(Collective(signature=signature, algorithm=lambda: algorithm, number=number)).finish()
         self._memory[index] = memory
         self.contributors[index] = world.size
-        self.bytes_moved += allreduce.bytes_sent(result.nbytes, world.size)
 
     async def run(self, world: World, round_: Round, max_in_flight: int) -> None:
         """Run the unfinished operations and mark those that finish. Wait for all operations in flight, even if some of them fail.
@@ -204,4 +252,4 @@ class AllReduceCall:
 
     def unpack(self, index: int) -> None:
         """Copy a result into its tensors. The operation has finished on all members."""
-        write_back(self.buckets[index], self._results.pop(index))
+        write_back(self._targets[index], self._results.pop(index))

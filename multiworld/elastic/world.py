@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from multiworld.collectives.quantization import Quantization
 from multiworld.collectives.reductions import AnyReduceOp
 from multiworld.elastic.agent import MemberAgent
 from multiworld.elastic.errors import DesyncError, ElasticError, ViewChangeError
@@ -96,27 +97,46 @@ class ElasticWorld:
         tensors: Sequence[Tensor],
         op: AnyReduceOp = ReduceOp.SUM,
         *,
+        receive: Sequence[Tensor] | None = None,
+        quantization: Quantization | None = None,
         max_in_flight: int = 16,
         timeout_s: float | None = None,
     ) -> AllReduceOutcome:
-        """All-reduce many tensors, in place. If members are lost, the survivors complete the operation.
+        """All-reduce many tensors, in place or into other tensors. If members are lost, the survivors complete the operation.
 
         After a failure, the call waits for the operations in flight. The survivors form the next view, agree on the operations that
         finished on all of them, and run the others again from the original tensors. The results are bitwise equal on all survivors.
 
         Args:
-            tensors: float32, float64, bfloat16, int32 or int64, of any shape and device; same dtypes and sizes on all members.
+            tensors: float32, float64, float16, bfloat16, int32 or int64, of any shape and device; same dtypes and sizes on all members.
+                float16 and bfloat16 are reduced in float32, and the result is rounded once.
             op: SUM, AVG (over the members that contributed to that tensor), MIN, MAX or PRODUCT.
-            max_in_flight: number of all-reduces that run at once; small tensors share one.
+            receive: tensors for the results, with the dtypes, shapes and devices of `tensors`, which do not change then. A tensor
+                whose entry in `contributors` is 0 is not written.
+            quantization: format of the transfers of floating tensors, equal on all members. None sends their dtype, "bfloat16" rounds
+                them to bfloat16, "min_max" and "zero_point_scale" send one byte per element. The error is bounded; see below.
+            max_in_flight: number of all-reduces that run at once; small tensors share one, unless they are quantized to uint8.
             timeout_s: seconds for the whole call; None waits without limit for a member that is alive but does not make the call.
         Raises:
             ElasticError: this process is no longer a member. The tensors hold their original values.
-            DesyncError: the members passed different tensors or operations. All members raise it.
+            DesyncError: the members passed different tensors, operations or quantizations. All members raise it.
             TypeError, ValueError: invalid arguments; nothing was sent.
+
+        **Error of quantized results.** Let R be the range of a member's tensor: maximum minus minimum, and for zero_point_scale 0 counts
+        as an element. A result differs from the exact one by at most the following, plus the rounding of the result to its dtype and that
+        of sums in float32 (float64 for float64). The members are the contributors, and x is a member's element.
+
+            min_max, zero_point_scale    SUM: sum of R / 254, AVG: mean of R / 254, MIN and MAX: maximum of R / 254
+            bfloat16                     SUM: sum of |x| / 127, AVG: mean of |x| / 127, MIN and MAX: maximum of |x| / 127
+
+        PRODUCT has no bound in one byte, which is refused; with bfloat16 and n members, its factor is at most (1 + 1 / 256) ** (n + 1).
+        With min_max, tensors of equal elements have no such error. With zero_point_scale, an element that is 0 on all members stays 0.
+        In one byte, a NaN, an infinity or a sum that overflows turns up to 2048 elements around it into NaN on all members. bfloat16
+        transfers NaN and infinity, and numbers above 3.39e38 become infinite.
         """
         if max_in_flight < 1:
             raise ValueError(f"all_reduce: max_in_flight must be at least 1, got {max_in_flight}")
-        call = AllReduceCall(tensors, op, self._memory)
+        call = AllReduceCall(tensors, op, receive, quantization, self._memory)
         async with self._call("all_reduce", timeout_s):
             round_ = Round(self._state.committed, len(call.buckets), call.signature)
 
@@ -132,18 +152,26 @@ class ElasticWorld:
                 if size:
                     call.unpack(index)
                 contributors += [size] * len(bucket)
-        moved, retries = call.bytes_moved, max(call.runs - 1, 0)
-        return AllReduceOutcome(success, moved, moved, retries, self.size, tuple(contributors))
+        retries = max(call.runs - 1, 0)
+        return AllReduceOutcome(success, call.tx_bytes, call.rx_bytes, retries, self.size, tuple(contributors))
 
     async def all_reduce_with_retry(
         self,
         tensor: Tensor,
         op: AnyReduceOp = ReduceOp.SUM,
         *,
+        receive: Tensor | None = None,
+        quantization: Quantization | None = None,
         timeout_s: float | None = None,
     ) -> AllReduceOutcome:
         """`all_reduce_multiple_with_retry` for one tensor."""
-        return await self.all_reduce_multiple_with_retry([tensor], op, timeout_s=timeout_s)
+        return await self.all_reduce_multiple_with_retry(
+            [tensor],
+            op,
+            receive=None if receive is None else [receive],
+            quantization=quantization,
+            timeout_s=timeout_s,
+        )
 
     # -- building blocks -----------------------------------------------------------------------------------------------
 
@@ -153,14 +181,16 @@ class ElasticWorld:
         op: AnyReduceOp = ReduceOp.SUM,
         *,
         tag: int = 0,
+        receive: Tensor | None = None,
+        quantization: Quantization | None = None,
     ) -> AllReduceHandle:
-        """Start an all-reduce in this view, in place, and return at once.
+        """Start an all-reduce in this view, in place or into another tensor, and return at once.
 
         The tensor is written when the result is complete on this member. It may not be complete on the others, and some of them may be
         lost: `agree` tells. In a world of one member, the tensor stays as it is.
 
         Args:
-            tensor: as for `all_reduce_multiple_with_retry`.
+            tensor, receive, quantization: as for `all_reduce_multiple_with_retry`. `tensor` must not change until it is done.
             tag: identifies the all-reduce: below 2**28, unique among those in flight, and the same on all members.
         Raises:
             BrokenWorldException: this view has ended. Await `next_view`.
@@ -173,7 +203,7 @@ class ElasticWorld:
             raise ValueError(
                 f"all_reduce_async: an all-reduce with tag {tag} is in flight; await it or choose another tag"
             )
-        call = AllReduceCall([tensor], op, {})
+        call = AllReduceCall([tensor], op, None if receive is None else [receive], quantization, {})
         view_number = self.view_number
         with self._agent.world_of(view_number):
             self._async_tags.add(running)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from multiworld.collectives.channel import CollectiveChannel
+from multiworld.collectives.quantization import Quantization
 from multiworld.elastic import ElasticManager, ElasticWorld
 
 
@@ -35,18 +36,31 @@ class ElasticPart:
         await self.elastic.leave(world)
 
     async def elastic_reduce(
-        self, world: str, weight: float, counts: list[int], timeout_s: float | None = None
+        self,
+        world: str,
+        weight: float,
+        counts: list[int],
+        timeout_s: float | None = None,
+        quantization: Quantization | None = None,
     ) -> dict[str, Any]:
-        """Reduce tensors; tensor i is filled with `weight * (i + 1)`."""
-        self._tensors = [torch.full((count,), weight * (index + 1)) for index, count in enumerate(counts)]
-        outcome = await self.elastic.world(world).all_reduce_multiple_with_retry(self._tensors, timeout_s=timeout_s)
+        """Reduce tensors; tensor i is filled with `weight * (i + 1)`. With quantization: `random_operands(weight)`, into other tensors."""
+        operands = [torch.full((count,), weight * (index + 1)) for index, count in enumerate(counts)]
+        if quantization:
+            operands = random_operands(weight, counts)
+        self._tensors = [torch.zeros_like(each) for each in operands] if quantization else operands
+        outcome = await self.elastic.world(world).all_reduce_multiple_with_retry(
+            operands, receive=self._tensors, quantization=quantization, timeout_s=timeout_s
+        )
+        if quantization:
+            assert all(map(torch.equal, operands, random_operands(weight, counts))), "an operand changed"
         return {
             "success": outcome.success,
             "retries": outcome.retries,
             "size": outcome.world_size,
             "contributors": list(outcome.contributors),
-            "sent": outcome.bytes_sent,
-            "received": outcome.bytes_received,
+            "sent": outcome.tx_bytes,
+            "received": outcome.rx_bytes,
+            "some": [tensor[::997].tolist() for tensor in self._tensors] if quantization else [],
             **await self.elastic_held(),
         }
 
@@ -74,6 +88,11 @@ class ElasticPart:
             return post(channel, *arguments)
 
         CollectiveChannel.send = count  # type: ignore[method-assign,assignment]
+
+
+def random_operands(seed: float, counts: list[int]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(int(seed))
+    return [torch.randn(count, generator=generator) for count in counts]
 
 
 def _described(world: ElasticWorld) -> dict[str, Any]:

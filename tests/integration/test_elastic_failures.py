@@ -5,11 +5,14 @@ import contextlib
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import torch
 
+from multiworld.collectives.quantization import Quantization
 from multiworld.elastic import ElasticRendezvous, EvictedError, RendezvousError, ViewChangeError
+from tests.integration.elastic_part import random_operands
 from tests.integration.members import PATIENCE_S, Member, Spawn
 from tests.integration.proxy import HOST, proxy_to
 from tests.programs import free_port
@@ -70,6 +73,50 @@ async def test_survivors_finish_with_identical_bits_when_one_of_four_is_killed(
             assert outcome["values"] == values(left, outcome["contributors"], WEIGHTS[victim])
             assert outcome["retries"] <= 1, "0 if the view ended before this member had begun"
         assert holder.view("w").number == 2
+
+
+@pytest.mark.parametrize("quantization", get_args(Quantization))
+async def test_quantized_results_have_identical_bits_when_a_member_dies_and_another_joins(
+    spawn: Spawn, quantization: Quantization
+) -> None:
+    async with rendezvous(initial_members=3) as holder:
+        everybody = await joined(spawn, 3, holder.port)
+
+        async def reduce(killed: Member | None = None) -> dict[str, Any]:
+            tasks = reduce_all(everybody, quantization=quantization)
+            if killed is not None:
+                del tasks[everybody.index(killed)]
+                assert await killed.ended() == -signal.SIGKILL
+            outcomes = await asyncio.gather(*tasks)
+            assert all(outcome["bits"] == outcomes[0]["bits"] for outcome in outcomes)
+            return dict(outcomes[0])
+
+        def check(outcome: dict[str, Any], weights: tuple[float, ...]) -> None:
+            operands = [random_operands(weight, COUNTS) for weight in weights]
+            for some, *of_members in zip(outcome["some"], *operands, strict=True):
+                exact = torch.stack(of_members).sum(dim=0)[::997]
+                spans = [max(each.max().item(), 0) - min(each.min().item(), 0) for each in of_members]
+                limit = torch.tensor(sum(spans) / 254 + 1e-5)
+                if quantization == "bfloat16":
+                    limit = torch.stack(of_members).abs().sum(dim=0)[::997] / 127
+                assert (torch.tensor(some) - exact).abs().le(limit).all()
+
+        outcome = await reduce()
+        check(outcome, WEIGHTS[:3])
+        plain = sum(COUNTS) * 4 * 4 / 3  # without quantization
+        assert outcome["sent"] < plain * (0.51 if quantization == "bfloat16" else 0.26)
+
+        await everybody[1].do("elastic_fault", signum=signal.SIGKILL, messages=5)
+        outcome = await reduce(killed=everybody[1])
+        assert (outcome["success"], outcome["size"]) == (True, 2)
+
+        everybody[1] = await spawn()
+        await everybody[1].do("elastic_configure", heartbeat_timeout_s=PATIENCE_S)
+        joining = everybody[1].start("elastic_join", world="w", port=holder.port)
+        while len(holder.view("w").members) < 3:
+            await asyncio.gather(*(each.do("elastic_update", world="w") for each in (everybody[0], everybody[2])))
+        await joining
+        check(await reduce(), WEIGHTS[:3])
 
 
 async def test_frozen_member_is_evicted_and_rejoins_at_a_boundary_when_it_wakes(spawn: Spawn) -> None:

@@ -7,13 +7,15 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from multiworld import WorldExistsError, ask
+from multiworld import BrokenWorldException, WorldExistsError, ask
+from multiworld.collectives.quantization import Quantization
 from multiworld.elastic import (
     DesyncError,
     ElasticManager,
@@ -26,6 +28,7 @@ from multiworld.elastic.operations import DTYPES
 from multiworld.elastic.protocol.messages import Admitted, Join, MemberInfo, decode, encode
 from tests.waiting import until
 
+FLOATING = tuple(dtype for dtype in DTYPES if dtype.is_floating_point)
 OPS = {
     "SUM": ReduceOp.SUM, "AVG": ReduceOp.AVG, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX, "PROD": ReduceOp.PRODUCT
 }  # fmt: skip
@@ -92,7 +95,110 @@ async def test_tensors_of_all_dtypes_and_shapes_are_reduced_in_one_call(worlds: 
     for outcome in outcomes:
         assert (outcome.success, outcome.retries, outcome.world_size) == (True, 0, 3)
         assert outcome.contributors == (3,) * len(expected)
-        assert outcome.bytes_sent > 0 < outcome.bytes_received
+        assert outcome.tx_bytes > 0 < outcome.rx_bytes
+
+
+@pytest.mark.parametrize("quantization", get_args(Quantization))
+@pytest.mark.parametrize("op", ["SUM", "AVG", "MIN", "MAX"])
+async def test_quantized_results_have_the_documented_error_and_equal_bits(
+    worlds: list[ElasticWorld], op: str, quantization: Quantization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operands are strided, empty, of one element, of all floating dtypes, sent whole, in shares, and in several chunks."""
+    monkeypatch.setattr("multiworld.collectives.allreduce.CHUNK_BYTES", 1 << 16)
+
+    def tensors(rank: int) -> list[Tensor]:
+        made = [operand(10 * rank, count, dtype) for dtype in FLOATING for count in (0, 1, 5000, 150_000)]
+        return [
+            *made,
+            operand(rank, 1_700_000, torch.float32),
+            operand(rank, 60, torch.float32).view(6, 10).t(),
+            operand(rank, 50, torch.float32)[::2],
+        ]
+
+    everybody = [tensors(rank) for rank in range(3)]
+    receive = [[torch.zeros(each.shape, dtype=each.dtype) for each in own] for own in everybody]
+    outcomes = await asyncio.gather(
+        *(
+            world.all_reduce_multiple_with_retry(own, OPS[op], receive=target, quantization=quantization)
+            for world, own, target in zip(worlds, everybody, receive, strict=True)
+        )
+    )
+    assert all(outcome.contributors == (3,) * len(receive[0]) for outcome in outcomes)
+    assert all(map(torch.equal, everybody[0], tensors(0))), "an operand changed"
+    fold = {"SUM": "sum", "AVG": "mean"}.get(op, "amax")
+    for operands, results in zip(zip(*everybody, strict=True), zip(*receive, strict=True), strict=True):
+        if not results[0].numel():
+            continue
+        exact = reference(list(operands), op)
+        spans = [each.double() for each in operands]
+        if quantization == "min_max":
+            spans = [each.max() - each.min() for each in spans]
+        elif quantization == "zero_point_scale":
+            spans = [each.max().clamp(min=0) - each.min().clamp(max=0) for each in spans]
+        span = getattr(torch.stack([each.abs() for each in spans]), fold)(dim=0)
+        limit = span / (127 if quantization == "bfloat16" else 254)
+        rounding = max(torch.finfo(results[0].dtype).eps, 1e-6) * (exact.abs() + limit)
+        assert (results[0].double() - exact).abs().le(limit + rounding).all()
+        assert all(torch.equal(each, results[0]) for each in results)
+
+
+@pytest.mark.parametrize("quantization", [None, *get_args(Quantization)])
+async def test_results_are_written_to_other_tensors_by_handles(
+    worlds: list[ElasticWorld], quantization: Quantization | None
+) -> None:
+    received = [torch.zeros(3) for _ in worlds]
+    handles = [
+        world.all_reduce_async(torch.tensor(2.0).expand(3), receive=own, quantization=quantization)
+        for world, own in zip(worlds, received, strict=True)
+    ]
+    await asyncio.gather(*map(_await, handles))
+    for own in received:
+        assert own.tolist() == pytest.approx([6.0] * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+async def test_short_dtypes_are_reduced_in_float32(worlds: list[ElasticWorld], dtype: torch.dtype) -> None:
+    """In the dtype itself, 2048 + 1 is 2048 for the first two members, and the sum that is averaged overflows float16."""
+    for count in (4, 500_000):
+        small = [torch.full((count,), value, dtype=dtype) for value in (2048.0, 1.0, 15.0)]
+        await asyncio.gather(*(w.all_reduce_with_retry(own) for w, own in zip(worlds, small, strict=True)))
+        assert all(own.eq(2064).all() for own in small)
+        large = [torch.full((count,), 49152.0, dtype=dtype) for _ in worlds]
+        await asyncio.gather(
+            *(w.all_reduce_with_retry(own, ReduceOp.AVG) for w, own in zip(worlds, large, strict=True))
+        )
+        assert all(own.eq(49152).all() for own in large)
+
+
+async def test_quantized_numbers_that_are_not_finite_give_nan_on_all_members(worlds: list[ElasticWorld]) -> None:
+    for poison in (torch.nan, torch.inf, 3.0e38):  # the last one: the sum of three overflows
+        everybody = [torch.full((5,), poison if world.rank or poison < torch.inf else 1.0) for world in worlds]
+        await asyncio.gather(
+            *(w.all_reduce_with_retry(t, quantization="min_max") for w, t in zip(worlds, everybody, strict=True))
+        )
+        assert not any(tensor.isfinite().any() for tensor in everybody)
+
+
+@pytest.mark.parametrize("mismatch", ["min_max", "bfloat16", None])
+async def test_all_members_fail_alike_when_their_quantizations_differ(
+    worlds: list[ElasticWorld], mismatch: Quantization | None
+) -> None:
+    results = await asyncio.gather(
+        worlds[0].all_reduce_with_retry(torch.ones(2), quantization=mismatch),
+        *(world.all_reduce_with_retry(torch.ones(2), quantization="zero_point_scale") for world in worlds[1:]),
+        return_exceptions=True,
+    )
+    assert [type(result) for result in results] == [DesyncError] * 3, results
+
+
+async def test_handle_fails_when_another_member_quantizes_otherwise(worlds: list[ElasticWorld]) -> None:
+    handles = [
+        world.all_reduce_async(torch.ones(2), quantization="min_max" if world.rank else "zero_point_scale")
+        for world in worlds
+    ]
+    results = await asyncio.gather(*map(_await, handles), return_exceptions=True)
+    assert all(isinstance(result, BrokenWorldException) for result in results), results
+    assert any("zero_point_scale" in str(result) and "min_max" in str(result) for result in results), results
 
 
 async def test_handles_report_progress_and_agree_completes_a_round(worlds: list[ElasticWorld]) -> None:
@@ -158,8 +264,14 @@ async def test_invalid_arguments_are_rejected_without_affecting_others(worlds: l
         ([one], {"op": torch.ones(999)}, ValueError, r"tensor\(\[.{1,40} is not supported"),
         ([one], {"max_in_flight": 0}, ValueError, "at least 1"),
         ([one, one], {}, ValueError, "same memory"),
+        ([one], {"receive": [one, torch.ones(3)]}, ValueError, "each of 1 tensors, got 2"),
+        ([one], {"receive": [torch.ones(3, 1)]}, ValueError, r"\[3\] on cpu, got torch.float32 \[3, 1\]"),
+        ([one, one], {"receive": [torch.ones(3)] * 2}, ValueError, "same memory"),
+        ([one], {"quantization": "int4"}, ValueError, "min_max, zero_point_scale, bfloat16, got 'int4'"),
+        ([one], {"quantization": "min_max", "op": ReduceOp.PRODUCT}, ValueError, "product has no bound"),
+        ([one.int()], {"quantization": "bfloat16"}, TypeError, "int32; expected one of float32, .*bfloat16$"),
         ([torch.ones(3, dtype=torch.bool)], {}, TypeError, "expected one of float32"),
-        ([torch.ones(1).expand(4)], {}, ValueError, "expanded"),
+        ([torch.ones(1).expand(4)], {}, ValueError, "same memory"),
         ([torch.ones(4, dtype=torch.complex64).conj().imag], {}, ValueError, "negated view"),
     ):
         with pytest.raises(error, match=words):
