@@ -54,6 +54,162 @@ EXTREME = {
 NAMES = {DTYPES[name]: name for name in DTYPES}
 
 
+B = "batch"
+FITTING: dict[str, dict[str, Any]] = {
+    "_adaptive_avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d": {"self": (B, 3, 6, 6), "output_size": [2, 3]},
+    "_adaptive_avg_pool3d adaptive_avg_pool3d": {"self": (B, 3, 4, 4, 4), "output_size": [2, 2, 1]},
+    "adaptive_avg_pool1d": {"self": (B, 3, 6), "output_size": [2]},
+    "avg_pool1d max_pool1d": {"self": (B, 3, 6), "kernel_size": [2], "stride": [2], "padding": [0], "dilation": [1]},
+    "avg_pool2d max_pool2d max_pool2d_with_indices": {
+        "self": (B, 3, 6, 6),
+        "kernel_size": [2, 2],
+        "stride": [2, 2],
+        "padding": [1, 1],
+        "dilation": [1, 1],
+    },
+    "avg_pool3d max_pool3d_with_indices": {
+        "self": (B, 2, 4, 4, 4),
+        "kernel_size": [2, 2, 2],
+        "stride": [2, 2, 2],
+        "padding": [0, 0, 0],
+        "dilation": [1, 1, 1],
+    },
+    "_cdist_forward": {"x1": (B, 4, 3), "x2": (B, 5, 3), "compute_mode": 1},
+    "_log_softmax _softmax": {"dim": 1, "half_to_float": False},
+    "_native_batch_norm_legit_no_training _native_batch_norm_legit batch_norm": {
+        **{"input": (B, 3, 4, 4), "weight": (3,), "bias": (3,), "running_mean": (3,), "running_var": (3,)},
+        **{"training": False, "cudnn_enabled": False, "use_input_stats": True},
+    },
+    "instance_norm": {"input": (B, 3, 4, 4), "weight": (3,), "bias": (3,), "running_mean": None, "running_var": None},
+    "native_group_norm": {"input": (B, 4, 6), "weight": (4,), "bias": (4,), "C": 4, "HxW": 6, "group": 2, "N": "n"},
+    "group_norm": {"input": (B, 4, 6), "num_groups": 2, "weight": (4,), "bias": (4,)},
+    "native_layer_norm layer_norm rms_norm": {
+        "input": (B, 4, 6),
+        "normalized_shape": [6],
+        "weight": (6,),
+        "bias": (6,),
+    },
+    "addmm": {"self": (3,), "mat1": (B, 4), "mat2": (4, 3)},
+    "baddbmm": {"self": (B, 2, 3), "batch1": (B, 2, 4), "batch2": (B, 4, 3)},
+    "bmm": {"self": (B, 2, 4), "mat2": (B, 4, 3)},
+    "mm": {"self": (B, 4), "mat2": (4, 3)},
+    "mv": {"self": (B, 4), "vec": (4,)},
+    "dot ger outer": {"self": (4,), "tensor": (4,), "vec2": (4,)},
+    "linear": {"input": (B, 2, 6), "weight": (5, 6), "bias": (5,)},
+    "matmul": {"self": (B, 2, 6), "other": (6, 3)},
+    "conv1d": {
+        "input": (B, 4, 6),
+        "weight": (2, 4, 3),
+        "bias": (2,),
+        "stride": [1],
+        "padding": [1],
+        "dilation": [1],
+        "groups": 1,
+    },
+    "conv2d": {
+        **{"input": (B, 4, 6, 6), "weight": (2, 4, 3, 3), "bias": (2,)},
+        **{"stride": [1, 1], "padding": [1, 1], "dilation": [1, 1], "groups": 1},
+    },
+    "conv3d": {
+        **{"input": (B, 2, 4, 4, 4), "weight": (2, 2, 3, 3, 3), "bias": (2,)},
+        **{"stride": [1, 1, 1], "padding": [1, 1, 1], "dilation": [1, 1, 1], "groups": 1},
+    },
+    "conv_transpose1d": {
+        "input": (B, 4, 6),
+        "weight": (4, 2, 3),
+        "bias": (2,),
+        "stride": [1],
+        "padding": [0],
+        "groups": 1,
+    },
+    "conv_transpose2d": {"input": (B, 4, 6, 6), "weight": (4, 2, 3, 3), "bias": (2,), "stride": [2, 2], "groups": 1},
+    "conv_transpose3d": {
+        "input": (B, 2, 4, 4, 4),
+        "weight": (2, 2, 3, 3, 3),
+        "bias": (2,),
+        "stride": [1, 1, 1],
+        "groups": 1,
+    },
+    "convolution": {
+        **{"input": (B, 4, 6, 6), "weight": (2, 4, 3, 3), "bias": (2,), "transposed": False, "groups": 1},
+        **{"stride": [1, 1], "padding": [1, 1], "dilation": [1, 1], "output_padding": [0, 0]},
+    },
+    "embedding": {
+        "weight": (10, 4),
+        "indices": (B, 3),
+        "padding_idx": -1,
+        "scale_grad_by_freq": False,
+        "sparse": False,
+    },
+    "gather scatter scatter_add scatter_reduce": {
+        **{"self": (B, 4, 3), "index": (B, 2, 3), "src": (B, 4, 3), "dim": 1, "reduce": "sum"},
+    },
+    "index_add index_select index_fill": {"self": (B, 4, 3), "index": (2,), "source": (B, 2, 3), "dim": 1},
+    "index": {"self": (B, 4), "indices": [(B,)]},
+    "index_put": {"self": (B, 4), "indices": [(B,)], "values": (B, 4)},
+    "grid_sampler_2d": {
+        **{"input": (B, 2, 4, 4), "grid": (B, 3, 3, 2)},
+        **{"interpolation_mode": 0, "padding_mode": 1, "align_corners": False},
+    },
+    "grid_sampler_3d": {
+        **{"input": (B, 2, 3, 3, 3), "grid": (B, 2, 2, 2, 3)},
+        **{"interpolation_mode": 0, "padding_mode": 1, "align_corners": False},
+    },
+    "lstm": {
+        **{"input": (B, 5, 3), "hx": [(1, B, 4), (1, B, 4)], "params": [(16, 3), (16, 4), (16,), (16,)]},
+        **{"has_biases": True, "num_layers": 1, "dropout": {"float": "0.0"}, "train": False, "bidirectional": False},
+        "batch_first": True,
+    },
+    "gru": {
+        **{"input": (B, 5, 3), "hx": (1, B, 4), "params": [(12, 3), (12, 4), (12,), (12,)], "has_biases": True},
+        **{"num_layers": 1, "dropout": {"float": "0.0"}, "train": False, "bidirectional": False, "batch_first": True},
+    },
+    "rnn_tanh rnn_relu": {
+        **{"input": (B, 5, 3), "hx": (1, B, 4), "params": [(4, 3), (4, 4), (4,), (4,)], "has_biases": True},
+        **{"num_layers": 1, "dropout": {"float": "0.0"}, "train": False, "bidirectional": False, "batch_first": True},
+    },
+    "im2col": {"self": (B, 2, 4, 4), "kernel_size": [2, 2], "dilation": [1, 1], "padding": [0, 0], "stride": [1, 1]},
+    "col2im": {
+        **{"self": (B, 8, 9), "output_size": [4, 4], "kernel_size": [2, 2]},
+        **{"dilation": [1, 1], "padding": [0, 0], "stride": [1, 1]},
+    },
+    "pixel_shuffle": {"self": (B, 4, 3, 3), "upscale_factor": 2},
+    "pixel_unshuffle": {"self": (B, 2, 4, 4), "downscale_factor": 2},
+    "one_hot": {"self": (B, 3), "num_classes": 5},
+    "reflection_pad1d": {"self": (B, 2, 4), "padding": [1, 2]},
+    "reflection_pad2d replication_pad2d": {"self": (B, 2, 4, 4), "padding": [1, 1, 2, 0]},
+    "reflection_pad3d replication_pad3d": {"self": (B, 2, 4, 4, 4), "padding": [1, 1, 1, 0, 0, 2]},
+    "upsample_bicubic2d upsample_bilinear2d upsample_nearest2d": {
+        **{"input": (B, 2, 4, 4), "output_size": [6, 5], "align_corners": False, "scale_factors": None},
+    },
+    "upsample_linear1d upsample_nearest1d": {
+        **{"input": (B, 2, 4), "output_size": [6], "align_corners": False, "scale_factors": None},
+    },
+    "upsample_nearest3d upsample_trilinear3d": {
+        **{"input": (B, 2, 3, 3, 3), "output_size": [4, 4, 2], "align_corners": False, "scale_factors": None},
+    },
+    "scaled_dot_product_attention": {
+        **{"query": (B, 4, 3, 8), "key": (B, 4, 3, 8), "value": (B, 4, 3, 8), "dropout_p": {"float": "0.0"}},
+        **{"attn_mask": None, "is_causal": False, "enable_gqa": False},
+    },
+    "permute": {"self": (B, 4, 3), "dims": [0, 2, 1]},
+    "repeat tile": {"self": (B, 4), "repeats": [1, 2], "dims": [1, 2]},
+    "roll": {"self": (B, 4), "shifts": [1], "dims": [1]},
+    "split_with_sizes split": {"self": (B, 4, 3), "split_sizes": [1, 3], "split_size": 2, "dim": 1},
+    "unflatten": {"self": (B, 4), "dim": 1, "sizes": [2, 2]},
+    "squeeze frobenius_norm": {"self": (B, 1, 3), "dim": [1], "keepdim": False},
+    "std": {"self": (B, 4), "dim": [1]},
+    "einsum": {"equation": "ab,bc->ac", "tensors": [(B, 4), (4, 3)]},
+    "stack": {"tensors": [(B, 4), (B, 4)], "dim": 1},
+    "meshgrid": {"tensors": [(3,), (4,)], "indexing": "ij"},
+    "masked_fill": {"self": (B, 4), "mask": (B, 4)},
+    "lerp": {"self": (B, 4), "end": (B, 4), "weight": (4,)},
+    "select": {"self": (B, 4), "dim": 1, "index": 2},
+}
+"""Arguments that fit, by operators and parameter: a tuple is the shape of a tensor. Random ones replace some of them."""
+FITS = {packet: fits for packets, fits in FITTING.items() for packet in packets.split()}
+
+
 class Case:
     """A graph with one operator, as JSON."""
 
@@ -67,18 +223,24 @@ class Case:
         self.dims = [self.rng.choice((1, 2, 3, 4, 6)) for _ in range(rank - 1)]
         self.dtype = self.rng.choice(("float32",) * 7 + ("int64", "uint8", "bool", "int32", "bfloat16"))
         self.channels = self.dims[0] if self.dims else 1
+        self.fits = FITS.get(self.target.split(".")[1], {}) if self.rng.random() < 0.7 else {}
 
     def content(self) -> list[Any] | None:
         """The rows of the graph; None if torch computes no tensors from them."""
         schema = operators.find_operator(self.target)._schema
         args, kwargs = [], {}
         for argument in schema.arguments:
-            if argument.has_default_value() and self.rng.random() < 0.5:
+            if argument.has_default_value() and argument.name not in self.fits and self.rng.random() < 0.5:
                 if argument.kwarg_only:
                     continue
                 args.append(_json(argument.default_value))
                 continue
-            value = self.value(str(argument.type), argument.name)
+            fits = argument.name in self.fits and self.rng.random() < 0.93
+            value = (
+                self.fitting(self.fits[argument.name], argument.name)
+                if fits
+                else self.value(str(argument.type), argument.name)
+            )
             if argument.kwarg_only:
                 if argument.name not in ("device", "pin_memory", "generator"):
                     kwargs[argument.name] = value
@@ -105,7 +267,8 @@ class Case:
 
     def meta(self, args: list[Any], kwargs: dict[str, Any], batch: int) -> Any:
         """What the operator computes on tensors without data."""
-        device, values = torch.device("meta"), {}
+        device = torch.device("meta")
+        values: dict[str, Any] = {}
         for kind, name, *rest in self.rows:
             if kind == "size":
                 values[name] = batch
@@ -119,6 +282,18 @@ class Case:
         if "device" in {argument.name for argument in operator._schema.arguments}:
             given["device"] = device
         return operator(*literal(args, values, device), **given)
+
+    def fitting(self, value: Any, name: str) -> Any:
+        """An argument of `FITTING`; a number may differ for a batch of three rows."""
+        if isinstance(value, tuple):
+            return {"value": self.tensor(name, list(value))}
+        if isinstance(value, list):
+            return [self.fitting(each, name) for each in value]
+        if value == "n":
+            self.integer(0, always=True)
+            return {"value": "n"}
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        return self.integer(value) if is_number and self.rng.random() < 0.2 else value
 
     def value(self, kind: str, name: str) -> Any:
         """An argument of this type."""
@@ -145,12 +320,13 @@ class Case:
             return rng.random() < 0.5
         return rng.choice(TEXTS) if kind == "str" else None
 
-    def integer(self) -> Any:
+    def integer(self, value: int | None = None, *, always: bool = False) -> Any:
         """A number, or one that differs for a batch of three rows, which no check sees."""
         rng = self.rng
-        small = rng.choice((*range(-1, len(self.dims) + 1), *self.dims, *self.dims))
-        value = small if rng.random() < 0.75 else rng.choice(INTEGERS)
-        if rng.random() > 0.25 or abs(value) > 1 << 31:
+        if value is None:
+            small = rng.choice((*range(-1, len(self.dims) + 1), *self.dims, *self.dims))
+            value = small if rng.random() < 0.75 else rng.choice(INTEGERS)
+        if not always and (rng.random() > 0.25 or abs(value) > 1 << 31):
             return value
         if not self.has_size:
             self.has_size = True
@@ -165,8 +341,14 @@ class Case:
         """The name of a new input or weight."""
         rng, made = self.rng, f"t{len(self.rows)}"
         dtype = self.dtype
-        if name in ("indices", "index", "boundaries") and rng.random() < 0.9:
+        if (
+            name in ("indices", "index", "boundaries") or self.target == "aten.one_hot.default"
+        ) and rng.random() < 0.95:
             dtype = "int64"
+        elif name == "mask" and rng.random() < 0.95:
+            dtype = "bool"
+        elif self.fits and rng.random() < 0.8:
+            dtype = "float32"
         elif rng.random() < 0.08:
             dtype = rng.choice(tuple(DTYPES))
         if shape is None:
@@ -253,7 +435,7 @@ def results(graph: Graph, rng: random.Random, guard: int) -> str:
     module = graph.build({key: tensor for key, (_, tensor) in weights.items()}, torch.device("cpu"))
     for batch in COMPUTED:
         inputs = [
-            _guarded([batch if dim == "batch" else dim for dim in node.shape], node.dtype, rng, guard)
+            _guarded([batch if dim == "batch" else int(dim or 0) for dim in node.shape], node.dtype, rng, guard)
             for node in graph.inputs
         ]
         before = [whole.clone() for whole, _ in (*inputs, *weights.values())]
@@ -370,7 +552,8 @@ def fuzz(
         twin.start()
     for twin in twins:
         twin.join()
-    findings, counts = [text for twin in twins for text in twin.findings], {}
+    findings = [text for twin in twins for text in twin.findings]
+    counts: dict[str, Counter[str]] = {}
     first, second = (twin.lines for twin in twins)
     for number in sorted(first.keys() & second.keys() - {-1}):
         step, target, *found = first[number]

@@ -169,6 +169,14 @@ KERNELS = {
     "interpolation by the batch": [*sampler({"value": "n"})[:2], ["size", "n", "batch"], *sampler({"value": "n"})[2:]],
     "padding that does not exist": sampler(0, 9),
     "attention with dropout": attention({"dropout_p": {"float": "0.5"}}),
+    "weights that change": [
+        *(["input", "x", "float32", IMAGE], ["weight", "m", "float32", [4], "m"]),
+        [
+            *("call", "y", "float32", IMAGE, "aten.instance_norm.default"),
+            *([X, None, None, {"value": "m"}, {"value": "m"}, True, {"float": "0.1"}, {"float": "1e-05"}, False], {}),
+        ],
+        ["output", ["y"]],
+    ],
     "number for a memory format": call("aten.zeros_like.default", [X], {"memory_format": -1}),
     "number for an element type": call("aten.to.dtype", [X, 99]),
     "attention without key heads": attention({"enable_gqa": True}, heads=0),

@@ -139,7 +139,12 @@ def packed(x: Tensor) -> Tensor:
         (lambda x: torch.fft.rfft(x).abs(), VECTOR, "aten._fft_r2c.default", HANDLER),
         (lambda x: torch.searchsorted(torch.arange(4.0), x), VECTOR, "aten.searchsorted.Tensor", HANDLER),
         (lambda x: torch.linalg.inv(x[:, 0, :8, :8]), IMAGE, "aten.linalg_inv_ex.default", HANDLER),
-        (lambda x: x[torchvision.ops.nms(BOXES[:, 1:], torch.ones(2), 0.5)], VECTOR, "torchvision.nms.default", HANDLER),
+        (
+            lambda x: x[torchvision.ops.nms(BOXES[:, 1:], torch.ones(2), 0.5)],
+            VECTOR,
+            "torchvision.nms.default",
+            HANDLER,
+        ),
         (lambda x: torchvision.ops.roi_align(x, BOXES, 2), IMAGE, "torchvision.roi_align.default", HANDLER),
         (deformed, IMAGE, "torchvision.deform_conv2d.default", HANDLER),
         (lambda x: x + torch.randn(4), VECTOR, "aten.randn.default", "random numbers cannot be exported"),
