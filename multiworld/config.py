@@ -6,6 +6,8 @@ from multiworld.membership.acceptor import Acceptor
 from multiworld.ops.validation import WorldFacts
 from multiworld.transport.segments import SegmentPool
 
+HEARTBEAT_TIMEOUT_S = 5.0
+"""Default. One call in C, such as the import of a large extension, may hold the GIL for seconds, and our heartbeats need the GIL."""
 _MIN_STALL_HEARTBEATS = 4
 """Lower limit of `loop_stall_timeout_s` in heartbeats: a running event loop may increment its count one or two heartbeats late."""
 
@@ -20,7 +22,7 @@ class HeartbeatConfig:
     """
 
     interval_s: float = 0.2
-    timeout_s: float = 1.0
+    timeout_s: float = HEARTBEAT_TIMEOUT_S
     loop_stall_timeout_s: float | None = None
 
     def __post_init__(self) -> None:

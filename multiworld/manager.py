@@ -20,7 +20,7 @@ from torch import Tensor
 
 from multiworld.collectives.nccl import check_nccl_device, uses_nccl
 from multiworld.communicator import WorldCommunicator
-from multiworld.config import HeartbeatConfig, WorldConfig
+from multiworld.config import HEARTBEAT_TIMEOUT_S, HeartbeatConfig, WorldConfig
 from multiworld.control.dial import resolve
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import JoinError, WorldExistsError, WorldNotFoundError
@@ -56,7 +56,7 @@ class WorldManager:
         verify_collectives: compare the fingerprints of every collective before its data is sent. A mismatch breaks the world with cause
             `error`. Costs a short exchange per collective. `initialize_world` may override it.
         heartbeat_interval_s, heartbeat_timeout_s: seconds between heartbeats, and seconds without data after which a member is
-            unresponsive.
+            unresponsive. The end of a process is detected immediately, so a shorter timeout only helps to detect frozen members.
         loop_stall_timeout_s: seconds after which a member whose event loop does not run is stalled. Our heartbeats then carry the
             count of the event loop on which the first world was opened; members without a count are not checked. None, the default,
             turns this off, for programs that compute or block on their event loop, or run it only at times.
@@ -80,7 +80,7 @@ class WorldManager:
         *,
         secret: bytes | str = b"",
         heartbeat_interval_s: float = 0.2,
-        heartbeat_timeout_s: float = 1.0,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         verify_collectives: bool = True,
         bind_host: str = "",
         loop_stall_timeout_s: float | None = None,

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from multiworld.config import HEARTBEAT_TIMEOUT_S
 from multiworld.elastic.agent import MemberAgent, MemberConfig
 from multiworld.elastic.rendezvous import DEFAULT_PORT
 from multiworld.elastic.world import ElasticWorld
@@ -23,7 +24,11 @@ class ElasticManager:
     """
 
     def __init__(
-        self, *, secret: bytes | str = b"", heartbeat_interval_s: float = 0.2, heartbeat_timeout_s: float = 1.0
+        self,
+        *,
+        secret: bytes | str = b"",
+        heartbeat_interval_s: float = 0.2,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     ) -> None:
         self._secret = secret.encode() if isinstance(secret, str) else secret
         self._make_manager = partial(

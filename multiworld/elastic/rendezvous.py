@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from multiworld.config import HEARTBEAT_TIMEOUT_S
 from multiworld.elastic.protocol.coordinator import Action, Coordinator, Persist, SendTo
 from multiworld.elastic.protocol.messages import (
     Admitted,
@@ -84,7 +85,7 @@ class ElasticRendezvous:
         state_file: str | Path | None = None,
         secret: bytes | str = b"",
         heartbeat_interval_s: float = 0.2,
-        heartbeat_timeout_s: float = 1.0,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     ) -> None:
         self.addr = addr
         self.port = port

@@ -1,6 +1,8 @@
 """Parts of a world: its store, its events, its settings."""
 
+import inspect
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from queue import SimpleQueue
@@ -11,6 +13,7 @@ from torch.distributed import DistStoreError
 from multiworld import JoinError, WorldEvent, WorldManager
 from multiworld.collectives.nccl import uses_nccl
 from multiworld.config import HeartbeatConfig
+from multiworld.elastic import ElasticManager, ElasticRendezvous
 from multiworld.events import EventStream
 from multiworld.execution.store import ControlStore
 from multiworld.execution.threads import WorkerThread
@@ -121,3 +124,10 @@ def test_backend_is_refused_with_the_known_ones_when_it_is_unknown() -> None:
     for unknown in ("", "mpi", "cpu:nccl", "gloo,", "cuda"):
         with pytest.raises(ValueError, match="expected 'multiworld', 'nccl'"):
             uses_nccl(unknown)
+
+
+@pytest.mark.parametrize("member", [WorldManager, ElasticManager, ElasticRendezvous])
+def test_member_that_holds_the_gil_for_three_seconds_is_not_lost_by_default(member: Callable[..., object]) -> None:
+    settings = inspect.signature(member).parameters
+    timeout_s = settings["heartbeat_timeout_s"].default
+    assert timeout_s > 3.0 + 2 * settings["heartbeat_interval_s"].default
