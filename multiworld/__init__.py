@@ -32,9 +32,6 @@ from multiworld.world import Transport, World, WorldState
 __version__ = "0.1.0"
 """Equal to the versions in pyproject.toml and packaging/."""
 
-WatchDog = ControlLoop
-"""The name of `ControlLoop` in pymultiworld."""
-
 __all__ = [
     "AskError",
     "BrokenWorldException",
@@ -45,7 +42,6 @@ __all__ = [
     "Operation",
     "Transport",
     "View",
-    "WatchDog",
     "World",
     "WorldClosedError",
     "WorldCommunicator",
