@@ -9,8 +9,9 @@ tensors keep their original values until then, and nothing has to be restored.
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -23,6 +24,7 @@ from multiworld.collectives.quantization import CASTS, UINT8, Quantization
 from multiworld.collectives.reductions import AnyReduceOp
 from multiworld.elastic.protocol.rounds import Round
 from multiworld.errors import Cause, WorldError
+from multiworld.execution.cuda import call_on
 from multiworld.ops.buffers import RecvBuffer, check_dense, check_distinct, contiguous, flat
 from multiworld.ops.operation import Collective, Status, status_of
 from multiworld.ops.validation import tensor_signature
@@ -214,17 +216,28 @@ class AllReduceCall:
         if memory is None or memory.nbytes < size:
             memory = torch.empty(size, dtype=torch.uint8)
         result = self._results[index] = memory[:size].view(bucket[0].dtype)
-        data, dtype = flatten(bucket), str(result.dtype).removeprefix("torch.")
+        dtype = str(result.dtype).removeprefix("torch.")
         wire_format = self._quantization or (dtype if dtype in CASTS else None)
 
-        async def algorithm(channel: CollectiveChannel) -> None:
-            await all_reduce(channel, data, result, self._op, wire_format)
-            self.tx_bytes += channel.tx_bytes
-            self.rx_bytes += channel.rx_bytes
+        def algorithm() -> Callable[[CollectiveChannel], Awaitable[None]]:
+            data = flatten(bucket)
+
+            async def reduce(channel: CollectiveChannel) -> None:
+                await all_reduce(channel, data, result, self._op, wire_format)
+                self.tx_bytes += channel.tx_bytes
+                self.rx_bytes += channel.rx_bytes
+
+            return reduce
 
         arguments = [tensor_signature(result), self._op, *([self._quantization] if self._quantization else [])]
-        signature = f"all_reduce({', '.join(arguments)})"
-        await world.start(Collective(signature=signature, algorithm=lambda: algorithm, number=number)).finish()
+        operation = Collective(
+            signature=f"all_reduce({', '.join(arguments)})",
+            algorithm=algorithm,
+            tensors=tuple(bucket),
+            staged=bucket[0].is_cuda,  # the copy from a device may block, so it runs on a thread
+            number=number,
+        )
+        await world.start(operation).finish()
         self._memory[index] = memory
         self.contributors[index] = world.size
 
@@ -250,6 +263,11 @@ class AllReduceCall:
             if error is not None:
                 raise error
 
-    def unpack(self, index: int) -> None:
+    async def unpack(self, index: int) -> None:
         """Copy a result into its tensors. The operation has finished on all members."""
-        write_back(self._targets[index], self._results.pop(index))
+        targets, result = self._targets[index], self._results.pop(index)
+        if targets[0].is_cuda:  # the copy may block
+            stream = torch.cuda.current_stream(targets[0].device)
+            await asyncio.to_thread(call_on, stream, partial(write_back, targets, result))
+        else:
+            write_back(targets, result)

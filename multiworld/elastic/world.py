@@ -150,7 +150,7 @@ class ElasticWorld:
             for index, bucket in enumerate(call.buckets):
                 size = call.contributors[index] if round_.finished[index] else 0
                 if size:
-                    call.unpack(index)
+                    await call.unpack(index)
                 contributors += [size] * len(bucket)
         retries = max(call.runs - 1, 0)
         return AllReduceOutcome(success, call.tx_bytes, call.rx_bytes, retries, self.size, tuple(contributors))
@@ -213,7 +213,7 @@ class ElasticWorld:
                 with self._agent.world_of(view_number) as world:
                     if world is not None:
                         await call.reduce(world, 0, tag)
-                        call.unpack(0)
+                        await call.unpack(0)
             finally:
                 self._async_tags.discard(running)
 

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from multiworld.elastic import (
     ElasticWorld,
     RendezvousError,
     ViewChangeError,
+    operations,
 )
 from multiworld.elastic.operations import DTYPES
 from multiworld.elastic.protocol.messages import Admitted, Join, MemberInfo, decode, encode
@@ -199,6 +200,26 @@ async def test_handle_fails_when_another_member_quantizes_otherwise(worlds: list
     results = await asyncio.gather(*map(_await, handles), return_exceptions=True)
     assert all(isinstance(result, BrokenWorldException) for result in results), results
     assert any("zero_point_scale" in str(result) and "min_max" in str(result) for result in results), results
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+async def test_tensors_on_a_gpu_are_not_copied_on_the_event_loop(
+    worlds: list[ElasticWorld], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[threading.Thread] = set()
+
+    def observe(original: Callable[..., Any], *arguments: Any) -> Any:
+        threads.add(threading.current_thread())
+        return original(*arguments)
+
+    for name in ("flatten", "write_back"):
+        monkeypatch.setattr(operations, name, functools.partial(observe, getattr(operations, name)))
+    tensors = [torch.full((4,), float(world.rank), device="cuda") for world in worlds]
+    await asyncio.gather(
+        *(world.all_reduce_with_retry(own) for world, own in zip(worlds, tensors, strict=True)),
+    )
+    assert [own.tolist() for own in tensors] == [[3.0] * 4] * 3
+    assert threading.current_thread() not in threads
 
 
 async def test_handles_report_progress_and_agree_completes_a_round(worlds: list[ElasticWorld]) -> None:
