@@ -18,6 +18,7 @@ from multiworld_serving.models.bundle.manifest import MAX_BATCH_SIZE, NAME, Mani
 from multiworld_serving.models.bundle.nodes import BATCH, Call, Calls
 from multiworld_serving.models.errors import ExportError
 from multiworld_serving.models.export.independence import check_independent_rows
+from multiworld_serving.models.export.refusals import not_tensors
 from multiworld_serving.models.export.sources import output_for
 from multiworld_serving.models.export.trace import Dynamic, capture, without_fast_path
 from multiworld_serving.models.preprocessing import ImageModel, Preprocessing
@@ -102,14 +103,18 @@ def export_model(
     two = [_rows(tensor, 2) for tensor in example]
     # Before the capture, because its error names the wrong inputs in one line.
     output = output_for(module, dict(zip(options.inputs, two, strict=True)))
+    if other := not_tensors(output):
+        raise ExportError(other)
+    names = _output_names(output, options.output or "output")
     graph, weights = capture(
-        module, two, options.inputs, max_batch_size=options.max_batch_size, dynamic=options.dynamic
+        module, two, options.inputs, max_batch_size=options.max_batch_size, dynamic=options.dynamic, outputs=names
     )
     graph = Graph.from_json(graph.to_json())  # all that follows uses what a reader will see
     lengths = {each.name: each.most for each in options.dynamic}
     costs_s = estimate_costs(graph, {BATCH: 1} | lengths)
     cut = cut_graph(graph, costs_s, options.num_stages, lengths)
-    outputs = _output_specs(graph, output, options.output or "output")
+    specs = zip(names, map(graph.tensor, graph.outputs), strict=True)
+    outputs = tuple(TensorSpec(name, node.dtype, node.shape) for name, node in specs)
     manifest = _manifest(graph, outputs, options, costs_s, cut)
     manifest.check_graph(graph)
     check_graph(graph, manifest.lengths)
@@ -119,7 +124,7 @@ def export_model(
     deviation = 0.0
     for where, inputs in _inputs_to_compare(example, options, checked):
         progress(f"comparing with the model at {where}")
-        deviation = max(deviation, _compare(module, computed, inputs, where))
+        deviation = max(deviation, _compare(module, computed, inputs, where, names))
     for count in sorted({min(each, options.max_batch_size) for each in options.checked or _ROWS_CHANGED} - {1}):
         progress(f"changing rows of batch {count}")
         rows = [_rows(tensor, count) for tensor in example]
@@ -198,7 +203,9 @@ def _rows(tensor: Tensor, count: int) -> Tensor:
     return tensor.repeat(repeats, *[1] * (tensor.dim() - 1))[:count].contiguous()
 
 
-def _compare(module: nn.Module, stages: Sequence[nn.Module], example: Sequence[Tensor], where: str) -> float:
+def _compare(
+    module: nn.Module, stages: Sequence[nn.Module], example: Sequence[Tensor], where: str, names: Sequence[str]
+) -> float:
     """The largest relative difference between the stages and the module. Raises ExportError if it is too large."""
     try:
         with torch.no_grad():
@@ -206,8 +213,12 @@ def _compare(module: nn.Module, stages: Sequence[nn.Module], example: Sequence[T
         values = _run(stages, example)[-1]
     except Exception as error:  # whatever the code of the model raises
         raise ExportError(f"the model fails at {where}: {' '.join(str(error).split())[:300]}") from error
-    if not all(each.isfinite().all() for each in expected):
-        raise ExportError("the model computes infinity or NaN for the example; use other weights")
+    for name, each in zip(names, expected, strict=True):
+        if not each.isfinite().all():
+            raise ExportError(
+                f"the output {name!r} contains infinity or NaN for the example; return finite numbers, such as "
+                "torch.finfo(x.dtype).min for -inf, or give an example or weights for which they are finite"
+            )
     worst = 0.0
     for found, wanted in zip(values, expected, strict=True):
         scale = max(float(wanted.double().abs().max()), 1e-12) if wanted.numel() else 1.0
@@ -235,13 +246,12 @@ def _run(stages: Sequence[nn.Module], example: Sequence[Tensor]) -> list[tuple[T
     return found
 
 
-def _output_specs(graph: Graph, output: object, single: str) -> tuple[TensorSpec, ...]:
-    """Named by the keys of the dictionary that the module returns, or `single`, or "output_0" and so on."""
-    names = [f"output_{index}" for index in range(len(graph.outputs))] if len(graph.outputs) > 1 else [single]
+def _output_names(output: object, single: str) -> list[str]:
+    """The keys of the dictionary that the module returns, or `single`, or "output_0" and so on."""
     if isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values()):
-        names = [str(key) for key in output]
-    nodes = map(graph.tensor, graph.outputs)
-    return tuple(TensorSpec(name, node.dtype, node.shape) for name, node in zip(names, nodes, strict=True))
+        return [str(key) for key in output]
+    count = len(_tensors(output))
+    return [f"output_{index}" for index in range(count)] if count > 1 else [single]
 
 
 def _self_test(graph: Graph, stages: Sequence[nn.Module], example: Sequence[Tensor]) -> dict[str, Tensor]:

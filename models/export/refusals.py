@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.utils import _pytree
 
+from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.errors import ExportError
 
 _OWN_FOLDER = str(Path(__file__).parents[1])
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_VALUES = "choose between results with torch.where, and take sizes from shapes or constants"
+_ROWS = "write x.shape[0] for the number of rows, not a constant or len(x), and no loop over rows"
+_LENGTH = "take the length from the tensor's shape. Recurrent layers (GRU, LSTM, RNN) have a fixed length"
 _ADVICE = {
-    "data-dependent": "replace branches on values by torch.where, and numbers from values by shapes",
-    "specialized": "the model computes with a fixed number of rows or another length; take it from the tensor's shape. Recurrent layers "
-    "(GRU, LSTM, RNN) have a fixed length",
     "generated guard": "the model is right for some lengths only, for example multiples of 4, or a layer has a stride; make it right for "
     "all lengths with functional.interpolate(…, size=other.shape[-2:]), or take [batch, frames, stride] and reshape it",
     "must always be equal": "name dimensions of equal length together: --dynamic INPUT:DIM,INPUT:DIM=LEAST..MOST",
+    "__obj_flatten__": "it has quantized layers; export the model before its quantization",
+    "CUDA": "create tensors on the device of the inputs, with device=x.device",
+    "NVIDIA": "create tensors on the device of the inputs, with device=x.device",
 }
-"""What to change, by a part of torch.export's explanation."""
-
+"""What to change, by a part of torch's explanation."""
+_BRANCHES = {
+    "cond": "compute both results and choose with torch.where",
+    "flex_attention": "use functional.scaled_dot_product_attention with attn_mask",
+}
+"""What to write instead of operators that take functions."""
 _OUTSIDE = (
     "compute this part outside of the model: before it in `decode` or after it in `encode` of a handler (serve --handler), or in the "
     "client"
@@ -35,16 +50,90 @@ _ALTERNATIVES = {
 """What to do instead of an operator."""
 
 
-def why(error: Exception) -> str:
-    """The first lines of torch.export's explanation, with the line of the model."""
-    text = str(error)
+@contextmanager
+def recording_fixed_lengths() -> Iterator[list[str]]:
+    """The lines of the model, such as " (File …)", at which torch.export finds out that a variable length is fixed.
+
+    Its error does not name them. It calls this function of torch for each.
+    """
+    lines: list[str] = []
+    replace = ShapeEnv._set_replacement
+
+    def record(self: ShapeEnv, symbol: Any, value: Any, *rest: Any) -> None:
+        if value.is_number:
+            lines.append(_line_in(traceback.extract_stack()[:-1]))
+        replace(self, symbol, value, *rest)
+
+    ShapeEnv._set_replacement = record  # type: ignore[assignment, method-assign]
+    try:
+        yield lines
+    finally:
+        ShapeEnv._set_replacement = replace  # type: ignore[method-assign]
+
+
+def why(error: Exception, fixed: Sequence[str] = ()) -> str:
+    """What torch.export refuses, with the line of the model.
+
+    Args:
+        fixed: see `recording_fixed_lengths`.
+    """
+    text, where = str(error), line_of(error)
+    if "data-dependent" in text:
+        return f"the model cannot be exported: a branch, a loop or a size depends on values{where}; {_VALUES}"
+    where = where or next(filter(None, reversed(fixed)), "")
+    if found := re.search(r"You marked (\S+) as .* a constant \((\d+)\)", text):
+        advice = _ROWS if found[1] == BATCH else _LENGTH
+        return f"the model cannot be exported: the dimension {found[1]!r} is always {found[2]}{where}; {advice}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    code = [
-        line for line in lines if line.startswith(("File ", "at ", "(File ")) and "site-packages/torch/" not in line
-    ]
-    where = f" ({code[-1].strip('()')})" if code and code[-1] not in lines[:2] else ""
-    advice = "".join(f"; {hint}" for sign, hint in _ADVICE.items() if sign in text)
-    return f"the model cannot be exported: {type(error).__name__}: {' '.join(lines[:2])[:400]}{where}{advice}"
+    return f"the model cannot be exported: {type(error).__name__}: {' '.join(lines[:2])[:400]}{where}{advice_for(text)}"
+
+
+def advice_for(text: str) -> str:
+    """What to change, by torch's explanation: "; …" or nothing."""
+    return "".join(f"; {hint}" for hint in {_ADVICE[sign]: None for sign in _ADVICE if sign in text})
+
+
+def line_of(error: BaseException) -> str:
+    """The line of the user's code that raised, such as " (File …)". Empty if there is none."""
+    return _line_in(traceback.extract_tb(error.__traceback__))
+
+
+def _line_in(frames: Sequence[traceback.FrameSummary]) -> str:
+    for frame in reversed(frames):
+        if frame.filename.startswith(_OWN_FOLDER):
+            break
+        if _is_of_user(frame.filename):
+            return f' (File "{frame.filename}", line {frame.lineno}, in {frame.name} {(frame.line or "")[:160]})'
+    return ""
+
+
+def function_argument(node: fx.Node) -> str:
+    """Why a function that the model passes to an operator cannot be exported."""
+    user = next(iter(node.users), node)
+    name = str(user.target)
+    return f"the model passes functions to {name}{_where(user)}; {_BRANCHES.get(name, 'write it without functions')}"
+
+
+def no_batch(name: str, shape: Sequence[Any], node: fx.Node) -> str:
+    """Why an output of this shape cannot be exported."""
+    advice = "return one value or row for each row of the inputs, such as x.mean(dim=1) for x.mean(), or leave this output out"
+    if BATCH in shape:
+        advice = f"return it with the batch first: .movedim({shape.index(BATCH)}, 0)"
+    dims = ", ".join("?" if dim is None else str(dim) for dim in shape)
+    return f"dimension 0 of the output {name!r} [{dims}] is not the batch{_where(node)}; {advice}"
+
+
+def not_tensors(output: object) -> str:
+    """Why something that the model returns cannot be exported; empty if all of it can be."""
+    plain = (Tensor, int, float, str, type(None))
+    for value in _pytree.tree_leaves(output):
+        name = type(value).__name__
+        if not isinstance(value, plain):
+            advice = "return tensors, or tuples and dicts of tensors"
+            if "Cache" in name:
+                advice = "set config.use_cache = False in the function that returns the model"
+            return f"the model returns a {name}; {advice}"
+    return ""
 
 
 def refuse_computed_sizes(module: fx.GraphModule) -> None:
@@ -81,5 +170,7 @@ def _where(node: fx.Node) -> str:
     return f" ({' '.join(trace[places[-1] : places[-1] + 2])})" if places else ""
 
 
-def _is_of_user(line: str) -> bool:
-    return "/torch/" not in line and _OWN_FOLDER not in line
+def _is_of_user(file: str) -> bool:
+    is_standard = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
+    is_file = not file.startswith("<") and 'File "<' not in file
+    return is_file and "/torch/" not in file and _OWN_FOLDER not in file and not is_standard

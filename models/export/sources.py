@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import re
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from multiworld_serving.models.bundle.nodes import DTYPES, MAX_DIMS
 from multiworld_serving.models.errors import ExportError
 from multiworld_serving.models.export.parameters import bind_example
+from multiworld_serving.models.export.refusals import advice_for, line_of
 from multiworld_serving.models.export.trace import Dynamic, without_fast_path
 from multiworld_serving.models.preprocessing import Preprocessing
 from multiworld_serving.models.weights.checkpoints import load_state, read_checkpoint
@@ -153,10 +153,7 @@ def _running(place: str) -> Iterator[None]:
     except ExportError:
         raise
     except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-        theirs = [frame for frame in frames if "<frozen" not in frame.filename]
-        line = f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
-        raise ExportError(f"{place} raised {type(error).__name__}: {_one_line(error)}{line}") from error
+        raise ExportError(f"{place} raised {type(error).__name__}: {_one_line(error)}{line_of(error)}") from error
 
 
 @without_fast_path()
@@ -170,7 +167,8 @@ def output_for(module: nn.Module, example: Mapping[str, Tensor]) -> Any:
             f"{name} {str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for name, each in example.items()
         )
         raise ExportError(
-            f"the model fails for {given}: {type(error).__name__}: {_one_line(error)}; check --input, --example or --image-size"
+            f"the model fails for {given}: {type(error).__name__}: {_one_line(error)}{line_of(error)}"
+            f"{advice_for(str(error)) or '; check --input, --example or --image-size'}"
         ) from error
 
 

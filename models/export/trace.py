@@ -50,6 +50,7 @@ def capture(
     *,
     max_batch_size: int,
     dynamic: Sequence[Dynamic] = (),
+    outputs: Sequence[str] = (),
 ) -> tuple[Graph, dict[str, Tensor]]:
     """The graph of a module in eval mode, and its weights.
 
@@ -57,6 +58,7 @@ def capture(
         example: one tensor for each positional argument, with at least 2 rows: torch.export fixes dimensions of length 1.
         names: names for the inputs, in the same order.
         dynamic: further variable dimensions.
+        outputs: names of the outputs, for errors.
     Returns:
         The graph, and its weights by key. Weights that share memory in the module (tied weights) have one key.
     Raises:
@@ -70,7 +72,7 @@ def capture(
     shapes: tuple[Any, ...] = tuple(
         {0: batch} | {dim: each for (owner, dim), each in lengths.items() if owner == name} for name in names
     )
-    with warnings.catch_warnings(), torch.no_grad(), _without_logs():
+    with warnings.catch_warnings(), torch.no_grad(), _without_logs(), refusals.recording_fixed_lengths() as fixed:
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(
@@ -78,11 +80,18 @@ def capture(
             )
             whole = exported.run_decompositions(dict(decompositions())).module()
         except Exception as error:  # torch.export raises whatever the model's code raises
-            raise ExportError(refusals.why(error)) from error
+            raise ExportError(refusals.why(error, fixed)) from error
     assert isinstance(whole, fx.GraphModule)
     _remove_checks(whole)
     refusals.refuse_computed_sizes(whole)
-    return _Writer(whole, names, shapes).write()
+    graph, weights = _Writer(whole, names, shapes).write()
+    made = {node.name: node for node in whole.graph.nodes}
+    for name, value in zip(outputs, graph.outputs, strict=False):
+        if graph.tensor(value).shape[:1] != (BATCH,):
+            raise ExportError(
+                refusals.no_batch(name, graph.tensor(value).shape, made.get(value, whole.graph.output_node()))
+            )
+    return graph, weights
 
 
 def _shapes_of(module: nn.Module, shapes: tuple[Any, ...]) -> Any:
@@ -191,7 +200,7 @@ class _Writer:
         for part in str(node.target).split("."):
             tensor = getattr(tensor, part)
         if not isinstance(tensor, Tensor):
-            raise ExportError(f"the model cannot be exported: {node.target} is a {type(tensor).__name__}, not a tensor")
+            raise ExportError(refusals.function_argument(node))
         tensor = tensor.detach()
         memory = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         key = self._keys.setdefault(memory if tensor.numel() else (node.target,), str(node.target))
