@@ -9,7 +9,7 @@ tensors keep their original values until then, and nothing has to be restored.
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
@@ -219,7 +219,7 @@ class AllReduceCall:
         dtype = str(result.dtype).removeprefix("torch.")
         wire_format = self._quantization or (dtype if dtype in CASTS else None)
 
-        def algorithm() -> Callable[[CollectiveChannel], Awaitable[None]]:
+        def algorithm() -> Callable[[CollectiveChannel], Coroutine[Any, Any, None]]:
             data = flatten(bucket)
 
             async def reduce(channel: CollectiveChannel) -> None:

@@ -26,6 +26,8 @@ from torch.nn.functional import interpolate
 from multiworld_serving.server.errors import ImageError, ImageTooLargeError
 from multiworld_serving.server.predictor import ImageSizes
 
+LARGE_PIXELS = 1 << 22
+"""Decoding more pixels takes tens to hundreds of megabytes."""
 MIN_SIDE = 8
 """Pixels. No class can be recognized in a smaller image; digits have 8x8."""
 
@@ -58,7 +60,11 @@ _SWAPPED_AXES = range(5, 9)
 """Orientations that swap height and width, after the flips."""
 
 
-def image_tensor(data: bytes, sizes: ImageSizes, max_pixels: int) -> Tensor:
+class LargeImageError(Exception):
+    """More than `LARGE_PIXELS` would be decoded. Large images are decoded one at a time."""
+
+
+def image_tensor(data: bytes, sizes: ImageSizes, max_pixels: int, *, allow_large: bool = True) -> Tensor:
     """Decode an image file, apply its orientation, scale its shorter side to `resize_size` and crop the center.
 
     The bytes determine the format, not the declared content type. Transparency is dropped as by `convert("RGB")`; of an
@@ -72,6 +78,7 @@ def image_tensor(data: bytes, sizes: ImageSizes, max_pixels: int) -> Tensor:
     Raises:
         ImageError: unknown format, damaged, or smaller than `MIN_SIDE`.
         ImageTooLargeError: more than `max_pixels`.
+        LargeImageError: it is large, and `allow_large` is false.
     """
     small = _small_jpeg(data)
     file_type = _file_type(data) if small is None else JpegImageFile
@@ -79,13 +86,15 @@ def image_tensor(data: bytes, sizes: ImageSizes, max_pixels: int) -> Tensor:
         with file_type(BytesIO(data)) if small is None else _decoded(data, *small) as image:
             _check_size(image, max_pixels)
             size, window = image.size, _reduce(image, sizes.resize_size)
+            if not allow_large and math.prod(size if "progressive" in image.info else image.size) > LARGE_PIXELS:
+                raise LargeImageError
             rgb, orientation = _rgb(image), _orientation(image)
             # The crop is turned, and not the image: it is smaller.
             flipped = _FLIPPED_AXES.get(orientation, ())
             pixels = _scale_and_crop(rgb, size, window, sizes, flipped)
             pixels = pixels.flip(flipped) if flipped else pixels
             return (pixels.transpose(1, 2) if orientation in _SWAPPED_AXES else pixels).contiguous()
-    except ImageError:
+    except (ImageError, LargeImageError):
         raise
     except Image.DecompressionBombError as error:
         raise ImageTooLargeError(f"the image is too large: {error}; send a smaller one") from error

@@ -14,8 +14,9 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
+from multiworld_serving.common.config.process import release_free_memory
 from multiworld_serving.models.errors import BundleError
-from multiworld_serving.server.api.images import image_tensor
+from multiworld_serving.server.api.images import LargeImageError, image_tensor
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.daemon_threads import DaemonThreads
 from multiworld_serving.server.errors import (
@@ -76,15 +77,26 @@ class InferRequest:
 class Inference:
     """Computes the inference requests of a frontend.
 
+    Args:
+        large_images: decodes the large images of all models, one at a time; None = of this model.
+
     Attributes:
         threads: parse requests and decode images. They start on demand.
+        large_images: the thread for large images.
     """
 
-    def __init__(self, pipeline: LeaderPool, model: ServedModel, limits: RequestLimits) -> None:
+    def __init__(
+        self,
+        pipeline: LeaderPool,
+        model: ServedModel,
+        limits: RequestLimits,
+        large_images: DaemonThreads | None = None,
+    ) -> None:
         fitting = limits.max_body_bytes // max(1, model.input_rows.max_row_bytes)
         self.gate = RequestGate(pipeline, limits)
         self.signature = Signature(model, max(1, min(limits.max_rows, fitting)), limits.finite_inputs)
         self.threads = DaemonThreads(limits.decode_threads, "decode", max_waiting=limits.max_waiting_decodes)
+        self.large_images = large_images or large_image_thread(limits)
 
     async def answer(
         self,
@@ -144,18 +156,35 @@ class Inference:
         images = []
         for number, file in enumerate(rows, 1):
             try:
-                images.append(await self.threads.run(partial(self.decode_image, file)))
+                images.append(await self._decoded_file(file))
             except (ImageError, ImageTooLargeError) as error:
                 if len(rows) == 1:
                     raise
                 raise type(error)(f"image {number} of {len(rows)}: {error}") from error
         return torch.stack(images)
 
-    def decode_image(self, file: bytes) -> Tensor:
-        """The input row of an image file. Runs on a thread."""
+    async def _decoded_file(self, file: bytes) -> Tensor:
+        try:
+            return await self.threads.run(partial(self.decode_image, file))
+        except LargeImageError:
+            return await self.large_images.run(partial(self._decode_large_image, file))
+
+    def decode_image(self, file: bytes, *, allow_large: bool = False) -> Tensor:
+        """The input row of an image file. Runs on a thread. Raises LargeImageError if another thread must do it."""
         sizes = self.signature.model.image
         assert sizes is not None, "only models of images take files"
-        return image_tensor(file, sizes, self.gate.limits.max_image_pixels)
+        return image_tensor(file, sizes, self.gate.limits.max_image_pixels, allow_large=allow_large)
+
+    def _decode_large_image(self, file: bytes) -> Tensor:
+        try:
+            return self.decode_image(file, allow_large=True)
+        finally:
+            release_free_memory()
+
+
+def large_image_thread(limits: RequestLimits) -> DaemonThreads:
+    """The thread for the large images of a process: together, they would need gigabytes, and the other images would wait for them."""
+    return DaemonThreads(1, "decode-large", max_waiting=limits.max_waiting_decodes)
 
 
 def output_tensors(prediction: Prediction, model: ServedModel) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from torch import Tensor
 
 from multiworld_serving.server.api.form import FIELD, extract_image
-from multiworld_serving.server.api.images import decodes_quickly
+from multiworld_serving.server.api.images import LargeImageError, decodes_quickly
 from multiworld_serving.server.api.inference import Inference, InferRequest, prediction_headers
 from multiworld_serving.server.errors import InvalidParameterError, MediaTypeError, StageError, WrongPathError
 from multiworld_serving.server.http.open_request import OpenRequest
@@ -73,9 +73,12 @@ class PredictRoute:
             raise InvalidParameterError(f"query top_k: expected a number from 1 to {labels}, got {given[:64]!r}")
         return found
 
-    def _decode(self, body: bytes, content_type: str) -> Tensor:
-        is_form = _media_type(content_type) == FORM_TYPE
-        return self.inference.decode_image(extract_image(body, content_type) if is_form else body)[None]
+    def _decode(self, body: bytes, content_type: str) -> Tensor | list[bytes]:
+        file = extract_image(body, content_type) if _media_type(content_type) == FORM_TYPE else body
+        try:
+            return self.inference.decode_image(file)[None]
+        except LargeImageError:
+            return [file]
 
     def _response(self, prediction: Prediction, record: RequestRecord, top_k: int) -> Response:
         """The fields are those of `PredictResponse` in openapi.json."""

@@ -28,7 +28,7 @@ from multiworld_serving.common.http.server import HttpServer, serving
 from multiworld_serving.server.api.app import create_admin_app, create_api
 from multiworld_serving.server.api.groups import Group, Groups
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
-from multiworld_serving.server.api.inference import Inference
+from multiworld_serving.server.api.inference import Inference, large_image_thread
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.auth.credentials import (
     Credentials,
@@ -129,6 +129,7 @@ class _Frontend:
         leaders = [leader for each in models.values() for leader in each.leaders]
         self.edges = Edges(settings.name, local_host(leaders), settings, EdgeMetrics(self.metrics))
         self.groups = Groups()
+        self.large_images = large_image_thread(request_limits(settings))
         self.started_s = time.monotonic()
         self.models = [_Model(self, name, each, handlers[name]) for name, each in models.items()]
 
@@ -142,7 +143,7 @@ class _Frontend:
         on_stop_signal(self._stop.set)
         warn_if_unprotected(settings, self._credentials)
         try:
-            async with self.edges, asyncio.TaskGroup() as tasks:
+            async with self.edges, self.large_images, asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(each) for model in self.models for each in model.run()]
                 try:
                     await first_of(self._stop.wait(), self._can_serve())
@@ -260,7 +261,7 @@ class _Model:
         model = await asyncio.shield(self.pool.model)
         limits = request_limits(self._settings)
         limits = replace(limits, max_held_bytes=limits.max_held_bytes // len(self._frontend.models))
-        inference = Inference(self.pool, model, limits)
+        inference = Inference(self.pool, model, limits, self._frontend.large_images)
         group = self._group or self._add_group()
         group.requests.declare(model.version, self._frontend.protocols)
         async with inference.threads:

@@ -26,7 +26,7 @@ class RequestLimits:
     max_held_bytes: int = 512 * 2**20
     """Bytes of all bodies in memory at once, from the first byte until the image is decoded."""
     max_image_pixels: int = 50_000_000
-    """Width times height. A decoded image takes four bytes per pixel on each decoding thread."""
+    """Width times height. A decoded image takes about ten bytes per pixel. Large images are decoded one at a time."""
     decode_threads: int = _DECODE_THREADS
     max_waiting_decodes: int = 256
     max_rows: int = 64

@@ -180,7 +180,7 @@ async def running_frontend(
     inference = Inference(predictor, model, RequestLimits(**limits))
     groups = Groups(group_of(predictor, metrics, inference, handler))
     app = create_api(groups, metrics, authorizer, admin_port=admin_port)
-    async with inference.threads, client_of(app) as client:
+    async with inference.threads, inference.large_images, client_of(app) as client:
         yield RunningFrontend(app, client, predictor, metrics)
 
 
