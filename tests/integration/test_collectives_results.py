@@ -8,9 +8,10 @@ import torch
 from multiworld import World, WorldManager
 from multiworld.collectives import allreduce, transfers
 from tests.integration.crew import MAX_SIZE, Crew
+from tests.torture import data
 from tests.torture.data import random_of
 from tests.torture.operations import CollectivePart
-from tests.torture.schedule import COLLECTIVES, collective_of
+from tests.torture.schedule import COLLECTIVES, REDUCING, Collective, collective_of
 
 CASES = 30
 """Of each kind of operation and algorithm."""
@@ -48,6 +49,31 @@ def test_collective_gives_the_result_that_one_process_computes(crew: Crew, kind:
             own.check()
 
         crew.run(size, part, verified=rng.random() < 0.5)
+
+
+@pytest.mark.parametrize("layout", data.LAYOUTS)
+def test_every_collective_takes_every_layout_and_dtype(
+    crew: Crew, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One world, and one call for each kind, reduction and dtype. Memory around the tensors must not change."""
+    monkeypatch.setattr(data, "layouts", (layout,))
+    kinds = [(kind, op) for kind in COLLECTIVES for op in (data.REDUCED if kind in REDUCING else ("",))]
+    counts = (24, 1, 0) if layout == "flat" else (1,) if layout == "0-d" else (24,)
+    calls = [
+        Collective(f"{layout}/{kind}/{op}/{dtype}/{count}", kind, dtype, count, 0, op)
+        for kind, op in kinds
+        for dtype in (data.REDUCED[op] if op else data.MOVED)
+        for count in counts
+    ]
+
+    async def part(manager: WorldManager, world: World) -> int:
+        for call in calls:
+            own = CollectivePart(manager.communicator, world.name, world.rank, 2, call)
+            await own.start()
+            own.check()
+        return len(calls)
+
+    assert crew.run(2, part) == [len(calls)] * 2
 
 
 @pytest.mark.parametrize("verified", [False, True])

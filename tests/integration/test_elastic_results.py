@@ -27,6 +27,8 @@ from multiworld.elastic import (
 )
 from multiworld.elastic.operations import DTYPES
 from multiworld.elastic.protocol.messages import Admitted, Join, MemberInfo, decode, encode
+from tests.torture import data
+from tests.torture.data import LAYOUTS
 from tests.waiting import until
 
 FLOATING = tuple(dtype for dtype in DTYPES if dtype.is_floating_point)
@@ -97,6 +99,25 @@ async def test_tensors_of_all_dtypes_and_shapes_are_reduced_in_one_call(worlds: 
         assert (outcome.success, outcome.retries, outcome.world_size) == (True, 0, 3)
         assert outcome.contributors == (3,) * len(expected)
         assert outcome.tx_bytes > 0 < outcome.rx_bytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_every_layout_and_dtype_is_reduced_and_memory_around_it_is_unchanged(
+    worlds: list[ElasticWorld], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "layouts", (layout,))
+    dtypes = [each for each in data.REDUCED["SUM"] if each in DTYPES]
+    keys = [(dtype, count) for dtype in dtypes for count in ((1,) if layout == "0-d" else (24, 1, 0))]
+    contents = [[data.reduced(f"{rank}/{key}", *key, "SUM") for key in keys] for rank in range(3)]
+    boxes = [[data.Box(f"{layout}/{rank}", content) for content in own] for rank, own in enumerate(contents)]
+    calls = (
+        world.all_reduce_multiple_with_retry([box.tensor for box in own], OPS["SUM"])
+        for world, own in zip(worlds, boxes, strict=True)
+    )
+    await asyncio.gather(*calls)
+    for own in boxes:
+        for box, brought in zip(own, zip(*contents, strict=True), strict=True):
+            box.check(data.reduction(list(brought), "SUM"), exact=False)
 
 
 @pytest.mark.parametrize("quantization", get_args(Quantization))

@@ -148,18 +148,36 @@ class Box:
 
 def _laid_out(rng: random.Random, content: Tensor) -> tuple[Tensor, Tensor]:
     """A tensor of the size of `content`, and the storage that it is a view of."""
-    count, dtype = content.numel(), content.dtype
-    stride = rng.choice((1, 1, 2, 3)) if count < 1 << 18 else 1
-    storage = torch.zeros(2 * _PADDING + count * stride, dtype=dtype)
-    flat = storage[_PADDING : _PADDING + count * stride : stride]
-    layout = rng.choice(("flat", "shaped", "transposed"))
-    rows = math.gcd(count, 12)
-    if count == 1 and layout == "shaped":
-        return flat.reshape(()), storage
-    if stride != 1 or layout == "flat" or rows <= 1:
-        return flat, storage
-    shaped = flat.view(rows, count // rows)
-    return (shaped if layout == "shaped" else shaped.t()), storage
+    count = content.numel()
+    shapes = [LAYOUTS[name](count) for name in layouts if count < 1 << 18 or name in _DENSE]
+    shape, strides = rng.choice([found for found in shapes if found is not None] or [((count,), (1,))])
+    extent = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1 if count else 0
+    storage = torch.zeros(2 * _PADDING + extent, dtype=content.dtype)
+    return storage.as_strided(shape, strides, _PADDING), storage
+
+
+_Layout = tuple[tuple[int, ...], tuple[int, ...]] | None
+
+
+def _rows(count: int) -> int:
+    return max(math.gcd(count, 12), 1)
+
+
+LAYOUTS: dict[str, Callable[[int], _Layout]] = {
+    "flat": lambda count: ((count,), (1,)),
+    "step 2": lambda count: ((count,), (2,)),
+    "column": lambda count: ((count,), (7,)),
+    "matrix": lambda count: ((_rows(count), count // _rows(count)), (count // _rows(count), 1)),
+    "transposed": lambda count: ((_rows(count), count // _rows(count)), (1, _rows(count))),
+    "channels last": lambda count: ((1, _rows(count), count // _rows(count), 1), (count, 1, _rows(count), 1)),
+    "size 1 with odd strides": lambda count: ((1, count, 1), (7, 1, 13)),
+    "part of rows": lambda count: ((_rows(count), count // _rows(count)), (count // _rows(count) + 3, 1)),
+    "0-d": lambda count: ((), ()) if count == 1 else None,
+}
+"""Shape and strides for a number of elements; None if it does not fit. All views begin at an offset."""
+_DENSE = ("flat", "matrix", "transposed")
+layouts: tuple[str, ...] = tuple(LAYOUTS)
+"""Those that a `Box` may have."""
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -87,7 +87,7 @@ COLLECTIVES = (
     "all_to_all",
     "barrier",
 )
-_REDUCING = ("reduce", "all_reduce", "reduce_scatter", "reduce_scatter_tensor")
+REDUCING = ("reduce", "all_reduce", "reduce_scatter", "reduce_scatter_tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ def _phase(rng: Random, size: int, key: str) -> Phase:
 
 def collective_of(rng: Random, kind: str, size: int, key: str) -> Collective:
     """A collective of this kind in a world of this size. The other properties are random."""
-    op = rng.choice(list(REDUCED)) if kind in _REDUCING else ""
+    op = rng.choice(list(REDUCED)) if kind in REDUCING else ""
     dtype = rng.choice(REDUCED[op] if op else MOVED)
     return Collective(key, kind, dtype, _count(rng, dtype), rng.randrange(size), op)
 
