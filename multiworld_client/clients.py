@@ -8,7 +8,7 @@ import functools
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 import httpx
 
@@ -231,8 +231,7 @@ def _blocking(call: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Ca
         try:
             call(self, *args, **kwargs).send(None)
         except StopIteration as end:
-            result: T = end.value
-            return result
+            return cast(T, end.value)
         raise AssertionError("the coroutine waits")
 
     return blocking

@@ -59,14 +59,13 @@ def outputs(response: httpx.Response) -> dict[str, Any]:
         length = int(response.headers[HEADER_LENGTH])
         data, at, found = response.content, length, {}
         for output in json.loads(data[:length])["outputs"]:
-            end = at + int(output["parameters"]["binary_data_size"])
+            start, at = at, at + int(output["parameters"]["binary_data_size"])
             shape, datatype = [int(size) for size in output["shape"]], str(output["datatype"])
             dtype = np.dtype("uint16" if datatype == "BF16" else _DTYPES[datatype])
-            if end > len(data) or end - at != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"{end - at} bytes for {datatype} {shape}")
-            array = np.frombuffer(data[at:end], dtype=dtype).reshape(shape).copy()
+            if at > len(data) or at - start != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"{at - start} bytes for {datatype} {shape}")
+            array = np.frombuffer(data[start:at], dtype=dtype).reshape(shape).copy()
             if datatype == "BF16":
                 array = (array.astype(np.uint32) << 16).view(np.float32)
             found[str(output["name"])] = array
-            at = end
         return found

@@ -24,7 +24,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 IDENTIFIER = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)+")
 METRIC = re.compile(r"(?P<name>[a-z_]+)(?:\{(?P<labels>[a-z_,]+)\})?")
 FILE = re.compile(r"[\w.-]+(?:/[\w.*-]+)+")
-ADDED_LABELS = {"instance", "job", "le", "model", "process"}
+ADDED_LABELS = {"namespace", "instance", "job", "le", "model", "process"}
 """Prometheus and the scrape of a service add them to many metrics, and `le` is part of each histogram."""
 PARTS_OF_FAMILIES = re.compile(r"_(?:bucket|sum|count|created)$")
 SOURCES = ("py", "yml", "yaml", "json", "toml", "html", "js", "css", "sh", "sbatch", "service")
