@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from multiworld_serving.models.bundle.nodes import Call, Calls, Node, Shape, TensorNode, Weight, names_in
+from multiworld_serving.models.bundle.nodes import Call, Calls, Integer, Node, Shape, TensorNode, Weight, names_in
 from multiworld_serving.models.errors import BundleError
 
 _BATCH_NORMS = ("aten._native_batch_norm_legit_no_training.default", "aten._native_batch_norm_legit.no_stats")
@@ -23,6 +23,7 @@ _SAMPLERS = {"aten.grid_sampler_2d.default": 3, "aten.grid_sampler_3d.default": 
 _PADDING_MODES = 3
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _ENUMERATIONS = ("dtype", "layout", "memory_format")
+_WINDOWS = ("kernel_size", "stride", "dilation")
 _DIVISIONS = ("aten.div.Tensor_mode", "aten.div.Scalar_mode")
 
 
@@ -32,7 +33,7 @@ def check_call(node: Call | Calls, nodes: Mapping[str, Node]) -> None:
     Args:
         nodes: the earlier nodes, by name.
     """
-    if not _enumerations_are_valid(node) or not _is_valid(node, nodes):
+    if not _enumerations_are_valid(node) or not _windows_are_fixed(node, nodes) or not _is_valid(node, nodes):
         raise BundleError(f"invalid graph: the arguments of {node.name!r} are not those that {node.target} may have")
 
 
@@ -84,6 +85,13 @@ def _enumerations_are_valid(node: Call | Calls) -> bool:
     names = [each.name for each in _schema(node.target)]
     given = {name: _argument(node, name) for name in _ENUMERATIONS if name in names}
     return all(value is None or (isinstance(value, dict) and name in value) for name, value in given.items())
+
+
+def _windows_are_fixed(node: Call | Calls, nodes: Mapping[str, Node]) -> bool:
+    """Whether no window of a pooling or convolution is computed from sizes: kernels loop over windows of any size, also for years."""
+    names = [each.name for each in _schema(node.target)]
+    given = [_argument(node, name) for name in _WINDOWS if name in names]
+    return not any(isinstance(nodes[each], Integer) for each in names_in(given))
 
 
 def _is_valid(node: Call | Calls, nodes: Mapping[str, Node]) -> bool:

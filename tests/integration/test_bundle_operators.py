@@ -1,4 +1,4 @@
-"""No operator that a bundle may use reads or writes memory that is not its own, or ends its process; see `tests.torture.bundle_operators`."""
+"""No operator that a bundle may use uses memory that is not its own, or ends its process; see `tests.torture.bundle_operators`."""
 
 from multiworld_serving.models.bundle.operators import OPERATORS
 from tests.torture.bundle_operators import fuzz

@@ -169,6 +169,20 @@ KERNELS = {
     "interpolation by the batch": [*sampler({"value": "n"})[:2], ["size", "n", "batch"], *sampler({"value": "n"})[2:]],
     "padding that does not exist": sampler(0, 9),
     "attention with dropout": attention({"dropout_p": {"float": "0.5"}}),
+    "window that depends on the batch": [
+        *(
+            ["input", "x", "float32", ["batch", 3, 6]],
+            ["size", "n", "batch"],
+            ["integer", "is3", "eq", [{"value": "n"}, 3]],
+        ),
+        ["integer", "more", "mul", [{"value": "is3"}, 1 << 40]],
+        ["integer", "k", "add", [{"value": "more"}, 2]],
+        [
+            *("call", "y", "float32", ["batch", 3, 3], "aten.max_pool1d.default"),
+            *([X, [{"value": "k"}], [2], [0], [1], True], {}),
+        ],
+        ["output", ["y"]],
+    ],
     "weights that change": [
         *(["input", "x", "float32", IMAGE], ["weight", "m", "float32", [4], "m"]),
         [
