@@ -88,17 +88,21 @@ class ChildProcess:
         """Wait until the process has ended. Cancelling is safe."""
         await readable(self._pidfd)
 
-    def reap(self) -> int:
-        """Send SIGKILL to its process group, so that none of its children survive, and collect its exit status.
-
-        Returns the exit status, or the negated number of the signal that ended it. One that hangs in the kernel counts as killed.
-        """
+    def kill(self) -> None:
+        """Send SIGKILL to the process and its process group, so that none of its children survive. Must not be called after `reap`."""
         self.send(signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):  # a forked process may not have its session yet
             os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self, timeout_s: float = KILL_TIMEOUT_S) -> int:
+        """Kill the process and its process group, and collect its exit status. Blocks until it has ended, for at most `timeout_s`.
+
+        Returns the exit status, or the negated number of the signal that ended it. One that hangs in the kernel counts as killed.
+        """
+        self.kill()
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
-        has_ended = poll.poll(KILL_TIMEOUT_S * 1000)
+        has_ended = poll.poll(timeout_s * 1000)
         for fd in (self._pidfd, self._hold_fd):
             os.close(fd)
         if not has_ended:
@@ -139,6 +143,18 @@ def _run_child(
         sys.stderr.write(f"{title}\n{traceback.format_exc()}")
     finally:
         os._exit(1)
+
+
+def reap_adopted() -> None:
+    """Collect processes that have ended after their parent, if this is the process that gets them: process 1 of a container.
+
+    The children of this process are in its session, or lead their own.
+    """
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if os.getsid(found.si_pid) in (found.si_pid, os.getsid(0)):
+                return  # `reap` collects it
+            os.waitpid(found.si_pid, 0)
 
 
 async def readable(fd: int) -> None:

@@ -18,6 +18,7 @@ from multiworld_serving.common.config.process import first_of, notify_systemd, o
 from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.common.http.listener import stop_listening
 from multiworld_serving.deploy.processes.checks import check_bundle, check_files, prepared
+from multiworld_serving.deploy.processes.child_process import reap_adopted
 from multiworld_serving.deploy.processes.group import local_host_of
 from multiworld_serving.deploy.processes.models import Models
 from multiworld_serving.deploy.processes.notify import NotifyListener
@@ -27,6 +28,9 @@ from multiworld_serving.server.model_change import ModelChange
 from multiworld_serving.server.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
+
+_REAP_S = 1.0
+"""Interval at which processes of ended parents are collected."""
 
 
 def run(settings: ServeSettings, program: Callable[[Sequence[str]], object]) -> int:
@@ -116,6 +120,7 @@ class Service:
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._begin_upgrade)
             async with asyncio.TaskGroup() as tasks:
                 self.models.start(tasks)
+                adopted = tasks.create_task(_reap_adopted())
                 async with notify_systemd():
                     if self._upgrade.replaces:
                         self._begin(self._replace())
@@ -124,6 +129,7 @@ class Service:
                         self._changing.cancel()
                         await asyncio.wait({self._changing})
                 await self._stop_processes()
+                adopted.cancel()
             self._upgrade.hold_signals()
             logger.info("stopped")
         return error
@@ -233,3 +239,9 @@ class Service:
         )
         for name, group in self.models.groups.items():
             group.log_external(name)
+
+
+async def _reap_adopted() -> None:
+    while True:
+        await asyncio.sleep(_REAP_S)
+        reap_adopted()

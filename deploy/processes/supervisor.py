@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from multiworld_serving.common.config.process import first_of
-from multiworld_serving.deploy.processes.child_process import ChildProcess, status_text
+from multiworld_serving.deploy.processes.child_process import KILL_TIMEOUT_S, ChildProcess, status_text
 from multiworld_serving.deploy.processes.notify import NotifyListener
 
 logger = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ class Supervisor:
         Returns:
             Its exit status or signal name, and why it cannot start with its settings, if it has said so.
         """
-        refused = ""
+        refused, kill_timeout_s = "", KILL_TIMEOUT_S
         ended = asyncio.create_task(child.ended())
         waits: list[Awaitable[object]] = [asyncio.shield(ended), slot.stopping.wait()]
         if self.notify is not None:
@@ -229,13 +229,16 @@ class Supervisor:
             await first_of(*waits)
             child.send(signal.SIGTERM if slot.stopping.is_set() else signal.SIGKILL)
             await asyncio.wait({ended}, timeout=self.stop_timeout_s)
+            child.kill()
+            await asyncio.wait({ended}, timeout=KILL_TIMEOUT_S)
+            kill_timeout_s = 0.0
         finally:
             ended.cancel()
             if self.notify is not None:
                 refused, error = self.notify.forget(child.pid)
                 slot.error = refused or error
             slot.child = None
-            status = status_text(child.reap())
+            status = status_text(child.reap(kill_timeout_s))
         return status, refused
 
     async def _blocked(self, slot: _Slot, pid: int, notify: NotifyListener) -> None:

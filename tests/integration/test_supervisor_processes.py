@@ -120,6 +120,28 @@ async def test_process_is_killed_when_it_does_not_stop_in_time(
     assert caplog.text.count("stopped status=SIGKILL") == 2
 
 
+ADOPTS = """
+import ctypes, os, subprocess, time
+from multiworld_serving.deploy.processes.child_process import reap_adopted
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: it gets the children of its children, as process 1 does
+own = subprocess.Popen(["sh", "-c", "exit 3"], start_new_session=True)
+parent = subprocess.Popen(["sh", "-c", "sleep 0.1 & echo $!"], start_new_session=True, stdout=subprocess.PIPE)
+adopted, _ = parent.communicate()
+os.waitid(os.P_PID, int(adopted), os.WEXITED | os.WNOWAIT)
+assert own.wait() == 3
+reap_adopted()
+assert not os.path.exists(f"/proc/{int(adopted)}")
+last = subprocess.Popen(["sh", "-c", "exit 5"], start_new_session=True)
+os.waitid(os.P_PID, last.pid, os.WEXITED | os.WNOWAIT)
+reap_adopted()
+assert last.wait() == 5
+"""
+
+
+def test_processes_of_ended_parents_are_collected_and_own_children_are_not() -> None:
+    subprocess.run([sys.executable, "-c", ADOPTS], check=True, timeout=60)
+
+
 async def test_process_is_retried_when_it_cannot_be_started(reports: Reports, caplog: pytest.LogCaptureFixture) -> None:
     commands = iter([["/nowhere/to/be/found"], reports.command(FOREVER, 0)])
     async with Supervisor(lambda _: ChildProcess.spawn(next(commands), os.environ), 1):
