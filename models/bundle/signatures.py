@@ -51,12 +51,12 @@ def guarded(node: Node, nodes: Mapping[str, Node]) -> list[TensorNode]:
 
 
 def expect_shapes(shapes: Sequence[Shape], *tensors: Tensor) -> None:
-    """Raise ValueError unless the tensors have these shapes. A name stands for one length in all of them."""
+    """Raise ValueError unless the tensors have these shapes. A name stands for one length in all of them, and None for any length."""
     lengths: dict[str, int] = {}
     for shape, tensor in zip(shapes, tensors, strict=True):
         dims = list(tensor.shape)
         if len(dims) != len(shape) or any(
-            length != (lengths.setdefault(dim, length) if isinstance(dim, str) else dim)
+            dim is not None and length != (dim if isinstance(dim, int) else lengths.setdefault(dim, length))
             for dim, length in zip(shape, dims, strict=False)
         ):
             raise ValueError(f"a tensor has the shape {dims}; the graph declares {list(shape)}")

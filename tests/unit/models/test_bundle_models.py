@@ -69,6 +69,21 @@ class Recurrent(nn.Module):
         return found
 
 
+class Positions(nn.Module):
+    """Normalises all positions of all rows together, as LeViT does: the first dimension of that tensor is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for layer in self.layers:
+            rows = layer(rows)
+            rows = self.norm(rows.flatten(0, 1)).reshape_as(rows).relu()
+        return rows
+
+
 class Masked(nn.Module):
     """Returns a vector for each token. Attention ignores padding, which is token 0, with a mask that contains -inf."""
 
@@ -95,6 +110,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "swin": (lambda: torchvision.models.SwinTransformer([4, 4], 32, [2, 1], [2, 4], [4, 4]), image(64)),
     "other operators": (OtherOperators, image(8)),
     "recurrent": (Recurrent, tokens(5)),
+    "normalised positions": (Positions, (torch.randn(2, 8, 6),)),
 }
 
 
