@@ -69,7 +69,7 @@ class Recurrent(nn.Module):
         return found
 
 
-class Positions(nn.Module):
+class NormalisedPositions(nn.Module):
     """Normalises all positions of all rows together, as LeViT does: the first dimension of that tensor is computed."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "swin": (lambda: torchvision.models.SwinTransformer([4, 4], 32, [2, 1], [2, 4], [4, 4]), image(64)),
     "other operators": (OtherOperators, image(8)),
     "recurrent": (Recurrent, tokens(5)),
-    "normalised positions": (Positions, (torch.randn(2, 8, 6),)),
+    "normalised positions": (NormalisedPositions, (torch.randn(2, 8, 6),)),
 }
 
 
