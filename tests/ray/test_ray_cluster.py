@@ -133,5 +133,5 @@ def test_each_model_has_leaders_and_workers_of_its_own(cluster: Cluster) -> None
 
 def test_everything_is_taken_down_when_a_process_refuses_its_settings(cluster: Cluster) -> None:
     line = cluster.refusal(*SERVE, "--stages", "1", "--replicas", "1", "--weights", "/nowhere.pth")
-    assert re.search(r"leader-0 on \S+: exited with status 2", line)
+    assert re.search(r"leader-0 on \S+: cannot start; see its error above", line)
     assert "no service runs" in cluster.refusal("down")
