@@ -48,9 +48,9 @@ def bind(host: str, port: int, option: str, host_option: str = "--host", *, rese
 
 
 async def stop_listening(sock: socket.socket) -> None:
-    """Have the system refuse new connections, in all processes that share this socket: clients would wait, and then be reset.
+    """Have the kernel refuse new connections in all processes that share this socket. Otherwise clients wait and are reset.
 
-    Waits until those that the system has accepted have reached a process, but not for longer than half a second.
+    Waits at most half a second until a process has taken the connections in the socket's backlog.
     """
     waiting = select.poll()
     waiting.register(sock, select.POLLIN)

@@ -105,7 +105,7 @@ def _is_valid(node: Call | Calls, nodes: Mapping[str, Node]) -> bool:
         return _is_below(modes[0], _SAMPLERS[target]) and _is_below(modes[1], _PADDING_MODES)
     if target == _ATTENTION:
         return _attention_is_valid(node, nodes)
-    # With statistics of the input, these write into those that they were given.
+    # In training mode, these operators overwrite the running statistics, which are weights.
     if target == "aten.instance_norm.default" and _argument(node, "use_input_stats") is not False:
         return [_argument(node, name) for name in ("running_mean", "running_var")] == [None, None]
     return target != "aten.batch_norm.default" or _argument(node, "training") is False

@@ -1,4 +1,4 @@
-"""Operators that a bundle does not allow, in terms of those that it allows: torch's decompositions, and some that torch lacks."""
+"""Decomposes operators that a bundle does not allow into allowed ones: with torch's decompositions, and with some that torch lacks."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Groups:
 
     @property
     def of_predict(self) -> Group | None:
-        """The model of /predict without a name: the first one that has it. A model that is added later is not the first."""
+        """The model that answers /predict without a name: the first one that has /predict. Added models come last."""
         return self.only or next((group for group in self if group.serves_predict), None)
 
     def named(self, model: str, version: str | None = None) -> Group:

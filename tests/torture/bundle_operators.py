@@ -55,6 +55,10 @@ NAMES = {DTYPES[name]: name for name in DTYPES}
 
 
 B = "batch"
+RECURRENT: dict[str, Any] = {
+    **{"has_biases": True, "num_layers": 1, "dropout": {"float": "0.0"}},
+    **{"train": False, "bidirectional": False, "batch_first": True},
+}
 FITTING: dict[str, dict[str, Any]] = {
     "_adaptive_avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d": {"self": (B, 3, 6, 6), "output_size": [2, 3]},
     "_adaptive_avg_pool3d adaptive_avg_pool3d": {"self": (B, 3, 4, 4, 4), "output_size": [2, 2, 1]},
@@ -155,19 +159,9 @@ FITTING: dict[str, dict[str, Any]] = {
         **{"input": (B, 2, 3, 3, 3), "grid": (B, 2, 2, 2, 3)},
         **{"interpolation_mode": 0, "padding_mode": 1, "align_corners": False},
     },
-    "lstm": {
-        **{"input": (B, 5, 3), "hx": [(1, B, 4), (1, B, 4)], "params": [(16, 3), (16, 4), (16,), (16,)]},
-        **{"has_biases": True, "num_layers": 1, "dropout": {"float": "0.0"}, "train": False, "bidirectional": False},
-        "batch_first": True,
-    },
-    "gru": {
-        **{"input": (B, 5, 3), "hx": (1, B, 4), "params": [(12, 3), (12, 4), (12,), (12,)], "has_biases": True},
-        **{"num_layers": 1, "dropout": {"float": "0.0"}, "train": False, "bidirectional": False, "batch_first": True},
-    },
-    "rnn_tanh rnn_relu": {
-        **{"input": (B, 5, 3), "hx": (1, B, 4), "params": [(4, 3), (4, 4), (4,), (4,)], "has_biases": True},
-        **{"num_layers": 1, "dropout": {"float": "0.0"}, "train": False, "bidirectional": False, "batch_first": True},
-    },
+    "lstm": {"input": (B, 5, 3), "hx": [(1, B, 4), (1, B, 4)], "params": [(16, 3), (16, 4), (16,), (16,)], **RECURRENT},
+    "gru": {"input": (B, 5, 3), "hx": (1, B, 4), "params": [(12, 3), (12, 4), (12,), (12,)], **RECURRENT},
+    "rnn_tanh rnn_relu": {"input": (B, 5, 3), "hx": (1, B, 4), "params": [(4, 3), (4, 4), (4,), (4,)], **RECURRENT},
     "im2col": {"self": (B, 2, 4, 4), "kernel_size": [2, 2], "dilation": [1, 1], "padding": [0, 0], "stride": [1, 1]},
     "col2im": {
         **{"self": (B, 8, 9), "output_size": [4, 4], "kernel_size": [2, 2]},
@@ -321,7 +315,7 @@ class Case:
         return rng.choice(TEXTS) if kind == "str" else None
 
     def integer(self, value: int | None = None, *, always: bool = False) -> Any:
-        """A number, or one that differs for a batch of three rows, which no check sees."""
+        """A number; in some cases one that has another value for a batch of three rows, a size that `check_graph` does not check."""
         rng = self.rng
         if value is None:
             small = rng.choice((*range(-1, len(self.dims) + 1), *self.dims, *self.dims))
