@@ -10,7 +10,7 @@ ARGS     ?=
 PIP_ARGS ?=
 # Test files that run in parallel.
 TEST_FILES_AT_ONCE ?= 2
-GRPC     := server/api/oip_grpc
+GRPC     := server/frontend/api/oip_grpc
 BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost elastic
 
 .DEFAULT_GOAL := help

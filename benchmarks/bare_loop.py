@@ -16,7 +16,7 @@ from multiworld_serving.models.bundle.stage import load_bundle_stage
 from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.models.optimize.optimizing import optimize
 from multiworld_serving.models.optimize.tuning import Tuning
-from multiworld_serving.server.versions.stage_plan import make_bundle_plan
+from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 
 
 def main() -> None:

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from random import Random
 from time import process_time
 
-from multiworld_serving.server.scheduling.actions import Action, Answer, SendBatch
-from multiworld_serving.server.scheduling.config import SchedulerConfig
-from multiworld_serving.server.scheduling.events import (
+from multiworld_serving.server.leader.scheduling.actions import Action, Answer, SendBatch
+from multiworld_serving.server.leader.scheduling.config import SchedulerConfig
+from multiworld_serving.server.leader.scheduling.events import (
     BatchDone,
     Event,
     ReplicaLost,
@@ -31,7 +31,7 @@ from multiworld_serving.server.scheduling.events import (
     RequestArrived,
     Tick,
 )
-from multiworld_serving.server.scheduling.scheduler import Scheduler
+from multiworld_serving.server.leader.scheduling.scheduler import Scheduler
 
 _STAGES = 2
 

@@ -18,9 +18,9 @@ from multiworld_serving.common.config.logs import configure_logging
 from multiworld_serving.common.config.process import exit_with_parent
 from multiworld_serving.common.config.settings import Settings, bounds, extra, panel, public_fields, value_type
 from multiworld_serving.common.config.sources import load, option, validated
-from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.settings import FrontendSettings, ServeSettings
-from multiworld_serving.workers.settings import WorkerSettings
+from multiworld_serving.common.settings.leader import LeaderSettings
+from multiworld_serving.common.settings.serve import FrontendSettings, ServeSettings
+from multiworld_serving.common.settings.worker import WorkerSettings
 
 logger = logging.getLogger(__name__)
 

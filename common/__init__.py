@@ -1,5 +1,5 @@
-"""Code that leader, workers, frontends and CLI share. Imports only the `multiworld` library.
+"""Code that several programs need. May import the `multiworld` library and `models`.
 
-`config`: settings and logging; `wire`: messages between leader and worker; `metrics`: Prometheus families;
-`http`: the HTTP port of all processes; `threads`: threads that run while a block runs.
+`config`: how settings and logs are read and written; `settings`: the settings of each program; `service`: messages, errors and snapshots
+of the service; `wire`: messages between two processes; `edges`: tensors between workers; `http`: the HTTP port of all processes.
 """

@@ -1,6 +1,4 @@
-"""Deployment: local processes, containers, Kubernetes, systemd, monitoring.
+"""Deployment: containers, Kubernetes, systemd, Slurm, Ray, HAProxy and monitoring.
 
-`processes` starts and supervises the leader, frontend and worker processes of `multiworld serve`; `health` is the container health
-check. Imports `server.settings`, `workers` and `common`.
-Start reading at `processes/supervisor.py`.
+`ray` starts the processes of `multiworld serve` on a Ray cluster; `health.py` is the health check of containers.
 """

@@ -1,9 +1,5 @@
-"""Frontends and leaders: HTTP, the scheduler, and the links to workers.
+"""The programs of the service, except for the workers: `frontend`, `leader` and `supervisor`, one folder for each.
 
-A leader: `main.py` is the entry point, `leader.py` the centre; `scheduling/` decides about batches; `pipeline/` performs these decisions;
-`replicas/` manages the workers; `versions/` holds the model versions. A frontend: `frontends/main.py` is the entry point; `http/`,
-`auth/` and `api/` serve requests; `frontends/` also connects both. `observability/` has metrics, events and traces. `predictor.py` has
-the served model and its predictions, `administration.py` what operations decide and how they fail.
-
-May import: `multiworld`, `multiworld_serving.common` and `multiworld_serving.models`.
+No program imports another one. What several programs need is in `common`: messages, errors and snapshots in `common.service`, settings in
+`common.settings`. Start reading at docs/architecture.md, then at the `main.py` of a program.
 """

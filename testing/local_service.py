@@ -16,7 +16,7 @@ import httpx
 
 from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, ClientCredentials
 from multiworld_serving.common.config.sources import option
-from multiworld_serving.deploy.processes.programs import PROGRAM
+from multiworld_serving.server.supervisor.programs import PROGRAM
 from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 
 _STOP_S = 120.0

@@ -27,44 +27,44 @@ _TIMEOUT_S = 600.0
 
 BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
     SCHEDULING: {
-        "server/scheduling/scheduler.py": (
+        "server/leader/scheduling/scheduler.py": (
             # A replica survives one failure too many.
             ("unmatched_failures >= _MAX_UNMATCHED_FAILURES", "unmatched_failures > _MAX_UNMATCHED_FAILURES"),
             # A batch is hedged again and again.
             ("if len(batch.in_flight) == 1 and", "if len(batch.in_flight) >= 1 and"),
         ),
-        "server/scheduling/batches.py": (
+        "server/leader/scheduling/batches.py": (
             # The former holder of an input is not told that it may forget it.
             ("del self.holder.held[self.id]", "pass"),
         ),
-        "server/scheduling/replica_table.py": (
+        "server/leader/scheduling/replica_table.py": (
             # The timer of an idle replica goes on: it is failed as hung.
             (
                 "        else:\n            self.hang_deadlines.discard(replica)\n        return worked_s",
                 "        return worked_s",
             ),
         ),
-        "server/scheduling/backlog.py": (
+        "server/leader/scheduling/backlog.py": (
             # A request that starts again goes to the end of its group.
             ("            self._by_key[request.key].move_to_end(request.id, last=False)\n", ""),
         ),
-        "server/scheduling/state.py": (
+        "server/leader/scheduling/state.py": (
             # A request is blamed for the end of a draining replica.
             ('cause != "left" and replica.id not in self.table.draining', 'cause != "left"'),
         ),
-        "server/scheduling/admission.py": (
+        "server/leader/scheduling/admission.py": (
             # The queue takes one request too many.
             ("waiting >= state.config.queue_limit", "waiting > state.config.queue_limit"),
         ),
     },
     REPLICAS: {
-        "server/replicas/breaker.py": (
+        "server/leader/replicas/breaker.py": (
             # The second failure in a row has no consequence.
             ("record.failures > 1", "record.failures > 2"),
             # A worker that has served well is quarantined as if it had failed at once.
             ("record.failures = 1 if healthy else", "record.failures ="),
         ),
-        "server/replicas/reconcile.py": (
+        "server/leader/replicas/reconcile.py": (
             # The last ready replica of a stage is moved to another stage.
             ("(placement.replicas + 1 if count else 2)", "(placement.replicas + 1 if count else 1)"),
             # All replicas of a stage load a version before one of them has passed the self-test.
@@ -72,15 +72,15 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
             # A version serves although a worker has not loaded it.
             ("if not missing and all(version in worker.loaded for worker in ready):", "if not missing:"),
         ),
-        "server/replicas/registry.py": (
+        "server/leader/replicas/registry.py": (
             # A former version stays while none of its batches is left.
             ("        self._versions.retiring = None\n        return True", "        return True"),
         ),
-        "server/replicas/placement.py": (
+        "server/leader/replicas/placement.py": (
             # A worker whose slot another worker has taken is found there.
             ("return slot if slot is not None and slot.worker is worker else None", "return slot"),
         ),
-        "server/replicas/worker_link.py": (
+        "server/leader/replicas/worker_link.py": (
             # An output of other rows than those of the stage is taken.
             ("if not expected.accepts(row_shape):", "if False:"),
             # Unused outputs are released only with the next batch.
@@ -133,11 +133,11 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         ),
     },
     FRONTENDS: {
-        "server/frontends/resending.py": (
+        "server/frontend/leaders/resending.py": (
             # A request that has ended two leaders is sent to a third one.
             ("if self._failures >= _MAX_LEADER_FAILURES:", "if self._failures > _MAX_LEADER_FAILURES:"),
         ),
-        "server/frontends/leader_pool.py": (
+        "server/frontend/leaders/pool.py": (
             # A draining leader waits although its last request has ended.
             ("        self.open_requests -= 1\n", "        pass\n"),
         ),

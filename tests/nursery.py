@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from setproctitle import setproctitle
 
 from multiworld_serving.cli.main import run
-from multiworld_serving.deploy.processes.programs import THREAD_VARIABLES, import_programs
+from multiworld_serving.server.supervisor.programs import THREAD_VARIABLES, import_programs
 
 _PATIENCE_S = 150.0
 """Longest wait for a fork: the import of torch takes longer than a minute on a machine with much other work."""

@@ -11,7 +11,7 @@ from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec,
 from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
 from multiworld_serving.models.weights.tensor_file import TensorFile
-from multiworld_serving.server.versions.stage_plan import StagePlan, StageWeights, make_bundle_plan
+from multiworld_serving.server.leader.versions.stage_plan import StagePlan, StageWeights, make_bundle_plan
 
 
 @cache

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import JoinRequest
-from multiworld_serving.server.replicas.worker import SentBatch, SlotId, Worker
-from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.leader.replicas.worker import SentBatch, SlotId, Worker
+from multiworld_serving.server.leader.replicas.worker_link import WorkerLink
 
 
 def worker_at(slot: SlotId, request: JoinRequest | None = None) -> Worker:

@@ -13,6 +13,7 @@ from multiworld import AskError, Cause, World, WorldError, WorldManager
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.edges.edges import Edges
+from multiworld_serving.common.settings.worker import WorkerSettings
 from multiworld_serving.common.wire.join import JoinOffer, JoinRequest
 from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.workers.compute.engine import Engine
@@ -20,7 +21,6 @@ from multiworld_serving.workers.exit_timer import EXIT_DEVICE_FAILED, EXIT_STUCK
 from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.session import Session
-from multiworld_serving.workers.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 

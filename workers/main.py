@@ -18,6 +18,7 @@ from multiworld_serving.common.config.process import notify_systemd, raise_descr
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.http.metrics_port import metrics_port
+from multiworld_serving.common.settings.worker import WorkerSettings
 from multiworld_serving.workers import exit_timer
 from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.engine import Engine
@@ -26,7 +27,6 @@ from multiworld_serving.workers.leader_connection import LeaderConnection, Stuck
 from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.observability.gpu import GpuCollector
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
-from multiworld_serving.workers.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 

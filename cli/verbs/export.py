@@ -160,7 +160,7 @@ def _preprocessing(options: ExportOptions, published: "Preprocessing | None") ->
 
 def _show(report: "ExportReport", path: Path) -> None:
     from multiworld_serving.cli.console import console, table
-    from multiworld_serving.server.api.oip.tensors import DATATYPES
+    from multiworld_serving.server.frontend.api.oip.tensors import DATATYPES
 
     out, cut = console(), report.cut
     columns = ("stage", "ms", "share", "weights MB", "output KiB")

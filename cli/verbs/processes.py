@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from multiworld_serving.cli.options import Options, epilog, value
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.logs import configure_logging
-from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.settings import FrontendSettings, ServeSettings
-from multiworld_serving.workers.settings import WorkerSettings
+from multiworld_serving.common.settings.leader import LeaderSettings
+from multiworld_serving.common.settings.serve import FrontendSettings, ServeSettings
+from multiworld_serving.common.settings.worker import WorkerSettings
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -42,7 +42,7 @@ def serve(settings: ServeSettings) -> int:
     if settings.launcher == "ray":
         return int(_ray_launcher().serve(settings))
     from multiworld_serving.cli.main import run as run_command
-    from multiworld_serving.deploy.processes.service import run
+    from multiworld_serving.server.supervisor.service import run
 
     return run(settings, run_command)
 
@@ -82,7 +82,7 @@ def down(options: DownOptions) -> int:
 
 def frontend(settings: FrontendSettings) -> int:
     """Serve HTTP: read requests, decode images, and send them to a leader. If a leader is lost, its requests go to another one."""
-    from multiworld_serving.server.frontends.main import run
+    from multiworld_serving.server.frontend.main import run
 
     return run(settings)
 
@@ -92,7 +92,7 @@ def leader(settings: LeaderSettings) -> int:
 
     Several leaders of one model share nothing and use the same workers: name all of them to each frontend and worker.
     """
-    from multiworld_serving.server.main import run
+    from multiworld_serving.server.leader.main import run
 
     return run(settings)
 

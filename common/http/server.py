@@ -53,7 +53,7 @@ class HttpServer(uvicorn.Server):
             lifespan="off",
             log_config=None,
             log_level=logging.ERROR,  # a client can cause a warning with each request
-            access_log=False,  # the frontend writes its own: see `server.http.access_log`
+            access_log=False,  # the frontend writes its own: see `server.frontend.http`
             server_header=False,
             timeout_keep_alive=keep_alive_s,
             timeout_graceful_shutdown=math.ceil(close_s),

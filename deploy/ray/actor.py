@@ -24,9 +24,9 @@ from multiworld_serving.common.config.logs import configure_logging
 from multiworld_serving.common.config.process import raise_descriptor_limit
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.http.listener import bind, stop_listening
-from multiworld_serving.deploy.processes.notify import NotifyListener
-from multiworld_serving.deploy.processes.programs import Process, Role, Starter, Values
 from multiworld_serving.deploy.ray.placement import Resources
+from multiworld_serving.server.supervisor.notify import NotifyListener
+from multiworld_serving.server.supervisor.programs import Process, Role, Starter, Values
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from multiworld_serving.common.config.addresses import parse_address
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.tokens import new_token
+from multiworld_serving.common.settings.serve import ServeSettings
 from multiworld_serving.deploy.health import health_error
-from multiworld_serving.deploy.processes.checks import by_name
-from multiworld_serving.deploy.processes.programs import (
+from multiworld_serving.deploy.ray.actor import ProcessActor, ProcessSpec, ProcessState
+from multiworld_serving.deploy.ray.placement import Placement, Resources, place, total
+from multiworld_serving.server.supervisor.checks import by_name
+from multiworld_serving.server.supervisor.programs import (
     Role,
     frontend_values,
     leader_values,
@@ -31,9 +34,6 @@ from multiworld_serving.deploy.processes.programs import (
     timeouts_s,
     worker_values,
 )
-from multiworld_serving.deploy.ray.actor import ProcessActor, ProcessSpec, ProcessState
-from multiworld_serving.deploy.ray.placement import Placement, Resources, place, total
-from multiworld_serving.server.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 import httpx
 
-from multiworld_serving.deploy.processes.programs import PROGRAM
+from multiworld_serving.server.supervisor.programs import PROGRAM
 from multiworld_serving.testing.load import clients as load
 from multiworld_serving.testing.load.clients import Load
 from multiworld_serving.testing.load.images import photo

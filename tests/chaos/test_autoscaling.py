@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from multiworld_serving.deploy.scaling import autoscaler
-from multiworld_serving.deploy.scaling.policy import Limits
+from multiworld_serving.server.supervisor.scaling import autoscaler
+from multiworld_serving.server.supervisor.scaling.policy import Limits
 from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.load.requests import ReferenceRequest

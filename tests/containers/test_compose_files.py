@@ -9,9 +9,9 @@ import pytest
 
 from multiworld_serving.common.config.settings import Settings, public_fields
 from multiworld_serving.common.config.sources import OTHER_VARIABLES, variable
-from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.settings import FrontendSettings
-from multiworld_serving.workers.settings import WorkerSettings
+from multiworld_serving.common.settings.leader import LeaderSettings
+from multiworld_serving.common.settings.serve import FrontendSettings
+from multiworld_serving.common.settings.worker import WorkerSettings
 from tests.containers.project import docker
 
 pytestmark = pytest.mark.usefixtures("compose_command")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from multiworld_serving.cli.main import main
-from multiworld_serving.deploy.processes.programs import PROGRAM
+from multiworld_serving.server.supervisor.programs import PROGRAM
 from tests.bundles import classifier_bundle
 
 RESNET = ["--model", "resnet18", "--weights", "random:0", "--image-size", "32"]

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-from multiworld_serving.deploy.processes.programs import PROGRAM
+from multiworld_serving.server.supervisor.programs import PROGRAM
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService, metric_sum
 from tests.services import small_service

@@ -21,9 +21,9 @@ from examples.segmentation.handler import SIZE, Handler
 from examples.text_classifier import model as text_model
 from examples.text_classifier.handler import tokens
 from multiworld_serving.cli.main import main
+from multiworld_serving.common.service.predictor import ImageSizes
 from multiworld_serving.models.bundle.files import read_bundle
-from multiworld_serving.server.api.images import image_tensor
-from multiworld_serving.server.predictor import ImageSizes
+from multiworld_serving.server.frontend.api.images import image_tensor
 from multiworld_serving.testing.local_service import LocalService
 from tests.documents import settings_of
 

@@ -20,7 +20,7 @@ import os, signal
 if "SUPERVISOR_STATE" in os.environ:
     os.kill(os.getpid(), signal.SIGSTOP)
 from multiworld_serving.cli.main import run
-from multiworld_serving.deploy.processes import upgrade
+from multiworld_serving.server.supervisor import upgrade
 upgrade.START_TIMEOUT_S = {START_TIMEOUT_S}
 run()
 """

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from multiworld_serving.deploy.processes.child_process import ChildProcess
-from multiworld_serving.deploy.processes.supervisor import Supervisor
+from multiworld_serving.server.supervisor.child_process import ChildProcess
+from multiworld_serving.server.supervisor.supervisor import Supervisor
 
 PRELUDE = """
 import os, signal, sys, time

@@ -10,12 +10,12 @@ from pydantic import SecretStr
 
 from multiworld import AskError, WorldManager, ask
 from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.service.predictor import ImageSizes, ModelVersion
+from multiworld_serving.common.settings.serve import ServeSettings
 from multiworld_serving.common.wire.join import PROTOCOL, RELEASE, JoinOffer
-from multiworld_serving.server.leader import Leader
-from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.predictor import ImageSizes, ModelVersion
-from multiworld_serving.server.settings import ServeSettings
-from multiworld_serving.server.versions.version_table import VersionPlan
+from multiworld_serving.server.leader.leader import Leader
+from multiworld_serving.server.leader.metrics import LeaderMetrics
+from multiworld_serving.server.leader.versions.version_table import VersionPlan
 from tests.resnets import resnet_plan
 from tests.unit.server.image_model import image_classifier
 

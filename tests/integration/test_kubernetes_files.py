@@ -15,10 +15,10 @@ from jsonschema import Draft202012Validator
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.config.settings import Settings
 from multiworld_serving.common.config.sources import load
-from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.settings import FrontendSettings, ServeSettings
+from multiworld_serving.common.settings.leader import LeaderSettings
+from multiworld_serving.common.settings.serve import FrontendSettings, ServeSettings
+from multiworld_serving.common.settings.worker import WorkerSettings
 from multiworld_serving.workers.leader_connection import DRAIN_S
-from multiworld_serving.workers.settings import WorkerSettings
 from tests.integration.test_prometheus_files import check
 from tests.programs import program
 

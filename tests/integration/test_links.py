@@ -33,9 +33,16 @@ from multiworld_serving.common.wire.work import (
     Weights,
     WorkFailedError,
 )
-from multiworld_serving.server.replicas.worker import Ending, LinkEndedError, SelfTestError, SentBatch, SlotId, Worker
-from multiworld_serving.server.replicas.worker_link import KeptOutput, Outcome, WorkerLink
-from multiworld_serving.server.versions.stage_plan import StagePlan
+from multiworld_serving.server.leader.replicas.worker import (
+    Ending,
+    LinkEndedError,
+    SelfTestError,
+    SentBatch,
+    SlotId,
+    Worker,
+)
+from multiworld_serving.server.leader.replicas.worker_link import KeptOutput, Outcome, WorkerLink
+from multiworld_serving.server.leader.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.leader_order import LeaderPlace
 from multiworld_serving.workers.session import Session
@@ -441,7 +448,7 @@ async def test_link_continues_serving_when_a_version_cannot_be_loaded(
     if why == "no memory":
         monkeypatch.setattr("multiworld_serving.workers.stage_loader.check_memory", none_left)
     elif why.startswith("the file"):
-        monkeypatch.setattr("multiworld_serving.server.versions.stage_plan.os.pread", failing_read)
+        monkeypatch.setattr("multiworld_serving.server.leader.versions.stage_plan.os.pread", failing_read)
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(SelfTestError, match=BAD_VERSIONS[why]):
             await link.load((bad,))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
+from multiworld_serving.server.leader.metrics import LeaderMetrics
 from tests.programs import program
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

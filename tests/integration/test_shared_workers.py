@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from multiworld import Cause
-from multiworld_serving.server.replicas.worker import AssignmentRefusedError
-from multiworld_serving.server.replicas.worker_link import WorkerLink
-from multiworld_serving.server.versions.stage_plan import StagePlan
+from multiworld_serving.server.leader.replicas.worker import AssignmentRefusedError
+from multiworld_serving.server.leader.replicas.worker_link import WorkerLink
+from multiworld_serving.server.leader.versions.stage_plan import StagePlan
 from multiworld_serving.workers import session as worker_session
 from multiworld_serving.workers.compute.engine import Engine, LoadedStage, StageTask
 from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace

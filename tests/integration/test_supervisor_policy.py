@@ -6,10 +6,10 @@ from typing import Any, cast
 import pytest
 from pydantic import SecretStr
 
-from multiworld_serving.deploy.processes import supervisor
-from multiworld_serving.deploy.processes.programs import environment_of
-from multiworld_serving.deploy.processes.supervisor import Backoff, Supervisor
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.common.settings.serve import ServeSettings
+from multiworld_serving.server.supervisor import supervisor
+from multiworld_serving.server.supervisor.programs import environment_of
+from multiworld_serving.server.supervisor.supervisor import Backoff, Supervisor
 
 SETTINGS = ServeSettings(
     token=SecretStr("of-the-operator"),

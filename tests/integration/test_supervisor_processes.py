@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from multiworld_serving.deploy.processes.child_process import ChildProcess
-from multiworld_serving.deploy.processes.notify import NotifyListener
-from multiworld_serving.deploy.processes.supervisor import Backoff, Supervisor
+from multiworld_serving.server.supervisor.child_process import ChildProcess
+from multiworld_serving.server.supervisor.notify import NotifyListener
+from multiworld_serving.server.supervisor.supervisor import Backoff, Supervisor
 from tests.integration.small_processes import (
     DEAF,
     FOREVER,
@@ -41,7 +41,7 @@ signal.pause()
 
 FORWARDED = """
 import os, signal, sys
-from multiworld_serving.deploy.processes.forwarder import SIGNALS, main
+from multiworld_serving.server.supervisor.forwarder import SIGNALS, main
 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 if not (pid := os.fork()):
     signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
@@ -122,7 +122,7 @@ async def test_process_is_killed_when_it_does_not_stop_in_time(
 
 ADOPTS = """
 import ctypes, os, subprocess, time
-from multiworld_serving.deploy.processes.child_process import reap_adopted
+from multiworld_serving.server.supervisor.child_process import reap_adopted
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: it gets the children of its children, as process 1 does
 own = subprocess.Popen(["sh", "-c", "exit 3"], start_new_session=True)
 parent = subprocess.Popen(["sh", "-c", "sleep 0.1 & echo $!"], start_new_session=True, stdout=subprocess.PIPE)
@@ -166,7 +166,7 @@ async def test_process_reads_end_of_file_when_the_supervisor_is_killed(reports: 
     script.write_text(
         "import asyncio, sys\n"
         "from pathlib import Path\n"
-        "from multiworld_serving.deploy.processes.supervisor import Supervisor\n"
+        "from multiworld_serving.server.supervisor.supervisor import Supervisor\n"
         "from tests.integration.small_processes import EXIT_WITH_PARENT, Reports\n"
         "async def main():\n"
         "    reports = Reports(Path(sys.argv[1]), forking=sys.argv[2] == 'True')\n"

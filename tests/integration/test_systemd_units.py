@@ -9,10 +9,10 @@ import pytest
 
 from multiworld_serving.common.config.settings import LOOP_STALL_TIMEOUT_S, Settings
 from multiworld_serving.common.config.sources import option
-from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.settings import FrontendSettings, ServeSettings
+from multiworld_serving.common.settings.leader import LeaderSettings
+from multiworld_serving.common.settings.serve import FrontendSettings, ServeSettings
+from multiworld_serving.common.settings.worker import WorkerSettings
 from multiworld_serving.workers.leader_connection import DRAIN_S
-from multiworld_serving.workers.settings import WorkerSettings
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 PROGRAM = "/opt/multiworld/bin/multiworld"

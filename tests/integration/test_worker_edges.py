@@ -14,8 +14,8 @@ from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, Source
 from multiworld_serving.common.wire.join import EDGE_DTYPES, JoinRequest
 from multiworld_serving.models.optimize.tuning import Tuning
-from multiworld_serving.server.replicas.worker_link import WorkerLink
-from multiworld_serving.server.versions.stage_plan import StagePlan
+from multiworld_serving.server.leader.replicas.worker_link import WorkerLink
+from multiworld_serving.server.leader.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute.engine import Engine
 from tests.integration.test_links import Heard, Returned, pair_with
 from tests.resnets import resnet_plan, sent_stage

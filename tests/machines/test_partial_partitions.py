@@ -12,7 +12,7 @@ from typing import Any, Self
 import httpx
 import pytest
 
-from multiworld_serving.deploy.processes.programs import PROGRAM
+from multiworld_serving.server.supervisor.programs import PROGRAM
 from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.load.images import photos

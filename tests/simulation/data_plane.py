@@ -11,8 +11,8 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from multiworld_serving.server.scheduling.actions import KeepOutput, SendBatch
-from multiworld_serving.server.scheduling.events import BatchDone, Event, InputLost
+from multiworld_serving.server.leader.scheduling.actions import KeepOutput, SendBatch
+from multiworld_serving.server.leader.scheduling.events import BatchDone, Event, InputLost
 from tests.simulation.workers import HEARTBEAT_TIMEOUT_S
 
 if TYPE_CHECKING:

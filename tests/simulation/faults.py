@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from multiworld_serving.server.scheduling.events import (
+from multiworld_serving.server.leader.scheduling.events import (
     BatchDone,
     BatchFailed,
     Event,

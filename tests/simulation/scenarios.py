@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.leader.scheduling.config import SchedulerConfig
 
 Load: TypeAlias = Literal["poisson", "bursts", "closed"]
 """poisson: independent arrivals; bursts: one or forty requests at once; closed: each client waits for its answer before

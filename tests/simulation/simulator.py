@@ -7,7 +7,7 @@ from functools import partial
 from heapq import heappop, heappush
 from random import Random
 
-from multiworld_serving.server.scheduling.actions import (
+from multiworld_serving.server.leader.scheduling.actions import (
     Action,
     Answer,
     FailReplica,
@@ -17,8 +17,15 @@ from multiworld_serving.server.scheduling.actions import (
     ReleaseReplica,
     SendBatch,
 )
-from multiworld_serving.server.scheduling.events import BatchDone, Drain, Event, RequestArrived, RequestCancelled, Tick
-from multiworld_serving.server.scheduling.scheduler import Scheduler
+from multiworld_serving.server.leader.scheduling.events import (
+    BatchDone,
+    Drain,
+    Event,
+    RequestArrived,
+    RequestCancelled,
+    Tick,
+)
+from multiworld_serving.server.leader.scheduling.scheduler import Scheduler
 from tests.simulation.data_plane import DataPlane
 from tests.simulation.invariants.checker import Checker
 from tests.simulation.scenarios import NETWORK_S, ComputeOutcome, Scenario

@@ -2,9 +2,9 @@
 
 from functools import cache, partial
 
-from multiworld_serving.server.scheduling.actions import Answer, SendBatch
-from multiworld_serving.server.scheduling.config import SchedulerConfig
-from multiworld_serving.server.scheduling.events import RequestArrived
+from multiworld_serving.server.leader.scheduling.actions import Answer, SendBatch
+from multiworld_serving.server.leader.scheduling.config import SchedulerConfig
+from multiworld_serving.server.leader.scheduling.events import RequestArrived
 from tests.simulation.scenarios import Scenario
 from tests.simulation.simulator import Simulator, check_outcomes
 from tests.simulation.workers import HEARTBEAT_TIMEOUT_S

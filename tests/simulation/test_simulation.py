@@ -2,8 +2,8 @@
 
 import pytest
 
-from multiworld_serving.server.scheduling.actions import Answer
-from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.leader.scheduling.actions import Answer
+from multiworld_serving.server.leader.scheduling.config import SchedulerConfig
 from tests.simulation.scenarios import SCENARIOS, Scenario
 from tests.simulation.simulator import Simulator, check_outcomes, run_case
 

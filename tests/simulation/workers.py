@@ -8,8 +8,8 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from multiworld_serving.server.scheduling.actions import SendBatch
-from multiworld_serving.server.scheduling.events import (
+from multiworld_serving.server.leader.scheduling.actions import SendBatch
+from multiworld_serving.server.leader.scheduling.events import (
     BatchDone,
     BatchFailed,
     InputLost,

@@ -29,7 +29,7 @@ them with the model. Unknown causes of broken links and unknown reasons of refus
 
 from __future__ import annotations
 
-from multiworld_serving.server.scheduling.actions import (
+from multiworld_serving.server.leader.scheduling.actions import (
     Action,
     Answer,
     FailReplica,
@@ -39,13 +39,8 @@ from multiworld_serving.server.scheduling.actions import (
     ReleaseReplica,
     SendBatch,
 )
-from multiworld_serving.server.scheduling.events import (
-    BatchDone,
-    BatchFailed,
-    Event,
-    RequestArrived,
-)
-from multiworld_serving.server.scheduling.scheduler import Scheduler
+from multiworld_serving.server.leader.scheduling.events import BatchDone, BatchFailed, Event, RequestArrived
+from multiworld_serving.server.leader.scheduling.scheduler import Scheduler
 from tests.simulation.invariants.reference_model import (
     BatchEntry,
     ReferenceModel,

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from multiworld_serving.server.scheduling.actions import SendBatch
-from multiworld_serving.server.scheduling.config import SchedulerConfig
-from multiworld_serving.server.scheduling.events import (
+from multiworld_serving.server.leader.scheduling.actions import SendBatch
+from multiworld_serving.server.leader.scheduling.config import SchedulerConfig
+from multiworld_serving.server.leader.scheduling.events import (
     BatchDone,
     BatchFailed,
     Drain,

@@ -10,9 +10,9 @@ import typer
 from multiworld_serving.cli.main import app
 from multiworld_serving.common.config.settings import Settings
 from multiworld_serving.common.config.sources import load
-from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.settings import FrontendSettings, ServeSettings
-from multiworld_serving.workers.settings import WorkerSettings
+from multiworld_serving.common.settings.leader import LeaderSettings
+from multiworld_serving.common.settings.serve import FrontendSettings, ServeSettings
+from multiworld_serving.common.settings.worker import WorkerSettings
 from tests.documents import documents
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,7 +12,7 @@ import typer
 from multiworld_serving.cli.main import app
 from multiworld_serving.cli.options import PROGRAMS
 from multiworld_serving.common.config.sources import OTHER_VARIABLES, variable
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.common.settings.serve import ServeSettings
 from tests.dashboard_queries import recorded_names
 from tests.documents import ROOT, documents
 from tests.unit.documents.test_docs_links import FENCED
@@ -148,7 +148,7 @@ def test_tables_of_metrics_are_complete_and_right() -> None:
 
 
 def test_response_headers_of_the_openapi_document_are_described() -> None:
-    document = json.loads((ROOT / "server/api/openapi.json").read_text())
+    document = json.loads((ROOT / "server/frontend/api/openapi.json").read_text())
     described = spans(PAGES["docs/http.md"].read_text())
     assert set(document["components"]["headers"]) - {"WWW-Authenticate"} <= described
 

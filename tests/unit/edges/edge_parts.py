@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.metrics import ProgramMetrics
-from multiworld_serving.workers.settings import WorkerSettings
+from multiworld_serving.common.settings.worker import WorkerSettings
 
 SECRET = "a-secret-of-this-test"
 

@@ -18,7 +18,7 @@ from multiworld_serving.models.errors import BundleError, ExportError
 from multiworld_serving.models.export.exporter import ExportOptions, ExportReport, export_model
 from multiworld_serving.models.export.trace import Dynamic, capture
 from multiworld_serving.models.preprocessing import Preprocessing
-from multiworld_serving.server.versions.stage_plan import make_bundle_plan
+from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 
 TOLERANCE = 1e-5
 

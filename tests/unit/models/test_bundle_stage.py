@@ -12,7 +12,7 @@ import torch
 from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.bundle.stage import BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.errors import ModelError
-from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan
+from multiworld_serving.server.leader.versions.stage_plan import StagePlan, make_bundle_plan
 from tests.bundles import PREVIEW, Text, classifier_bundle, text_bundle
 from tests.resnets import sent_weights
 from tests.unit.models.hostile_graphs import HOSTILE

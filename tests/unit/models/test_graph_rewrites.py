@@ -20,7 +20,7 @@ from multiworld_serving.models.optimize.folding import folded
 from multiworld_serving.models.optimize.fusing import FusedConv, Workload, fusable
 from multiworld_serving.models.optimize.optimizing import optimize
 from multiworld_serving.models.optimize.tuning import Tuning
-from multiworld_serving.server.versions.stage_plan import make_bundle_plan
+from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 from multiworld_serving.workers.compute.transfers import Transfers
 from tests.bundles import classifier_bundle, text_bundle
 from tests.resnets import sent_weights

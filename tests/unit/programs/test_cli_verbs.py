@@ -20,10 +20,7 @@ from multiworld_serving.cli.main import main
 from multiworld_serving.cli.options import seconds
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.settings import Settings, public_fields
-from multiworld_serving.models.errors import ModelError
-from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.settings import FrontendSettings, ServeSettings
-from multiworld_serving.server.snapshots import (
+from multiworld_serving.common.service.snapshots import (
     FailureSnapshot,
     FrontendSnapshot,
     LeaderSnapshot,
@@ -31,7 +28,10 @@ from multiworld_serving.server.snapshots import (
     ReplicaSnapshot,
     StageSnapshot,
 )
-from multiworld_serving.workers.settings import WorkerSettings
+from multiworld_serving.common.settings.leader import LeaderSettings
+from multiworld_serving.common.settings.serve import FrontendSettings, ServeSettings
+from multiworld_serving.common.settings.worker import WorkerSettings
+from multiworld_serving.models.errors import ModelError
 from tests.http_server import QuietHandler, serving
 
 ANSWER = {
@@ -118,7 +118,7 @@ class Recorder:
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    for name in ("server.main", "server.frontends.main", "workers.main", "deploy.processes.service"):
+    for name in ("server.leader.main", "server.frontend.main", "workers.main", "server.supervisor.service"):
         module = ModuleType(f"multiworld_serving.{name}")
         vars(module)["run"] = recorder.run
         monkeypatch.setitem(sys.modules, f"multiworld_serving.{name}", module)

@@ -9,8 +9,8 @@ from PIL import Image
 
 from multiworld_client import InputError
 from multiworld_client.inputs import _content, as_array
-from multiworld_serving.server.api.images import image_tensor
-from multiworld_serving.server.predictor import ImageSizes
+from multiworld_serving.common.service.predictor import ImageSizes
+from multiworld_serving.server.frontend.api.images import image_tensor
 
 
 def saved(image: Image.Image, orientation: int = 1) -> bytes:

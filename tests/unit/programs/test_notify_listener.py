@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from multiworld_serving.deploy.processes import notify
-from multiworld_serving.deploy.processes.notify import NotifyListener
-from multiworld_serving.server.model_change import CHANGE_FIELD, ModelChange
+from multiworld_serving.common.service.model_change import CHANGE_FIELD, ModelChange
+from multiworld_serving.server.supervisor import notify
+from multiworld_serving.server.supervisor.notify import NotifyListener
 
 SEND = """
 import os, socket, sys

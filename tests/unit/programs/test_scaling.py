@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from multiworld_serving.common.config.process import notify
-from multiworld_serving.deploy.processes.notify import NotifyListener
-from multiworld_serving.deploy.scaling.autoscaler import Autoscaler
-from multiworld_serving.deploy.scaling.policy import Grow, Limits, ScalingPolicy, Stop
-from multiworld_serving.server.capacity_report import CAPACITY_FIELD, CapacityReport
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.common.service.capacity_report import CAPACITY_FIELD, CapacityReport
+from multiworld_serving.common.settings.serve import ServeSettings
+from multiworld_serving.server.supervisor.notify import NotifyListener
+from multiworld_serving.server.supervisor.scaling.autoscaler import Autoscaler
+from multiworld_serving.server.supervisor.scaling.policy import Grow, Limits, ScalingPolicy, Stop
 from tests.waiting import until
 
 LIMITS = Limits(least=4, most=10, replicas=2, down_after_s=60.0)

@@ -6,7 +6,7 @@ import sys
 
 PROGRAM = """
 import contextlib, io, json, subprocess, sys
-import multiworld_serving.deploy.processes.service
+import multiworld_serving.server.supervisor.service
 from multiworld_serving.cli.main import main
 
 def refuse_to_start(*_: object, **__: object) -> None:

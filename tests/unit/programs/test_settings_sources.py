@@ -13,9 +13,9 @@ from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.config.errors import SettingsError
 from multiworld_serving.common.config.settings import Settings
 from multiworld_serving.common.config.sources import load, option, variable
-from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.settings import ServeSettings
-from multiworld_serving.workers.settings import WorkerSettings
+from multiworld_serving.common.settings.leader import LeaderSettings
+from multiworld_serving.common.settings.serve import ServeSettings
+from multiworld_serving.common.settings.worker import WorkerSettings
 
 PROGRAMS = (ServeSettings, WorkerSettings)
 WriteToml = Callable[[str], Path]

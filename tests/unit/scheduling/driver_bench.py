@@ -6,18 +6,18 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from multiworld_serving.common.service.predictor import ModelVersion, Prediction
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import JoinRequest
-from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.pipeline.driver import SchedulerDriver
-from multiworld_serving.server.pipeline.inputs import RequestInput
-from multiworld_serving.server.pipeline.requests import Outcome, PendingRequest
-from multiworld_serving.server.predictor import ModelVersion, Prediction
-from multiworld_serving.server.replicas.worker import SentBatch, SlotId, Worker
-from multiworld_serving.server.replicas.worker_link import KeptOutput, WorkerLink
-from multiworld_serving.server.replicas.worker_link import Outcome as BatchOutcome
-from multiworld_serving.server.scheduling.config import SchedulerConfig
-from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
+from multiworld_serving.server.leader.metrics import LeaderMetrics
+from multiworld_serving.server.leader.pipeline.driver import SchedulerDriver
+from multiworld_serving.server.leader.pipeline.inputs import RequestInput
+from multiworld_serving.server.leader.pipeline.requests import Outcome, PendingRequest
+from multiworld_serving.server.leader.replicas.worker import SentBatch, SlotId, Worker
+from multiworld_serving.server.leader.replicas.worker_link import KeptOutput, WorkerLink
+from multiworld_serving.server.leader.replicas.worker_link import Outcome as BatchOutcome
+from multiworld_serving.server.leader.scheduling.config import SchedulerConfig
+from multiworld_serving.server.leader.versions.version_table import VersionPlan, VersionTable
 
 
 def plan_without_stages(number: int = 1) -> VersionPlan:

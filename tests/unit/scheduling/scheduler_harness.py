@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from multiworld_serving.server.scheduling import events
-from multiworld_serving.server.scheduling.actions import Action, Answer, Reject, SendBatch
-from multiworld_serving.server.scheduling.config import SchedulerConfig
-from multiworld_serving.server.scheduling.scheduler import Scheduler
+from multiworld_serving.server.leader.scheduling import events
+from multiworld_serving.server.leader.scheduling.actions import Action, Answer, Reject, SendBatch
+from multiworld_serving.server.leader.scheduling.config import SchedulerConfig
+from multiworld_serving.server.leader.scheduling.scheduler import Scheduler
 
 A = TypeVar("A")
 

@@ -5,12 +5,12 @@ from typing import cast
 
 import pytest
 
-from multiworld_serving.server.capacity_report import CapacityReport
-from multiworld_serving.server.scheduling.actions import Reject
-from multiworld_serving.server.scheduling.batches import Attempt
-from multiworld_serving.server.scheduling.estimates.capacity import DRAIN_S, UTILISATION, replicas_wanted
-from multiworld_serving.server.scheduling.estimates.service_times import ServiceTimes
-from multiworld_serving.server.scheduling.events import BatchDone, RequestArrived
+from multiworld_serving.common.service.capacity_report import CapacityReport
+from multiworld_serving.server.leader.scheduling.actions import Reject
+from multiworld_serving.server.leader.scheduling.batches import Attempt
+from multiworld_serving.server.leader.scheduling.estimates.capacity import DRAIN_S, UTILISATION, replicas_wanted
+from multiworld_serving.server.leader.scheduling.estimates.service_times import ServiceTimes
+from multiworld_serving.server.leader.scheduling.events import BatchDone, RequestArrived
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, only, sends
 
 

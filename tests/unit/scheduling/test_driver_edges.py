@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from multiworld_serving.common.service.errors import InputUnreachableError
+from multiworld_serving.common.service.predictor import Prediction
 from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, Source
 from multiworld_serving.common.wire.work import Computed, LostInput
-from multiworld_serving.server.errors import InputUnreachableError
-from multiworld_serving.server.pipeline.inputs import RemoteInput, RequestInput
-from multiworld_serving.server.predictor import Prediction
-from multiworld_serving.server.replicas.worker import SentBatch
-from multiworld_serving.server.replicas.worker_link import KeptOutput, WorkerLink
-from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.leader.pipeline.inputs import RemoteInput, RequestInput
+from multiworld_serving.server.leader.replicas.worker import SentBatch
+from multiworld_serving.server.leader.replicas.worker_link import KeptOutput, WorkerLink
+from multiworld_serving.server.leader.scheduling.config import SchedulerConfig
 from tests.unit.scheduling.driver_bench import DriverBench, Line
 
 IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from multiworld_serving.common.service.errors import RequestRejected, StageError
+from multiworld_serving.common.service.predictor import Prediction
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.work import Computed
-from multiworld_serving.server.errors import RequestRejected, StageError
-from multiworld_serving.server.predictor import Prediction
-from multiworld_serving.server.replicas.worker import SentBatch, SlotId
-from multiworld_serving.server.replicas.worker_link import WorkerLink
-from multiworld_serving.server.scheduling.actions import Reject
-from multiworld_serving.server.scheduling.config import SchedulerConfig
-from multiworld_serving.server.scheduling.events import BatchDone, RequestArrived
+from multiworld_serving.server.leader.replicas.worker import SentBatch, SlotId
+from multiworld_serving.server.leader.replicas.worker_link import WorkerLink
+from multiworld_serving.server.leader.scheduling.actions import Reject
+from multiworld_serving.server.leader.scheduling.config import SchedulerConfig
+from multiworld_serving.server.leader.scheduling.events import BatchDone, RequestArrived
 from tests.unit.scheduling.driver_bench import DriverBench, Line, plan_without_stages
 
 IMAGE = torch.zeros(3, 32, 32, dtype=torch.uint8)

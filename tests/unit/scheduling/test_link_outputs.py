@@ -14,10 +14,10 @@ from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.common.wire.protocol import Kind, Received
 from multiworld_serving.common.wire.work import Batch, Computed, Release, Restart
 from multiworld_serving.models.bundle.files import read_bundle
-from multiworld_serving.server.replicas import worker_link
-from multiworld_serving.server.replicas.worker import SentBatch, SlotId, Worker
-from multiworld_serving.server.replicas.worker_link import WorkerLink
-from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan
+from multiworld_serving.server.leader.replicas import worker_link
+from multiworld_serving.server.leader.replicas.worker import SentBatch, SlotId, Worker
+from multiworld_serving.server.leader.replicas.worker_link import WorkerLink
+from multiworld_serving.server.leader.versions.stage_plan import StagePlan, make_bundle_plan
 from tests.bundles import PREVIEW
 from tests.waiting import until
 

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from multiworld import Cause
 from multiworld_serving.common.wire.join import JoinRequest
-from multiworld_serving.server.replicas.placement import Placement, Slot
-from multiworld_serving.server.replicas.reconcile import Goal, Promote, RemoveSlot, Step, WorkerStep, reconcile
-from multiworld_serving.server.replicas.worker import Ending, SlotId, Worker
+from multiworld_serving.server.leader.replicas.placement import Placement, Slot
+from multiworld_serving.server.leader.replicas.reconcile import Goal, Promote, RemoveSlot, Step, WorkerStep, reconcile
+from multiworld_serving.server.leader.replicas.worker import Ending, SlotId, Worker
 
 
 def fill(slots: Placement, slot: Slot, worker: str, host: str = "h") -> str:

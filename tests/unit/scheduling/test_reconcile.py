@@ -8,8 +8,8 @@ import pytest
 
 from multiworld import Cause
 from multiworld_serving.common.wire.join import JoinRequest
-from multiworld_serving.server.replicas.placement import Placement
-from multiworld_serving.server.replicas.reconcile import (
+from multiworld_serving.server.leader.replicas.placement import Placement
+from multiworld_serving.server.leader.replicas.reconcile import (
     GiveUp,
     Goal,
     Loading,
@@ -20,7 +20,7 @@ from multiworld_serving.server.replicas.reconcile import (
     WorkerStep,
     reconcile,
 )
-from multiworld_serving.server.replicas.worker import Ending, Worker
+from multiworld_serving.server.leader.replicas.worker import Ending, Worker
 
 DISRUPTIVE = ("move", "restart")
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from multiworld_serving.server.scheduling.actions import Reject, SendBatch
-from multiworld_serving.server.scheduling.config import SchedulerConfig
-from multiworld_serving.server.scheduling.events import Drain, ReplicaReady, RequestArrived, RequestCancelled
-from multiworld_serving.server.scheduling.scheduler import Scheduler
+from multiworld_serving.server.leader.scheduling.actions import Reject, SendBatch
+from multiworld_serving.server.leader.scheduling.config import SchedulerConfig
+from multiworld_serving.server.leader.scheduling.events import Drain, ReplicaReady, RequestArrived, RequestCancelled
+from multiworld_serving.server.leader.scheduling.scheduler import Scheduler
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, only, rejected, sends
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from multiworld_serving.server.scheduling.actions import Action, Answer, FreeBatch, KeepOutput, SendBatch
-from multiworld_serving.server.scheduling.events import BatchDone
+from multiworld_serving.server.leader.scheduling.actions import Action, Answer, FreeBatch, KeepOutput, SendBatch
+from multiworld_serving.server.leader.scheduling.events import BatchDone
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, sends
 
 

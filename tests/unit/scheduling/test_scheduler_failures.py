@@ -2,7 +2,7 @@
 
 import pytest
 
-from multiworld_serving.server.scheduling.actions import FailReplica, FreeBatch, Reject, SendBatch
+from multiworld_serving.server.leader.scheduling.actions import FailReplica, FreeBatch, Reject, SendBatch
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected, sends
 
 

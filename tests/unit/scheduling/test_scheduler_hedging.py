@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from multiworld_serving.server.scheduling.actions import SendBatch
+from multiworld_serving.server.leader.scheduling.actions import SendBatch
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, only
 
 

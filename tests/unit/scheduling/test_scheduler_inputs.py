@@ -1,7 +1,7 @@
 """Inputs that stay at the replica that computed them, and inputs that are lost."""
 
-from multiworld_serving.server.scheduling.actions import FailReplica, FreeBatch, ReleaseReplica, SendBatch
-from multiworld_serving.server.scheduling.events import RequestCancelled
+from multiworld_serving.server.leader.scheduling.actions import FailReplica, FreeBatch, ReleaseReplica, SendBatch
+from multiworld_serving.server.leader.scheduling.events import RequestCancelled
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, sends
 
 

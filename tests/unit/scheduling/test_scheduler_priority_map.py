@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld_serving.server.scheduling.priority_map import PriorityMap
+from multiworld_serving.server.leader.scheduling.priority_map import PriorityMap
 
 _OPERATIONS = st.lists(
     st.tuples(st.sampled_from(["set", "discard", "pop"]), st.integers(0, 8), st.floats(0, 10)), max_size=200

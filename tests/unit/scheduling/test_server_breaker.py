@@ -5,13 +5,13 @@ from typing import Any, cast
 
 import pytest
 
+from multiworld_serving.common.service.predictor import ModelVersion
 from multiworld_serving.common.wire.join import JoinRequest
-from multiworld_serving.server.predictor import ModelVersion
-from multiworld_serving.server.replicas.breaker import Breaker
-from multiworld_serving.server.replicas.joining import Joining
-from multiworld_serving.server.replicas.placement import Placement
-from multiworld_serving.server.replicas.reconcile import Goal
-from multiworld_serving.server.replicas.worker import Ending, SlotId, Worker
+from multiworld_serving.server.leader.replicas.breaker import Breaker
+from multiworld_serving.server.leader.replicas.joining import Joining
+from multiworld_serving.server.leader.replicas.placement import Placement
+from multiworld_serving.server.leader.replicas.reconcile import Goal
+from multiworld_serving.server.leader.replicas.worker import Ending, SlotId, Worker
 
 
 def test_quarantine_doubles_from_the_second_failure_on() -> None:

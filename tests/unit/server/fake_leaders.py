@@ -12,14 +12,14 @@ import torch
 
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges.edges import Edges
+from multiworld_serving.common.service.administration import Desired
+from multiworld_serving.common.service.messages import Done, Follow, LeaderState, Operation, Predict, Scrape, Step
+from multiworld_serving.common.service.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
 from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.protocol import Kind, Received, rows_payload
-from multiworld_serving.server.administration import Desired
-from multiworld_serving.server.frontends.leader_link import LeaderLink
-from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.frontends.messages import Done, Follow, LeaderState, Operation, Predict, Scrape, Step
-from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
+from multiworld_serving.server.frontend.leaders.link import LeaderLink
+from multiworld_serving.server.frontend.leaders.pool import LeaderPool
+from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
 from tests.unit.edges.edge_parts import unused_edges
 from tests.unit.server.image_model import image_classifier
 from tests.unit.server.pipelines import pipeline

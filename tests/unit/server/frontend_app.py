@@ -12,18 +12,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from multiworld_serving.server.api.app import Application, create_api
-from multiworld_serving.server.api.groups import Group, Groups
-from multiworld_serving.server.api.handler.processes import HandlerProcesses
-from multiworld_serving.server.api.inference import Inference
-from multiworld_serving.server.auth.authorizer import Authorizer
-from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.http.limits import RequestLimits
-from multiworld_serving.server.observability.event_feed import EventFeed
-from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.observability.requests import InferenceProtocol
-from multiworld_serving.server.predictor import ImageSizes, ModelVersion, Prediction, RestartStep, ServedModel
-from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaState
+from multiworld_serving.common.service.predictor import ImageSizes, ModelVersion, Prediction, RestartStep, ServedModel
+from multiworld_serving.common.service.snapshots import PipelineSnapshot, ReplicaState
+from multiworld_serving.server.frontend.api.app import Application, create_api
+from multiworld_serving.server.frontend.api.groups import Group, Groups
+from multiworld_serving.server.frontend.api.handler.processes import HandlerProcesses
+from multiworld_serving.server.frontend.api.inference import Inference
+from multiworld_serving.server.frontend.auth.authorizer import Authorizer
+from multiworld_serving.server.frontend.http.limits import RequestLimits
+from multiworld_serving.server.frontend.leaders.pool import LeaderPool
+from multiworld_serving.server.frontend.observability.event_feed import EventFeed
+from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
+from multiworld_serving.server.frontend.observability.requests import InferenceProtocol
 from tests.unit.server.image_model import image_classifier
 from tests.unit.server.pipelines import pipeline
 

@@ -12,12 +12,12 @@ from tritonclient.grpc import service_pb2_grpc
 
 from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.common.http.listener import bind
-from multiworld_serving.server.api.groups import Groups
-from multiworld_serving.server.api.inference import Inference
-from multiworld_serving.server.api.oip_grpc.server import GrpcPort
-from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
-from multiworld_serving.server.http.limits import RequestLimits
-from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
+from multiworld_serving.server.frontend.api.groups import Groups
+from multiworld_serving.server.frontend.api.inference import Inference
+from multiworld_serving.server.frontend.api.oip_grpc.server import GrpcPort
+from multiworld_serving.server.frontend.auth.authorizer import ApiKeys, Authorizer
+from multiworld_serving.server.frontend.http.limits import RequestLimits
+from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, group_of
 
 PATIENCE_S = 30.0

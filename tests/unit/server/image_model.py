@@ -1,8 +1,8 @@
 """A model that classifies images, as a frontend and a leader serve it."""
 
+from multiworld_serving.common.service.predictor import ImageSizes, ServedModel
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.nodes import BATCH
-from multiworld_serving.server.predictor import ImageSizes, ServedModel
 
 
 def image_classifier(name: str, version: str, labels: tuple[str, ...], sizes: ImageSizes) -> ServedModel:

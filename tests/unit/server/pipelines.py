@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from multiworld_serving.server.snapshots import PipelineSnapshot, ReplicaSnapshot, ReplicaState, StageSnapshot
+from multiworld_serving.common.service.snapshots import PipelineSnapshot, ReplicaSnapshot, ReplicaState, StageSnapshot
 
 
 def pipeline(

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from multiworld_serving.common.config.keys import KeySet
-from multiworld_serving.server import errors
-from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
-from multiworld_serving.server.observability import requests
-from multiworld_serving.server.observability.requests import MAX_ERRORS_PER_S
+from multiworld_serving.common.service import errors
+from multiworld_serving.server.frontend.auth.authorizer import ApiKeys, Authorizer
+from multiworld_serving.server.frontend.observability import requests
+from multiworld_serving.server.frontend.observability.requests import MAX_ERRORS_PER_S
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, RunningFrontend, image_bytes, running_frontend
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from multiworld_serving.common.service.predictor import ImageSizes
+from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.models.errors import BundleError, ModelError, WeightsError
 from multiworld_serving.models.export.exporter import ExportOptions, export_model
 from multiworld_serving.models.optimize.tuning import NO_TUNING
-from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.predictor import ImageSizes
-from multiworld_serving.server.versions.model_source import ModelSource
-from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
+from multiworld_serving.server.leader.versions.model_source import ModelSource
+from multiworld_serving.server.leader.versions.version_table import VersionPlan, VersionTable
 from tests.bundles import CLASSES, SIZE, Classifier, classifier_bundle
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from multiworld_serving.common.config.keys import hash_key
 from multiworld_serving.common.config.sources import load
-from multiworld_serving.server.auth.credentials import Credentials, read_credentials, reload_credentials
-from multiworld_serving.server.settings import FrontendSettings
+from multiworld_serving.common.settings.serve import FrontendSettings
+from multiworld_serving.server.frontend.auth.credentials import Credentials, read_credentials, reload_credentials
 from tests.certificates import Authority
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from multiworld_serving.server.daemon_threads import DaemonThreads
-from multiworld_serving.server.errors import OverloadedError
+from multiworld_serving.common.daemon_threads import DaemonThreads
+from multiworld_serving.common.service.errors import OverloadedError
 from tests.waiting import Gate
 
 
@@ -20,7 +20,7 @@ def stuck() -> Iterator[Gate]:
 async def test_exit_returns_when_a_decode_blocks(
     stuck: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("multiworld_serving.server.daemon_threads._CLOSE_S", 0.05)
+    monkeypatch.setattr("multiworld_serving.common.daemon_threads._CLOSE_S", 0.05)
     async with asyncio.timeout(60), DaemonThreads(2, "decode") as pool:
         decoding = asyncio.create_task(pool.run(stuck))
         await stuck.until_begun()

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from multiworld_serving.server.errors import OverloadedError
-from multiworld_serving.server.observability import event_feed
-from multiworld_serving.server.observability.event_feed import EventFeed
-from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.snapshots import (
+from multiworld_serving.common.service.errors import OverloadedError
+from multiworld_serving.common.service.snapshots import (
     FailureSnapshot,
     LeaderSnapshot,
     PipelineSnapshot,
     ReplicaSnapshot,
     ReplicaState,
 )
+from multiworld_serving.server.frontend.observability import event_feed
+from multiworld_serving.server.frontend.observability.event_feed import EventFeed
+from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
 from tests.unit.server.pipelines import pipeline
 
 KILLED = FailureSnapshot("exit", "it ended the connection", 1000.0)
@@ -83,7 +83,7 @@ async def test_feed_emits_broken_and_rejoined_when_a_worker_is_killed() -> None:
 
 async def test_tick_reports_rates_latencies_and_reroutes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(monotonic=lambda: 1000.0, time=lambda: 1000.0)
-    monkeypatch.setattr("multiworld_serving.server.observability.requests.time", clock)
+    monkeypatch.setattr("multiworld_serving.server.frontend.observability.requests.time", clock)
     requests = FrontendMetrics().requests
     counts = requests.of_model("m")
     feed = EventFeed(counts)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 NEEDLESS = {
-    "server.frontends.main": {
-        *(f"multiworld_serving.{name}" for name in ("models.optimize", "models.export", "server.leader")),
-        *("multiworld_serving.server.scheduling", "multiworld_serving.workers"),
+    "server.frontend.main": {
+        *(f"multiworld_serving.{name}" for name in ("models.optimize", "models.export", "workers")),
+        *("multiworld_serving.server.leader", "multiworld_serving.server.supervisor"),
         *("torch._dynamo", "torchvision", "grpc", "sympy"),
     },
     "workers.main": {"multiworld_serving.models.export", "multiworld_serving.server", "torchvision"},
@@ -30,7 +30,7 @@ def test_checks_of_the_supervisor_import_no_torch_so_that_it_can_fork_its_proces
     """torch starts threads at its import unless their number is set before, and a process with threads must not fork."""
     code = """import sys
 from multiworld_serving.cli.verbs import processes
-from multiworld_serving.deploy.processes import checks, service
+from multiworld_serving.server.supervisor import checks, service
 from multiworld_serving.models.cache_folder import cache_folder
 cache_folder("bundles")
 print(*sys.modules)"""

@@ -8,12 +8,12 @@ import pytest
 from pydantic import SecretStr
 
 from multiworld import AskError, WorldManager, ask
+from multiworld_serving.common.service.predictor import ImageSizes
+from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.common.wire.join import RELEASE
-from multiworld_serving.server.frontends.sessions import FrontendSessions
-from multiworld_serving.server.leader import Leader
-from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.predictor import ImageSizes
+from multiworld_serving.server.leader.leader import Leader
+from multiworld_serving.server.leader.metrics import LeaderMetrics
+from multiworld_serving.server.leader.sessions import FrontendSessions
 from tests.unit.server.image_model import image_classifier
 
 SECRET = "a-secret-of-this-test"

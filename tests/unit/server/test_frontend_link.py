@@ -16,16 +16,9 @@ from hypothesis import strategies as st
 
 import multiworld
 from multiworld import World
-from multiworld_serving.common.wire import link
-from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.inputs import RowRef, Source
-from multiworld_serving.common.wire.join import WORLD_BACKEND
-from multiworld_serving.common.wire.link import Link, LinkLostError
-from multiworld_serving.common.wire.message import Message, MessageKind
-from multiworld_serving.common.wire.protocol import Kind, Received, encode, rows_payload
-from multiworld_serving.server.administration import RestartFailedError
-from multiworld_serving.server.errors import STATUS_OF_REASON, OverloadedError, RequestRejected
-from multiworld_serving.server.frontends.messages import (
+from multiworld_serving.common.service.administration import RestartFailedError
+from multiworld_serving.common.service.errors import STATUS_OF_REASON, OverloadedError, RequestRejected
+from multiworld_serving.common.service.messages import (
     FRONTEND_PROTOCOL,
     MAX_BYTES,
     Done,
@@ -36,7 +29,14 @@ from multiworld_serving.server.frontends.messages import (
     Step,
     parse_rows,
 )
-from multiworld_serving.server.predictor import Prediction, RestartStep
+from multiworld_serving.common.service.predictor import Prediction, RestartStep
+from multiworld_serving.common.wire import link
+from multiworld_serving.common.wire.channel import Channel
+from multiworld_serving.common.wire.inputs import RowRef, Source
+from multiworld_serving.common.wire.join import WORLD_BACKEND
+from multiworld_serving.common.wire.link import Link, LinkLostError
+from multiworld_serving.common.wire.message import Message, MessageKind
+from multiworld_serving.common.wire.protocol import Kind, Received, encode, rows_payload
 from tests.integration.members import managers
 from tests.unit.server.fake_leaders import leader_state
 from tests.unit.server.text_model import TEXT

@@ -3,10 +3,10 @@
 import pytest
 from starlette.routing import Route
 
-from multiworld_serving.server.api.app import create_admin_app
-from multiworld_serving.server.api.groups import Groups
-from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.snapshots import ReplicaState
+from multiworld_serving.common.service.snapshots import ReplicaState
+from multiworld_serving.server.frontend.api.app import create_admin_app
+from multiworld_serving.server.frontend.api.groups import Groups
+from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
 from tests.unit.server.frontend_app import (
     MODEL,
     ColourPredictor,

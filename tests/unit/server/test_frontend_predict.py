@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from multiworld_serving.server import errors
-from multiworld_serving.server.errors import RequestRejected
+from multiworld_serving.common.service import errors
+from multiworld_serving.common.service.errors import RequestRejected
 from tests.unit.server.frontend_app import (
     MAX_BODY_BYTES,
     MODEL,
@@ -226,7 +226,7 @@ async def test_predict_returns_500_and_logs_once_when_the_predictor_raises(caplo
 
 
 async def test_predict_returns_504_when_the_predictor_exceeds_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiworld_serving.server.http.open_request.DEADLINE_GRACE_S", 0.0)
+    monkeypatch.setattr("multiworld_serving.server.frontend.http.open_request.DEADLINE_GRACE_S", 0.0)
     async with running_frontend(ColourPredictor(proceed=asyncio.Event()), timeout_s=3.0) as frontend:
         response = await frontend.client.post("/predict", files={"image": image_bytes()})
         assert_error(response, 504, "deadline", "")

@@ -9,12 +9,12 @@ import httpx
 import pytest
 
 from multiworld_serving.common.config.keys import KeySet, hash_key, parse_keys
-from multiworld_serving.server.api.app import create_admin_app, create_api
-from multiworld_serving.server.api.groups import Groups
-from multiworld_serving.server.api.inference import Inference
-from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
-from multiworld_serving.server.http.limits import RequestLimits
-from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
+from multiworld_serving.server.frontend.api.app import create_admin_app, create_api
+from multiworld_serving.server.frontend.api.groups import Groups
+from multiworld_serving.server.frontend.api.inference import Inference
+from multiworld_serving.server.frontend.auth.authorizer import ApiKeys, Authorizer
+from multiworld_serving.server.frontend.http.limits import RequestLimits
+from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, Repository, client_of, group_of, image_bytes
 
 INFER = {"inputs": [{"name": "input", "datatype": "UINT8", "shape": [1, 3, 16, 16], "data": [0] * 768}]}

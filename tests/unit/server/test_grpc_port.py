@@ -11,10 +11,10 @@ import pytest
 from tritonclient.grpc import model_config_pb2 as model_config
 from tritonclient.grpc import service_pb2 as pb
 
-from multiworld_serving.server import errors
-from multiworld_serving.server.api.oip_grpc import server
-from multiworld_serving.server.api.oip_grpc.server import STATUS_CODES
-from multiworld_serving.server.errors import STATUS_OF_REASON
+from multiworld_serving.common.service import errors
+from multiworld_serving.common.service.errors import STATUS_OF_REASON
+from multiworld_serving.server.frontend.api.oip_grpc import server
+from multiworld_serving.server.frontend.api.oip_grpc.server import STATUS_CODES
 from tests.unit.server.frontend_app import MODEL, ColourPredictor
 from tests.unit.server.grpc_port import PATIENCE_S, channel, infer, refused, running_grpc, tensor
 from tests.unit.server.v2_requests import COLOURS, pixels

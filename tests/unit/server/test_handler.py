@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.server.api.handler import processes, program
-from multiworld_serving.server.api.handler.processes import HandlerProcesses
-from multiworld_serving.server.errors import HandlerError, OverloadedError
+from multiworld_serving.common.service.errors import HandlerError, OverloadedError
+from multiworld_serving.server.frontend.api.handler import processes, program
+from multiworld_serving.server.frontend.api.handler.processes import HandlerProcesses
 from tests.documents import ROOT
 from tests.unit.server.frontend_app import running_frontend
 from tests.unit.server.text_model import INFER, TEXT, tensors, text_predictor

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiworld_serving.server.api.form import extract_image
-from multiworld_serving.server.api.images import decodes_quickly, image_tensor
-from multiworld_serving.server.errors import ImageError, InvalidBodyError
-from multiworld_serving.server.predictor import ImageSizes
+from multiworld_serving.common.service.errors import ImageError, InvalidBodyError
+from multiworld_serving.common.service.predictor import ImageSizes
+from multiworld_serving.server.frontend.api.form import extract_image
+from multiworld_serving.server.frontend.api.images import decodes_quickly, image_tensor
 from tests.unit.server.frontend_app import image_bytes
 
 MEBIBYTE = 2**20

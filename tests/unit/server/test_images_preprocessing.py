@@ -10,9 +10,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms._presets import ImageClassification
 
-from multiworld_serving.server.api.images import MIN_SIDE, image_tensor
-from multiworld_serving.server.errors import ImageError, ImageTooLargeError
-from multiworld_serving.server.predictor import ImageSizes
+from multiworld_serving.common.service.errors import ImageError, ImageTooLargeError
+from multiworld_serving.common.service.predictor import ImageSizes
+from multiworld_serving.server.frontend.api.images import MIN_SIDE, image_tensor
 from tests.unit.server.frontend_app import image_bytes
 
 

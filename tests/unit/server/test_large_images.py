@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from multiworld_serving.server.api import images
-from multiworld_serving.server.api.images import LARGE_PIXELS, LargeImageError, image_tensor
-from multiworld_serving.server.predictor import ImageSizes
+from multiworld_serving.common.service.predictor import ImageSizes
+from multiworld_serving.server.frontend.api import images
+from multiworld_serving.server.frontend.api.images import LARGE_PIXELS, LargeImageError, image_tensor
 from tests.unit.server.frontend_app import image_bytes, running_frontend
 from tests.waiting import Gate
 

@@ -3,11 +3,11 @@
 from collections import Counter as Tally
 from collections.abc import Sequence
 
-from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.observability.leader_metrics import LeaderMetrics, PipelineCollector
-from multiworld_serving.server.observability.requests import RequestRecord
-from multiworld_serving.server.scheduling.state import Counters
-from multiworld_serving.server.snapshots import ReplicaState
+from multiworld_serving.common.service.snapshots import ReplicaState
+from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
+from multiworld_serving.server.frontend.observability.requests import RequestRecord
+from multiworld_serving.server.leader.metrics import LeaderMetrics, PipelineCollector
+from multiworld_serving.server.leader.scheduling.state import Counters
 from tests.unit.server.pipelines import pipeline
 
 

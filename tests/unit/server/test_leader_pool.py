@@ -8,12 +8,12 @@ from typing import get_args
 import pytest
 import torch
 
+from multiworld_serving.common.service import errors
+from multiworld_serving.common.service.messages import Predict
+from multiworld_serving.common.service.predictor import ImageSizes, Prediction
+from multiworld_serving.common.service.snapshots import ServiceState
 from multiworld_serving.common.wire.link import Link, LinkLostError
-from multiworld_serving.server import errors
-from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.frontends.messages import Predict
-from multiworld_serving.server.predictor import ImageSizes, Prediction
-from multiworld_serving.server.snapshots import ServiceState
+from multiworld_serving.server.frontend.leaders.pool import LeaderPool
 from tests.unit.server.fake_leaders import FIRST, MODEL, desired, leader_state, open_request, pool_of
 from tests.unit.server.image_model import image_classifier
 from tests.waiting import until

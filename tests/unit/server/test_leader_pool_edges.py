@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from multiworld_serving.common.edges.edges import Edges
-from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, Source
-from multiworld_serving.common.wire.protocol import Kind, Received, rows_payload
-from multiworld_serving.server.errors import (
+from multiworld_serving.common.service.errors import (
     DeadlineError,
     InputUnreachableError,
     NoReplicaError,
     NotReadyError,
     OverloadedError,
 )
-from multiworld_serving.server.frontends.messages import Predict, Rejection, Scrape
-from multiworld_serving.server.predictor import ImageSizes, Prediction
+from multiworld_serving.common.service.messages import Predict, Rejection, Scrape
+from multiworld_serving.common.service.predictor import ImageSizes, Prediction
+from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, Source
+from multiworld_serving.common.wire.protocol import Kind, Received, rows_payload
 from tests.unit.edges.edge_parts import edges
 from tests.unit.server.fake_leaders import FakeLeader, Pool, prediction
 from tests.unit.server.image_model import image_classifier

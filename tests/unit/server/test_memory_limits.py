@@ -7,8 +7,8 @@ import pytest
 from multiworld_serving.common.config import process
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.process import check_memory
-from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.main import _prepare
+from multiworld_serving.common.settings.leader import LeaderSettings
+from multiworld_serving.server.leader.main import _prepare
 from tests.bundles import PREVIEW
 
 

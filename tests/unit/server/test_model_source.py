@@ -12,13 +12,13 @@ import safetensors.torch
 import torch
 import torchvision
 
+from multiworld_serving.common.service.model_files import available_weights
+from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.models.optimize.tuning import NO_TUNING
-from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.versions.model_files import available_weights
-from multiworld_serving.server.versions.model_source import ModelSource
-from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
+from multiworld_serving.server.leader.versions.model_source import ModelSource
+from multiworld_serving.server.leader.versions.version_table import VersionPlan, VersionTable
 
 MODEL = "squeezenet1_1"
 

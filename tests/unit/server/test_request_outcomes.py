@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.observability.requests import MAX_VERSIONS
-from multiworld_serving.server.predictor import Prediction
+from multiworld_serving.common.service.predictor import Prediction
+from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
+from multiworld_serving.server.frontend.observability.requests import MAX_VERSIONS
 
 
 class OfModel(FrontendMetrics):

@@ -7,14 +7,14 @@ import pytest
 from starlette.types import Scope
 
 from multiworld_serving.common.config.keys import KeySet
-from multiworld_serving.server.auth.authorizer import (
+from multiworld_serving.common.service.errors import ForbiddenError, UnauthenticatedError
+from multiworld_serving.server.frontend.auth.authorizer import (
     ApiKeys,
     Authorizer,
     Permission,
     admin_port_permission,
     http_port_permission,
 )
-from multiworld_serving.server.errors import ForbiddenError, UnauthenticatedError
 
 ALICE, OPS, TOKEN = b"key of alice", b"key of ops", b"join token"
 

@@ -6,16 +6,16 @@ import json
 import httpx
 import pytest
 
-from multiworld_serving.server.administration import (
+from multiworld_serving.common.service.administration import (
     InvalidWeightsError,
     OperationInProgressError,
     RestartFailedError,
     VersionFailedError,
 )
-from multiworld_serving.server.api.app import Application, create_admin_app
-from multiworld_serving.server.api.groups import Groups
-from multiworld_serving.server.observability.frontend_metrics import FrontendMetrics
-from multiworld_serving.server.predictor import ModelVersion, RestartStep
+from multiworld_serving.common.service.predictor import ModelVersion, RestartStep
+from multiworld_serving.server.frontend.api.app import Application, create_admin_app
+from multiworld_serving.server.frontend.api.groups import Groups
+from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
 from tests.unit.server.frontend_app import Repository, client_of, group_of
 from tests.unit.server.http_port import http_port
 

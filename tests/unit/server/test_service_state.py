@@ -2,7 +2,7 @@
 
 import pytest
 
-from multiworld_serving.server.snapshots import (
+from multiworld_serving.common.service.snapshots import (
     FailureSnapshot,
     LeaderSnapshot,
     PipelineSnapshot,

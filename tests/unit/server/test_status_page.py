@@ -6,7 +6,7 @@ from importlib.resources import files
 from tests.unit.server.frontend_app import RunningFrontend
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
-PAGE = files("multiworld_serving.server.api") / "status_page"
+PAGE = files("multiworld_serving.server.frontend.api") / "status_page"
 
 
 async def test_browsers_get_a_page_that_loads_only_its_own_files_and_programs_get_a_list(

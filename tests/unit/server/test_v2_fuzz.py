@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from multiworld_serving.server.api.inference import InferRequest
-from multiworld_serving.server.api.oip.compression import pack, unpack
-from multiworld_serving.server.api.oip.infer_request import parse_infer_request
-from multiworld_serving.server.errors import InvalidRequestError
+from multiworld_serving.common.service.errors import InvalidRequestError
+from multiworld_serving.server.frontend.api.inference import InferRequest
+from multiworld_serving.server.frontend.api.oip.compression import pack, unpack
+from multiworld_serving.server.frontend.api.oip.infer_request import parse_infer_request
 from tests.unit.server.frontend_app import MODEL
 from tests.unit.server.v2_requests import PACK, SIGNATURE
 

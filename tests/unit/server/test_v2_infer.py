@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH
-from multiworld_serving.server.predictor import ModelVersion, Prediction
+from multiworld_serving.common.service.predictor import ModelVersion, Prediction
+from multiworld_serving.server.frontend.api.oip.infer_response import HEADER_LENGTH
 from tests.unit.server.frontend_app import MODEL, SIDE, ColourPredictor, RunningFrontend, image_bytes, running_frontend
 from tests.unit.server.v2_requests import (
     INFER,

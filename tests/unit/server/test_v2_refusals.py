@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from multiworld_serving.server import errors
-from multiworld_serving.server.predictor import Prediction
+from multiworld_serving.common.service import errors
+from multiworld_serving.common.service.predictor import Prediction
 from tests.unit.server.frontend_app import (
     MAX_BODY_BYTES,
     MODEL,

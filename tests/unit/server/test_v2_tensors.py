@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from multiworld_serving.common.service.predictor import ImageSizes, Prediction, ServedModel
 from multiworld_serving.models.bundle.manifest import TensorSpec
-from multiworld_serving.server.api.oip.tensors import BINARY_ONLY, DATATYPES
-from multiworld_serving.server.predictor import ImageSizes, Prediction, ServedModel
+from multiworld_serving.server.frontend.api.oip.tensors import BINARY_ONLY, DATATYPES
 from tests.unit.server.frontend_app import ColourPredictor, RunningFrontend, image_bytes, running_frontend
 from tests.unit.server.text_model import INFER, TEXT, binary, binary_outputs, tensors, text_predictor
 from tests.unit.server.v2_requests import binary_tensor, elements, request

@@ -10,28 +10,28 @@ import pytest
 from pydantic import SecretStr
 
 from multiworld import Cause
-from multiworld_serving.common.wire.join import JoinRequest
-from multiworld_serving.server.administration import (
+from multiworld_serving.common.service.administration import (
     Desired,
     OperationInProgressError,
     RestartFailedError,
     VersionFailedError,
 )
-from multiworld_serving.server.observability.leader_metrics import LeaderMetrics
-from multiworld_serving.server.operations import Operations
-from multiworld_serving.server.pipeline.driver import SchedulerDriver
-from multiworld_serving.server.predictor import ModelVersion
-from multiworld_serving.server.replicas import reconcile, worker
-from multiworld_serving.server.replicas.registry import WorkerRegistry
-from multiworld_serving.server.replicas.worker import Ending, LinkEndedError, SelfTestError, Worker
-from multiworld_serving.server.replicas.worker_link import WorkerLink
-from multiworld_serving.server.scheduling.config import SchedulerConfig
-from multiworld_serving.server.serving import Serving
-from multiworld_serving.server.settings import ServeSettings
-from multiworld_serving.server.snapshots import RolloutProgress
-from multiworld_serving.server.versions.model_source import ModelSource
-from multiworld_serving.server.versions.stage_plan import StagePlan
-from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
+from multiworld_serving.common.service.predictor import ModelVersion
+from multiworld_serving.common.service.snapshots import RolloutProgress
+from multiworld_serving.common.settings.serve import ServeSettings
+from multiworld_serving.common.wire.join import JoinRequest
+from multiworld_serving.server.leader.metrics import LeaderMetrics
+from multiworld_serving.server.leader.operations import Operations
+from multiworld_serving.server.leader.pipeline.driver import SchedulerDriver
+from multiworld_serving.server.leader.replicas import reconcile, worker
+from multiworld_serving.server.leader.replicas.registry import WorkerRegistry
+from multiworld_serving.server.leader.replicas.worker import Ending, LinkEndedError, SelfTestError, Worker
+from multiworld_serving.server.leader.replicas.worker_link import WorkerLink
+from multiworld_serving.server.leader.scheduling.config import SchedulerConfig
+from multiworld_serving.server.leader.serving import Serving
+from multiworld_serving.server.leader.versions.model_source import ModelSource
+from multiworld_serving.server.leader.versions.stage_plan import StagePlan
+from multiworld_serving.server.leader.versions.version_table import VersionPlan, VersionTable
 from tests.waiting import until
 
 WAIT_S = 30.0
@@ -299,14 +299,14 @@ async def test_suspended_process_is_restarted_when_it_joins_again_during_a_rolli
 async def test_restart_names_a_worker_that_may_still_run_and_does_not_join(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("multiworld_serving.server.operations._REJOIN_S", 0.05)
+    monkeypatch.setattr("multiworld_serving.server.leader.operations._REJOIN_S", 0.05)
     with pytest.raises(RestartFailedError, match=r"not restarted: b$"):
         [step async for step in restart_while_the_second_is_suspended(service, "another")]
     assert not service.busy
 
 
 async def test_restart_fails_when_a_worker_does_not_leave(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiworld_serving.server.operations._LEAVE_S", 0.05)
+    monkeypatch.setattr("multiworld_serving.server.leader.operations._LEAVE_S", 0.05)
     with pytest.raises(RestartFailedError, match=r"a has not left for 0\.05 s; not restarted: a, b"):
         async for _ in service.operations.restart_workers():
             pass

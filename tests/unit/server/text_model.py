@@ -6,8 +6,8 @@ import httpx
 import torch
 from torch import Tensor
 
+from multiworld_serving.common.service.predictor import Prediction, ServedModel
 from multiworld_serving.models.bundle.manifest import TensorSpec
-from multiworld_serving.server.predictor import Prediction, ServedModel
 from tests.unit.server.frontend_app import ColourPredictor
 from tests.unit.server.v2_requests import binary_tensor, parts, request
 

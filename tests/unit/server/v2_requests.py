@@ -12,8 +12,8 @@ import httpx
 import torch
 from torch import Tensor
 
-from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH
-from multiworld_serving.server.api.oip.metadata import Signature
+from multiworld_serving.server.frontend.api.oip.infer_response import HEADER_LENGTH
+from multiworld_serving.server.frontend.api.oip.metadata import Signature
 from tests.unit.server.frontend_app import MODEL, SIDE
 
 SIGNATURE = Signature(MODEL, max_rows=8)

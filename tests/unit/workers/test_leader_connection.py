@@ -15,13 +15,13 @@ from pydantic import SecretStr
 from multiworld import WorldManager, texts
 from multiworld_serving.common.config.addresses import MAX_NAME_CHARS, Address
 from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.settings.worker import WorkerSettings
 from multiworld_serving.common.wire.join import JoinOffer
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError, WorkerProcess
 from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.session import Session
-from multiworld_serving.workers.settings import WorkerSettings
 from tests.unit.edges.edge_parts import unused_edges
 from tests.waiting import Gate, until
 

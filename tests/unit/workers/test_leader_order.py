@@ -8,7 +8,7 @@ import pytest
 
 from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.models.bundle.stage import BundleStageSpec
-from multiworld_serving.server.versions.stage_plan import make_bundle_plan
+from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 from multiworld_serving.workers import leader_order
 from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.stage_loader import AssignedStage

@@ -11,7 +11,7 @@ from multiworld_serving.models.bundle import stage as bundle_stage
 from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.models.optimize.deviation import deviation
 from multiworld_serving.models.optimize.tuning import Tuning
-from multiworld_serving.server.versions.stage_plan import make_bundle_plan
+from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.engine import Engine, StageTask
 from tests.bundles import PREVIEW

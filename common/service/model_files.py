@@ -1,0 +1,80 @@
+"""The files that the settings of a model name, and its bundle. Imports no torch, so that the supervisor can use it."""
+
+import json
+import os
+import zipfile
+import zlib
+from pathlib import Path
+
+from multiworld_serving.common.settings.leader import LeaderSettings
+from multiworld_serving.models.errors import BundleError, WeightsError
+from multiworld_serving.models.export.bundle_cache import exported, trained_weights
+from multiworld_serving.models.weights import SUFFIXES
+
+MANIFEST = "manifest.json"
+_DEFAULT_WEIGHTS = ("DEFAULT", "auto")
+"""Values of `--weights` that name no weights, so that they also fit a bundle."""
+
+
+def check_model_files(settings: LeaderSettings) -> None:
+    """Check that the files and folders exist. Reads none of them.
+
+    Raises:
+        models.ModelError: there is no such file or folder.
+    """
+    path = bundle_path(settings)
+    if path is not None and not os.path.exists(path):
+        source, (file, is_function, _) = settings.model_source, settings.model_source.partition(".py:")
+        expected = "expected the path of a bundle that `multiworld export` wrote, or a name such as resnet50"
+        if is_function:
+            expected = f"export it first: multiworld export {source} -o {file}.bundle"
+        raise BundleError(f"--model {source}: there is no such file or folder; {expected}")
+    if path is not None and settings.weights not in _DEFAULT_WEIGHTS:
+        raise WeightsError(
+            f"--weights {settings.weights}: a bundle contains its weights; leave --weights out, or export the model with them"
+        )
+    if path is not None and settings.image_size is not None:
+        raise BundleError("--image-size is decided when a bundle is made: export it with another one")
+    weights = Path(settings.weights)
+    if path is None and weights.suffix.lower() in SUFFIXES and not weights.is_file():
+        raise WeightsError(f"--weights {settings.weights}: there is no such file")
+    if settings.weights_dir is not None and not settings.weights_dir.is_dir():
+        raise WeightsError(f"--weights-dir {settings.weights_dir}: there is no such folder")
+
+
+def bundle_path(settings: LeaderSettings) -> Path | None:
+    """The bundle that `--model` names by its path; None if it is the name of a model."""
+    path = Path(settings.model_source)
+    return path if os.path.exists(path) or os.sep in settings.model_source or path.suffix else None
+
+
+def served_name(settings: LeaderSettings) -> str:
+    """The name of the model: as given, or as its bundle or torchvision names it. A bundle that cannot be read has its file's name."""
+    path = bundle_path(settings)
+    if settings.model_name or path is None:
+        return settings.model_name or settings.model_source
+    try:
+        if path.is_dir():
+            manifest = (path / MANIFEST).read_bytes()
+        else:
+            with zipfile.ZipFile(path) as archive:
+                manifest = archive.read(MANIFEST)
+        return str(json.loads(manifest)["name"])
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error):
+        return path.stem
+
+
+def available_weights(settings: LeaderSettings) -> str:
+    """The weights to start with, "auto" replaced. A model of torchvision is exported if the cache does not have it. Blocks.
+
+    Raises:
+        models.ModelError: there is no such model, or it cannot be exported.
+    """
+    weights = settings.weights
+    if bundle_path(settings) is None:
+        if weights == "auto":
+            weights = trained_weights(
+                settings.model_source, settings.max_batch_size or 1, image_size=settings.image_size
+            )
+        exported(settings.model_source, weights, settings.max_batch_size or 1, image_size=settings.image_size)
+    return weights

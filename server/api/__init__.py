@@ -1,5 +1,0 @@
-"""The HTTP API: inference routes, probes, status page, admin endpoints and the ASGI application.
-
-May import server.auth, server.http, server.observability and what these import.
-Start reading in app.py, then predict.py. openapi.json describes the paths.
-"""

@@ -1,9 +1,0 @@
-"""The Open Inference Protocol over gRPC, with the model, limits and errors of `server.api.oip`. Needs the extra `grpc`.
-
-open_inference.proto    the definition, also for clients
-open_inference.binpb    its descriptor, compiled by `make proto`
-codec.py                message classes; messages to requests, and predictions to messages
-server.py               the port and its methods: record, authorization, deadline and errors of a call; start reading here
-
-Only a frontend with a gRPC port imports it. May import what server.api.oip may.
-"""

@@ -1,4 +1,0 @@
-"""Authentication and authorization: API keys, join tokens, and reloading of credentials.
-
-May import server.http, server.observability, server.errors, server.settings and common. Start reading in authorizer.py.
-"""

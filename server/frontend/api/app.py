@@ -1,0 +1,253 @@
+"""The ASGI applications of the HTTP port and of the admin port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from multiworld_serving.common.config.keys import KeySet
+from multiworld_serving.common.metrics import ProgramMetrics
+from multiworld_serving.common.service.errors import DrainingError, RequestRejected
+from multiworld_serving.server.frontend.api.admin import AdminRoutes
+from multiworld_serving.server.frontend.api.groups import Groups
+from multiworld_serving.server.frontend.api.oip.routes import V2Routes
+from multiworld_serving.server.frontend.api.openapi import openapi_document
+from multiworld_serving.server.frontend.api.operations import (
+    Scrape,
+    metrics_response,
+    operations_routes,
+    status_page_routes,
+)
+from multiworld_serving.server.frontend.auth.authorizer import (
+    ApiKeys,
+    Authorizer,
+    Permission,
+    admin_port_permission,
+    http_port_permission,
+    is_admin_path,
+    is_inference_path,
+)
+from multiworld_serving.server.frontend.http.errors import (
+    INTERNAL_ERROR,
+    OtherPort,
+    error_response,
+    rejection_response,
+    routing_response,
+)
+from multiworld_serving.server.frontend.http.route import route
+from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
+from multiworld_serving.server.frontend.observability.requests import InferenceProtocol, RequestRecord, Requests
+
+logger = logging.getLogger(__name__)
+
+_V2_INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/[^/]+)?/infer")
+_PREDICT = re.compile(r"/predict(?:/([^/]+))?")
+
+
+class Application(FastAPI):
+    """The application of a port. Handles everything that does not depend on the route: authorization, records, and errors.
+
+    It calls the router without FastAPI's middleware, which would handle exceptions a second time.
+
+    Args:
+        permission_for: returns the permission that a path requires.
+        groups: the models that serve; None for the admin port, which has no inference requests.
+        other_port: the port with the paths that this one does not have.
+        document: returns the document of GET /openapi.json; None: there is none.
+    """
+
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        *,
+        requests: Requests,
+        authorizer: Authorizer | None,
+        permission_for: Callable[[str], Permission],
+        groups: Groups | None = None,
+        other_port: OtherPort | None = None,
+        document: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        self._document = document
+        super().__init__(
+            routes=[*routes],
+            redirect_slashes=False,
+            openapi_url="/openapi.json" if document else None,
+            docs_url=None,  # this page and the next one load scripts from another site
+            redoc_url=None,
+        )
+        self._requests = requests
+        self._authorizer = authorizer or Authorizer(ApiKeys(KeySet(), KeySet()))
+        self._permission_for = permission_for
+        self._groups = groups
+        self._other_port = other_port
+
+    def openapi(self) -> dict[str, Any]:
+        """The document, which describes the model that serves now."""
+        return self._document() if self._document else super().openapi()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond to a request. Routes of GET also respond to HEAD, and uvicorn sends no body then."""
+        protocol, name = (None, None) if self._groups is None else inference_protocol(scope["path"])
+        group = None if self._groups is None else self._groups.find(name)
+        version, counts = ("", None) if group is None else (group.pool.version.name, group.requests)
+        record = self._requests.begin(scope, version, protocol, counts)
+        started, status = False, record.status
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started, status
+            if message["type"] == "http.response.start":
+                started, status = True, message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.request_id.encode("ascii"))]
+            await send(message)
+
+        try:
+            try:
+                self._authorize(scope, record)
+                scope["app"] = self  # Starlette then raises HTTPException if there is no route
+                await self.router(scope, receive, send_with_id)
+            except Exception as error:
+                if started:  # too late for an error response: the server logs the exception and closes the connection
+                    record.reason, record.status = "internal", 500
+                    raise
+                await self._error_response(error, scope, record)(scope, receive, send_with_id)
+            except asyncio.CancelledError:
+                if started:
+                    raise
+                # The server has stopped, and uvicorn cancels what is left. It would respond with 500 and plain text.
+                rejection = DrainingError(
+                    "the server stopped before the response was ready; send the request to another one"
+                )
+                await rejection_response(rejection, record)(scope, receive, send_with_id)
+            record.status = status
+        finally:
+            self._requests.end(scope, record)
+
+    def _authorize(self, scope: Scope, record: RequestRecord) -> None:
+        """Raises UnauthenticatedError or ForbiddenError."""
+        permission = self._permission_for(scope["path"])
+        record.key_name = self._authorizer.check(permission, scope)
+        record.key_models = self._authorizer.models_of(record.key_name)
+        if permission is Permission.ADMIN:
+            fields = {"method": scope["method"], "target": scope["path"][:256], "by": record.key_name}
+            logger.info("admin request", extra={**fields, "request_id": record.request_id})
+
+    def _error_response(self, error: Exception, scope: Scope, record: RequestRecord) -> Response:
+        if isinstance(error, HTTPException):
+            return routing_response(error, scope, record, self._other_port)
+        if not isinstance(error, RequestRejected):
+            logger.error("request failed request_id=%s path=%s", record.request_id, scope["path"], exc_info=error)
+            return error_response(500, INTERNAL_ERROR, "internal", record)
+        response = rejection_response(error, record)
+        if error.status == 401:
+            response.headers.append("WWW-Authenticate", 'Bearer realm="multiworld"')
+            if self._permission_for(scope["path"]) is Permission.ANY_KEY:  # browsers then ask for a password
+                response.headers.append("WWW-Authenticate", 'Basic realm="multiworld: the key as the password"')
+        return response
+
+
+def inference_protocol(path: str) -> tuple[InferenceProtocol | None, str | None]:
+    """The inference protocol and the model of a path. None if it is not inference: probes and scrapes are not measured."""
+    if (match := _PREDICT.fullmatch(path)) is not None:
+        return "predict", match[1]
+    match = _V2_INFER.fullmatch(path)
+    return (None, None) if match is None else ("v2", match[1])
+
+
+def create_api(
+    groups: Groups,
+    metrics: FrontendMetrics,
+    authorizer: Authorizer | None = None,
+    scrape: Scrape | None = None,
+    admin_port: int | None = None,
+) -> Application:
+    """Create the HTTP API.
+
+    Args:
+        authorizer: checks permissions; None = no authentication.
+        scrape: returns the metrics to serve; None = `metrics` alone.
+        admin_port: number of the admin port, for requests that belong there.
+    """
+
+    def document() -> dict[str, Any]:
+        needs_key = authorizer is not None and bool(authorizer.keys.inference)
+        return openapi_document(groups, needs_key=needs_key)
+
+    def endpoints() -> dict[str, str]:
+        return {
+            f"{method.upper()} {path}": operation["summary"]
+            for path, operations in document()["paths"].items()
+            for method, operation in operations.items()
+        }
+
+    return Application(
+        [
+            route("/predict", groups.predict, "POST"),
+            route("/predict/{model}", groups.predict, "POST"),
+            *V2Routes(groups).routes(),
+            *operations_routes(groups, scrape or metrics.scrape),
+            *status_page_routes(groups, endpoints),
+        ],
+        requests=metrics.requests,
+        authorizer=authorizer,
+        permission_for=http_port_permission,
+        groups=groups,
+        other_port=None if admin_port is None else OtherPort("the admin port", admin_port, is_admin_path),
+        document=document,
+    )
+
+
+_ADMIN_ENDPOINTS = {
+    "GET /": "this list; for browsers, the status page with operator actions",
+    "GET /events": "state and events as server-sent events",
+    "GET /metrics": "Prometheus metrics",
+    "POST /admin/models": "add a model to the service, or remove one",
+    "GET /admin/models": "the outcomes of such changes",
+    "POST /admin/rolling-restart": "restart all workers in turn; ?model=MODEL restarts those of one model",
+    "POST /v2/repository/index": "the versions of all models",
+    "POST /v2/repository/models/MODEL/load": "load a version",
+    "POST /v2/repository/models/MODEL/unload": "unload the model",
+}
+
+
+def create_admin_app(
+    scrape: Scrape,
+    groups: Groups,
+    authorizer: Authorizer | None = None,
+    own: Scrape | None = None,
+    http_port: int | None = None,
+    changes_file: Path | None = None,
+) -> Application:
+    """Create the application of the admin port: metrics and admin endpoints.
+
+    Args:
+        scrape: returns the metrics of all processes.
+        own: returns the metrics of this process alone, for `GET /metrics?own=true`.
+        http_port: number of the port of the HTTP API, for requests that belong there.
+        changes_file: see `FrontendSettings`.
+    """
+
+    async def metrics(request: Request) -> Response:
+        return await metrics_response(own if own is not None and "own" in request.query_params else scrape)
+
+    return Application(
+        [
+            route("/metrics", metrics),
+            *AdminRoutes(groups, changes_file).routes(),
+            *status_page_routes(groups, lambda: _ADMIN_ENDPOINTS),
+        ],
+        requests=Requests(ProgramMetrics()),
+        authorizer=authorizer,
+        permission_for=admin_port_permission,
+        other_port=None if http_port is None else OtherPort("the HTTP API", http_port, is_inference_path),
+    )

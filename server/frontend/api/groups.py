@@ -1,0 +1,164 @@
+"""The models of a frontend by name, and the group of leaders that serves each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from multiworld_serving.common.observers import suppress_errors
+from multiworld_serving.common.service.errors import NoModelNamedError, NotReadyError, UnknownModelError
+from multiworld_serving.common.service.snapshots import PipelineSnapshot
+from multiworld_serving.server.frontend.api.handler.processes import HandlerProcesses
+from multiworld_serving.server.frontend.api.handler.route import HandlerRoute
+from multiworld_serving.server.frontend.api.inference import Inference
+from multiworld_serving.server.frontend.api.oip.metadata import repository_index
+from multiworld_serving.server.frontend.api.predict import PredictRoute, wrong_path
+from multiworld_serving.server.frontend.http.route import Endpoint
+from multiworld_serving.server.frontend.leaders.pool import LeaderPool
+from multiworld_serving.server.frontend.observability.event_feed import EventFeed
+from multiworld_serving.server.frontend.observability.requests import ModelRequests
+
+
+@dataclass(eq=False)
+class Group:
+    """One model of a frontend.
+
+    Attributes:
+        name: of the model.
+        pool: the leaders that serve it.
+        requests: the counts of its requests.
+        feed: of GET /events.
+        inference: computes its requests; None until a leader has described the model.
+        serves_predict: whether it has /predict: it classifies images, or has a handler. True until a leader has described the model.
+        has_handler: whether a handler decodes the bodies of /predict.
+    """
+
+    name: str
+    pool: LeaderPool
+    requests: ModelRequests
+    feed: EventFeed
+    inference: Inference | None = None
+    serves_predict: bool = True
+    has_handler: bool = False
+
+    def open(self, inference: Inference, handler: HandlerProcesses | None = None) -> None:
+        """Serve the model, which is known now.
+
+        Args:
+            handler: decodes and encodes the bodies of /predict; None = /predict classifies images.
+        """
+        self.inference, model = inference, inference.signature.model
+        self.has_handler = handler is not None
+        self.serves_predict = self.has_handler or model.classifies_images
+        if handler is not None:
+            self._answer: Endpoint = HandlerRoute(inference, handler).answer
+        else:
+            self._answer = PredictRoute(inference).answer if model.classifies_images else wrong_path(model)
+
+    def described(self) -> Inference:
+        """What computes its requests. Raises NotReadyError."""
+        if self.inference is None:
+            raise NotReadyError(f"the model {self.name!r} has not been ready yet; wait until its leader has started")
+        return self.inference
+
+    def statistics(self) -> dict[str, Any]:
+        """One element of `model_stats`."""
+        return self.requests.statistics(str(self.pool.version.number))
+
+    async def predict(self, request: Request) -> Response:
+        """Respond to POST /predict. Raises RequestRejected."""
+        self.described()
+        return await self._answer(request)
+
+
+class Groups:
+    """All models of a frontend. The first one is that of the status page and of paths that name none.
+
+    Attributes:
+        failing_file: see `FrontendSettings`.
+    """
+
+    failing_file: Path | None = None
+
+    def __init__(self, *groups: Group) -> None:
+        self._by_name = {group.name: group for group in groups}
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._by_name.values())
+
+    def add(self, group: Group) -> None:
+        """Serve a further model."""
+        self._by_name[group.name] = group
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all models."""
+        return list(self._by_name)
+
+    @property
+    def only(self) -> Group | None:
+        """The only model; None if there are several."""
+        return next(iter(self._by_name.values())) if len(self._by_name) == 1 else None
+
+    def find(self, name: str | None) -> Group | None:
+        """The model with this name, or the only one; without a name that of /predict. None if there is none."""
+        return self.of_predict if name is None else self.only or self._by_name.get(name)
+
+    @property
+    def of_predict(self) -> Group | None:
+        """The model that answers /predict without a name: the first one that has /predict. Added models come last."""
+        return self.only or next((group for group in self if group.serves_predict), None)
+
+    def named(self, model: str, version: str | None = None) -> Group:
+        """The model with this name. Raises UnknownModelError unless it serves, and this version of it if one is given."""
+        if (found := self._by_name.get(model)) is None:
+            known = f"the only model is {self.only.name!r}" if self.only else f"the models are {_listed(self.names)}"
+            raise UnknownModelError(f"Request for unknown model: {model[:64]!r}; {known}")
+        if version is not None:
+            found.described().signature.check_served(model, version, found.pool.version)
+        return found
+
+    def chosen(self, request: Request) -> Group:
+        """The model that the query parameter `model` names; without it the first one. Raises UnknownModelError."""
+        name = request.query_params.get("model")
+        return next(iter(self)) if name is None else self.named(name)
+
+    def snapshot(self, group: Group) -> PipelineSnapshot:
+        """The state of one model, with the states of all, and the processes that fail."""
+        found = group.pool.snapshot()
+        models: dict[str, str] = {each.name: each.pool.snapshot().state for each in self} if self.only is None else {}
+        failing = self._failing() or ()
+        return replace(found, models=models, failing=failing) if models or failing else found
+
+    @suppress_errors
+    def _failing(self) -> tuple[str, ...]:
+        return () if self.failing_file is None else tuple(self.failing_file.read_text(encoding="utf-8").splitlines())
+
+    def index(self, *, only_ready: bool = False) -> list[dict[str, str]]:
+        """The versions of all models, as Triton's repository extension describes them."""
+        return [each for group in self for each in repository_index(group.pool.snapshot(), only_ready=only_ready)]
+
+    @property
+    def not_ready(self) -> Group | None:
+        """The first model that is not ready and not unloaded; the first one if all are unloaded. None if the service is ready."""
+        expected = [group for group in self if group.pool.snapshot().state != "unloaded"] or list(self)
+        return next((group for group in expected if not group.pool.ready), None)
+
+    async def predict(self, request: Request) -> Response:
+        """POST /predict and /predict/NAME."""
+        name = request.path_params.get("model")
+        group = self.of_predict if name is None else self.named(name)
+        if group is None:
+            raise NoModelNamedError(
+                f"the models here are {_listed(self.names)}; send the request to /v2/models/NAME/infer"
+            )
+        return await group.predict(request)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"

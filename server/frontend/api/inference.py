@@ -1,0 +1,218 @@
+"""The steps of an inference request that all routes and gRPC share: receive, check, parse, decode, predict, encode."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from types import CoroutineType
+from typing import TypeVar
+from urllib.parse import quote
+
+import torch
+from torch import Tensor
+
+from multiworld_serving.common.config.process import release_free_memory
+from multiworld_serving.common.daemon_threads import DaemonThreads
+from multiworld_serving.common.service.errors import (
+    ForbiddenError,
+    ImageError,
+    ImageTooLargeError,
+    StageError,
+    UnknownModelError,
+)
+from multiworld_serving.common.service.predictor import Prediction, ServedModel
+from multiworld_serving.models.errors import BundleError
+from multiworld_serving.server.frontend.api.images import LargeImageError, image_tensor
+from multiworld_serving.server.frontend.api.oip.metadata import Signature
+from multiworld_serving.server.frontend.http.limits import RequestLimits
+from multiworld_serving.server.frontend.http.open_request import OpenRequest, RequestGate
+from multiworld_serving.server.frontend.leaders.pool import LeaderPool
+
+B = TypeVar("B")
+T = TypeVar("T")
+
+_LARGE_BYTES = 1 << 16
+"""Serializing a response with more bytes of outputs takes milliseconds, so it runs on a thread and not on the event loop."""
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """How to return one output.
+
+    Attributes:
+        index: of the model's outputs.
+        classes: return this many of the most probable classes as "value:index:label"; 0 = return the tensor.
+        binary: return the data after the JSON instead of in it.
+    """
+
+    index: int
+    classes: int = 0
+    binary: bool = False
+
+
+@dataclass
+class InferRequest:
+    """A parsed request.
+
+    Attributes:
+        rows: at least one: input rows of the model [N, …], or the files of images, not yet decoded.
+        key: of the rows; see `RowFormat.key`.
+        outputs: at least one, in the order of the response. Only of the Open Inference Protocol.
+        id: the client's id, to be returned; None = none.
+        timeout_s: the client's timeout since the request's arrival; None = the server's.
+        version: number of the version that must answer; None = any.
+    """
+
+    rows: Tensor | Sequence[bytes]
+    key: str = ""
+    outputs: Sequence[OutputOptions] = ()
+    id: str | None = None
+    timeout_s: float | None = None
+    version: int | None = None
+
+
+class Inference:
+    """Computes the inference requests of a frontend.
+
+    Args:
+        large_images: decodes the large images of all models, one at a time; None = of this model.
+
+    Attributes:
+        threads: parse requests and decode images. They start on demand.
+        large_images: the thread for large images.
+    """
+
+    def __init__(
+        self,
+        pipeline: LeaderPool,
+        model: ServedModel,
+        limits: RequestLimits,
+        large_images: DaemonThreads | None = None,
+    ) -> None:
+        fitting = limits.max_body_bytes // max(1, model.input_rows.max_row_bytes)
+        self.gate = RequestGate(pipeline, limits)
+        self.signature = Signature(model, max(1, min(limits.max_rows, fitting)), limits.finite_inputs)
+        self.threads = DaemonThreads(limits.decode_threads, "decode", max_waiting=limits.max_waiting_decodes)
+        self.large_images = large_images or large_image_thread(limits)
+
+    async def answer(
+        self,
+        opened: OpenRequest,
+        receive: Callable[[], Awaitable[B]],
+        parse: Callable[[B], InferRequest],
+        encode: Callable[[Prediction, InferRequest], T | Coroutine[None, None, T]],
+        is_quick: Callable[[B], bool] = lambda _: False,
+    ) -> T:
+        """Receive and answer a request.
+
+        Args:
+            receive: returns the body.
+            parse: parses the body on a thread. The body is freed before the prediction.
+            encode: serializes the prediction for the request, which is given without its rows. If the prediction is large, it runs on
+                a thread. May return a coroutine, which is awaited on the event loop.
+            is_quick: whether parsing a body takes less than a thread costs.
+        Raises:
+            RequestRejected: the request is invalid, or at least one sample was rejected, and so the whole request is.
+        """
+        record, model = opened.record, self.signature.model.name
+        if record.key_models is not None and model not in record.key_models:
+            raise ForbiddenError(f"this key does not permit inference with the model {model!r}; use another key")
+        async with opened:
+            body = await receive()
+            await opened.admit()
+            asked = parse(body) if is_quick(body) else await self.threads.run(partial(parse, body))
+            del body
+            record.adopt_client_id(asked.id or "")
+            if asked.timeout_s is not None:
+                opened.shorten(asked.timeout_s)
+            rows, asked.rows = await self._decoded(opened, asked.rows), ()
+            opened.release()
+            record.input_s, opened.predicts = time.monotonic() - record.received_s, True
+            prediction = await self.gate.pipeline.predict(
+                rows, key=asked.key, deadline_s=opened.deadline_s, request_id=record.request_id
+            )
+            del rows
+            if asked.version not in (None, prediction.version_number):
+                raise UnknownModelError(
+                    f"version {asked.version} was replaced by {prediction.version_number} while the request was in flight"
+                )
+            predicted_s = time.monotonic()
+            record.version = prediction.version
+            is_large = prediction.output.nbytes > _LARGE_BYTES
+            found = await asyncio.to_thread(encode, prediction, asked) if is_large else encode(prediction, asked)
+            is_coroutine = type(found) is CoroutineType  # isinstance with the abstract class takes 0.4 µs
+            encoded: T = await found if is_coroutine else found  # type: ignore[misc, assignment]
+            record.prediction, record.output_s = prediction, time.monotonic() - predicted_s
+            return encoded
+
+    async def _decoded(self, opened: OpenRequest, rows: Tensor | Sequence[bytes]) -> Tensor:
+        """The rows. A request decodes one image at a time, so that others wait for one image and not for a batch."""
+        if isinstance(rows, Tensor):
+            return rows
+        opened.hold(sum(map(len, rows)) + len(rows) * self.signature.model.input_rows.max_row_bytes)
+        images = []
+        for number, file in enumerate(rows, 1):
+            try:
+                images.append(await self._decoded_file(file))
+            except (ImageError, ImageTooLargeError) as error:
+                if len(rows) == 1:
+                    raise
+                raise type(error)(f"image {number} of {len(rows)}: {error}") from error
+        return torch.stack(images)
+
+    async def _decoded_file(self, file: bytes) -> Tensor:
+        try:
+            return await self.threads.run(partial(self.decode_image, file))
+        except LargeImageError:
+            return await self.large_images.run(partial(self._decode_large_image, file))
+
+    def decode_image(self, file: bytes, *, allow_large: bool = False) -> Tensor:
+        """The input row of an image file. Runs on a thread. Raises LargeImageError if another thread must do it."""
+        sizes = self.signature.model.image
+        assert sizes is not None, "only models of images take files"
+        return image_tensor(file, sizes, self.gate.limits.max_image_pixels, allow_large=allow_large)
+
+    def _decode_large_image(self, file: bytes) -> Tensor:
+        try:
+            return self.decode_image(file, allow_large=True)
+        finally:
+            release_free_memory()
+
+
+def large_image_thread(limits: RequestLimits) -> DaemonThreads:
+    """The thread for the large images of a process: together, they would need gigabytes, and the other images would wait for them."""
+    return DaemonThreads(1, "decode-large", max_waiting=limits.max_waiting_decodes)
+
+
+def output_tensors(prediction: Prediction, model: ServedModel) -> tuple[Tensor, ...]:
+    """The outputs of the samples, [N, …] each, in the order of the model's.
+
+    Raises:
+        StageError: the model returned probabilities that are not finite, or outputs of different lengths.
+    """
+    try:
+        outputs = model.output_rows.unpack(prediction.output)
+    except (BundleError, RuntimeError) as error:
+        raise StageError(f"the model returned outputs that do not fit its description: {error}") from error
+    if model.labels and not outputs[0].isfinite().all().item():
+        raise StageError("the model returned probabilities that are not finite for this sample; check the weights")
+    return outputs
+
+
+def prediction_headers(prediction: Prediction) -> dict[str, str]:
+    """Version with its digest, path and attempts."""
+    return {
+        "X-Model-Version": _quoted(prediction.version, ":+@,"),
+        "X-Model-Digest": prediction.version_digest,
+        "X-Path": ",".join(_quoted(world, ":+@") for world in prediction.path),
+        "X-Attempts": str(prediction.attempts),
+    }
+
+
+@lru_cache(1024)
+def _quoted(name: str, safe: str) -> str:
+    """Percent-encoded: a version may be a file name, and header values are limited to ASCII."""
+    return quote(name, safe=safe)

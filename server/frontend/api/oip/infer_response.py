@@ -1,0 +1,88 @@
+"""Serializes the response to an inference request: JSON, or JSON followed by binary data."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multiworld_serving.common.service.errors import InferenceRequestError
+from multiworld_serving.common.service.predictor import Prediction
+from multiworld_serving.server.frontend.api.inference import OutputOptions, output_tensors
+from multiworld_serving.server.frontend.api.oip.metadata import Signature
+from multiworld_serving.server.frontend.api.oip.tensors import DATATYPES
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+_MAX_JSON_VALUES = 1_000_000
+"""In all outputs of a response. As for requests, more numbers must be binary."""
+
+
+def encoded_outputs(
+    prediction: Prediction, wanted: Sequence[OutputOptions], signature: Signature
+) -> list[tuple[dict[str, Any], bytes | None]]:
+    """The wanted outputs of the samples, in their order: how JSON describes each, and its binary data.
+
+    Raises:
+        InferenceRequestError: JSON cannot express the values, or there are too many.
+        StageError: as `output_tensors`.
+    """
+    tensors = output_tensors(prediction, signature.model)
+    values = sum(tensors[each.index].numel() for each in wanted if not each.binary and not each.classes)
+    if values > _MAX_JSON_VALUES:
+        raise InferenceRequestError(
+            f"the outputs have {values} values, and JSON may have {_MAX_JSON_VALUES}; ask for binary data with `binary_data_output`"
+        )
+    return [_output(tensors[each.index], each, signature) for each in wanted]
+
+
+def build_response(
+    prediction: Prediction, wanted: Sequence[OutputOptions], request_id: str | None, signature: Signature
+) -> tuple[bytes, int | None]:
+    """Serialize the prediction.
+
+    Args:
+        request_id: the client's id; None = none.
+    Returns:
+        The body, and the length of the JSON at its start; None = the whole body is JSON.
+    Raises:
+        InferenceRequestError, StageError: as `encoded_outputs`.
+    """
+    parts = encoded_outputs(prediction, wanted, signature)
+    head = {
+        "model_name": prediction.model,
+        "model_version": str(prediction.version_number),
+        **({"id": request_id} if request_id is not None else {}),
+        "outputs": [described for described, _ in parts],
+    }
+    text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+    binaries = [binary for _, binary in parts if binary is not None]
+    return (b"".join((text, *binaries)), len(text)) if binaries else (text, None)
+
+
+def _output(tensor: Tensor, wanted: OutputOptions, signature: Signature) -> tuple[dict[str, Any], bytes | None]:
+    """The JSON part of an output, and its binary data. Probabilities become BYTES if classes are wanted."""
+    spec = signature.model.outputs[wanted.index]
+    if wanted.classes:
+        best = torch.topk(tensor, wanted.classes)
+        texts = [
+            f"{value:.9g}:{index}:{signature.model.labels[index]}"  # nine digits preserve a float32 exactly
+            for value, index in zip(best.values.flatten().tolist(), best.indices.flatten().tolist(), strict=True)
+        ]
+        output = {"name": spec.name, "datatype": "BYTES", "shape": list(best.values.shape)}
+        if not wanted.binary:
+            return output | {"data": texts}, None
+        binary = b"".join(struct.pack("<I", len(data)) + data for data in (text.encode() for text in texts))
+    else:
+        output = {"name": spec.name, "datatype": DATATYPES[spec.dtype], "shape": list(tensor.shape)}
+        if not wanted.binary:
+            if tensor.is_floating_point() and not tensor.isfinite().all().item():
+                raise InferenceRequestError(
+                    f"the output {spec.name!r} has values that are not finite, which JSON cannot express; ask for binary data"
+                )
+            return output | {"data": tensor.flatten().tolist()}, None
+        binary = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return output | {"parameters": {"binary_data_size": len(binary)}}, binary

@@ -1,0 +1,128 @@
+"""The routes of the Open Inference Protocol, version 2, over HTTP, with Triton's statistics and configuration extensions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from multiworld_serving.common.service.errors import InferenceRequestError
+from multiworld_serving.common.service.predictor import Prediction
+from multiworld_serving.server.frontend.api.groups import Group, Groups
+from multiworld_serving.server.frontend.api.inference import InferRequest, prediction_headers
+from multiworld_serving.server.frontend.api.oip.compression import accepted_encoding, content_encoding, pack, unpack
+from multiworld_serving.server.frontend.api.oip.infer_request import parse_infer_request
+from multiworld_serving.server.frontend.api.oip.infer_response import HEADER_LENGTH, build_response
+from multiworld_serving.server.frontend.api.oip.metadata import readiness_error
+from multiworld_serving.server.frontend.http.open_request import OpenRequest
+from multiworld_serving.server.frontend.http.route import Endpoint, client_timeout_s, route
+from multiworld_serving.server.frontend.leaders.pool import LeaderPool
+from multiworld_serving.server.frontend.observability.requests import RequestRecord
+
+_EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "statistics"]
+
+
+@dataclass(frozen=True)
+class V2Routes:
+    """The routes under /v2. They ignore query parameters, as Triton does."""
+
+    groups: Groups
+
+    def routes(self) -> list[Route]:
+        """The routes."""
+        of_model: dict[str, Callable[[Group], object]] = {
+            "": lambda group: group.described().signature.metadata(group.pool.version),
+            "/config": lambda group: group.described().signature.config(group.pool.version),
+            "/stats": lambda group: {"model_stats": [group.statistics()]},
+            "/ready": lambda group: {"name": group.name} | _ready(group.pool),
+        }
+        models = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
+        return [
+            *(route(f"{model}/infer", self._infer, "POST") for model in models),
+            route("/v2", _json_endpoint(lambda: server_metadata(_EXTENSIONS))),
+            route("/v2/health/live", _json_endpoint(lambda: {"live": True})),
+            route("/v2/health/ready", _json_endpoint(self._health)),
+            route("/v2/models", _json_endpoint(lambda: {"models": self.groups.names})),
+            route(
+                "/v2/models/stats",
+                _json_endpoint(lambda: {"model_stats": [group.statistics() for group in self.groups]}),
+            ),
+            route("/v2/repository/index", _json_endpoint(self.groups.index), "POST"),
+            *(route(f"{model}{path}", self._of_model(find)) for model in models for path, find in of_model.items()),
+        ]
+
+    def _of_model(self, find: Callable[[Group], object]) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            return JSONResponse(find(self.groups.named(**request.path_params)))
+
+        return endpoint
+
+    def _health(self) -> dict[str, Any]:
+        waiting = self.groups.not_ready
+        return {"ready": True} if waiting is None else _ready(waiting.pool)
+
+    async def _infer(self, request: Request) -> Response:
+        """Compute one or more samples. If one of them is rejected, the whole request is."""
+        inference = self.groups.named(**request.path_params).described()
+        headers, version = request.headers, request.path_params.get("version")
+        encoding, json_bytes = (
+            content_encoding(headers.get("content-encoding")),
+            _json_bytes(headers.get(HEADER_LENGTH)),
+        )
+        accepted = accepted_encoding(headers.get("accept-encoding"))
+        record = RequestRecord.of(request.scope)
+        opened = OpenRequest(inference.gate, record, request.receive, client_timeout_s(request))
+
+        def parse(body: bytes) -> InferRequest:
+            plain = body if encoding is None else unpack(body, encoding, inference.gate.limits.max_body_bytes)
+            asked = parse_infer_request(plain, json_bytes, inference.signature)
+            asked.version = None if version is None else int(version)
+            return asked
+
+        def response(prediction: Prediction, asked: InferRequest) -> Response:
+            body, binary_at = build_response(prediction, asked.outputs, asked.id, inference.signature)
+            answer = prediction_headers(prediction) | {"Vary": "Accept-Encoding"}
+            if binary_at is not None:
+                answer[HEADER_LENGTH] = str(binary_at)
+            if accepted is not None:
+                body, answer["Content-Encoding"] = pack(body, accepted), accepted
+            media_type = "application/json" if binary_at is None else "application/octet-stream"
+            return Response(body, media_type=media_type, headers=answer)
+
+        return await inference.answer(opened, partial(opened.body, headers, allow_empty=True), parse, response)
+
+
+def server_metadata(extensions: Sequence[str]) -> dict[str, Any]:
+    """The server's name, version and protocol extensions."""
+    version = importlib.metadata.version("multiworld-serving")
+    return {"name": "multiworld-serving", "version": version, "extensions": extensions}
+
+
+def _ready(pool: LeaderPool) -> dict[str, Any]:
+    if not pool.ready:
+        raise readiness_error(pool.snapshot())
+    return {"ready": True}
+
+
+def _json_endpoint(find: Callable[[], object]) -> Endpoint:
+    """Responds with what `find` returns."""
+
+    async def endpoint(request: Request) -> Response:
+        return JSONResponse(find())
+
+    return endpoint
+
+
+def _json_bytes(given: str | None) -> int | None:
+    if given is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,18}", given):
+        raise InferenceRequestError(f"{HEADER_LENGTH} is {given[:64]!r}; expected a number of bytes")
+    return int(given)

@@ -1,0 +1,201 @@
+"""A frontend's link to one leader: join, exchange messages, and join again after every failure."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import socket
+from typing import TYPE_CHECKING
+
+from multiworld import AskError, World, WorldError, WorldManager
+from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.service.messages import FRONTEND_PROTOCOL, MAX_BYTES, LeaderState, Metrics, Scrape
+from multiworld_serving.common.service.snapshots import LeaderSnapshot
+from multiworld_serving.common.settings.serve import FrontendSettings
+from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer
+from multiworld_serving.common.wire.link import Link, LinkLostError
+from multiworld_serving.common.wire.message import WireError
+from multiworld_serving.common.wire.protocol import Received
+
+if TYPE_CHECKING:  # it imports this module
+    from multiworld_serving.server.frontend.leaders.pool import LeaderPool
+
+logger = logging.getLogger(__name__)
+
+_LEADER_RANK = 0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_SILENT_HEARTBEATS = 2.25
+"""A leader is silent when no heartbeat has arrived for this many intervals: with the default of 0.2 s, one is missing and one is late."""
+_CHECK_S, _RECHECK_S = 0.1, 0.02
+"""Pauses between two checks for that. The second check follows soon, because this process itself may have been paused."""
+
+
+class LeaderLink:
+    """Joins one leader and stays joined while `run` runs.
+
+    Args:
+        address: where the leader listens; `settings` may know another one before each attempt to join.
+        pool: is told what happens on the link.
+        number: position of the leader in `settings.leaders`.
+
+    Attributes:
+        state: last state reported by the leader; None while disconnected.
+        name: of the leader, as known from its last state.
+        was_ready: whether the leader has been ready since this link was formed.
+        is_silent: whether the leader may be frozen; see `LeaderPool.on_silent`.
+        relays: whether inputs are sent to the leader, because a worker could not fetch one since this link was formed.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        settings: FrontendSettings,
+        pool: LeaderPool,
+        number: int = 0,
+    ) -> None:
+        self.address = address
+        self._number = number
+        self.state: LeaderState | None = None
+        self.name: str | None = None
+        self.was_ready = False
+        self.is_silent = False
+        self.relays = False
+        self._settings = settings
+        self._pool = pool
+        self._link: Link | None = None
+
+    @property
+    def label(self) -> str | None:
+        """Name of the leader, with its address if another leader has the same name; None if it was never reached."""
+        is_unique = all(other is self or other.name != self.name for other in self._pool.links)
+        return self.name if self.name is None or is_unique else f"{self.name}@{self.address}"
+
+    @property
+    def usable(self) -> bool:
+        """Whether requests may be sent: the leader is connected and does not reject everything."""
+        return self.state is not None and not (self.state.snapshot.draining or self.state.snapshot.unloaded)
+
+    def snapshot(self) -> LeaderSnapshot:
+        """For the status."""
+        state = self.state
+        if state is None:
+            return LeaderSnapshot(str(self.address), "unreachable", self.label)
+        pipeline = state.snapshot
+        condition = "draining" if pipeline.draining else "unloaded" if pipeline.unloaded else "not_ready"
+        ready = pipeline.ready and not state.obstacle
+        return LeaderSnapshot(
+            str(self.address),
+            "ready" if ready else condition,  # type: ignore[arg-type]  # mypy widens the literals
+            self.label,
+            state.host,
+            state.pid,
+            state.served.version.name,
+            pipeline.queue_depth,
+            pipeline.requests_in_flight,
+            pipeline.uptime_s,
+            state.obstacle,
+        )
+
+    # -- messages --------------------------------------------------------------------------------------------------------------
+
+    def connected(self) -> Link:
+        """The link. Raises LinkLostError while there is none."""
+        if self._link is None:
+            raise LinkLostError("not connected", failed=False)
+        return self._link
+
+    # -- the link --------------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Stay joined to the leader until cancelled.
+
+        Raises:
+            UserError: the leader rejects the token, and it is the only leader.
+        """
+        settings, failures = self._settings, 0
+        # `verify_collectives` must equal the leader's. Each link has a manager, because two leaders may use the same world name.
+        async with WorldManager(secret=settings.secret, verify_collectives=False, **settings.heartbeats) as manager:
+            while True:
+                try:
+                    await self._serve_once(manager)
+                    failures = 0
+                except PermissionError as error:
+                    message = f"the leader at {self.address} rejects this frontend's token: {error}"
+                    if (
+                        len(settings.leaders) == 1 and not self._pool.name
+                    ):  # a leader of one model must not end the others
+                        raise UserError(message) from error
+                    failures = self._log_failure(failures, message)
+                except (AskError, WorldError, WireError, OSError) as error:
+                    failures = self._log_failure(failures, str(error))
+                longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10))
+                await asyncio.sleep(longest_s * random.uniform(0.5, 1.0))
+
+    def _log_failure(self, failures: int, message: str) -> int:
+        """Log a failure to join, unless it repeats. Returns the number of failures in a row."""
+        if failures in (0, 10, 100) or failures % 1000 == 0:
+            logger.warning("leader=%s cannot be joined: %s", self.address, message)
+        return failures + 1
+
+    async def _serve_once(self, manager: WorldManager) -> None:
+        """Join and stay until the link ends. Raises an error if the leader could not be used."""
+        self.address = self._settings.leaders[self._number]
+        offer = await self._ask()
+        world = await offer.join(manager, self.address, self._settings.join_timeout_s)
+        self._link = Link(world, _LEADER_RANK, FRONTEND_PROTOCOL, self._receive, MAX_BYTES)
+        watching = asyncio.create_task(self._watch(world)) if len(self._settings.leaders) > 1 else None
+        try:
+            lost = await self._link.run()
+            if self.state is None:
+                raise WireError(f"the link ended before the leader sent its state: {lost}")
+            log = logger.warning if lost.failed else logger.info
+            log("leader=%s name=%s the link ended: %s", self.address, self.name, lost)
+        finally:
+            if watching is not None:
+                watching.cancel()
+            self._on_lost()
+            with contextlib.suppress(WorldError):
+                await manager.close_world(world.name)
+
+    async def _watch(self, world: World) -> None:
+        """Keep `is_silent` until cancelled."""
+        limit_s, was_late = _SILENT_HEARTBEATS * self._settings.heartbeats["heartbeat_interval_s"], False
+        while True:
+            await asyncio.sleep(_RECHECK_S if was_late and not self.is_silent else _CHECK_S)
+            is_late = world.silence_s() > limit_s
+            if (is_late and was_late) != self.is_silent:
+                self.is_silent = not self.is_silent
+                self._pool.on_silent(self)
+            was_late = is_late
+
+    async def _ask(self) -> JoinOffer:
+        settings = self._settings
+        request = FrontendJoinRequest(settings.name, socket.gethostname(), os.getpid(), self._pool.edges.holder)
+        return await JoinOffer.ask(
+            self.address, request.to_json(), secret=settings.secret, timeout_s=settings.join_timeout_s
+        )
+
+    def _receive(self, received: Received) -> None:
+        link, number = self._link, received.number
+        assert link is not None, "messages come over the link"
+        match received.body:
+            case LeaderState() as state:
+                if self.state is None:
+                    self._pool.check_model(state.model, self)
+                self.state, self.name = state, state.snapshot.leader
+                self.was_ready |= state.snapshot.ready
+                self._pool.on_state()
+                if number:
+                    link.handle(number, self._pool.wait_idle())
+            case Scrape():
+                link.reply(number, Metrics((("", self._pool.metrics.text().decode()),)))
+            case body:
+                raise ValueError(f"unexpected {type(body).__name__} from a leader")
+
+    def _on_lost(self) -> None:
+        self._link, self.state, self.was_ready, self.is_silent, self.relays = None, None, False, False, False
+        self._pool.on_state()

@@ -1,0 +1,54 @@
+"""The Prometheus metrics of a frontend."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from multiworld_serving.common.metrics import ProgramMetrics
+from multiworld_serving.common.service.snapshots import ServiceState
+from multiworld_serving.server.frontend.observability.requests import Requests
+
+
+class FrontendMetrics(ProgramMetrics):
+    """The counters and gauges of a frontend.
+
+    Attributes:
+        requests: records all requests.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests = Requests(self)
+        self.connections = self.gauge("http_connections", "Open connections to the HTTP API.")
+        self._leaders = self.gauge("leaders", "Leaders that this frontend can use.", ("model",))
+        self._leaders_configured = self.gauge(
+            "leaders_configured", "Leaders that this frontend was told of.", ("model",)
+        )
+        self._service_state = self.gauge(
+            "service_state",
+            "1 for the state of the service as this frontend sees it, 0 for the others.",
+            ("model", "state"),
+        )
+        self._resubmitted = self.counter(
+            "requests_resubmitted",
+            "Requests that a frontend sent to another leader, by reason: failed = the leader failed, left = it stopped, silent = no "
+            "heartbeat arrived; otherwise the reason of its rejection.",
+            ("model", "reason"),
+        )
+
+    def group_state(self, model: str, leaders: int, configured: int, current: ServiceState) -> None:
+        """Set the number of leaders of a model, and its state as this frontend sees it."""
+        self._leaders.labels(model).set(leaders)
+        self._leaders_configured.labels(model).set(configured)
+        for state in get_args(ServiceState):
+            self._service_state.labels(model, state).set(state == current)
+        for reason in (
+            "failed",
+            "left",
+            "silent",
+        ):  # Prometheus sees no increase if a series first appears with value 1
+            self._resubmitted.labels(model, reason)
+
+    def resubmitted(self, model: str, reason: str) -> None:
+        """A request is sent to another leader."""
+        self._resubmitted.labels(model, reason).inc()

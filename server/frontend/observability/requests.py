@@ -1,0 +1,325 @@
+"""One record of each request over HTTP and gRPC. At its end the log, the metrics, the status page, the statistics and the trace read it."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from starlette.types import Scope
+
+from multiworld_serving.common.metrics import ProgramMetrics
+from multiworld_serving.common.observers import suppress_errors
+from multiworld_serving.common.service.errors import STATUS_OF_REASON
+from multiworld_serving.common.service.predictor import Prediction
+from multiworld_serving.server.frontend.observability.tracing import RequestTraces
+
+logger = logging.getLogger(__name__)
+
+InferenceProtocol = Literal["predict", "v2", "grpc"]
+"""The inference API of a request."""
+
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that disconnected. Never sent; a label of the metrics."""
+MAX_ERRORS_PER_S = 50
+"""Lines about errors in one second without `log_all`: an overloaded service rejects thousands of requests per second."""
+MAX_VERSIONS = 8
+"""Versions whose series are kept, as leaders keep the numbers of the latest eight."""
+_MAX_RECENT = 10_000
+_NOT_FOR_THE_MODEL = (404, 405)
+_GIVEN_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_SCOPE_KEY = "multiworld.request"
+_OUTCOMES: Final = {"ok": 200, **STATUS_OF_REASON}
+
+# Bucket bounds in seconds, dense around typical values and above the timeout that bounds the wait.
+# fmt: off
+_REQUEST_S = (
+    0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 1, 2.5, 5, 10, 30, 60,  # timeout_s: 30
+)
+# fmt: on
+
+
+@dataclass
+class RequestRecord:
+    """The record of one request: the routes complete it."""
+
+    request_id: str
+    version: str
+    """Version of the model that answered; before that, the version that serves."""
+    protocol: InferenceProtocol | None = None
+    """None = it is not an inference request."""
+    counts: ModelRequests | None = None
+    """Of its model; None = the model is not known."""
+    started_s: float = field(default_factory=time.monotonic)
+    received_s: float = 0.0
+    """When the body was complete, by `time.monotonic()`."""
+    prediction: Prediction | None = None
+    input_s: float = 0.0
+    """Seconds to parse and decode the input."""
+    output_s: float = 0.0
+    """Seconds to serialize the response."""
+    reason: str = "ok"
+    """Outcome: "ok", or the reason of the error."""
+    status: int = CLIENT_CLOSED_REQUEST
+    """Status of the response. The initial value remains if the task of the request is cancelled."""
+    duration_s: float = 0.0
+    """From the first byte of the request to the last byte of the response; 0 = not ended."""
+    key_name: str = ""
+    """Name of the key with which the request was authorized; empty if it needed none."""
+    key_models: frozenset[str] | None = None
+    """The models that this key permits; None = all."""
+    id_is_generated: bool = True
+    """Whether the id was generated, since the headers contain none."""
+    span: Any = None
+    """The recorded span of a traced request."""
+
+    def adopt_client_id(self, given: str) -> None:
+        """Use the id in the request's body if it is short and printable and the headers contain none."""
+        if self.id_is_generated and _GIVEN_ID.fullmatch(given):
+            self.request_id, self.id_is_generated = given, False
+
+    @classmethod
+    def of(cls, scope: Scope) -> RequestRecord:
+        """The record of this request."""
+        record = scope[_SCOPE_KEY]
+        assert isinstance(record, cls)
+        return record
+
+
+@dataclass(slots=True)
+class _Times:
+    """Sums of requests with the same outcome, or of batches of the same size, to which each image contributes an equal share."""
+
+    count: float = 0
+    total_s: float = 0.0
+    queue_s: float = 0.0
+    input_s: float = 0.0
+    compute_s: float = 0.0
+    output_s: float = 0.0
+
+
+class Requests:
+    """All requests of one frontend. For the event loop's thread only.
+
+    Attributes:
+        traces: None = no tracing.
+        ended, images, duration: the metrics, which all models share.
+        log_all: log all requests; False logs failed inference requests only, at most `MAX_ERRORS_PER_S`.
+    """
+
+    def __init__(self, metrics: ProgramMetrics) -> None:
+        self.traces: RequestTraces | None = None
+        self.log_all = False
+        self._second = self._errors = 0
+        labels = ("model", "version", "protocol", "code", "reason")
+        self.ended = metrics.counter("requests", "Inference requests completed, by outcome.", labels)
+        self.images = metrics.counter("images", "Images in answered inference requests.", ("model", "version"))
+        self.duration = metrics.histogram(
+            "request_duration_seconds",
+            "Time from the first byte of the request to the last byte of the response, by outcome.",
+            _REQUEST_S,
+            ("model", "protocol", "code"),
+        )
+        self._unknown = ModelRequests("", self)
+        self._in_flight = metrics.gauge("requests_in_flight", "Inference requests in flight.")
+        self._count = suppress_errors(self._count_outcome)
+        self._log = suppress_errors(self._log_request)
+
+    def of_model(self, name: str) -> ModelRequests:
+        """New counts of the requests for a model."""
+        return ModelRequests(name, self)
+
+    def begin(
+        self, scope: Scope, version: str, protocol: InferenceProtocol | None, counts: ModelRequests | None = None
+    ) -> RequestRecord:
+        """Create the record of a request. The caller completes it and calls `end` when the request has ended.
+
+        Its id is the client's if that is short and printable, else a new one.
+
+        Args:
+            version: that serves now.
+            protocol: None = not an inference request, which is logged only.
+            counts: of its model; None = it does not exist, or is not known yet.
+        """
+        record = scope[_SCOPE_KEY] = RequestRecord(f"{random.getrandbits(128):032x}", version, protocol, counts)
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        record.adopt_client_id(given.decode("latin-1"))
+        if protocol is not None:
+            self._in_flight.inc()
+            if self.traces is not None:
+                record.span = self.traces.begin(scope)
+        return record
+
+    def end(self, scope: Scope, record: RequestRecord) -> None:
+        """Count, trace and log the request."""
+        record.duration_s = time.monotonic() - record.started_s
+        if record.protocol is not None:
+            if record.status == CLIENT_CLOSED_REQUEST:
+                record.reason = "cancelled"
+            self._count(record)
+            if self.traces is not None:
+                self.traces.end(scope, record)
+        if self.log_all or (record.protocol is not None and record.status >= 400):
+            self._log(scope, record)
+
+    # The log
+
+    def _log_request(self, scope: Scope, record: RequestRecord) -> None:
+        """Its fields are `extra` fields of the log record, so that no client can forge one."""
+        if not self.log_all and not self._may_log_error():
+            return
+        fields: dict[str, object] = {
+            "request_id": record.request_id,
+            "method": scope["method"],
+            "target": scope["path"][:256],
+            "status": record.status,
+            "reason": record.reason,
+            "ms": round(record.duration_s * 1e3, 3),
+            "model": "" if record.counts is None else record.counts.model,
+            "version": record.version,
+        }
+        if record.prediction is not None:
+            fields |= {"path": ",".join(record.prediction.path), "attempts": record.prediction.attempts}
+        if record.key_name:
+            fields["key"] = record.key_name
+        logger.log(logging.WARNING if record.status >= 500 else logging.INFO, "request", extra=fields)
+
+    def _may_log_error(self) -> bool:
+        second = int(time.monotonic())
+        if second != self._second:
+            if (left_out := self._errors - MAX_ERRORS_PER_S) > 0:
+                logger.warning("more failed requests than are logged; --access-log logs all left_out=%d", left_out)
+            self._second, self._errors = second, 0
+        self._errors += 1
+        return self._errors <= MAX_ERRORS_PER_S
+
+    def _count_outcome(self, record: RequestRecord) -> None:
+        self._in_flight.dec()
+        (record.counts or self._unknown).add(record)
+
+
+class ModelRequests:
+    """The requests for one model of a frontend.
+
+    Attributes:
+        model: its name.
+    """
+
+    def __init__(self, model: str, families: Requests) -> None:
+        self.model = model
+        self._families = families
+        self._protocols: Sequence[InferenceProtocol] = ()
+        self._versions: list[str] = []
+        """Those with series; the latest last."""
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_MAX_RECENT)
+        self._last_unix_s = 0.0
+        self._inferences = 0
+        self._success, self._fail = _Times(), _Times()
+        self._batches: dict[int, _Times] = {}
+        """By size."""
+
+    def declare(self, version: str, protocols: Sequence[InferenceProtocol]) -> None:
+        """Create the series of the possible outcomes with value 0, so that the first one is an increase."""
+        self._protocols = protocols
+        self._use(version)
+
+    def add(self, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        code, duration_s = record.status, record.duration_s
+        self._use(record.version)
+        self._families.ended.labels(self.model, record.version, record.protocol, code, record.reason).inc()
+        self._families.duration.labels(self.model, record.protocol, code).observe(duration_s)
+        self._recent.append((code, duration_s))
+        if code not in _NOT_FOR_THE_MODEL:
+            self._last_unix_s = time.time()
+            times = self._success if code == 200 else self._fail
+            times.count += 1
+            times.total_s += duration_s
+            if code == 200 and record.prediction is not None:
+                self._add_prediction(record, record.prediction)
+
+    def _add_prediction(self, record: RequestRecord, prediction: Prediction) -> None:
+        images = len(prediction.output)
+        self._inferences += images
+        self._families.images.labels(self.model, record.version).inc(images)
+        share, batch = images / prediction.batch_size, self._batches.setdefault(prediction.batch_size, _Times())
+        batch.count += share
+        batch.input_s += prediction.transfer_s * share
+        batch.compute_s += prediction.compute_s * share
+        batch.output_s += record.output_s
+        self._success.queue_s += prediction.queue_s
+        self._success.input_s += record.input_s + prediction.transfer_s
+        self._success.compute_s += prediction.compute_s
+        self._success.output_s += record.output_s
+
+    def _use(self, version: str) -> None:
+        """Note that this version is the latest one, and remove the series of the version that was used longest ago."""
+        versions = self._versions
+        if versions and versions[-1] == version:
+            return
+        if version in versions:
+            versions.remove(version)
+            versions.append(version)
+            return
+        versions.append(version)
+        self._families.images.labels(self.model, version)
+        for protocol in self._protocols:
+            self._families.duration.labels(self.model, protocol, 200)
+            for reason, code in _OUTCOMES.items():
+                self._families.ended.labels(self.model, version, protocol, code, reason)
+        if len(versions) > MAX_VERSIONS:
+            former = {"model": self.model, "version": versions.pop(0)}
+            self._families.images.remove_by_labels(former)
+            self._families.ended.remove_by_labels(former)
+
+    # For the status page
+
+    def take_recent(self) -> list[tuple[int, float]]:
+        """Status and duration in seconds of the requests that have ended since the last call, at most the latest 10,000. For one caller."""
+        taken = list(self._recent)
+        self._recent.clear()
+        return taken
+
+    # For the Open Inference Protocol
+
+    def statistics(self, version: str) -> dict[str, Any]:
+        """One element of `model_stats`: sums since the start, over all versions."""
+        success = self._success
+        return {
+            "name": self.model,
+            "version": version,
+            "last_inference": round(self._last_unix_s * 1e3),
+            "inference_count": self._inferences,
+            "execution_count": round(sum(batches.count for batches in self._batches.values())),
+            "inference_stats": {
+                "success": _duration(success.count, success.total_s),
+                "fail": _duration(self._fail.count, self._fail.total_s),
+                "queue": _duration(success.count, success.queue_s),
+                **_phases(success, success.count),
+                "cache_hit": _duration(0, 0),
+                "cache_miss": _duration(0, 0),
+            },
+            "response_stats": {},
+            "batch_stats": [
+                {"batch_size": size, **_phases(batches, batches.count * size)}
+                for size, batches in sorted(self._batches.items())
+            ],
+            "memory_usage": [],
+        }
+
+
+def _phases(times: _Times, outputs: float) -> dict[str, dict[str, int]]:
+    return {
+        "compute_input": _duration(times.count, times.input_s),
+        "compute_infer": _duration(times.count, times.compute_s),
+        "compute_output": _duration(outputs, times.output_s),
+    }
+
+
+def _duration(count: float, seconds: float) -> dict[str, int]:
+    return {"count": round(count), "ns": round(seconds * 1e9)}

@@ -1,0 +1,122 @@
+"""Traces with OpenTelemetry, which is optional (extra `otel`).
+
+Frontends create the spans of requests: the client's `traceparent` is their parent. A background thread exports them over OTLP/HTTP. The
+exporter reads other options (headers, certificates, compression) from the OTEL_EXPORTER_OTLP_… environment variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.observers import suppress_errors
+from multiworld_serving.common.settings.serve import HttpSettings
+
+if TYPE_CHECKING:
+    from multiworld_serving.server.frontend.observability.requests import RequestRecord
+
+_EXPORT_TIMEOUT_S = 5
+_LAST_SPANS_MS = 2000
+"""Deadline for exporting the last spans at exit, in case the collector does not respond."""
+
+
+@contextlib.contextmanager
+def exporting_traces(settings: HttpSettings) -> Iterator[Any]:
+    """Export spans while the block runs. Yields OpenTelemetry's tracer; None if there is no endpoint.
+
+    Raises:
+        UserError: OpenTelemetry is not installed.
+    """
+    if settings.otlp_endpoint is None:
+        yield None
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+    except ImportError as error:
+        raise UserError(
+            f"traces (--otlp-endpoint) need OpenTelemetry: pip install 'multiworld-serving[otel]' ({error})"
+        ) from error
+    facts = {
+        "service.name": "multiworld-frontend",
+        "service.instance.id": f"{socket.gethostname()}-{os.getpid()}",
+        "service.version": importlib.metadata.version("multiworld-serving"),
+    }
+    sampler = ParentBased(TraceIdRatioBased(settings.trace_ratio))
+    provider = TracerProvider(sampler=sampler, resource=Resource.create(facts), shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(endpoint=settings.otlp_endpoint, timeout=_EXPORT_TIMEOUT_S)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    try:
+        yield provider.get_tracer("multiworld")
+    finally:
+        provider.force_flush(_LAST_SPANS_MS)
+        # Not provider.shutdown(), which waits for an export in progress with all its retries.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+
+
+class RequestTraces:
+    """Creates a span per traced request: requests of traced clients, and the configured share of the others."""
+
+    def __init__(self, tracer: Any) -> None:
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._tracer = tracer
+        self._propagator = TraceContextTextMapPropagator()
+        self._kind = SpanKind.SERVER
+
+    @suppress_errors
+    def begin(self, scope: Scope) -> Any:
+        """The span of this request; None if it is not traced."""
+        headers = Headers(scope=scope)
+        carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        # The route as a name, so that the number of names is bounded.
+        route = scope["path"]
+        for prefix, name in (("/v2/", "/v2/models/{model}/infer"), ("/predict/", "/predict/{model}")):
+            route = name if route.startswith(prefix) else route
+        parent = self._propagator.extract(carrier)
+        span = self._tracer.start_span(f"{scope['method']} {route}", context=parent, kind=self._kind)
+        return span if span.is_recording() else None
+
+    @suppress_errors
+    def end(self, scope: Scope, record: RequestRecord) -> None:
+        """End the span. The record provides its attributes."""
+        from opentelemetry.trace import Status, StatusCode
+
+        if record.span is None:
+            return
+        attributes: dict[str, object] = {
+            "http.request.method": scope["method"],
+            "url.path": scope["path"][:256],
+            "http.response.status_code": record.status,
+            "multiworld.request_id": record.request_id,
+            "multiworld.model": "" if record.counts is None else record.counts.model,
+            "multiworld.version": record.version,
+            "multiworld.reason": record.reason,
+        }
+        if (found := record.prediction) is not None:
+            attributes |= {
+                "multiworld.images": len(found.output),
+                "multiworld.attempts": found.attempts,
+                "multiworld.path": ",".join(found.path),
+                "multiworld.decode_s": record.input_s,
+                "multiworld.queue_s": found.queue_s,
+                "multiworld.compute_s": found.compute_s,
+                "multiworld.transfer_s": found.transfer_s,
+            }
+        record.span.set_attributes(attributes)
+        if record.status >= 500:
+            record.span.set_status(Status(StatusCode.ERROR, record.reason))
+        record.span.end()

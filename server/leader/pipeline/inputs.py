@@ -1,0 +1,89 @@
+"""Inputs of batches: tensors that the leader has, or references to tensors that other processes keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from multiworld_serving.common.wire.inputs import BatchInputs, RowRef, Source
+from multiworld_serving.server.leader.replicas.worker_link import KeptOutput
+
+
+class RemoteInput(NamedTuple):
+    """The input of a request that its frontend keeps.
+
+    Attributes:
+        holder: the frontend: HOST:PORT/INCARNATION.
+        tensor: its id at the frontend.
+        row_bytes: see `BatchInputs`.
+    """
+
+    holder: str
+    tensor: int
+    row_bytes: int = 0
+
+
+RequestInput: TypeAlias = Tensor | RemoteInput
+"""The input rows of a request, [N, …], or where they are."""
+
+
+def rows_of(tensor: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """These rows of a tensor. Neighbours are a view, not a copy. Raises IndexError."""
+    first, end = rows[0], rows[-1] + 1
+    if end > len(tensor):
+        raise IndexError(f"row {end - 1} of a tensor with {len(tensor)} rows")
+    return tensor[first:end] if rows == tuple(range(first, end)) else tensor[list(rows)]
+
+
+def batch_input(rows: Sequence[tuple[RequestInput, int] | None]) -> BatchInputs:
+    """The input of a batch for the first stage, from (input of the request, row of it).
+
+    None stands for a request that was cancelled meanwhile. It gets the row of another one, of the same form.
+
+    Raises:
+        LookupError: all requests were cancelled.
+    """
+    other = next((row for row in rows if row is not None), None)
+    if other is None:
+        raise LookupError("there is no input for this batch")
+    relayed: list[Tensor] = []
+    relayed_at: list[int] = []
+    refs: dict[str, list[tuple[int, RowRef]]] = {}
+    row_bytes = 0
+    for _, neighbours in groupby(enumerate(row or other for row in rows), _input_id):
+        found = [(at, source, number) for at, (source, number) in neighbours]
+        source = found[0][1]
+        if isinstance(source, RemoteInput):
+            row_bytes = source.row_bytes
+            refs.setdefault(source.holder, []).extend((at, RowRef(source.tensor, number)) for at, _, number in found)
+        else:
+            relayed.append(rows_of(source, tuple(number for *_, number in found)))
+            relayed_at += (at for at, *_ in found)
+    tensor = None if not relayed else relayed[0] if len(relayed) == 1 else torch.cat(relayed)
+    if tensor is not None and not refs:
+        return relayed_inputs(tensor)
+    sources = tuple(
+        Source(holder, tuple(ref for _, ref in found), tuple(at for at, _ in found)) for holder, found in refs.items()
+    )
+    return BatchInputs(len(rows), sources, tensor, tuple(relayed_at), row_bytes=row_bytes)
+
+
+def _input_id(row: tuple[int, tuple[RequestInput, int]]) -> int:
+    return id(row[1][0])
+
+
+def relayed_inputs(tensor: Tensor) -> BatchInputs:
+    """An input that the leader has."""
+    row_bytes = tensor.shape[1] if tensor.dtype == torch.uint8 and tensor.dim() == 2 else 0
+    return BatchInputs(len(tensor), (), tensor, tuple(range(len(tensor))), row_bytes=row_bytes)
+
+
+def relayed_bytes(tensor: Tensor | BatchInputs | KeptOutput) -> int:
+    """Bytes of this input or output that pass the leader."""
+    if isinstance(tensor, BatchInputs):
+        return 0 if tensor.relayed is None else tensor.relayed.nbytes
+    return tensor.nbytes if isinstance(tensor, Tensor) else 0

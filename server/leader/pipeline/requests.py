@@ -1,0 +1,280 @@
+"""The clients' requests at the leader, until they have an outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from multiworld_serving.common.service.errors import (
+    DeadlineError,
+    DrainingError,
+    InputUnreachableError,
+    RequestRejected,
+    StageError,
+)
+from multiworld_serving.common.service.predictor import ModelVersion, Prediction
+from multiworld_serving.common.wire.inputs import Source
+from multiworld_serving.server.leader.metrics import LeaderMetrics
+from multiworld_serving.server.leader.pipeline.inputs import RemoteInput, RequestInput, rows_of
+from multiworld_serving.server.leader.replicas.worker_link import KeptOutput
+from multiworld_serving.server.leader.scheduling.actions import Answer, Reject
+from multiworld_serving.server.leader.scheduling.events import RequestArrived, RequestCancelled
+from multiworld_serving.server.leader.versions.version_table import VersionTable
+
+logger = logging.getLogger(__name__)
+
+_NO_OUTPUT = torch.empty(0)
+_LOST_AFTER_S = 0.5
+"""A request without an outcome this long after its deadline is lost."""
+
+
+class Part(NamedTuple):
+    """Samples of a request that one batch answered."""
+
+    at: tuple[int, ...]
+    """Which samples of the request."""
+    rows: tuple[int, ...]
+    """The row of the output for each of them."""
+    output: Tensor | KeptOutput
+    version: ModelVersion
+    compute_s: float
+    transfer_s: float
+    attempts: int
+    path: tuple[str, ...]
+    batch_size: int
+
+
+Outcome: TypeAlias = Prediction | Exception
+
+
+@dataclass(slots=True, eq=False)
+class PendingRequest:
+    """A request of a client. Each of its samples is a request of the scheduler, with an id of its own.
+
+    Attributes:
+        on_outcome: called once, with the prediction or the reason why there is none; not after `Requests.cancel`. Must not raise.
+        key: requests with equal keys can be computed together.
+        fetcher: the frontend that fetches the output from the workers (`Prediction.kept`) if they keep it; None: the prediction has the
+            output.
+        open: the samples without an outcome, by their ids at the scheduler.
+    """
+
+    on_outcome: Callable[[Outcome], None]
+    input: RequestInput
+    request_id: str
+    deadline_s: float
+    key: str = ""
+    fetcher: str | None = None
+    arrived_s: float = field(default_factory=time.monotonic)
+    ended: bool = False
+    open: dict[int, int] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)
+
+    def prediction(self, model: str, now_s: float) -> Prediction:
+        """The answer, when no sample is open any more and one version has computed all."""
+        last = slowest = self.parts[-1]
+        kept: list[Source] = []
+        lengths: set[int] = set()
+        samples: list[int] = []
+        sent: list[Tensor] = []
+        for part in self.parts:
+            if part.compute_s + part.transfer_s > slowest.compute_s + slowest.transfer_s:
+                slowest = part
+            if isinstance(part.output, KeptOutput):
+                kept.append(part.output.rows_at(part.rows, part.at))
+                lengths.add(part.output.row_bytes)
+            else:
+                samples += part.at
+                sent.append(rows_of(part.output, part.rows))
+        if len(lengths) > 1:
+            raise ValueError("the rows of an output have several lengths")
+        output = _NO_OUTPUT if not sent else sent[0] if len(sent) == 1 else torch.cat(sent)
+        if samples != sorted(samples):
+            output = output[torch.tensor(samples).argsort()]
+        return Prediction(
+            output=output,
+            model=model,
+            version=last.version.name,
+            version_number=last.version.number,
+            version_digest=last.version.digest,
+            queue_s=max(0.0, now_s - self.arrived_s - slowest.compute_s - slowest.transfer_s),
+            compute_s=slowest.compute_s,
+            transfer_s=slowest.transfer_s,
+            attempts=max(last.attempts, slowest.attempts),
+            path=last.path,
+            batch_size=max(last.batch_size, slowest.batch_size),
+            kept=tuple(kept),
+            row_bytes=max(lengths, default=0),
+        )
+
+
+class Requests:
+    """All requests without an outcome. Each of their samples is a request of the scheduler.
+
+    Args:
+        arrive, submit: hand an event to the scheduler.
+
+    Attributes:
+        has_begun: whether there has been a request.
+        pending: by the id of each sample that has no outcome.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        metrics: LeaderMetrics,
+        versions: VersionTable,
+        arrive: Callable[[RequestArrived], None],
+        submit: Callable[[RequestCancelled], None],
+    ) -> None:
+        self._model = model
+        self._metrics = metrics
+        self._versions = versions
+        self._arrive = arrive
+        self._submit = submit
+        self._ids = count()
+        self.has_begun = False
+        self.pending: dict[int, PendingRequest] = {}
+        self._idle = asyncio.Event()
+
+    async def wait_idle(self) -> None:
+        """Wait until all requests have an outcome."""
+        while self.pending:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def close(self) -> None:
+        """End all requests with `DrainingError`."""
+        for pending in set(self.pending.values()):
+            self._end(pending, DrainingError("the server has stopped; send the request again"))
+
+    def begin(self, pending: PendingRequest, rows: int) -> None:
+        """Compute a request of this many samples."""
+        self.has_begun = True
+        self._submit_samples(pending, range(rows))
+
+    def cancel(self, pending: PendingRequest) -> None:
+        """Nobody needs the outcome of this request any more."""
+        pending.ended = True
+        self._withdraw(pending)
+
+    def report_lost(self) -> None:
+        """End the requests that should have had an outcome some time ago. The scheduler must never let that happen."""
+        due_s = time.monotonic() - _LOST_AFTER_S
+        for pending in {each for each in self.pending.values() if each.deadline_s < due_s}:
+            self._metrics.lost.inc()
+            logger.error("request_id=%s lost: neither answer nor error by its deadline", pending.request_id)
+            error = DeadlineError("no answer by the deadline; this is a bug of the server, please report it")
+            self._end(pending, error)
+
+    def rows(self, requests: Sequence[int]) -> list[tuple[RequestInput, int] | None]:
+        """The input of each of these samples, and its row there; None if it has its outcome."""
+        found = ((self.pending.get(request), request) for request in requests)
+        return [None if pending is None else (pending.input, pending.open[request]) for pending, request in found]
+
+    def fetchers(self, requests: Sequence[int]) -> set[str | None]:
+        """The frontends that fetch the outputs of these samples themselves; None if the leader needs one."""
+        return {pending.fetcher for request in requests if (pending := self.pending.get(request)) is not None}
+
+    def hand_back(self, requests: Sequence[int], holders: Collection[str]) -> None:
+        """End those of the requests whose input is at one of `holders`: a worker cannot fetch it."""
+        for pending in filter(None, map(self.pending.get, requests)):
+            if isinstance(pending.input, RemoteInput) and pending.input.holder in holders:
+                self._end(pending, InputUnreachableError("a worker cannot fetch the input from its frontend"))
+
+    def answer(
+        self,
+        action: Answer,
+        output: Tensor | KeptOutput,
+        times: tuple[float, float],
+        path: tuple[str, ...],
+        current_version: str | None,
+    ) -> bool:
+        """Add the output to the requests of its rows, and end those without an open sample.
+
+        Returns:
+            Whether a request has taken a row.
+        """
+        found: dict[int, tuple[PendingRequest, list[int], list[int]]] = {}
+        for request, row in action.rows:
+            pending = self.pending.get(request)
+            if pending is None:
+                self._metrics.duplicates.inc()
+                continue
+            _, samples, rows = found.setdefault(id(pending), (pending, [], []))
+            samples.append(pending.open[request])
+            rows.append(row)
+            self._close(request)
+        version = self._versions.plan(action.version).version
+        for pending, samples, rows in found.values():
+            part = Part(tuple(samples), tuple(rows), output, version, *times, action.attempts, path, len(action.rows))
+            pending.parts.append(part)
+            if not pending.open:
+                try:
+                    self._finish(pending, current_version)
+                except Exception as error:
+                    logger.exception("request_id=%s cannot be answered", pending.request_id)
+                    self._end(pending, _failure_of_leader(error))
+        return bool(found)
+
+    def reject(self, action: Reject) -> None:
+        """End a request with the scheduler's reason."""
+        if (pending := self.pending.get(action.request)) is not None:
+            logger.debug("request_id=%s rejected reason=%s %s", pending.request_id, action.reason, action.detail)
+            self._close(action.request)
+            error = RequestRejected.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s)
+            self._end(pending, error)
+
+    def leader_failed(self, request: int, error: Exception) -> None:
+        """End the request of this sample with an error, because the leader itself failed."""
+        if (pending := self.pending.get(request)) is not None:
+            self._end(pending, _failure_of_leader(error))
+
+    def _submit_samples(self, pending: PendingRequest, samples: Sequence[int]) -> None:
+        """Hand samples of a request to the scheduler, each with a new id."""
+        ids = [next(self._ids) for _ in samples]
+        for request, at in zip(ids, samples, strict=True):
+            pending.open[request] = at
+            self.pending[request] = pending
+        self._arrive(RequestArrived(ids[0], pending.deadline_s, pending.key, len(ids)))
+
+    def _finish(self, pending: PendingRequest, current: str | None) -> None:
+        """All samples are computed: answer, or compute those of a former version again."""
+        version = pending.parts[-1].version if current is None else self._versions.plan(current).version
+        if all(part.version == pending.parts[0].version for part in pending.parts):
+            self._end(pending, pending.prediction(self._model, time.monotonic()))
+            return
+        stale = [at for part in pending.parts if part.version != version for at in part.at]
+        pending.parts = [part for part in pending.parts if part.version == version]
+        self._submit_samples(pending, sorted(stale))
+
+    def _end(self, pending: PendingRequest, outcome: Outcome) -> None:
+        if not pending.ended:
+            pending.ended = True
+            pending.on_outcome(outcome)
+        self._withdraw(pending)
+
+    def _withdraw(self, pending: PendingRequest) -> None:
+        """Cancel the samples without an outcome."""
+        for request in tuple(pending.open):
+            self._close(request)
+            self._submit(RequestCancelled(request))
+
+    def _close(self, request: int) -> None:
+        """Forget a sample that has its outcome."""
+        if (pending := self.pending.pop(request, None)) is not None:
+            del pending.open[request]
+        if not self.pending:
+            self._idle.set()
+
+
+def _failure_of_leader(error: Exception) -> StageError:
+    return StageError(f"the leader failed: {type(error).__name__}: {error}")

@@ -1,0 +1,125 @@
+"""Which workers may join, and which slot each of them gets."""
+
+import logging
+import os
+import socket
+import time
+
+from multiworld import WorldManager
+from multiworld_serving.common.settings.leader import LeaderSettings
+from multiworld_serving.common.wire.join import JoinRequest
+from multiworld_serving.server.leader.replicas.breaker import Breaker
+from multiworld_serving.server.leader.replicas.placement import Placement, Slot
+from multiworld_serving.server.leader.replicas.reconcile import Goal
+from multiworld_serving.server.leader.replicas.worker import Worker
+from multiworld_serving.server.leader.versions.version_table import VersionTable
+
+logger = logging.getLogger(__name__)
+
+_HEALTHY_BATCHES = 10
+_HEALTHY_S = 10.0
+"""After this many batches or seconds a worker counts as healthy, and the circuit breaker's count of its failures starts anew."""
+_MAX_FAILED_STARTS = 8
+"""A worker process that fails so often in a row to load a version, or to compute its self-test, is not admitted for this version again."""
+_GIVEN_UP_S = 30.0
+"""When such a worker asks again."""
+_RETRY_WHILE_DRAINING_S = 1.0
+_WORKERS_RETURN_S = 6.0
+"""After a leader has started, workers of other leaders join within this time: the longest pause between their attempts is 5 s. Until then
+they keep what they hold."""
+_RETRY_UNASSIGNED_S = 0.25
+"""When a worker that obeys another leader asks again, if that leader has assigned it no stage yet, or if this one cannot serve."""
+
+
+class Joining:
+    """
+    Attributes:
+        manager: hosts the worlds of the workers.
+        port: where workers join; final after `listen`.
+        closed: whether no worker may join any more.
+        obstacle: why this leader cannot serve what the other leaders serve; empty if it can. Workers that obey another leader must wait.
+        breaker: counts the failures of each worker.
+    """
+
+    def __init__(
+        self, versions: VersionTable, settings: LeaderSettings, placement: Placement, goal: Goal, manager: WorldManager
+    ) -> None:
+        self.manager = manager
+        self.port = settings.join_port
+        self.closed = False
+        self.obstacle = ""
+        self.breaker = Breaker()
+        self._versions = versions
+        self._settings = settings
+        self._placement = placement
+        self._goal = goal
+        self._listening_since_s = float("-inf")
+
+    def listen(self) -> None:
+        """Listen for workers. Raises OSError if the port is not available."""
+        settings, sock = self._settings, None
+        if settings.join_fd is not None:
+            sock = socket.socket(fileno=os.dup(settings.join_fd))
+        self.port = self.manager.listen(settings.join_host, settings.join_port, sock)
+        self._listening_since_s = time.monotonic()
+
+    def wait_s(self, request: JoinRequest) -> float:
+        """Seconds until this worker may ask again; 0 if it may join now."""
+        if self.closed:
+            return _RETRY_WHILE_DRAINING_S
+        former = self._placement.live_worker(request.worker)
+        if former is None:
+            if request.obeys:
+                return 0.0 if self._held(request) and not self.obstacle else _RETRY_UNASSIGNED_S
+            if self.breaker.given_up(request.worker, self._attempt(request)):
+                return _GIVEN_UP_S
+            if not all(map(self._placement.num_workers, range(self._placement.num_stages))):
+                return 0.0  # a stage has no worker: even a failing worker cannot make it worse
+            return self.breaker.wait_s(request.worker, time.monotonic())
+        # Either the loss of the former worker is not detected yet (missed heartbeats will show it), or two workers have this name.
+        if time.monotonic() - former.since_s > 3 * self._settings.heartbeat_timeout_s:
+            logger.warning(
+                "worker=%s is connected as %s and another worker with this name asks to join: use another --name",
+                request.worker,
+                former.id,
+            )
+        return self._settings.heartbeat_timeout_s
+
+    def _attempt(self, request: JoinRequest) -> tuple[str, int]:
+        """What fails again if nothing changes: the process of this worker, and the version."""
+        return request.edge, self._versions.current.version.number
+
+    def _held(self, request: JoinRequest) -> frozenset[int]:
+        """The stages of `request.parts`; none of a model that is partitioned differently."""
+        parts = request.parts.split(",")
+        return frozenset(plan.spec.index for plan in self._versions.current.stages if plan.spec.part in parts)
+
+    def choose_slot(self, request: JoinRequest) -> Slot:
+        """A worker keeps what it holds if it obeys another leader, or if this leader has just started; otherwise it is placed."""
+        held, returning_until_s = self._held(request), self._listening_since_s + _WORKERS_RETURN_S
+        if held and (request.obeys or time.monotonic() < returning_until_s):
+            if not request.obeys:
+                self._goal.settle_until_s = returning_until_s
+            return self._placement.slot_holding(held, request.world)
+        destined = self._goal.destined.pop(request.worker, None)
+        return self._placement.free_slot(self._placement.choose_stage(request.host, held, destined))
+
+    def failed(self, worker: Worker) -> None:
+        """Count a failure of a worker, which may quarantine it."""
+        now_s = time.monotonic()
+        served_s = now_s - worker.ready_at_s if worker.ready_at_s is not None else 0.0
+        healthy = worker.batches_done >= _HEALTHY_BATCHES or served_s >= _HEALTHY_S
+        ending, failures = worker.ending, self.breaker.failures(worker.name) + 1
+        unable = ending is not None and ending.cause == "error" and "memory" not in ending.detail.lower()
+        if ending is not None and unable and worker.ready_at_s is None and failures >= _MAX_FAILED_STARTS:
+            logger.error(
+                "worker=%s is not admitted again: it has failed %d times in a row. Restart it, or serve another model. %s",
+                *(worker.name, failures, ending.detail),
+            )
+            self.breaker.give_up(worker.name, self._attempt(worker.request))
+            return
+        if quarantine_s := self.breaker.failed(worker.name, healthy=healthy, now_s=now_s):
+            failures = self.breaker.failures(worker.name)
+            logger.warning(
+                "worker=%s failed %d times in a row: quarantined for %.1f s", worker.name, failures, quarantine_s
+            )

@@ -1,0 +1,400 @@
+"""The scheduler: event in, actions out. The docstring of the package lists the rules."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from multiworld_serving.server.leader.scheduling.actions import Action, FailReplica, KeepOutput, SendBatch, SendKind
+from multiworld_serving.server.leader.scheduling.admission import rejection
+from multiworld_serving.server.leader.scheduling.batches import (
+    Attempt,
+    Batch,
+    Pool,
+    Replica,
+    Request,
+    VersionPipeline,
+)
+from multiworld_serving.server.leader.scheduling.batching import key_due, next_batch_s
+from multiworld_serving.server.leader.scheduling.config import SchedulerConfig
+from multiworld_serving.server.leader.scheduling.estimates.capacity import replicas_wanted
+from multiworld_serving.server.leader.scheduling.events import (
+    BatchDone,
+    BatchFailed,
+    Drain,
+    Events,
+    InputLost,
+    ReplicaDraining,
+    ReplicaId,
+    ReplicaLost,
+    ReplicaReady,
+    RequestArrived,
+    RequestCancelled,
+    Tick,
+)
+from multiworld_serving.server.leader.scheduling.state import SchedulerState
+
+_MAX_UNMATCHED_FAILURES = 3
+"""A replica is failed after this many consecutive batches that raised there and succeeded on another replica."""
+
+
+class Scheduler:
+    """Forms batches from requests, assigns batches to replicas, and handles failures."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self._state = SchedulerState(config)
+        self.counters = self._state.counters
+        self._backlog, self._table, self._hedging = self._state.backlog, self._state.table, self._state.hedging
+        self._batch_ids = count(1)
+
+    # -- called by the driver ------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Events, now_s: float) -> list[Action]:
+        """Handle one event, or requests that arrive together. Returns the actions to perform, in order, before the next event is handled.
+
+        Args:
+            now_s: monotonic time of the event. A time before that of the previous event counts as equal to it.
+        Raises:
+            ValueError: the event is invalid (unknown stage, or a request id that is still open).
+        """
+        self._state.now_s = max(now_s, self._state.now_s)
+        self._state.actions = []
+        self._apply(event)
+        self._expire_deadlines()
+        self._fail_hung_replicas()
+        self._expire_graces()
+        self._state.release_drained()
+        self._find_late()
+        self._dispatch()
+        return self._state.actions
+
+    def next_wakeup_s(self) -> float | None:
+        """When the next `Tick` is due at the latest; None if no timer is set."""
+        times = (
+            self._backlog.deadlines.least(),
+            self._table.hang_deadlines.least(),
+            self._table.grace_deadlines.least(),
+            self._hedging.late.least(),
+            next_batch_s(self._state),
+        )
+        return min((time_s for time_s in times if time_s is not None), default=None)
+
+    def replicas_wanted(self, now_s: float) -> tuple[float, ...]:
+        """Replicas that each stage needs for the load of this leader, as fractions: see `estimates/capacity.py`."""
+        rows, entry_pool = self._backlog.max_rows, self._table.entry_pool
+        usual = rows * (len(entry_pool.accepting) if entry_pool else 0)
+        waiting = max(0, len(self._backlog.waiting) - usual)
+        rate_per_s, times = self._state.arrivals.per_s(now_s), self._state.service_times
+        return replicas_wanted(rate_per_s, waiting, times, self.config.num_stages, rows)
+
+    # -- statistics, O(number of versions) at most ---------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """A version is complete."""
+        return self._table.current is not None
+
+    @property
+    def current_version(self) -> str | None:
+        """The version of new batches."""
+        return self._table.current.version if self._table.current else None
+
+    @property
+    def queue_depth(self) -> int:
+        """Requests that wait for a batch, including isolated requests."""
+        return len(self._backlog.waiting) + len(self._backlog.isolated)
+
+    @property
+    def open_requests(self) -> int:
+        """Accepted requests that are not closed. After `Drain`, zero means that all work is done."""
+        return len(self._backlog.requests)
+
+    def in_flight(self, replica: ReplicaId) -> int:
+        """Batches in flight on this replica; 0 for an unknown replica."""
+        known = self._table.replicas.get(replica)
+        return len(known.in_flight) if known else 0
+
+    def batches_of(self, version: str) -> int:
+        """Batches of this version that have not ended. The version is in use while there are any."""
+        pipeline = self._table.pipelines.get(version)
+        return pipeline.num_batches if pipeline else 0
+
+    # -- events --------------------------------------------------------------------------------------------------------------
+
+    def _apply(self, event: Events) -> None:
+        match event:
+            case list():
+                for arrived in event:
+                    self._arrived(arrived)
+            case RequestArrived():
+                self._arrived(event)
+            case BatchDone() | BatchFailed() | InputLost():
+                self._returned(event)
+            case RequestCancelled():
+                self._cancelled(event)
+            case ReplicaReady():
+                self._replica_ready(event)
+            case ReplicaDraining():
+                self._replica_draining(event)
+            case ReplicaLost():
+                self._replica_lost(event)
+            case Drain():
+                self._state.draining = True
+            case Tick():
+                pass
+
+    def _arrived(self, event: RequestArrived) -> None:
+        now_s, ids = self._state.now_s, range(event.request, event.request + event.rows)
+        if open_ids := [each for each in ids if each in self._backlog.requests]:
+            raise ValueError(f"request {open_ids[0]} is still open")
+        for _ in ids:
+            self._state.arrivals.arrived(now_s)
+        if (rejected := rejection(event, self._state)) is None:
+            for each in ids:
+                self._backlog.admit(Request(each, event.deadline_s, now_s, now_s, event.key))
+        else:
+            self._state.actions.append(rejected)
+
+    def _cancelled(self, event: RequestCancelled) -> None:
+        request = self._backlog.requests.get(event.request)
+        if request is not None:
+            self._state.close(request)
+
+    def _replica_ready(self, event: ReplicaReady) -> None:
+        if not 0 <= event.stage < self.config.num_stages:
+            raise ValueError(f"replica {event.replica} is for stage {event.stage} of {self.config.num_stages}")
+        if event.replica not in self._table.replicas:
+            self._table.add(event.replica, event.stage, event.version, self._state.now_s)
+            self._state.replicas_changed()
+
+    def _replica_draining(self, event: ReplicaDraining) -> None:
+        replica = self._table.replicas.get(event.replica)
+        if replica is not None and replica.id not in self._table.draining:
+            self._table.draining[replica.id] = replica
+            self._table.stop_accepting(replica, self._state.now_s)
+            self._state.replicas_changed()
+
+    def _replica_lost(self, event: ReplicaLost) -> None:
+        replica = self._table.replicas.get(event.replica)
+        if replica is not None:
+            self._state.fail_replica(replica, event.cause)
+
+    # -- batches that return -----------------------------------------------------------------------------------------------
+
+    def _returned(self, event: BatchDone | BatchFailed | InputLost) -> None:
+        """Free the attempt's place in the replica's window. Without effect on the batch if the attempt was abandoned."""
+        replica = self._table.replicas.get(event.replica)
+        attempt = replica.in_flight.get(event.batch) if replica else None
+        if replica is None or attempt is None:
+            return
+        worked_s = self._table.record_returned(attempt, self._state.now_s)
+        self._hedging.forget(attempt)
+        if isinstance(event, BatchDone):
+            self._state.service_times.observe(attempt, worked_s, event.computed_s, event.transfer_s)
+            self._state.fit_batch_size()
+        if not attempt.detach():
+            return
+        match event:
+            case BatchDone():
+                self._done(attempt, kept=event.kept)
+            case BatchFailed():
+                self._failed(attempt, event)
+            case InputLost():
+                self._state.attempt_failed(attempt)
+                self._state.lose_input(attempt.batch)
+
+    def _done(self, attempt: Attempt, *, kept: bool) -> None:
+        batch = attempt.batch
+        attempt.replica.unmatched_failures = 0
+        if attempt.kind == "hedge":
+            self._state.counters.hedges["won"] += 1
+        self._state.abandon_attempts(batch, hedges="lost")
+        if batch.failed_on is not None:
+            self._count_failure_of(batch.failed_on)
+        if batch.stage + 1 == self.config.num_stages:
+            self._state.answer(batch, attempt.replica)
+        else:
+            batch.advance(self._state.now_s)
+            batch.hold_at(attempt.replica if kept else None)
+            self._state.actions.append(KeepOutput(batch.id, attempt.replica.id, batch.stage))
+            self._state.enqueue(batch, "first", at_head=False)
+
+    def _failed(self, attempt: Attempt, event: BatchFailed) -> None:
+        batch = attempt.batch
+        self._state.attempt_failed(attempt)
+        if batch.in_flight:  # a hedge, or the attempt that was hedged
+            batch.retried = True
+        elif event.by_input and len(batch.rows) == 1:
+            self._state.reject_all(
+                batch, "invalid_input", f"an input has a value out of the model's range: {event.error}"
+            )
+        elif batch.isolated:
+            what = "stage {} raised" if event.sent else "the batch could not be sent to stage {}"
+            self._state.reject_all(batch, "stage_error", f"{what.format(batch.stage)}: {event.error}")
+        elif not event.sent or event.by_input or batch.retried or not batch.pool.has_other(attempt.replica):
+            self._state.isolate(batch)
+        else:
+            batch.retried = True
+            batch.failed_on = attempt.replica
+            batch.runnable_since_s = self._state.now_s
+            self._state.enqueue(batch, "retry", at_head=False)
+
+    def _count_failure_of(self, replica: Replica) -> None:
+        """Count a failure of this replica: the batch on which it raised has succeeded elsewhere."""
+        replica.unmatched_failures += 1
+        known = self._table.replicas.get(replica.id) is replica
+        if known and replica.unmatched_failures >= _MAX_UNMATCHED_FAILURES:
+            self._state.actions.append(FailReplica(replica.id, "error"))
+            self._state.fail_replica(replica, "error")
+
+    # -- timers --------------------------------------------------------------------------------------------------------------
+
+    def _expire_deadlines(self) -> None:
+        while (request := self._backlog.deadlines.pop_until(self._state.now_s)) is not None:
+            waited_s = self._state.now_s - request.arrived_s
+            self._state.reject(request, "deadline", f"no answer after {waited_s:.3f} s")
+
+    def _fail_hung_replicas(self) -> None:
+        while (replica := self._table.hang_deadlines.pop_until(self._state.now_s)) is not None:
+            self._state.actions.append(FailReplica(replica.id, "hang"))
+            self._state.fail_replica(replica, "hang")
+
+    def _expire_graces(self) -> None:
+        while (pool := self._table.grace_deadlines.pop_until(self._state.now_s)) is not None:
+            pool.expired = True
+            for batch in pool.batches():
+                self._state.reject_all(batch, "no_replica", self._table.no_replica_detail(pool.stage))
+        if self.open_requests and self._table.unavailable:
+            for request in (*self._backlog.waiting.values(), *self._backlog.isolated.values()):
+                self._state.reject(request, "no_replica", self._table.no_replica_detail())
+
+    # -- sending -----------------------------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        """Send everything that can be sent. Last stages first: they make room for new batches."""
+        for pipeline in self._table.pipelines.values():
+            for pool in reversed(pipeline.pools):
+                self._dispatch_pool(pool)
+
+    def _find_late(self) -> None:
+        """Move late attempts to `Pool.late`. Start a batch again if its input is lost, or is kept and the hedge is late, too."""
+        while (late := self._hedging.late.pop_until(self._state.now_s)) is not None:
+            batch = late.batch
+            if len(batch.in_flight) == 1 and not batch.input_lost:
+                late.replica.pool.late[late] = None
+            elif (batch.holder is not None or batch.input_lost) and self._hedging.try_acquire(len(batch.rows)):
+                self._state.restart(batch)
+
+    def _dispatch_pool(self, pool: Pool) -> None:
+        if pool.late and len(pool.available):
+            self._hedge_late(pool)
+        if pool.isolated_first:
+            self._dispatch_isolated(pool)
+        if pool.retries:
+            self._dispatch_retries(pool)
+        if pool.queue:
+            self._dispatch_queue(pool)
+        if pool is self._table.entry_pool:
+            self._form_batches(pool.pipeline)
+        self._dispatch_isolated(pool)
+        pool.isolated_first = True
+
+    def _dispatch_retries(self, pool: Pool) -> None:
+        for batch in tuple(pool.retries.values()):
+            if not len(pool.available):
+                return
+            # A batch that failed on the only available replica does not block the others.
+            replica = pool.available.first(excluding=batch.failed_on)
+            if replica is not None:
+                del pool.retries[batch.id]
+                self._send(batch, replica)
+
+    def _dispatch_queue(self, pool: Pool) -> None:
+        while pool.queue and (replica := pool.available.first()) is not None:
+            self._send(pool.queue.popitem(last=False)[1], replica)
+
+    def _form_batches(self, pipeline: VersionPipeline) -> None:
+        available = pipeline.pools[0].available
+        while (
+            not pipeline.saturated
+            and (replica := available.first()) is not None
+            and (key := key_due(self._state, replica)) is not None
+        ):
+            self._send(self._form(self._backlog.take(key), pipeline), replica)
+
+    def _dispatch_isolated(self, pool: Pool) -> None:
+        from_backlog = (
+            pool is self._table.entry_pool and self._backlog.isolated and not pool.pipeline.isolation_saturated
+        )
+        if not pool.isolated and not from_backlog:
+            if pool.reserved is not None and not _has_isolated(pool.reserved):
+                pool.release()
+            return
+        replica = pool.reserve()
+        if replica is None or replica.in_flight:
+            return
+        if pool.isolated:
+            self._send(pool.isolated.popitem(last=False)[1], replica)
+        else:
+            self._send(self._form(self._backlog.take_isolated(), pool.pipeline), replica)
+
+    def _form(self, requests: tuple[Request, ...], pipeline: VersionPipeline) -> Batch:
+        batch = Batch(
+            id=next(self._batch_ids),
+            rows=requests,
+            pipeline=pipeline,
+            isolated=requests[0].isolated,
+            attempt=max(request.attempt for request in requests),
+            runnable_since_s=requests[0].runnable_since_s,
+            open_rows=len(requests),
+        )
+        for request in requests:
+            request.batch = batch
+        pipeline.num_batches += 1
+        return batch
+
+    def _hedge_late(self, pool: Pool) -> None:
+        """Send a second attempt of the late batches for which another replica has room, as far as the budget allows it."""
+        for late in tuple(pool.late):
+            other = pool.available.first(excluding=late.replica)
+            if other is None:
+                continue
+            if not self._hedging.try_acquire(len(late.batch.rows)):
+                break
+            late.hedged = True
+            del pool.late[late]
+            self._put_in_flight(late.batch, other, "hedge", waited_s=self._state.now_s - late.sent_s)
+
+    def _send(self, batch: Batch, replica: Replica) -> None:
+        if batch.kind == "reroute":
+            batch.attempt += 1
+            self._state.counters.reroutes[batch.stage] += 1
+        elif batch.kind == "retry":
+            batch.attempt += 1
+            self._state.counters.retries[batch.stage] += 1
+        self._put_in_flight(batch, replica, batch.kind, waited_s=self._state.now_s - batch.runnable_since_s)
+        self._hedging.refill_budget(len(batch.rows))
+
+    def _put_in_flight(self, batch: Batch, replica: Replica, kind: SendKind, *, waited_s: float) -> None:
+        attempt = Attempt(batch, replica, kind, self._state.now_s)
+        batch.in_flight[replica.id] = attempt
+        self._table.record_sent(attempt)
+        if kind != "hedge" or batch.holder is not None:
+            self._hedging.watch(attempt, self._state.now_s)
+        self._state.actions.append(
+            SendBatch(
+                batch=batch.id,
+                stage=batch.stage,
+                replica=replica.id,
+                requests=tuple(request.id for request in batch.rows),
+                version=batch.pipeline.version,
+                kind=kind,
+                attempt=batch.attempt,
+                isolated=batch.isolated,
+                waited_s=waited_s,
+            )
+        )
+
+
+def _has_isolated(replica: Replica) -> bool:
+    return any(attempt.batch.isolated for attempt in replica.in_flight.values())

@@ -1,0 +1,261 @@
+"""The state of the scheduler, and the steps that change it: batches wait, are answered, rejected, isolated, requeued and rerouted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from multiworld_serving.server.leader.scheduling.actions import (
+    Action,
+    Answer,
+    FreeBatch,
+    Reason,
+    Reject,
+    ReleaseReplica,
+    SendKind,
+)
+from multiworld_serving.server.leader.scheduling.backlog import Backlog
+from multiworld_serving.server.leader.scheduling.batches import Attempt, Batch, Pool, Replica, Request
+from multiworld_serving.server.leader.scheduling.config import FAST_BATCH_S, SchedulerConfig
+from multiworld_serving.server.leader.scheduling.estimates.capacity import ArrivalRate
+from multiworld_serving.server.leader.scheduling.estimates.hedging import Hedging
+from multiworld_serving.server.leader.scheduling.estimates.service_times import ServiceTimes
+from multiworld_serving.server.leader.scheduling.replica_table import ReplicaTable
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start, which are exported as metrics."""
+
+    reroutes: Counter[int] = field(default_factory=Counter)
+    """Batches sent again because their replica was lost, by stage."""
+    retries: Counter[int] = field(default_factory=Counter)
+    """Batches sent again because the stage raised, by stage."""
+    hedges: Counter[str] = field(default_factory=Counter)
+    """By outcome: "won" (the hedge returned first), "lost" (the first attempt returned first), "wasted" (the hedge's replica
+    was lost, its stage raised, or all requests of the batch were closed)."""
+
+
+class SchedulerState:
+    """The open requests, batches and replicas of one scheduler. Each step keeps the backlog and the queues consistent.
+
+    Attributes:
+        now_s: time of the event being handled.
+        actions: the actions decided for this event so far.
+        draining: partial batches are sent at once, because the server is stopping.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.now_s = float("-inf")
+        self.actions: list[Action] = []
+        self.counters = Counters()
+        self.backlog = Backlog(config.slow_batch_size or config.max_batch_size)
+        self.table = ReplicaTable(config)
+        self.service_times = ServiceTimes()
+        self.arrivals = ArrivalRate()
+        self.hedging = Hedging(config, self.service_times)
+        self.draining = False
+
+    def min_time_s(self, rows: int) -> float:
+        """Lower bound of the time to answer so many rows, by the slowest stage; 0 while the time of a full batch is not known."""
+        full, slowest_s = self.backlog.max_rows, 0.0
+        for pool in self.table.current.pools if self.table.current is not None else ():
+            time_s = self.service_times.full_batch_s(pool.stage, full)
+            if time_s is None:
+                return 0.0
+            slowest_s = max(slowest_s, time_s / len(pool.accepting))
+        return rows * slowest_s / full
+
+    def fit_batch_size(self) -> None:
+        """Let batches grow as far as the slowest stage computes them in `FAST_BATCH_S`, by its latest times."""
+        least, most, rows = self.config.slow_batch_size, self.config.max_batch_size, self.backlog.max_rows
+        if least is None or least == most:
+            return
+        times = [self.service_times.compute_s(stage, rows) for stage in range(self.config.num_stages)]
+        known = [time_s for time_s in times if time_s is not None]
+        if len(known) == len(times) and (slowest_s := max(known)) > 0:
+            self.backlog.limit_rows(max(least, min(most, int(FAST_BATCH_S / slowest_s * rows))))
+
+    # -- steps of batches and requests ---------------------------------------------------------------------------------------
+
+    def enqueue(self, batch: Batch, kind: SendKind, *, at_head: bool) -> None:
+        """Put the batch into the queue of its stage. Requeue or reject its requests if they cannot be sent to that stage again."""
+        batch.kind = kind
+        pool = batch.pool
+        if batch.input_lost or (not pool.accepting and self.table.current is not None):
+            self.requeue(batch)
+        elif pool.expired:
+            self.reject_all(batch, "no_replica", self.table.no_replica_detail(batch.stage))
+        else:
+            pool.enqueue(batch, at_head=at_head)
+
+    def requeue(self, batch: Batch) -> None:
+        """Return the requests to the head of the backlog: they start again at the first stage."""
+        requests = [request for _, request in batch.open_requests()]
+        for request in reversed(requests):
+            request.attempt = batch.attempt + 1
+            self.backlog.requeue(request)
+        self._free(batch)
+
+    def restart(self, batch: Batch) -> None:
+        """Requeue the requests, and abandon the attempts in flight: the replica that keeps their input may be frozen."""
+        self.abandon_attempts(batch, hedges="wasted")
+        self.requeue(batch)
+
+    def lose_input(self, batch: Batch) -> None:
+        """Send the input of the current stage no more. The requests start again unless an attempt in flight has it, and is not late."""
+        batch.hold_at(None)
+        batch.input_lost = True
+        for attempt in batch.in_flight.values():
+            self.hedging.forget(attempt)
+            self.hedging.watch(attempt, self.now_s)
+        if not batch.in_flight:
+            batch.pool.dequeue(batch)
+            self.requeue(batch)
+
+    def isolate(self, batch: Batch) -> None:
+        """Dissolve the batch. Each of its requests starts again at the first stage, alone."""
+        for _, request in batch.open_requests():
+            request.attempt = batch.attempt + 1
+            request.runnable_since_s = self.now_s
+            self.backlog.isolate(request)
+        self._free(batch)
+
+    def answer(self, batch: Batch, replica: Replica) -> None:
+        """Answer the open requests with the output of the last stage."""
+        open_requests = list(batch.open_requests())
+        rows = tuple((request.id, row) for row, request in open_requests)
+        self.actions.append(Answer(batch.id, replica.id, rows, batch.pipeline.version, batch.attempt))
+        for _, request in open_requests:
+            self.backlog.close(request)
+            request.batch = None  # break the reference cycle, so that no garbage collection is needed
+        self._free(batch)
+
+    def reject_all(self, batch: Batch, reason: Reason, detail: str) -> None:
+        """Reject every open request of the batch."""
+        for _, request in list(batch.open_requests()):
+            self.reject(request, reason, detail)
+
+    def reject(self, request: Request, reason: Reason, detail: str) -> None:
+        """Reject an open request."""
+        self.actions.append(Reject(request.id, reason, detail))
+        self.close(request)
+
+    def close(self, request: Request) -> None:
+        """Close a request. Closing the last open request of a batch ends the batch."""
+        self.backlog.close(request)
+        batch, request.batch = request.batch, None
+        if batch is not None:
+            batch.open_rows -= 1
+            if not batch.open_rows:
+                self._cancel(batch)
+
+    def abandon_attempts(self, batch: Batch, *, hedges: str) -> None:
+        """Ignore the output of the attempts in flight. They occupy their replica's window until they return.
+
+        Args:
+            hedges: the outcome to count for attempts that are hedges.
+        """
+        for attempt in batch.in_flight.values():
+            self.hedging.forget(attempt)
+            if attempt.kind == "hedge":
+                self.counters.hedges[hedges] += 1
+        batch.in_flight.clear()
+
+    def fail_replica(self, replica: Replica, cause: str) -> None:
+        """Remove a replica and recover its batches.
+
+        A batch in flight returns to the head of its stage's queue. If its requests have broken too many worlds, they are isolated or
+        rejected. Batches whose input it kept start again, once no attempt is in flight elsewhere.
+        """
+        blame = cause != "left" and replica.id not in self.table.draining
+        self.table.remove(replica, self.now_s)
+        self.hedging.refund(replica)
+        self.replicas_changed()
+        lost = reversed(replica.in_flight.values())
+        suspects = [attempt.batch for attempt in lost if attempt.detach() and self._attempt_lost(attempt, blame=blame)]
+        for batch in reversed(suspects):
+            self.isolate(batch)
+        for batch in reversed(list(replica.held.values())):
+            self.lose_input(batch)
+
+    def release_drained(self) -> None:
+        """Release the draining replicas that have no batches in flight and keep no input.
+
+        Batches whose input a draining replica keeps start again if their stage has no replica: the worker may leave to serve that stage.
+        """
+        table = self.table
+        for replica in table.draining.values():
+            for batch in reversed(list(replica.held.values())):
+                if not batch.pool.accepting and not batch.in_flight:
+                    self.lose_input(batch)
+        for replica in [each for each in table.draining.values() if not each.in_flight and not each.held]:
+            table.remove(replica, self.now_s)
+            self.replicas_changed()
+            self.actions.append(ReleaseReplica(replica.id))
+
+    def attempt_failed(self, attempt: Attempt, *, suspect: bool = False) -> None:
+        """Count a failed hedge, and let the batch's other attempt, if there is one, be hedged in turn.
+
+        Suspects are not hedged: each further hedge could break another world.
+        """
+        if attempt.kind == "hedge":
+            self.counters.hedges["wasted"] += 1
+        if not suspect:
+            for other in attempt.batch.in_flight.values():
+                self.hedging.watch(other, self.now_s)
+
+    def replicas_changed(self) -> None:
+        """Update queues and versions. Call after replicas were added or removed."""
+        for pipeline in self.table.pipelines.values():
+            for pool in pipeline.pools:
+                self._requeue_stranded(pool)
+        self.table.drop_unused_versions()
+
+    def _cancel(self, batch: Batch) -> None:
+        batch.pool.dequeue(batch)
+        self.abandon_attempts(batch, hedges="wasted")
+        self._free(batch)
+
+    def _free(self, batch: Batch) -> None:
+        batch.hold_at(None)
+        batch.pipeline.num_batches -= 1
+        self.actions.append(FreeBatch(batch.id))
+
+    def _attempt_lost(self, attempt: Attempt, *, blame: bool) -> bool:
+        """Handle an attempt whose replica was lost. Returns True if its requests must be isolated."""
+        batch = attempt.batch
+        self.hedging.forget(attempt)
+        requests = [request for _, request in batch.open_requests()]
+        for request in requests if blame else ():
+            request.worlds_broken += 1
+        worlds_broken = max((request.worlds_broken for request in requests), default=0)
+        suspect = worlds_broken >= self.config.max_attempts - 1
+        self.attempt_failed(attempt, suspect=suspect)
+        if batch.in_flight:  # a hedge, or the attempt that was hedged
+            return False
+        if not batch.isolated and suspect:
+            return True
+        if batch.isolated and blame and worlds_broken >= self.config.max_attempts:
+            detail = f"it broke {worlds_broken} worlds, the last one alone"
+            self.reject_all(batch, "poison", detail)
+        else:
+            batch.runnable_since_s = self.now_s
+            batch.failed_on = None
+            self.enqueue(batch, "reroute", at_head=True)
+        return False
+
+    def _requeue_stranded(self, pool: Pool) -> None:
+        """Move batches that can no longer be sent from this queue: another version is complete, or a retry has no other replica."""
+        stranded: list[Batch] = []
+        if not pool.accepting and self.table.current is not None:
+            stranded = pool.batches()
+        elif len(pool.accepting) == 1:
+            stranded = [batch for batch in pool.retries.values() if not pool.has_other(batch.failed_on)]
+        for batch in reversed(stranded):
+            pool.dequeue(batch)
+            if pool.accepting:
+                self.isolate(batch)
+            else:
+                self.requeue(batch)

@@ -1,0 +1,163 @@
+"""The leaders and workers of one model on this machine: their sockets, settings and supervisors, and the autoscaler of the workers."""
+
+import contextlib
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
+from ipaddress import ip_address
+
+from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.config.sources import option
+from multiworld_serving.common.http.listener import bind
+from multiworld_serving.common.settings.serve import ServeSettings
+from multiworld_serving.server.supervisor.programs import (
+    Process,
+    Role,
+    Starter,
+    Values,
+    compute_threads,
+    leader_values,
+    memory_file,
+    timeouts_s,
+    worker_values,
+)
+from multiworld_serving.server.supervisor.scaling.autoscaler import Autoscaler, limits_of
+from multiworld_serving.server.supervisor.scaling.policy import ScalingPolicy
+from multiworld_serving.server.supervisor.supervisor import ProcessSet
+
+logger = logging.getLogger(__name__)
+
+_NAMES: dict[Role, str] = {"worker": "local", "leader": "leader"}
+"""First part of the names of the processes."""
+_COUNT_CUDA_DEVICES = "import torch; print(torch.cuda.device_count())"
+
+
+class Group(ProcessSet):
+    """The leaders and workers of one model.
+
+    Args:
+        prefix: first part of the names of its processes.
+        workers: number of workers of all models, which share the cores.
+        cores: a file, and the position of this group's first worker in it; see `SharedCores`. None for a model that is added to others:
+            its workers treat those of the others like other programs, and it must fit into the memory that the others leave.
+        stack: closes the sockets.
+    """
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        starter: Starter,
+        stack: contextlib.ExitStack,
+        *,
+        prefix: str = "",
+        workers: int,
+        cores: tuple[str, int] | None = None,
+    ) -> None:
+        self.settings = settings
+        self._is_new = cores is None
+        self.threads = compute_threads(settings, workers)
+        self._notify = starter.notify
+        self._prefix = prefix
+        self._workers = workers
+        self._cores = cores or (memory_file(stack, "cores", ""), 0)
+        self._devices = _devices(settings)
+        self.joins = [
+            stack.enter_context(
+                bind(settings.join_host, settings.join_port_of(index), option("join_port"), option("join_host"))
+            )
+            for index in range(settings.leaders)
+        ]
+        counts: dict[Role, int] = {
+            "worker": 0 if settings.external_workers else settings.num_workers,
+            "leader": settings.leaders,
+        }
+        processes = {"worker": self._worker, "leader": self._leader}
+        super().__init__(
+            {
+                role: starter.supervisor(role, count, processes[role], timeouts_s(settings, role), prefix)
+                for role, count in counts.items()
+            }
+        )
+
+    def others(self) -> Iterable[AbstractAsyncContextManager[object]]:
+        """The autoscaler."""
+        if (limits := limits_of(self.settings)) is not None:
+            workers, leaders = self.supervisors["worker"], self.supervisors["leader"]
+            yield Autoscaler(workers, leaders, self._notify, self._name("worker", ""), ScalingPolicy(limits))
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether workers of other machines may join its leaders."""
+        return self.settings.external_workers or not ip_address(self.joins[0].getsockname()[0]).is_loopback
+
+    @property
+    def leaders(self) -> str:
+        """The addresses of its leaders for processes of this machine."""
+        host = local_host_of(self.settings.join_host)
+        return ",".join(f"{host}:{sock.getsockname()[1]}" for sock in self.joins)
+
+    def log_external(self, name: str) -> None:
+        """Log how workers join the model `name`, if they run on other machines."""
+        settings, there = self.settings, external_host_of(self.settings.join_host)
+        if settings.external_workers:
+            ports = [sock.getsockname()[1] for sock in self.joins]
+            each = " ".join(f"--leader {settings.advertised(port) or f'{there}:{port}'}" for port in ports)
+            logger.info(
+                "waiting for workers of %s; on each of their machines: multiworld worker %s --token-file …", name, each
+            )
+
+    def _leader(self, slot: int) -> Process:
+        name, settings = self._name("leader", slot), self.settings
+        fds = {"join_fd": self.joins[slot].fileno()}
+        checks = self._is_new and settings.device == "cpu" and not settings.external_workers
+        return Process(name, {**leader_values(settings, slot), "name": name, "local_memory": checks, **fds}, fds)
+
+    def _worker(self, slot: int) -> Process:
+        name, settings = self._name("worker", slot), self.settings
+        own: Values = {
+            "leader": self.leaders,
+            "name": name,
+            "threads": self.threads,
+            "device": self._devices[slot % len(self._devices)],
+        }
+        if not settings.threads and settings.device == "cpu":  # the workers share the cores
+            file, first = self._cores
+            count = max(self._workers, first + slot + 1)
+            own |= {"cores_file": file, "cores_index": first + slot, "cores_workers": count}
+        return Process(name, {**worker_values(settings), **own}, {}, self.threads)
+
+    def _name(self, role: Role, slot: object) -> str:
+        return f"{self._prefix}{_NAMES[role]}-{slot}"
+
+
+def _devices(settings: ServeSettings) -> list[str]:
+    """Return the devices of local workers, in turn: "cuda" without an index means the GPUs of this machine. Raises UserError."""
+    if settings.device == "cpu" or settings.external_workers:
+        return [settings.device]
+    try:
+        command = [sys.executable, "-c", _COUNT_CUDA_DEVICES]
+        count = int(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout)  # noqa: S603
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise UserError(f"--device {settings.device}: cannot count the GPUs of this machine: {error}") from error
+    devices = [f"cuda:{index}" for index in range(count)]
+    if settings.device not in ("cuda", *devices) or not devices:
+        raise UserError(
+            f"device {settings.device!r} does not exist: this machine has {', '.join(devices) or 'no CUDA device'}; "
+            f"use --device cpu or another index"
+        )
+    return devices if settings.device == "cuda" else [settings.device]
+
+
+def local_host_of(host: str) -> str:
+    """The address at which this machine's own processes reach a listener on `host`."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - translated, not bound
+    return f"[{reachable}]" if ":" in reachable else reachable
+
+
+def external_host_of(host: str) -> str:
+    """The name by which other machines reach a listener on `host`."""
+    name = socket.gethostname() if host in {"0.0.0.0", "::"} else host  # noqa: S104 - translated, not bound
+    return f"[{name}]" if ":" in name else name

@@ -1,0 +1,247 @@
+"""`multiworld serve`: starts leaders, frontends and local workers, restarts those that end, and stops them in order.
+
+This process carries no request. It imports what the others need and forks them, so that a restart takes milliseconds. It opens all
+listening sockets and passes them on, so a restarted process continues on the same port, and clients that connect meanwhile wait instead
+of being refused. When it stops, it refuses new connections. On SIGUSR2, a new `multiworld serve` takes its place; see `upgrade.py`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.config.process import first_of, notify_systemd, on_stop_signal, raise_descriptor_limit
+from multiworld_serving.common.config.tokens import new_token
+from multiworld_serving.common.http.listener import stop_listening
+from multiworld_serving.common.service.model_change import ModelChange
+from multiworld_serving.common.settings.serve import ServeSettings
+from multiworld_serving.server.supervisor.checks import check_bundle, check_files, prepared
+from multiworld_serving.server.supervisor.child_process import reap_adopted
+from multiworld_serving.server.supervisor.group import local_host_of
+from multiworld_serving.server.supervisor.models import Models
+from multiworld_serving.server.supervisor.notify import NotifyListener
+from multiworld_serving.server.supervisor.programs import Starter
+from multiworld_serving.server.supervisor.upgrade import Upgrade
+
+logger = logging.getLogger(__name__)
+
+_REAP_S = 1.0
+"""Interval at which processes of ended parents are collected."""
+
+
+def run(settings: ServeSettings, program: Callable[[Sequence[str]], object]) -> int:
+    """Run the service until SIGTERM or Ctrl-C. Returns the exit status.
+
+    Args:
+        program: see `Starter`.
+    Raises:
+        UserError, models.ModelError: a port is in use, a file is missing, or the device does not exist. No process was started.
+    """
+    settings = settings.model_copy(update={"local_token": new_token()})
+    settings.accepted_secrets  # noqa: B018 - raises if the token file is invalid
+    check_files(settings)
+    with contextlib.ExitStack() as stack:
+        upgrade = Upgrade(stack)
+        models = prepared(settings, upgrade.changes)
+        if upgrade.replaces:  # the predecessor's leaders still use their ports, and no worker is on another machine
+            models = {name: each.model_copy(update={"join_port": 0}) for name, each in models.items()}
+        raise_descriptor_limit()
+        service = Service(settings, models, stack, program, upgrade)
+        service.import_programs()
+        for each in models.values():
+            check_bundle(each)
+        if error := asyncio.run(service.run()):
+            raise UserError(f"the service cannot start: {error}")
+    upgrade.become_forwarder()
+    return 0
+
+
+class Service:
+    """Opens the listening sockets, starts the processes, and acts on signals: stop, upgrade, or read files again.
+
+    Args:
+        models: the settings of each model by its name.
+        stack: closes the sockets and files.
+        program: see `Starter`.
+
+    Attributes:
+        models: the processes.
+    """
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        models: Mapping[str, ServeSettings],
+        stack: contextlib.ExitStack,
+        program: Callable[[Sequence[str]], object],
+        upgrade: Upgrade,
+    ) -> None:
+        self._settings = settings
+        self._upgrade = upgrade
+        self._stop = asyncio.Event()
+        self._changing: asyncio.Task[None] | None = None
+        """An upgrade, or a change of the models. There is one at a time."""
+        self._file_changed = False
+        self._sockets = {
+            "http_fd": upgrade.listen("http_port", settings.host, settings.http_port),
+            "metrics_fd": upgrade.listen("metrics_port", settings.admin_host, settings.metrics_port),
+        }
+        if settings.grpc_port is not None:
+            self._sockets["grpc_fd"] = upgrade.listen("grpc_port", settings.host, settings.grpc_port, reserve=True)
+        self._starter = Starter(stack.enter_context(NotifyListener()), program)
+        self._starter.notify.on_change = self._change_models
+        self.models = Models(
+            settings,
+            models,
+            self._starter,
+            {name: sock.fileno() for name, sock in self._sockets.items()},
+            stack,
+            changes=upgrade.changes,
+            wait_until_ready=models if upgrade.replaces else None,
+        )
+
+    def import_programs(self) -> None:
+        """Import what the processes need. A signal meanwhile ends this process: nothing runs yet."""
+        self._log_addresses()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, lambda *_: os._exit(0))
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # there is nothing to upgrade yet
+        self._starter.import_programs(max(group.threads for group in self.models.groups.values()))
+
+    async def run(self) -> str:
+        """Run all processes until a signal, or until they cannot start. Returns why they cannot; empty after a signal."""
+        on_stop_signal(self._begin_stop)
+        with self._starter.notify.receiving():
+            self._reload_on_hangup()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._begin_upgrade)
+            async with asyncio.TaskGroup() as tasks:
+                self.models.start(tasks)
+                adopted = tasks.create_task(_reap_adopted())
+                async with notify_systemd():
+                    if self._upgrade.replaces:
+                        self._begin(self._replace())
+                    error = await first_of(self._stopped(), self.models.cannot_start())
+                    if self._changing is not None:
+                        self._changing.cancel()
+                        await asyncio.wait({self._changing})
+                await self._stop_processes()
+                adopted.cancel()
+            self._upgrade.hold_signals()
+            logger.info("stopped")
+        return error
+
+    async def _stopped(self) -> str:
+        await self._stop.wait()
+        return ""
+
+    async def _stop_processes(self) -> None:
+        """Refuse new connections, then stop all processes. During an upgrade, another service uses the sockets."""
+        is_sole = self._upgrade.successor is None and not self._upgrade.replaces
+        if is_sole:
+            await stop_listening(self._sockets["http_fd"])
+        await self.models.stop_frontends()  # the admin port serves until then
+        if is_sole:
+            await stop_listening(self._sockets["metrics_fd"])
+        await self.models.stop()
+
+    def _begin_stop(self) -> None:
+        logger.info("stopping; a second signal ends all processes at once")
+        if self._upgrade.successor is not None:
+            self._upgrade.successor.send(signal.SIGTERM)
+        self._stop.set()
+
+    def _begin_upgrade(self) -> None:
+        if any(group.is_reachable for group in self.models.groups.values()):
+            logger.error(
+                "no upgrade: workers of other machines may join the leaders; restart the programs one at a time"
+            )
+        elif self._busy:
+            logger.error("no upgrade: the last one, or a change of the models, has not ended")
+        else:
+            self._begin(self._replace_this())
+
+    @property
+    def _busy(self) -> bool:
+        return self._upgrade.successor is not None or self._changing is not None
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._changing = asyncio.create_task(self._end(work))
+
+    async def _end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run an upgrade or a change, then read the file with the models if SIGHUP has arrived meanwhile."""
+        try:
+            await work
+            while self._file_changed and self._upgrade.successor is None:
+                self._file_changed = False
+                await self.models.read_file()
+        except Exception:
+            logger.exception("an upgrade or a change of the models has failed")
+        finally:
+            self._changing = None
+
+    async def _replace(self) -> None:
+        """Wait until all frontends serve. Then let the predecessor stop."""
+        await self.models.frontends.serve()
+        self._upgrade.replace()
+
+    async def _replace_this(self) -> None:
+        """Start a new service. Stop this one when the new one serves."""
+        successor = await self._upgrade.start_successor(self.models.changes)
+        if successor is not None:
+            logger.info("upgraded: the new supervisor serves pid=%d", successor.pid)
+            if self._file_changed:
+                successor.send(signal.SIGHUP)
+            os.environ.pop("NOTIFY_SOCKET", None)  # for systemd, the service does not stop
+            self._stop.set()
+
+    def _change_models(self, change: ModelChange) -> None:
+        if self._busy:
+            self.models.end(change, "an upgrade or another change of the models runs; try again when it has ended")
+        else:
+            self._begin(self.models.run(change))
+
+    def _reload_on_hangup(self) -> None:
+        """At SIGHUP, processes read keys, certificates and tokens of files again, and this one the models of its settings file."""
+        settings = self._settings
+        files = (settings.token_file, settings.api_keys_file, settings.admin_keys_file, settings.tls_cert_file)
+
+        def reload() -> None:
+            if (successor := self._upgrade.successor) is not None:  # this process only drains
+                successor.send(signal.SIGHUP)
+                return
+            if settings.token_file:
+                self.models.signal("leader", signal.SIGHUP)
+            if any(files):  # it would end the others
+                self.models.signal("frontend", signal.SIGHUP)
+            if settings.models_file is not None:
+                self._file_changed = True
+                if not self._busy:
+                    self._begin(asyncio.sleep(0))
+
+        if any((*files, settings.models_file)):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+
+    def _log_addresses(self) -> None:
+        settings = self._settings
+        scheme = "http" if settings.tls_cert_file is None else "https"
+        host, admin_host = local_host_of(settings.host), local_host_of(settings.admin_host)
+        ports = {name: sock.getsockname()[1] for name, sock in self._sockets.items()}
+        joins = [sock for group in self.models.groups.values() for sock in group.joins]
+        logger.info(
+            "listening http=%s://%s:%d metrics=%s://%s:%d/metrics join=%s%s",
+            *(scheme, host, ports["http_fd"], scheme, admin_host, ports["metrics_fd"]),
+            ",".join(f"{settings.join_host}:{sock.getsockname()[1]}" for sock in joins),
+            f" grpc={host}:{ports['grpc_fd']}" if "grpc_fd" in ports else "",
+        )
+        for name, group in self.models.groups.items():
+            group.log_external(name)
+
+
+async def _reap_adopted() -> None:
+    while True:
+        await asyncio.sleep(_REAP_S)
+        reap_adopted()
