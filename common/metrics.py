@@ -1,9 +1,10 @@
-"""The metrics of one process. Subclasses define theirs."""
+"""The metrics of one process, and how those of several processes are merged."""
 
 from __future__ import annotations
 
 import asyncio
 import platform
+import re
 from collections.abc import Iterable
 from importlib.metadata import version
 
@@ -22,10 +23,12 @@ from prometheus_client import (
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Prometheus' text format."""
+_HAS_MODEL = re.compile(r'(^|,)model="')
+_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.+)")
 
 
 class ProgramMetrics:
-    """The metrics of one process.
+    """The metrics of one process. Subclasses define theirs.
 
     Attributes:
         registry: of counters, gauges and histograms, which are thread-safe.
@@ -65,3 +68,33 @@ class ProgramMetrics:
         """As `text`. Formats `registry` on a thread, because the series of 100 workers take about 40 ms."""
         derived = generate_latest(self.derived)
         return await asyncio.to_thread(generate_latest, self.registry) + derived
+
+
+def merge_metrics(texts: Iterable[tuple[str, str, str]]) -> str:
+    """Merge expositions in Prometheus' text format.
+
+    Args:
+        texts: name of a process, the model that it serves if it serves one, and its metrics. An empty name or model adds no label.
+    """
+    families: dict[str, list[str]] = {}
+    for process, model, text in texts:
+        family = ""
+        own, of_model = (text and _label(name, text) for name, text in (("process", process), ("model", model)))
+        for line in text.splitlines():
+            if line.startswith("# HELP "):
+                family = line.split(" ", 3)[2]
+                families.setdefault(family, [line])
+            elif line.startswith("# TYPE "):
+                if len(families.setdefault(family, [])) == 1:
+                    families[family].append(line)
+            elif line and not line.startswith("#") and (match := _SAMPLE.fullmatch(line)) is not None:
+                name, labels, value = match.groups()
+                has_model = labels and _HAS_MODEL.search(labels)
+                found = ",".join(filter(None, (own, "" if has_model else of_model, labels)))
+                families.setdefault(family, []).append(f"{name}{{{found}}} {value}")
+    return "".join(f"{line}\n" for lines in families.values() for line in lines)
+
+
+def _label(name: str, value: str) -> str:
+    escaped = value.replace("\\", r"\\").replace('"', r"\"")
+    return f'{name}="{escaped}"'

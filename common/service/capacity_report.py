@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from math import ceil
+
 import msgspec
 
 CAPACITY_FIELD = "X_CAPACITY="
 """Begins a message with a report; systemd ignores fields that begin with X_, see sd_notify(3)."""
+_ROUNDING = 1e-6
 
 
 class CapacityReport(msgspec.Struct, frozen=True):
@@ -31,3 +35,8 @@ class CapacityReport(msgspec.Struct, frozen=True):
             return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, UnicodeError, RecursionError):
             return None
+
+
+def combine(leaders: Iterable[Sequence[float]], at_least: int) -> tuple[int, ...]:
+    """Replicas of each stage for the load of all leaders, which share the workers; never fewer than `at_least`."""
+    return tuple(max(at_least, ceil(sum(shares) - _ROUNDING)) for shares in zip(*leaders, strict=True))

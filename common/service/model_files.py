@@ -12,6 +12,7 @@ from multiworld_serving.models.export.bundle_cache import exported, trained_weig
 from multiworld_serving.models.weights import SUFFIXES
 
 MANIFEST = "manifest.json"
+_PATH_CHARACTERS = 1024
 _DEFAULT_WEIGHTS = ("DEFAULT", "auto")
 """Values of `--weights` that name no weights, so that they also fit a bundle."""
 
@@ -78,3 +79,56 @@ def available_weights(settings: LeaderSettings) -> str:
             )
         exported(settings.model_source, weights, settings.max_batch_size or 1, image_size=settings.image_size)
     return weights
+
+
+def path_in(folder: Path | None, text: str) -> Path:
+    """The path that an administrator names: below `--weights-dir`, so that the admin key does not grant access to the leader's disk.
+
+    Raises:
+        WeightsError: it is outside `folder`, or not a valid path, or there is no folder.
+    """
+    if folder is None:
+        raise WeightsError(
+            "files and bundles are loaded from --weights-dir only, but the service was started without it; "
+            "start it with --weights-dir FOLDER. Published weights and random:SEED exist for models of torchvision only"
+        )
+    if len(text) > _PATH_CHARACTERS or "\0" in text:
+        raise WeightsError("invalid path of a weights file: it is too long or contains a NUL character")
+    root = folder.resolve()
+    try:
+        found = (root / text).resolve()
+    except (OSError, RuntimeError) as error:  # such as a loop of symbolic links
+        raise WeightsError(f"{text[:64]!r} cannot be resolved to a file") from error
+    if not found.is_relative_to(root):
+        raise WeightsError(f"{text[:64]!r} is not below the service's --weights-dir; give a path within it")
+    return found
+
+
+def model_path(settings: LeaderSettings, weights: str) -> Path:
+    """The bundle of the model; one of torchvision is exported into the cache with these weights, unless it is there. Blocks.
+
+    Raises:
+        models.ModelError: there is no such model, or it cannot be exported.
+    """
+    return bundle_path(settings) or exported(
+        settings.model_source, weights, settings.max_batch_size or 1, image_size=settings.image_size
+    )
+
+
+def check_bundle(settings: LeaderSettings) -> None:
+    """Check that the bundle has as many stages and as large batches as the settings ask for. Imports torch.
+
+    Reads only the manifest, unless there are more stages than it was exported with. A .zip file is left to the leader.
+
+    Raises:
+        models.ModelError: it has not.
+    """
+    from multiworld_serving.models.bundle.cutting import cuts_of  # noqa: PLC0415
+    from multiworld_serving.models.bundle.files import read_bundle, read_manifest  # noqa: PLC0415
+
+    path = model_path(settings, settings.weights)
+    if path.is_dir():
+        manifest = read_manifest(path)
+        manifest.check_batch_size(settings.max_batch_size)
+        if settings.stages > len(manifest.cuts) + 1:
+            cuts_of(manifest, read_bundle(path).graph, settings.stages)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from multiworld_serving.models.bundle.graph import Graph
+from multiworld_serving.models.bundle.manifest import Manifest
 from multiworld_serving.models.bundle.nodes import Call, Input, Item
 from multiworld_serving.models.bundle.values import values_of
 from multiworld_serving.models.errors import StageError
@@ -185,3 +186,14 @@ def _positions(graph: Graph, costs_s: Sequence[float], lengths: Mapping[str, int
         if part not in best or size < best[part][0]:
             best[part] = (size, position)
     return {position: size for size, position in best.values()}
+
+
+def cuts_of(manifest: Manifest, graph: Graph, num_stages: int) -> tuple[int, ...]:
+    """Where a bundle is cut into stages: at its own positions if it was exported with as many stages.
+
+    Raises:
+        StageError: the graph cannot be cut into as many stages.
+    """
+    if num_stages == len(manifest.cuts) + 1:
+        return manifest.cuts
+    return cut_graph(graph, manifest.costs_s, num_stages, manifest.lengths[-1]).positions

@@ -108,6 +108,14 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         lengths_to_check(manifest.dimensions)
         return manifest
 
+    def check_batch_size(self, rows: int | None) -> None:
+        """Raise BundleError if batches of so many rows are larger than the model was exported for."""
+        if (rows or 1) > self.max_batch_size:
+            raise BundleError(
+                f"{self.name} computes batches of at most {self.max_batch_size}; choose a smaller --max-batch-size, or export it with a "
+                "larger one"
+            )
+
     def check_graph(self, graph: Graph) -> None:
         """Raise BundleError unless the graph has the inputs, outputs, dimensions and positions that the manifest names."""
         check_tensors(graph, self.inputs, self.outputs)

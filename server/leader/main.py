@@ -20,13 +20,13 @@ from multiworld_serving.common.config.process import (
     release_free_memory,
 )
 from multiworld_serving.common.http.metrics_port import metrics_port
+from multiworld_serving.common.metrics import merge_metrics
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.service.capacity_report import CAPACITY_FIELD
 from multiworld_serving.common.service.model_files import bundle_path
 from multiworld_serving.common.service.predictor import ServedModel
 from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.models.optimize.tuning import Tuning
-from multiworld_serving.server.frontend.leaders.scrape import merge_metrics
 from multiworld_serving.server.leader.leader import Leader
 from multiworld_serving.server.leader.metrics import LeaderMetrics
 from multiworld_serving.server.leader.versions.model_source import ModelSource

@@ -64,13 +64,6 @@ def by_name(groups: Sequence[ServeSettings]) -> dict[str, ServeSettings]:
     return models
 
 
-def check_bundle(settings: ServeSettings) -> None:
-    """Raise ModelError if the bundle does not have these stages or batches. Imports torch."""
-    from multiworld_serving.server.leader.versions.model_source import ModelSource  # noqa: PLC0415
-
-    ModelSource(settings).check()
-
-
 def _check_handler(handler: str) -> None:
     """Raise UserError if the file cannot be read or is not Python, or does not define the class. Does not run it."""
     file, _, name = handler.rpartition(":")

@@ -16,6 +16,7 @@ from typing import Any
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.process import first_of
 from multiworld_serving.common.service.model_change import ModelChange
+from multiworld_serving.common.service.model_files import path_in
 from multiworld_serving.common.settings.serve import OF_MODEL, ServeSettings
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.server.supervisor.checks import Table, check_model, checked
@@ -190,8 +191,6 @@ class Models:
 
     def _allowed(self, change: ModelChange) -> Table:
         """The table of a model that a command adds. Raises UserError or ModelError for files outside --weights-dir."""
-        from multiworld_serving.server.leader.versions.model_source import path_in  # noqa: PLC0415 - imports torch
-
         weights, source = change.settings.get("weights", ""), change.source
         if _is_path(weights) or not change.settings.keys().isdisjoint(("handler", "weights_dir")):
             raise UserError(

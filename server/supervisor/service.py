@@ -18,8 +18,9 @@ from multiworld_serving.common.config.process import first_of, notify_systemd, o
 from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.common.http.listener import stop_listening
 from multiworld_serving.common.service.model_change import ModelChange
+from multiworld_serving.common.service.model_files import check_bundle
 from multiworld_serving.common.settings.serve import ServeSettings
-from multiworld_serving.server.supervisor.checks import check_bundle, check_files, prepared
+from multiworld_serving.server.supervisor.checks import check_files, prepared
 from multiworld_serving.server.supervisor.child_process import reap_adopted
 from multiworld_serving.server.supervisor.group import local_host_of
 from multiworld_serving.server.supervisor.models import Models

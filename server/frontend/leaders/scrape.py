@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from multiworld_serving.common.metrics import merge_metrics
 from multiworld_serving.common.service.errors import RequestRejected
 from multiworld_serving.common.service.messages import Scrape
 from multiworld_serving.common.wire.link import LinkLostError
@@ -16,8 +16,6 @@ from multiworld_serving.server.frontend.leaders.pool import LeaderPool
 from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
 
 _TIMEOUT_S = 3.0
-_HAS_MODEL = re.compile(r'(^|,)model="')
-_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.+)")
 
 
 async def scrape_service(
@@ -49,33 +47,3 @@ async def _scrape(model: str, link: LeaderLink, *, others: bool) -> list[tuple[s
         return []
     (_, own), *rest = reply.body.texts
     return [(link.label or str(link.address), model, own), *((each, "", text) for each, text in rest)]
-
-
-def merge_metrics(texts: Iterable[tuple[str, str, str]]) -> str:
-    """Merge expositions in Prometheus' text format.
-
-    Args:
-        texts: name of a process, the model that it serves if it serves one, and its metrics. An empty name or model adds no label.
-    """
-    families: dict[str, list[str]] = {}
-    for process, model, text in texts:
-        family = ""
-        own, of_model = (text and _label(name, text) for name, text in (("process", process), ("model", model)))
-        for line in text.splitlines():
-            if line.startswith("# HELP "):
-                family = line.split(" ", 3)[2]
-                families.setdefault(family, [line])
-            elif line.startswith("# TYPE "):
-                if len(families.setdefault(family, [])) == 1:
-                    families[family].append(line)
-            elif line and not line.startswith("#") and (match := _SAMPLE.fullmatch(line)) is not None:
-                name, labels, value = match.groups()
-                has_model = labels and _HAS_MODEL.search(labels)
-                found = ",".join(filter(None, (own, "" if has_model else of_model, labels)))
-                families.setdefault(family, []).append(f"{name}{{{found}}} {value}")
-    return "".join(f"{line}\n" for lines in families.values() for line in lines)
-
-
-def _label(name: str, value: str) -> str:
-    escaped = value.replace("\\", r"\\").replace('"', r"\"")
-    return f'{name}="{escaped}"'

@@ -10,24 +10,26 @@ from pathlib import Path
 from msgspec import structs
 
 from multiworld_serving.common.config.process import check_memory
-from multiworld_serving.common.service.model_files import bundle_path, check_model_files
+from multiworld_serving.common.service.model_files import (
+    bundle_path,
+    check_model_files,
+    model_path,
+    path_in,
+)
 from multiworld_serving.common.service.predictor import ImageSizes, ModelVersion, ServedModel
 from multiworld_serving.common.settings.leader import LeaderSettings
-from multiworld_serving.models.bundle.files import Bundle, read_bundle, read_manifest
-from multiworld_serving.models.bundle.manifest import Manifest
+from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.errors import BundleError, WeightsError
-from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.models.export.independence import prove_independent_rows
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.models.weights import SUFFIXES
-from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan, stage_ends
+from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 from multiworld_serving.server.leader.versions.version_table import VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
 
 _COPIES_OF_WEIGHTS = 4
 """Copies in memory while weights are exported: the file, its tensors, the module, the bundle."""
-_PATH_CHARACTERS = 1024
 _INTERFACE = ("inputs", "outputs", "dimensions", "image", "labels")
 """What clients rely on: the fields of `ServedModel` that all versions have in common."""
 
@@ -49,7 +51,7 @@ class ModelSource:
         check_model_files(settings)
         self._first = bundle = self._read(settings.weights)
         manifest = bundle.manifest
-        self._check_batch_size(manifest)
+        manifest.check_batch_size(settings.max_batch_size)
         logger.debug("partitioning %s@%s into %d stages", manifest.name, manifest.version, settings.stages)
         version = ModelVersion(1, manifest.version, bundle.digest)
         return _served(bundle, settings.model_name), VersionPlan(
@@ -90,28 +92,6 @@ class ModelSource:
         version = ModelVersion(versions.number_of(manifest.version), manifest.version, digest)
         return VersionPlan(version, make_bundle_plan(bundle, len(stages), stages[0].tuning, version.number))
 
-    def check(self) -> None:
-        """Check that the first version has as many stages and as large batches as the settings ask for.
-
-        Reads only the manifest, unless there are more stages than it was exported with. A .zip file is left to the leader.
-
-        Raises:
-            models.ModelError: it has not.
-        """
-        path = self._path(self._settings.weights)
-        if path.is_dir():
-            manifest = read_manifest(path)
-            self._check_batch_size(manifest)
-            if self._settings.stages > len(manifest.cuts) + 1:
-                stage_ends(read_bundle(path), self._settings.stages)
-
-    def _check_batch_size(self, manifest: Manifest) -> None:
-        if (self._settings.max_batch_size or 1) > manifest.max_batch_size:
-            raise BundleError(
-                f"{manifest.name} computes batches of at most {manifest.max_batch_size}; choose a smaller --max-batch-size, or export it "
-                "with a larger one"
-            )
-
     def _bundle(self, weights: str | None, first: Bundle) -> Bundle:
         """A further version by the name that an administrator gives (None: that of the settings). Blocks.
 
@@ -136,14 +116,8 @@ class ModelSource:
             )
         return _read_proven(path)
 
-    def _path(self, weights: str) -> Path:
-        settings = self._settings
-        return bundle_path(settings) or exported(
-            settings.model_source, weights, settings.max_batch_size or 1, image_size=settings.image_size
-        )
-
     def _read(self, weights: str) -> Bundle:
-        return _read_proven(self._path(weights))
+        return _read_proven(model_path(self._settings, weights))
 
     def _allowed(self, weights: str) -> str:
         """The weights that an administrator names. Raises WeightsError if they are outside `--weights-dir`, or not a valid path."""
@@ -198,26 +172,3 @@ def _shown(model: ServedModel, fields: list[str]) -> str:
         text = " and ".join(map(str, value)) if isinstance(value, tuple) else str(value or "")
         shown.append(f"{field} {text[:200] or 'none'}")
     return ", ".join(shown)
-
-
-def path_in(folder: Path | None, text: str) -> Path:
-    """The path that an administrator names: below `--weights-dir`, so that the admin key does not grant access to the leader's disk.
-
-    Raises:
-        WeightsError: it is outside `folder`, or not a valid path, or there is no folder.
-    """
-    if folder is None:
-        raise WeightsError(
-            "files and bundles are loaded from --weights-dir only, but the service was started without it; "
-            "start it with --weights-dir FOLDER. Published weights and random:SEED exist for models of torchvision only"
-        )
-    if len(text) > _PATH_CHARACTERS or "\0" in text:
-        raise WeightsError("invalid path of a weights file: it is too long or contains a NUL character")
-    root = folder.resolve()
-    try:
-        found = (root / text).resolve()
-    except (OSError, RuntimeError) as error:  # such as a loop of symbolic links
-        raise WeightsError(f"{text[:64]!r} cannot be resolved to a file") from error
-    if not found.is_relative_to(root):
-        raise WeightsError(f"{text[:64]!r} is not below the service's --weights-dir; give a path within it")
-    return found

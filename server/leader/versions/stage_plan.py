@@ -11,7 +11,7 @@ from torch import Tensor
 
 from multiworld_serving.common.wire.join import EDGE_DTYPES
 from multiworld_serving.common.wire.work import StageAssignment
-from multiworld_serving.models.bundle.cutting import cut_graph
+from multiworld_serving.models.bundle.cutting import cuts_of
 from multiworld_serving.models.bundle.files import Bundle
 from multiworld_serving.models.bundle.graph import Graph
 from multiworld_serving.models.bundle.stage import BundleStageSpec, stage_head, stage_specs, weights_in_order
@@ -154,7 +154,7 @@ def make_bundle_plan(
     Raises:
         ModelError: the model cannot be cut there, computes NaN or infinity.
     """
-    graphs, outputs = _stages_of(bundle, stage_ends(bundle, num_stages))
+    graphs, outputs = _stages_of(bundle, cuts_of(bundle.manifest, bundle.graph, num_stages))
     specs = stage_specs(bundle.manifest, graphs)
     tensors: Sequence[Tensor] = [bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs]
     plans = []
@@ -168,14 +168,6 @@ def make_bundle_plan(
         )
         tensors = output
     return tuple(plans)
-
-
-def stage_ends(bundle: Bundle, num_stages: int) -> tuple[int, ...]:
-    """Where the graph is cut into stages. Raises StageError if that is not possible."""
-    manifest = bundle.manifest
-    if num_stages == len(manifest.cuts) + 1:
-        return manifest.cuts
-    return cut_graph(bundle.graph, manifest.costs_s, num_stages, manifest.lengths[-1]).positions
 
 
 def _stages_of(bundle: Bundle, cuts: Sequence[int]) -> tuple[tuple[Graph, ...], list[tuple[Tensor, ...]]]:

@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from multiworld_serving.common.service.capacity_report import CapacityReport
-from multiworld_serving.server.leader.scheduling.estimates.capacity import combine
+from multiworld_serving.common.service.capacity_report import CapacityReport, combine
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from multiworld_serving.server.frontend.leaders.scrape import merge_metrics
+from multiworld_serving.common.metrics import merge_metrics
 
 LEADER = """\
 # HELP requests_total Requests.

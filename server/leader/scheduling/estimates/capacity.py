@@ -1,14 +1,12 @@
 """How many replicas each stage needs for the measured load. Pure: no clock, no I/O.
 
-Each leader knows the load that reaches it, so its figures are shares: `combine` adds those of all leaders, rounds up and applies the
-redundancy.
+Each leader knows the load that reaches it, so its figures are shares. `common.service.capacity_report` combines those of all leaders.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from math import ceil, sqrt
+from math import sqrt
 
 from multiworld_serving.server.leader.scheduling.estimates.service_times import ServiceTimes
 
@@ -20,7 +18,6 @@ _BUCKET_S = 0.25
 _MIN_WINDOW_S, _MAX_WINDOW_S = 1.0, 30.0
 _DEVIATIONS = 2.0
 """A shorter time counts by how many arrivals it had beyond chance: this many standard deviations below their number."""
-_ROUNDING = 1e-6
 
 
 class ArrivalRate:
@@ -71,8 +68,3 @@ def replicas_wanted(
     """
     load_per_s = rate_per_s + backlog / DRAIN_S
     return tuple(load_per_s * (times.compute_s(stage, rows) or 0.0) / rows / UTILISATION for stage in range(num_stages))
-
-
-def combine(leaders: Iterable[Sequence[float]], at_least: int) -> tuple[int, ...]:
-    """Replicas of each stage for the load of all leaders, which share the workers; never fewer than `at_least`."""
-    return tuple(max(at_least, ceil(sum(shares) - _ROUNDING)) for shares in zip(*leaders, strict=True))
