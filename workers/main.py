@@ -20,7 +20,6 @@ from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.settings.worker import WorkerSettings
 from multiworld_serving.workers import exit_timer
-from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError, WorkerProcess
@@ -66,7 +65,7 @@ def _device_of(name: str) -> torch.device:
 
 
 async def _serve(settings: WorkerSettings, device: torch.device) -> int:
-    stop, engine = asyncio.Event(), Engine(device, _shared_cores(settings))
+    stop, engine = asyncio.Event(), Engine(device)
     metrics = WorkerMetrics()
     loop = asyncio.get_running_loop()
     exit_timer.handle_loop_errors(loop)
@@ -112,17 +111,6 @@ async def _open_edges(
     await stack.enter_async_context(edges)
     stack.push_async_callback(edges.wait_fetched, _LAST_FETCHES_S)
     return edges
-
-
-def _shared_cores(settings: WorkerSettings) -> SharedCores | None:
-    if settings.cores_file is None:
-        return None
-    try:
-        total = len(os.sched_getaffinity(0))
-        return SharedCores(settings.cores_file, settings.cores_index, settings.cores_workers, total)
-    except OSError as error:
-        logger.warning("cannot share cores (%s): computing with %d threads", error, torch.get_num_threads())
-        return None
 
 
 async def _start_metrics_port(

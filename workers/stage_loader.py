@@ -119,7 +119,7 @@ class AssignedStage:
             self._weights = None
             await engine.loader.run(owner, partial(_check_weights, weights, assignment.weights_sha256))
             tuning = Tuning(assignment.precision, assignment.optimize)
-            task = StageTask(self.spec, weights, assignment.max_batch_size, tuning, bytes.fromhex(self.digest))
+            task = StageTask(self.spec, weights, assignment.max_batch_size, tuning)
             self.loaded = stages[self.digest] = await engine.load(owner, task)
         if tuning.optimize == "compile":
             compiling = asyncio.create_task(_compile_and_replace(engine, weakref.ref(self.loaded), task))

@@ -36,9 +36,3 @@ class WorkerSettings(LeadersSettings, EdgePortSettings):
 
     bind_host: str | None = setting(None, INTERNAL)
     """Local address to connect to leaders from: that of the node in a Ray cluster."""
-    cores_file: str | None = setting(None, INTERNAL)
-    """Lock file by which the workers of one machine share its cores."""
-    cores_index: int = setting(0, INTERNAL, ge=0)
-    """Index of this worker among those that share the cores."""
-    cores_workers: int = setting(1, INTERNAL, ge=1)
-    """Number of workers that share the cores."""

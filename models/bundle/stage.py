@@ -181,12 +181,11 @@ def stage_head(graph: Graph) -> bytes:
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def load_bundle_stage(spec: BundleStageSpec, sent: Tensor, *, is_checked: bool = False) -> BundleStage:
+def load_bundle_stage(spec: BundleStageSpec, sent: Tensor) -> BundleStage:
     """Build a stage on the CPU from what a leader has sent. Nothing of the graph is run before all of it is checked.
 
     Args:
         sent: the bytes, uint8 [N]. The stage shares their memory.
-        is_checked: whether the shapes in a graph of these bytes were checked before. Then they are not checked again.
     Raises:
         BundleError, WeightsError: they are not a stage, or do not match `spec`.
     """
@@ -194,8 +193,7 @@ def load_bundle_stage(spec: BundleStageSpec, sent: Tensor, *, is_checked: bool =
     if not _LENGTH_BYTES < at <= min(len(sent), _LENGTH_BYTES + MAX_GRAPH_BYTES):
         raise BundleError(f"the weights of stage {spec.index} come without a graph")
     graph = Graph.from_json(sent[_LENGTH_BYTES:at].numpy().tobytes())
-    if not is_checked:
-        check_graph(graph, lengths_to_check(spec.dimensions))
+    check_graph(graph, lengths_to_check(spec.dimensions))
     check_tensors(graph, spec.inputs, spec.outputs)
     if len(sent) != at + graph.weights_bytes:
         raise WeightsError(f"stage {spec.index} has {len(sent) - at} bytes of weights; expected {graph.weights_bytes}")

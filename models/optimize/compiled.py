@@ -97,7 +97,7 @@ class CompiledStage(nn.Module):
     def _options(self) -> dict[str, Any]:
         if self._device.type == "cuda":
             return {"mode": "reduce-overhead"}
-        # Workers that share cores change the number of threads between batches.
+        # A single row may be computed on another number of threads than several rows.
         cpu = {"freezing": True, "cpp.dynamic_threads": True, "compile_threads": 1}
         return {"options": cpu | {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}}
 

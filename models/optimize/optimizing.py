@@ -35,8 +35,6 @@ def optimize(
     tuning: Tuning,
     device: torch.device,
     threads: tuple[int, ...] = (),
-    *,
-    is_accurate: bool = False,
 ) -> OptimizedStage:
     """Rewrite `stage` and move it to `device`; it stays as written if its graph cannot be rewritten or is not accurate enough then.
 
@@ -45,7 +43,6 @@ def optimize(
     Args:
         stage: on the CPU, with weights. It may become part of the result.
         threads: numbers of threads that may compute a batch on a CPU; weight layouts depend on them. Empty: torch's current number.
-        is_accurate: whether this stage, rewritten on this machine, was accurate enough before. Then it is not checked again.
     """
     mode, why = ExecutionMode("fused", tuning.stage_precision(device)), "asked for"
     if tuning.optimize != "eager":
@@ -53,11 +50,9 @@ def optimize(
         example = stage.spec.example(min(max_batch_size, _CHECKED_ROWS))
         try:
             with torch.inference_mode():
-                expected = None if is_accurate else stage(example)
+                expected = stage(example)
             made = folded(stage, workload, mode.dtype, fused=fusable(device, mode.dtype))
             place(made.module, device)
-            if expected is None:
-                return OptimizedStage(made, mode, "as before")
             with torch.inference_mode():
                 off = deviation_of_rows(made(example.to(device)).cpu(), expected, stage.spec, mode.precision)
         except MemoryError:

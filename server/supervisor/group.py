@@ -20,7 +20,6 @@ from multiworld_serving.server.supervisor.programs import (
     Values,
     compute_threads,
     leader_values,
-    memory_file,
     timeouts_s,
     worker_values,
 )
@@ -41,8 +40,7 @@ class Group(ProcessSet):
     Args:
         prefix: first part of the names of its processes.
         workers: number of workers of all models, which share the cores.
-        cores: a file, and the position of this group's first worker in it; see `SharedCores`. None for a model that is added to others:
-            its workers treat those of the others like other programs, and it must fit into the memory that the others leave.
+        is_new: whether the model is added to others that serve. It must fit into the memory that these leave.
         stack: closes the sockets.
     """
 
@@ -54,15 +52,13 @@ class Group(ProcessSet):
         *,
         prefix: str = "",
         workers: int,
-        cores: tuple[str, int] | None = None,
+        is_new: bool = False,
     ) -> None:
         self.settings = settings
-        self._is_new = cores is None
+        self._is_new = is_new
         self.threads = compute_threads(settings, workers)
         self._notify = starter.notify
         self._prefix = prefix
-        self._workers = workers
-        self._cores = cores or (memory_file(stack, "cores", ""), 0)
         self._devices = _devices(settings)
         self.joins = [
             stack.enter_context(
@@ -123,10 +119,6 @@ class Group(ProcessSet):
             "threads": self.threads,
             "device": self._devices[slot % len(self._devices)],
         }
-        if not settings.threads and settings.device == "cpu":  # the workers share the cores
-            file, first = self._cores
-            count = max(self._workers, first + slot + 1)
-            own |= {"cores_file": file, "cores_index": first + slot, "cores_workers": count}
         return Process(name, {**worker_values(settings), **own}, {}, self.threads)
 
     def _name(self, role: Role, slot: object) -> str:

@@ -113,12 +113,10 @@ class Models:
         self._given = {name: settings.group_of(table) for name, table in tables.items() if table is not None}
         """The settings of each model that has a table, as given."""
         self._generations: list[Frontends] = []
-        cores_file, first = memory_file(stack, "cores", ""), 0
         workers = sum(each.max_workers for each in models.values())
         for name, each in models.items():
             prefix = f"{name}-" if len(models) > 1 else ""
-            self.groups[name] = Group(each, starter, stack, prefix=prefix, workers=workers, cores=(cores_file, first))
-            first += each.max_workers
+            self.groups[name] = Group(each, starter, stack, prefix=prefix, workers=workers)
         self.frontends = self._new_frontends(self.groups, wait_until_ready)
         self._initial: list[ProcessSet] = [*self.groups.values(), self.frontends]
         starter.on_restart = self._write_state
@@ -229,7 +227,7 @@ class Models:
         check_model(settings)
         workers = sum(group.settings.max_workers for group in groups.values()) + settings.max_workers
         with contextlib.ExitStack() as stack:
-            group = Group(settings, self._starter, stack, prefix=f"{name}-", workers=workers)
+            group = Group(settings, self._starter, stack, prefix=f"{name}-", workers=workers, is_new=True)
             group.start(self._tasks, stack.pop_all())
         group.log_external(name)
         try:

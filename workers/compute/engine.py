@@ -5,8 +5,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -22,7 +21,6 @@ from multiworld_serving.models.optimize.compiled import CompiledStage, batch_siz
 from multiworld_serving.models.optimize.fusing import torch_threads
 from multiworld_serving.models.optimize.optimizing import OptimizedStage, optimize
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
-from multiworld_serving.workers.compute.cores import BatchThreads, SharedCores, Threads
 from multiworld_serving.workers.compute.transfers import Allocate, GpuTransfers, Transfers
 from multiworld_serving.workers.exit_timer import OUT_OF_MEMORY_EXIT_S, arm_exit_timer
 
@@ -49,8 +47,6 @@ class StageTask:
     weights: Tensor
     max_batch_size: int
     tuning: Tuning = NO_TUNING
-    digest: bytes = b""
-    """See `StageAssignment.digest`; empty: what is measured for this stage is not remembered."""
 
 
 @dataclass(eq=False)
@@ -59,12 +55,14 @@ class LoadedStage:
 
     Attributes:
         optimized: the module that computes it.
-        threads: how to compute its batches.
+        row_threads, batch_threads: compute threads for one row, and for several. Measured when the stage is warmed up: for small
+            operations one thread is faster.
     """
 
     spec: BundleStageSpec
     optimized: OptimizedStage
-    threads: BatchThreads
+    row_threads: int
+    batch_threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,6 @@ class Engine:
     Jobs run in the order of submission. Each has an owner, the session that has submitted it.
 
     Args:
-        cores: cores shared with other workers of this machine; None computes on torch's number of threads.
         nice: by how much the priority of its thread is lower than that of others, see nice(2).
 
     Attributes:
@@ -113,12 +110,12 @@ class Engine:
         turns: held by the session that loads a stage, by its digest.
     """
 
-    def __init__(self, device: torch.device, cores: SharedCores | None = None, nice: int = 0) -> None:
+    def __init__(self, device: torch.device, nice: int = 0) -> None:
         self.device = device
         self.transfers = GpuTransfers(device) if device.type == "cuda" else Transfers()
         self.stages: WeakValueDictionary[str, LoadedStage] = WeakValueDictionary()
         self.turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._cores, self._nice = cores, nice
+        self._threads, self._nice = torch.get_num_threads(), nice
         self._loader: Engine | None = self if device.type == "cuda" else None
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         """None ends the thread."""
@@ -161,22 +158,6 @@ class Engine:
             return True
         return False
 
-    @property
-    def threads(self) -> tuple[int, ...]:
-        """Numbers of threads that may compute a batch, ascending."""
-        return (torch.get_num_threads(),) if self._cores is None else self._cores.thread_counts
-
-    @contextmanager
-    def acquire_cores(self, use: Threads) -> Iterator[None]:
-        """Use this worker's share of the cores, or one thread, while the block runs. Called on the engine's thread."""
-        if self._cores is None:
-            yield
-            return
-        with self._cores.acquire_cores(use) as threads:
-            if threads != torch.get_num_threads():
-                torch.set_num_threads(threads)
-            yield
-
     async def run(self, owner: object, call: Callable[[], Any], *, is_batch: bool = False) -> Any:
         """Run `call` on the engine's thread and return its result. Raises what `call` raises. Cancelling drops a job that has not begun."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -192,23 +173,11 @@ class Engine:
             ModelError, RuntimeError: the weights do not match the spec, or the device cannot run it.
         """
 
-        cores = self._cores if task.digest else None
-        known, loader = None if cores is None else cores.recall(task.digest), self.loader
-
         def build() -> OptimizedStage:
-            with self.acquire_cores("share") if loader is self else torch_threads(self.threads[0]):
-                stage = load_bundle_stage(task.spec, task.weights, is_checked=known is not None)
-                return optimize(
-                    stage, task.max_batch_size, task.tuning, self.device, self.threads, is_accurate=known is not None
-                )
+            stage = load_bundle_stage(task.spec, task.weights)
+            return optimize(stage, task.max_batch_size, task.tuning, self.device, (1, self._threads))
 
-        made = await loader.run(owner, build)
-        if known is not None:  # the self-test warms it up
-            return LoadedStage(task.spec, made, known)
-        loaded = await self._warmed_up(owner, task, made)
-        if cores is not None and made.mode.method == "fused":
-            cores.remember(task.digest, loaded.threads)
-        return loaded
+        return await self._warmed_up(owner, task, await self.loader.run(owner, build))
 
     async def compile(self, task: StageTask, is_needed: Callable[[], bool]) -> LoadedStage | None:
         """Compile a stage, and warm it up. On a CPU, batches are computed meanwhile; on a GPU, between two batch sizes.
@@ -256,7 +225,7 @@ class Engine:
 
         def compute() -> Computed:
             started_ns = time.perf_counter_ns()
-            with self.acquire_cores(stage.threads.of(len(batch))):
+            with torch_threads(stage.row_threads if len(batch) == 1 else stage.batch_threads):
                 rows = arrived().to(stage.spec.input_rows.dtype)
                 output = self._forward(stage.optimized.module, rows, float32_as, allocate)
             return Computed(output, time.perf_counter_ns() - started_ns, (started_ns - asked_ns) // 1000)
@@ -266,25 +235,25 @@ class Engine:
 
     async def _warmed_up(self, owner: object, task: StageTask, optimized: OptimizedStage) -> LoadedStage:
         """Run the shapes that batches will have, and find out how many threads to compute them on."""
-        module, counts = optimized.module, self.threads
-        for threads in (*reversed(counts), counts[0]):  # the last one is the time of a row on the fewest threads
+        module, share = optimized.module, self._threads
+        for threads in (share, 1):  # the last one is the time of a row on one thread
             row_s = await self.run(owner, partial(self._timed_s, module, task.spec.example(1), threads))
-        found: list[Threads] = ["share", "share"]
+        found = [share, share]
         several = task.max_batch_size if self.device.type == "cuda" else min(task.max_batch_size, _SEVERAL_ROWS)
         for index, batch_size in enumerate((1, several)):
             is_small, batch = batch_size * row_s <= _SMALL_BATCH_S, task.spec.example(batch_size)
-            if is_small and len(counts) > 1:
+            if is_small and share > 1:
                 found[index] = await self.run(owner, partial(self._threads_of_small, module, batch))
             elif is_small or self.device.type == "cuda":  # the first large batch on a CPU takes no longer than others
-                await self.run(owner, partial(self._timed_s, module, batch, counts[0]))
-        return LoadedStage(task.spec, optimized, BatchThreads(*found))
+                await self.run(owner, partial(self._timed_s, module, batch, share))
+        return LoadedStage(task.spec, optimized, *found)
 
-    def _threads_of_small(self, module: nn.Module, batch: Tensor) -> Threads:
+    def _threads_of_small(self, module: nn.Module, batch: Tensor) -> int:
         """Compare the best of several rounds in turn, because other processes may compute meanwhile."""
-        share = self.threads[-1]
-        rounds = [[self._timed_s(module, batch, threads) for threads in (1, share)] for _ in range(1 + _ROUNDS)][1:]
+        counts = (1, self._threads)
+        rounds = [[self._timed_s(module, batch, threads) for threads in counts] for _ in range(1 + _ROUNDS)][1:]
         one_s, share_s = map(min, zip(*rounds, strict=True))
-        return "one" if one_s < _CLEARLY * share_s else "share"
+        return 1 if one_s < _CLEARLY * share_s else self._threads
 
     def _timed_s(self, module: nn.Module, batch: Tensor, threads: int) -> float:
         began_s = time.perf_counter()

@@ -2,17 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from multiworld_serving.models.bundle import stage as bundle_stage
 from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.models.optimize.deviation import deviation
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
-from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.engine import Engine, StageTask
 from tests.bundles import PREVIEW
 from tests.resnets import sent_stage, sent_weights
@@ -98,18 +95,3 @@ async def test_batches_are_computed_while_a_further_stage_is_built(engine: Engin
     await engine.compute("one", made, plan.spec.example(1))
     gate.open()
     await building
-
-
-async def test_successor_loads_a_stage_without_measuring_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, file = make_bundle_plan(read_bundle(PREVIEW), 1)[0], tmp_path / "cores"
-    file.touch()
-    task = StageTask(plan.spec, sent_weights(plan), 2, Tuning(optimize="fused"), b"d" * 32)
-    outputs = []
-    for index in range(2):
-        engine = Engine(torch.device("cpu"), SharedCores(str(file), index, 2, 1))
-        made = await engine.load("one", task)
-        outputs.append((await engine.compute("one", made, plan.spec.example(2))).output)
-        engine.close()
-        monkeypatch.setattr(Engine, "_timed_s", None)  # the second one need not measure
-        monkeypatch.setattr(bundle_stage, "check_graph", None)
-    assert torch.equal(*outputs)
