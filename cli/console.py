@@ -5,16 +5,17 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 PIPE_WIDTH = 240
 
 
-def console() -> Console:
+def console() -> "Console":
     """Return a rich console on standard output. In a pipe it is wide enough that no line is truncated."""
+    from rich.console import Console
+
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
     return Console(width=width, highlight=False)
 
@@ -34,6 +35,8 @@ def table(*columns: str, numbers: Iterable[str] = (), **style: Any) -> "Table":
     return made
 
 
-def progress_console() -> Console:
+def progress_console() -> "Console":
     """Return a rich console on standard error, for progress output."""
+    from rich.console import Console
+
     return Console(stderr=True, highlight=False)

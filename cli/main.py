@@ -7,17 +7,14 @@
 """
 
 import contextlib
-import inspect
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version as installed
-from typing import Annotated, NoReturn
+from typing import Any, NoReturn
 
-import typer
-
-from multiworld_serving.cli.options import Options, program_command, verb_command
+from multiworld_serving.cli.options import HELP, Parser, run_verb
 from multiworld_serving.cli.service import ServiceError
 from multiworld_serving.cli.verbs import (
     admin,
@@ -38,69 +35,26 @@ from multiworld_serving.common.config.process import (
     notify,
     prepare_inherited,
 )
+from multiworld_serving.common.config.sources import nearest
 from multiworld_serving.models.errors import ModelError
 
-EPILOG = """
-[bold]In two terminals[/bold]
+VERBS: dict[str, Callable[[Any], int]] = {
+    verb.__name__.replace("_", "-"): verb
+    for verb in (
+        *(processes.serve, processes.down, processes.frontend, processes.leader, processes.worker),
+        *(predict.predict, export.export, status.status, bench.bench, chaos.chaos),
+        *(admin.rolling_restart, admin.load_version, admin.unload, models.models),
+        *(credentials.key, credentials.token),
+    )
+}
+_DESCRIPTION = """Serve a model split into pipeline stages over several workers, and keep serving when workers fail.
 
-multiworld serve --weights auto
+In two terminals:
+  multiworld serve --weights auto
+  multiworld predict photo.jpg
 
-multiworld predict photo.jpg
-
-[bold]Exit status[/bold]: 0 success, 1 failure at run time, 2 invalid input (one line says what to do), 130 interrupted.
+Exit status: 0 success, 1 failure at run time, 2 invalid input (one line says what to do), 130 interrupted.
 """
-
-app = typer.Typer(
-    name="multiworld",
-    help="Serve a model split into pipeline stages over several workers, and keep serving when workers fail.",
-    epilog=EPILOG,
-    no_args_is_help=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def _add(verb: Callable[..., int], epilog: str) -> None:
-    (parameter,) = inspect.signature(verb).parameters.values()
-    is_program = not issubclass(parameter.annotation, Options)
-    command = (program_command if is_program else verb_command)(verb, parameter.annotation)
-    # Typer would show the line breaks inside the paragraphs of a docstring.
-    paragraphs = inspect.cleandoc(verb.__doc__ or "").split("\n\n")
-    app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs), epilog=epilog)(command)
-
-
-_add(processes.serve, processes.SERVE_EPILOG)
-_add(processes.down, processes.DOWN_EPILOG)
-_add(processes.frontend, processes.FRONTEND_EPILOG)
-_add(processes.leader, processes.LEADER_EPILOG)
-_add(processes.worker, processes.WORKER_EPILOG)
-_add(predict.predict, predict.EPILOG)
-_add(export.export, export.EPILOG)
-_add(status.status, status.EPILOG)
-_add(bench.bench, bench.EPILOG)
-_add(chaos.chaos, chaos.EPILOG)
-_add(admin.rolling_restart, admin.RESTART_EPILOG)
-_add(admin.load_version, admin.LOAD_EPILOG)
-_add(admin.unload, admin.UNLOAD_EPILOG)
-_add(models.models, models.EPILOG)
-_add(credentials.key, credentials.KEY_EPILOG)
-_add(credentials.token, credentials.TOKEN_EPILOG)
-
-
-@app.callback(invoke_without_command=True)
-def _without_verb(
-    context: typer.Context,
-    show_version: Annotated[
-        bool, typer.Option("--version", help="Print the versions of multiworld, torch and torchvision, and exit.")
-    ] = False,
-) -> None:
-    if show_version:
-        versions = {"multiworld": "multiworld-serving", "torch": "torch", "torchvision": "torchvision"}
-        print(", ".join(f"{name} {installed(package)}" for name, package in versions.items()))
-        raise typer.Exit
-    if context.invoked_subcommand is None:
-        print(context.get_help())
 
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -124,9 +78,7 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (that of this process if None). Returns the exit status."""
     try:
-        return int(app(args=arguments, prog_name="multiworld", standalone_mode=False) or 0)
-    except typer.TyperException as error:
-        return _fail(_usage(error), 2)
+        return _run(*(sys.argv[1:] if arguments is None else arguments))
     except (UserError, ModelError) as error:
         notify(STATUS_FIELD + " ".join(str(error).split()), SEND_TIMEOUT_S)
         return _fail(str(error), 2)
@@ -136,14 +88,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         notify(ERROR_FIELD + " ".join(f"{type(error).__name__}: {error}".split()), SEND_TIMEOUT_S)
         raise
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:
         return 130
 
 
-def _usage(error: typer.TyperException) -> str:
-    context = getattr(error, "ctx", None)
-    where = context.command_path if context else "multiworld"
-    return f"{error.format_message().rstrip('.')} (see {where} --help)"
+def _run(name: str = "--help", *arguments: str) -> int:
+    if name in VERBS:
+        return run_verb(name, VERBS[name], arguments)
+    if name == "--version":
+        versions = {"multiworld": "multiworld-serving", "torch": "torch", "torchvision": "torchvision"}
+        print(", ".join(f"{name} {installed(package)}" for name, package in versions.items()))
+    elif name in HELP:
+        parser = Parser("multiworld", "VERB [options]", _DESCRIPTION)
+        parser.add_argument("--version", help="print the versions of multiworld, torch and torchvision, and exit")
+        verbs = parser.add_argument_group("verbs; `multiworld VERB --help` describes one")
+        for verb in VERBS:
+            verbs.add_argument(verb, help=(VERBS[verb].__doc__ or "").partition("\n\n")[0])
+        parser.print_help()
+    else:
+        raise UserError(f"unknown verb {name}{nearest(name, [*VERBS, '--version'])} (see multiworld --help)")
+    return 0
 
 
 def _fail(message: str, status: int) -> int:

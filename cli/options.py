@@ -1,23 +1,31 @@
-"""Options of the verbs: a verb declares them as the fields of one class, like settings, and is called with an object of it."""
+"""The command line of the verbs: each option is a field of the class that the verb takes, `Options` or `Settings`."""
 
-import functools
+import argparse
 import inspect
 import logging
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
-import typer
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, SecretStr
 from pydantic.fields import FieldInfo
-from rich.markup import escape
 
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.logs import configure_logging
 from multiworld_serving.common.config.process import exit_with_parent
-from multiworld_serving.common.config.settings import Settings, bounds, extra, panel, public_fields, value_type
-from multiworld_serving.common.config.sources import load, option, validated
+from multiworld_serving.common.config.settings import (
+    INTERNAL,
+    Settings,
+    bounds,
+    extra,
+    panel,
+    public_fields,
+    setting,
+    value_type,
+)
+from multiworld_serving.common.config.sources import load, nearest, option, validated, variable
 from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.common.settings.serve import FrontendSettings, ServeSettings
 from multiworld_serving.common.settings.worker import WorkerSettings
@@ -32,8 +40,9 @@ _IN_SHORT_HELP = {
     *("host", "http_port", "join_host", "leader", "external_workers", "token_file", "api_keys_file", "name"),
 }
 """The settings that `--help` lists; `--help-all` lists all."""
-_REPEATED = ("leader", "model")
-"""Settings whose option may be repeated: its values are separated by commas. An option of a verb with such a name is not repeated."""
+HELP = frozenset({"-h", "--help", "--help-all"})
+_REPEATED = ("leader", "model", "url")
+"""Options that may be repeated: their values are joined by commas."""
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
@@ -44,32 +53,6 @@ class Options(BaseModel):
 
 
 OptionsType = TypeVar("OptionsType", bound=Options)
-S = TypeVar("S", bound=Settings)
-
-
-def value(
-    default: Any = ...,
-    panel: str = "Options",
-    *,
-    names: tuple[str, ...] = (),
-    metavar: str = "",
-    variable: str = "",
-    positional: bool = False,
-    allowed: str = "",
-    **bounds: Any,
-) -> Any:
-    """Declare one option of a verb.
-
-    Args:
-        default: `...` = the option is required.
-        panel, allowed, bounds: as for `setting`.
-        names: as on the command line; by default derived from the name of the field.
-        metavar: placeholder of the value in `--help`; by default derived from the name of the field.
-        variable: environment variable that is used if the option is not given.
-        positional: it is an argument and has no name on the command line.
-    """
-    facts: Any = {"panel": panel, "allowed": allowed, "names": names, "metavar": metavar, "variable": variable}
-    return Field(default, json_schema_extra={**facts, "positional": positional}, **bounds)
 
 
 def seconds(text: str | float) -> float:
@@ -86,96 +69,144 @@ Duration = Annotated[float, BeforeValidator(seconds)]
 def duration(default: float | None, panel: str, name: str) -> Any:
     """Declare an option of type `Duration`."""
     allowed = f"a number with a unit of {', '.join(_UNITS)}, such as 25ms or 1.5h"
-    return value(default, panel, names=(name,), metavar="TIME", allowed=allowed)
+    return setting(default, panel, names=(name,), metavar="TIME", allowed=allowed)
 
 
 class AsJson(Options):
     """The option --json."""
 
-    as_json: bool = value(False, names=("--json",))
+    as_json: bool = setting(False, names=("--json",))
     """Print JSON instead of text."""
 
 
 class LoadOptions(Options):
     """Options for the load."""
 
-    clients: int = value(8, "Load", ge=1)
+    clients: int = setting(8, "Load", ge=1)
     """Closed loop: number of clients, each with one request at a time."""
-    rate: float | None = value(None, "Load", metavar="HZ", ge=0.01)
+    rate: float | None = setting(None, "Load", metavar="HZ", ge=0.01)
     """Open loop instead of --clients: requests per second at random times (Poisson), independent of the responses."""
-    files: tuple[Path, ...] = value((), "Load", names=("--file",), metavar="FILE")
+    files: tuple[Path, ...] = setting((), "Load", names=("--file",), metavar="FILE")
     """Body of a request to /predict, may be repeated; by default requests are generated for the model."""
 
 
 class _ProgramOptions(Options):
     """The options of the programs that are not settings."""
 
-    config: Path | None = value(None, metavar="FILE")
+    config: Path | None = setting(None, metavar="FILE")
     """TOML file with settings, in tables such as [serve]; by default that of MULTIWORLD_CONFIG."""
-    settings_json: Path | None = value(None, metavar="FILE")
+    settings_json: Path | None = setting(None, INTERNAL)
     """All settings as JSON, from the process that starts this one."""
-    print_settings: bool = value(False, names=("--print-settings",))
+    print_settings: bool = setting(False)
     """Print the settings in effect, without secrets, and exit."""
-    help_all: bool = value(False, names=("--help-all",))
+    help_all: bool = setting(False)
     """Show all options, and exit."""
 
 
-def epilog(*examples: str, note: str = "", exit_status: str = "") -> str:
-    """The text at the end of `--help`: examples, a note, and what the exit status says."""
-    parts = ["[bold]Examples[/bold]", *map(escape, examples)] if examples else []
-    status = f"[bold]Exit status[/bold]: {exit_status}" if exit_status else ""
-    return "\n\n".join(filter(None, [*parts, note, status]))
+class _Help(argparse.HelpFormatter):
+    """Fills the paragraphs of a docstring, except those with indented lines, which are examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n\n".join(part if "\n  " in part else fill(part, width, indent) for part in text.split("\n\n"))
 
 
-def verb_command(verb: Callable[[OptionsType], int], cls: type[OptionsType]) -> Callable[..., int]:
-    """The typer command of a verb with these options."""
+class Parser(argparse.ArgumentParser):
+    """A parser that raises UserError."""
 
-    @functools.wraps(verb)
-    def command(**given: object) -> int:
-        return verb(_parsed(cls, given))
+    def __init__(self, command: str, usage: str, description: str) -> None:
+        super().__init__(
+            command, f"{command} {usage}", inspect.cleandoc(description), formatter_class=_Help, allow_abbrev=False
+        )
 
-    parameters = [_parameter(name, field) for name, field in cls.model_fields.items()]
-    vars(command)["__signature__"] = inspect.Signature(parameters, return_annotation=int)
-    return command
+    def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """Return the values that are given, by the names of their fields."""
+        found, unknown = self.parse_known_intermixed_args(arguments)
+        if unknown:
+            self.error(f"unknown argument {unknown[0]}{nearest(unknown[0], self._option_string_actions)}")
+        return {
+            name: ",".join(each) if name in _REPEATED and isinstance(each, list) else each
+            for name, each in vars(found).items()
+        }
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
 
 
-def program_command(program: Callable[[S], int], cls: type[S]) -> Callable[..., int]:
-    """The typer command of a program, with one option for each setting."""
+def run_verb(name: str, verb: Callable[[Any], int], arguments: Sequence[str]) -> int:
+    """Call a verb with its options, or show its help. Returns the exit status. Raises UserError."""
+    parser = parser_of(name, verb, shows_all="--help-all" in arguments)
+    if not HELP.isdisjoint(arguments):
+        parser.print_help()
+        return 0
+    cls, given = options_class(verb), parser.parse(arguments)
+    return _run_program(verb, cls, given) if issubclass(cls, Settings) else verb(_parsed(cls, given))
 
-    @functools.wraps(program)
-    def command(*, context: typer.Context, **given: object) -> int:
-        own = _parsed(_ProgramOptions, {name: given.pop(name) for name in _ProgramOptions.model_fields})
-        if own.help_all:
-            for parameter in context.command.params:
-                parameter.hidden = parameter.name == "settings_json"  # type: ignore[attr-defined]
-            print(context.get_help())
-            return 0
-        if own.settings_json is not None:
-            exit_with_parent()  # also if this process is blocked: otherwise the next service could not use its ports
-            settings = cls.model_validate_json(own.settings_json.read_bytes())
+
+def options_class(verb: Callable[[Any], int]) -> Any:
+    """The class of a verb's only argument."""
+    (parameter,) = inspect.signature(verb).parameters.values()
+    return parameter.annotation
+
+
+def parser_of(name: str, verb: Callable[[Any], int], *, shows_all: bool = True) -> Parser:
+    """The parser of a verb, with one option for each field. Values stay strings: the class validates values from every source alike.
+
+    Args:
+        shows_all: the help of a program lists also the settings that few people need.
+    """
+    cls = options_class(verb)
+    settings = options_of(cls) if issubclass(cls, Settings) else {}
+    fields = _ProgramOptions.model_fields | settings if settings else cls.model_fields
+    positionals = [_metavar(*item) for item in fields.items() if extra(item[1])["positional"]]
+    parser = Parser(f"multiworld {name}", " ".join(["[options]", *positionals]), verb.__doc__ or "")
+    groups: dict[str, Any] = {"Options": parser}
+    for dest, field in fields.items():
+        kind, heading, is_list = value_type(field), panel(field), get_origin(value_type(field)) is tuple
+        is_hidden = heading == INTERNAL or (not shows_all and dest in settings.keys() - _IN_SHORT_HELP)
+        how: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS if is_hidden else _help(field)}
+        if kind is bool:
+            how["action"] = argparse.BooleanOptionalAction if dest in settings else "store_true"
         else:
-            options = {name: ",".join(each) or None if isinstance(each, list) else each for name, each in given.items()}
-            settings = load(cls, options, config_file=own.config, programs=PROGRAMS).with_token()
-        if own.print_settings:
-            tables: tuple[dict[str, Any], ...] = getattr(settings, "models", ())
-            names = (name for name in public_fields(cls) if not (tables and name == "model"))
-            lines = [f"{name} = {getattr(settings, name)}" for name in names]
-            for table in tables:
-                lines += ["", "[[models]]", *(f"{name} = {value}" for name, value in table.items())]
-            print("\n".join(lines))
-            return 0
-        process = "supervisor" if isinstance(settings, ServeSettings) else str(getattr(settings, "name", ""))
-        configure_logging(settings.log_level, settings.log_format, process=process)
-        logger.debug("settings %s", settings)
-        return program(settings)
+            how["metavar"] = _metavar(dest, field)
+        if extra(field)["positional"]:
+            parser.add_argument(dest, nargs="+" if is_list else None if field.is_required() else "?", **how)
+            continue
+        if is_list or dest in _REPEATED:
+            how["action"] = "append"
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        groups[heading].add_argument(*names_of(dest, field), dest=dest, required=field.is_required(), **how)
+    return parser
 
-    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    own = [
-        _parameter(name, field, hidden=name == "settings_json") for name, field in _ProgramOptions.model_fields.items()
-    ]
-    settings = [_parameter(name, field, hidden=name not in _IN_SHORT_HELP) for name, field in options_of(cls).items()]
-    vars(command)["__signature__"] = inspect.Signature([context, *own, *settings], return_annotation=int)
-    return command
+
+def names_of(name: str, field: FieldInfo) -> tuple[str, ...]:
+    """The names of an option on the command line."""
+    return extra(field)["names"] or (option(name),)
+
+
+def _run_program(program: Callable[[Any], int], cls: type[Settings], given: dict[str, Any]) -> int:
+    """Call a program with its settings from all sources. Raises SettingsError."""
+    own = _parsed(
+        _ProgramOptions, {name: given.pop(name) for name in _ProgramOptions.model_fields.keys() & given.keys()}
+    )
+    if own.settings_json is not None:
+        exit_with_parent()  # also if this process is blocked: otherwise the next service could not use its ports
+        settings = cls.model_validate_json(own.settings_json.read_bytes())
+    else:
+        settings = load(cls, given, config_file=own.config, programs=PROGRAMS).with_token()
+    if own.print_settings:
+        tables: tuple[dict[str, Any], ...] = getattr(settings, "models", ())
+        names = (name for name in public_fields(cls) if not (tables and name == "model"))
+        lines = [f"{name} = {getattr(settings, name)}" for name in names]
+        for table in tables:
+            lines += ["", "[[models]]", *(f"{name} = {value}" for name, value in table.items())]
+        print("\n".join(lines))
+        return 0
+    process = "supervisor" if isinstance(settings, ServeSettings) else str(getattr(settings, "name", ""))
+    configure_logging(settings.log_level, settings.log_format, process=process)
+    logger.debug("settings %s", settings)
+    return program(settings)
 
 
 def options_of(cls: type[Settings]) -> dict[str, FieldInfo]:
@@ -202,31 +233,11 @@ def assignments(texts: tuple[str, ...]) -> dict[str, str]:
 
 
 def _parsed(cls: type[OptionsType], given: Mapping[str, Any]) -> OptionsType:
-    """The options as given on the command line. Raises SettingsError."""
-    names = {name: extra(field)["names"] or (option(name),) for name, field in cls.model_fields.items()}
-    found = {name: each for name, each in given.items() if each is not None}
-    return validated(cls, found, lambda name, text: f"{names[name][0]} {text}")
-
-
-def _parameter(name: str, field: FieldInfo, *, hidden: bool = False) -> inspect.Parameter:
-    """The option or argument of one field. Values stay strings: the class validates values from every source alike."""
-    facts, kind = extra(field), value_type(field)
-    is_flag = kind is bool
-    shown: dict[str, Any] = {"help": _help(field), "show_default": False}
-    shown["metavar"] = None if is_flag else facts.get("metavar") or _metavar(name, field)
-    info: Any
-    if facts.get("positional"):
-        info = typer.Argument(**shown)
-    else:
-        names: list[Any] = facts.get("names") or [option(name) + (f"/--no-{option(name)[2:]}" if is_flag else "")]
-        shown |= {"envvar": facts.get("variable") or None, "rich_help_panel": panel(field), "hidden": hidden}
-        info = typer.Option(*names, **shown)
-    is_repeated = get_origin(kind) is tuple or (name in _REPEATED and "positional" not in facts)
-    typed: Any = bool if is_flag else list[str] if is_repeated else str
-    if field.is_required():
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[typed, info])
-    annotation = Annotated[typed | None, info]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    """The options as given on the command line, and some in the environment. Raises SettingsError."""
+    fields = cls.model_fields
+    variables = {name: os.environ.get(variable(name)) for name, field in fields.items() if extra(field)["has_variable"]}
+    in_environment = {name: text for name, text in variables.items() if text}
+    return validated(cls, in_environment | dict(given), lambda name, text: f"{names_of(name, fields[name])[0]} {text}")
 
 
 def _help(field: FieldInfo) -> str:
@@ -234,13 +245,15 @@ def _help(field: FieldInfo) -> str:
     text = " ".join((field.description or "").split())
     kind: Any = value_type(field)
     facts = [", ".join(get_args(kind)) if get_origin(kind) is Literal else "", " ".join(bounds(field))]
-    if not (field.is_required() or "default" in text.lower() or (kind is bool and extra(field).get("names"))):
+    if not (field.is_required() or "default" in text.lower() or (kind is bool and not field.default)):
         facts.append(f"default {default_text(field)}")
     shown = "; ".join(filter(None, facts))
-    return escape(text) + (f" [dim]({escape(shown)})[/dim]" if shown else "")
+    return (text + (f" ({shown})" if shown else "")).replace("%", "%%")
 
 
 def _metavar(name: str, field: FieldInfo) -> str:
+    if named := extra(field)["metavar"]:
+        return str(named)
     if value_type(field) is int and not name.endswith(("_port", "_bytes")):
         return "N"
     last = name.rsplit("_", maxsplit=1)[-1]

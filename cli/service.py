@@ -7,9 +7,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multiworld_serving.cli.options import Options, value
+from multiworld_serving.cli.options import Options
 from multiworld_serving.common.config.client_credentials import ClientCredentials
 from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.config.settings import setting
 from multiworld_serving.common.config.tokens import read_token
 
 if TYPE_CHECKING:
@@ -23,11 +24,11 @@ _WITHOUT_PROXY = dict.fromkeys(("all://127.0.0.1", "all://[::1]", "all://localho
 class Access(Options):
     """Options for credentials and TLS."""
 
-    api_key_file: Path | None = value(None, "Access", metavar="FILE", variable="MULTIWORLD_API_KEY_FILE")
+    api_key_file: Path | None = setting(None, "Access", has_variable=True)
     """File with the API key; by default MULTIWORLD_API_KEY holds the key itself."""
-    ca_file: Path | None = value(None, "Access", metavar="FILE", variable="MULTIWORLD_CA_FILE")
+    ca_file: Path | None = setting(None, "Access", has_variable=True)
     """CA certificates (PEM) that verify the certificate of the service; by default those of the system."""
-    client_cert_file: Path | None = value(None, "Access", metavar="FILE", variable="MULTIWORLD_CLIENT_CERT_FILE")
+    client_cert_file: Path | None = setting(None, "Access", has_variable=True)
     """Client certificate and private key (PEM), for a service that requires one."""
 
     def credentials(self) -> ClientCredentials:
@@ -40,16 +41,16 @@ class Access(Options):
 class ServiceOptions(Access):
     """Options of a verb that uses a running service."""
 
-    urls: tuple[str, ...] = value((DEFAULT_URL,), names=("--url",), metavar="URL", variable="MULTIWORLD_URL")
+    url: str = setting(DEFAULT_URL, has_variable=True)
     """URL of the HTTP API of the service, by default http://127.0.0.1:8000. Repeat the option, or separate with commas, for several
     frontends: status and predict use the next if one fails, the other verbs the first. Admin verbs find the admin port there."""
-    timeout_s: float = value(60.0, gt=0)
+    timeout_s: float = setting(60.0, gt=0)
     """Timeout of one request, in seconds."""
 
 
 def model_option() -> Any:
     """Declare --model of a verb: the model that it is for."""
-    return value(None, names=("--model",), metavar="MODEL")
+    return setting(None, names=("--model",), metavar="MODEL")
 
 
 class ServiceError(Exception):
@@ -76,8 +77,9 @@ def open_clients(options: ServiceOptions) -> Iterator["deque[httpx.Client]"]:
 
     credentials = options.credentials()
     clients: deque[httpx.Client] = deque()
-    with ExitStack() as stack, response_errors(options.urls[0]), http_errors(options.urls[0], options.timeout_s):
-        for url in dict.fromkeys(url.strip() for text in options.urls for url in text.split(",")):
+    urls = [url.strip() for url in options.url.split(",")]
+    with ExitStack() as stack, response_errors(urls[0]), http_errors(urls[0], options.timeout_s):
+        for url in dict.fromkeys(urls):
             try:
                 client = httpx.Client(
                     base_url=url, timeout=options.timeout_s, mounts=_WITHOUT_PROXY, **credentials.options

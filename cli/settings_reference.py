@@ -1,7 +1,5 @@
 """Generates the reference of all settings: `python -m multiworld_serving.cli.settings_reference > docs/reference/settings.md`."""
 
-from pydantic.fields import FieldInfo
-
 from multiworld_serving.cli.options import PROGRAMS, default_text, options_of
 from multiworld_serving.common.config.settings import allowed, panel, public_fields
 from multiworld_serving.common.config.sources import option, variable
@@ -31,24 +29,16 @@ _COLUMNS = "| setting | programs | default | allowed values | meaning |\n|---|--
 
 def document() -> str:
     """Return the page as Markdown: one table, in the order of the panels of `--help`."""
-    panels: dict[str, list[str]] = {}
+    programs: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for cls in PROGRAMS:
         for name, field in public_fields(cls).items():
-            programs = [each.section for each in PROGRAMS if _row(each, name) == _row(cls, name)]
-            if programs[0] == cls.section:
-                panels.setdefault(panel(field), []).append(_row(cls, name).replace("PROGRAMS", ", ".join(programs)))
-    return "\n".join([_HEAD, _COLUMNS, *(row for rows in panels.values() for row in rows), ""])
-
-
-def _row(cls: type, name: str) -> str:
-    """The row of a setting; empty if the program does not have it."""
-    field: FieldInfo | None = public_fields(cls).get(name)
-    if field is None:
-        return ""
-    setting = f"`{option(name)}`" if name in options_of(cls) else f"`{variable(name)}`"
-    meaning = " ".join((field.description or "").split())
-    cells = (setting, "PROGRAMS", default_text(field), allowed(field), meaning)
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+            setting = option(name) if name in options_of(cls) else variable(name)
+            meaning = " ".join((field.description or "").split())
+            row = (f"`{setting}`", default_text(field), allowed(field), meaning)
+            programs.setdefault(panel(field), {}).setdefault(row, []).append(cls.section)
+    rows = [(row[0], ", ".join(found), *row[1:]) for rows in programs.values() for row, found in rows.items()]
+    lines = ("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows)
+    return "\n".join([_HEAD, _COLUMNS, *lines, ""])
 
 
 if __name__ == "__main__":

@@ -5,27 +5,16 @@ import json
 from typing import Any
 from urllib.parse import quote
 
-from multiworld_serving.cli.options import AsJson, epilog, value
+from multiworld_serving.cli.options import AsJson
 from multiworld_serving.cli.service import ServiceError, ServiceOptions, model_option, open_clients, send_request
 from multiworld_serving.common.config.errors import UserError
-
-RESTART_EPILOG = epilog(
-    "multiworld rolling-restart",
-    "multiworld rolling-restart --url https://10.0.0.1:8002 --api-key-file admin.key",
-    exit_status="0 all workers were restarted, 1 at least one was not, 2 invalid usage.",
-)
-LOAD_EPILOG = epilog(
-    "multiworld load-version fine-tuned/epoch-12.safetensors",
-    "multiworld load-version",
-    exit_status="0 the new version serves, 1 failure and nothing has changed, 2 invalid usage.",
-)
-UNLOAD_EPILOG = epilog(exit_status="0 the model is out of service, 1 failure and nothing has changed, 2 invalid usage.")
+from multiworld_serving.common.config.settings import setting
 
 
 class OperationOptions(ServiceOptions):
     """Options of an operation on a service."""
 
-    timeout_s: float = value(3600.0, ge=1)
+    timeout_s: float = setting(3600.0, ge=1)
     """Longest wait for a response or for one step."""
     model: str | None = model_option()
     """Model, if the service has several; `rolling-restart` restarts the workers of all models without it."""
@@ -38,7 +27,7 @@ class RestartOptions(AsJson, OperationOptions):
 class LoadVersionOptions(AsJson, OperationOptions):
     """Options of `load-version`."""
 
-    weights: str | None = value(None, positional=True)
+    weights: str | None = setting(None, positional=True)
     """A bundle or a file of weights below the service's --weights-dir, a published name, or random:SEED; default: reload the weights that
     the service was started with."""
 
@@ -50,6 +39,12 @@ def rolling_restart(options: RestartOptions) -> int:
     must be serving before the next worker is restarted. No request fails. Ctrl-C, and a step that takes longer than --timeout-s, stop
     after the current worker. If the service has admin keys (--admin-keys-file), give one with --api-key-file. With --json, prints one
     line per step.
+
+    Examples:
+        multiworld rolling-restart
+        multiworld rolling-restart --url https://10.0.0.1:8002 --api-key-file admin.key
+
+    Exit status: 0 all workers were restarted, 1 at least one was not, 2 invalid usage.
     """
     import httpx
 
@@ -94,6 +89,12 @@ def load_version(options: LoadVersionOptions) -> int:
     Each worker in turn loads the new weights next to the current ones and must pass a self-test. Then new requests use the new
     weights; requests in flight finish with the old ones. If any step fails, nothing changes; Ctrl-C cancels the load. After `unload`,
     this puts the model back into service.
+
+    Examples:
+        multiworld load-version fine-tuned/epoch-12.safetensors
+        multiworld load-version
+
+    Exit status: 0 the new version serves, 1 failure and nothing has changed, 2 invalid usage.
     """
     before, response = _operate(options, "load", {} if options.weights is None else {"weights": options.weights})
     if options.as_json:
@@ -109,6 +110,8 @@ def unload(options: OperationOptions) -> int:
     """Take the model out of service: new requests get status 503, requests in flight are answered.
 
     The workers keep running. `load-version` puts the model back into service.
+
+    Exit status: 0 the model is out of service, 1 failure and nothing has changed, 2 invalid usage.
     """
     _operate(options, "unload", {})
     print("the model is out of service")

@@ -4,21 +4,14 @@ import json
 import time
 from typing import TYPE_CHECKING
 
-from multiworld_serving.cli.options import AsJson, Duration, LoadOptions, duration, epilog, value
+from multiworld_serving.cli.options import AsJson, Duration, LoadOptions, duration
 from multiworld_serving.cli.service import ServiceOptions, model_option, open_clients, read_status
 from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.config.settings import setting
 
 if TYPE_CHECKING:
     from multiworld_serving.testing.load.measurement import Measurement
 
-EPILOG = epilog(
-    "multiworld bench",
-    "multiworld bench --clients 32 --duration 1m",
-    "multiworld bench --rate 200 --json > bench.json",
-    "multiworld bench --rows 8",
-    "multiworld bench --file question.json",
-    exit_status="0 requests were answered and none failed, 1 at least one failed or none was answered, 2 invalid usage, 130 interrupted.",
-)
 
 _CLIENT_BOUND = 0.8
 """Fraction of a core above which the clients themselves may limit the throughput."""
@@ -32,11 +25,11 @@ class BenchOptions(AsJson, LoadOptions, ServiceOptions):
     """Duration of the measurement, such as 30s or 5m; by default 30s. It is longer if no request was answered by then."""
     warm_up_s: Duration = duration(3.0, "Load", "--warm-up")
     """Duration of the load before the measurement; not counted; by default 3s."""
-    rows: int | None = value(None, "Load", ge=1)
+    rows: int | None = setting(None, "Load", ge=1)
     """Send tensors with this many rows, with the Open Inference Protocol, instead of images."""
     model: str | None = model_option()
     """Model, if the service has several."""
-    seed: int = value(0, "Load")
+    seed: int = setting(0, "Load")
     """Seed of the generated requests and of the arrival times of an open loop."""
 
     @property
@@ -51,6 +44,15 @@ def bench(options: BenchOptions) -> int:
     Without --file, requests are generated for the model that the service serves: images if it classifies images, else tensors. A closed
     loop (--clients) measures the maximum throughput. An open loop (--rate) measures latency at a given arrival rate; latency then counts
     from the scheduled arrival time. Every answer is compared with the answer of the service before the load.
+
+    Examples:
+        multiworld bench
+        multiworld bench --clients 32 --duration 1m
+        multiworld bench --rate 200 --json > bench.json
+        multiworld bench --rows 8
+        multiworld bench --file question.json
+
+    Exit status: 0 requests were answered and none failed, 1 at least one failed or none was answered, 2 invalid usage, 130 interrupted.
     """
     from multiworld_serving.cli.console import progress_console
     from multiworld_serving.testing.load.clients import run_load

@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from multiworld_serving.cli.options import Duration, LoadOptions, Options, assignments, duration, epilog, value
+from multiworld_serving.cli.options import Duration, LoadOptions, Options, assignments, duration
 from multiworld_serving.cli.service import Access, ServiceError
 from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.config.settings import setting
 
 if TYPE_CHECKING:
     from multiworld_serving.common.config.client_credentials import ClientCredentials
@@ -18,35 +19,27 @@ if TYPE_CHECKING:
     from multiworld_serving.testing.chaos.system.system_under_test import RunningService
     from multiworld_serving.testing.load.statistics import Spread
 
-EPILOG = epilog(
-    "multiworld chaos",
-    "multiworld chaos --faults kill,freeze --rounds 20 --json chaos.json",
-    "multiworld chaos --duration 30m --model my.bundle",
-    "multiworld serve 2> serve.log & multiworld chaos --url http://127.0.0.1:8000",
-    exit_status="0 no request was lost or answered twice and every fault had the expected effect, 1 otherwise, 2 invalid usage.",
-)
-
 
 class TestedService(Options):
     """The service under test: the URL of a running service, or the settings with which the campaign starts one."""
 
-    url: str | None = value(None, "The service")
+    url: str | None = setting(None, "The service")
     """URL of a running service on this machine; by default one is started."""
-    model: str | None = value(None, "The service")
+    model: str | None = setting(None, "The service")
     """Model of the started service, by default resnet18. With --url the model under test, if that service has several."""
-    weights: str = value("random:0", "The service")
+    weights: str = setting("random:0", "The service")
     """Weights of the started service."""
-    stages: int = value(2, "The service", ge=1)
+    stages: int = setting(2, "The service", ge=1)
     """Stages of the started service."""
-    replicas: int = value(2, "The service", ge=1)
+    replicas: int = setting(2, "The service", ge=1)
     """Replicas per stage of the started service."""
-    leaders: int = value(2, "The service", ge=1)
+    leaders: int = setting(2, "The service", ge=1)
     """Leaders of the started service."""
-    heartbeat_timeout_s: float = value(1.0, "The service", ge=0.01)
+    heartbeat_timeout_s: float = setting(1.0, "The service", ge=0.01)
     """Heartbeat timeout of the service."""
-    recovery_grace_s: float = value(15.0, "The service", ge=0)
+    recovery_grace_s: float = setting(15.0, "The service", ge=0)
     """How long the service keeps requests for a stage without replicas, in seconds."""
-    sets: tuple[str, ...] = value((), "The service", names=("--set",), metavar="NAME=VALUE")
+    sets: tuple[str, ...] = setting((), "The service", names=("--set",), metavar="NAME=VALUE")
     """Setting of the started service, as for `multiworld serve`; may be repeated."""
 
     def open(self, credentials: "ClientCredentials") -> "AbstractContextManager[RunningService]":
@@ -67,19 +60,19 @@ class TestedService(Options):
 class ChaosOptions(Access, LoadOptions, TestedService):
     """Options of a campaign."""
 
-    faults: str | None = value(None, "Faults", metavar="NAME,…")
+    faults: str | None = setting(None, "Faults", metavar="NAME,…")
     """Faults to inject; by default all that are possible on this machine. See --list."""
-    list_faults: bool = value(False, "Faults", names=("--list",))
+    list_faults: bool = setting(False, "Faults", names=("--list",))
     """List the faults with their expected effect, and exit."""
-    rounds: int = value(1, "Faults", ge=1)
+    rounds: int = setting(1, "Faults", ge=1)
     """Number of injections of each fault."""
     duration_s: Duration | None = duration(None, "Faults", "--duration")
     """Duration of the campaign, such as 30m, instead of --rounds."""
     settle_s: Duration = duration(2.0, "Faults", "--settle")
     """Pause between recovery and the next fault. Faults never overlap. By default 2s."""
-    seed: int = value(0, "Faults")
+    seed: int = setting(0, "Faults")
     """Seed of the order of faults, of their targets and of the requests."""
-    json_file: Path | None = value(None, names=("--json",), metavar="FILE")
+    json_file: Path | None = setting(None, names=("--json",), metavar="FILE")
     """Write the full result as JSON. A campaign that was interrupted continues when it is started with this file again."""
 
 
@@ -88,6 +81,14 @@ def chaos(options: ChaosOptions) -> int:
 
     Without --url, starts a service and stops it at the end. Requests are generated for the model that the service serves, or
     read from --file. Every answer is compared with the answer of the service before the first fault.
+
+    Examples:
+        multiworld chaos
+        multiworld chaos --faults kill,freeze --rounds 20 --json chaos.json
+        multiworld chaos --duration 30m --model my.bundle
+        multiworld serve 2> serve.log & multiworld chaos --url http://127.0.0.1:8000
+
+    Exit status: 0 no request was lost or answered twice and every fault had the expected effect, 1 otherwise, 2 invalid usage.
     """
     import httpx
 

@@ -3,37 +3,28 @@
 import json
 from pathlib import Path
 
-from multiworld_serving.cli.options import AsJson, Options, epilog, value
+from multiworld_serving.cli.options import AsJson, Options
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.keys import hash_key, parse_keys, read_keys
+from multiworld_serving.common.config.settings import setting
 from multiworld_serving.common.config.tokens import new_token, read_token, write_secret
-
-KEY_EPILOG = epilog(
-    "multiworld key alice --add-to api.keys --out alice.key",
-    "multiworld serve --api-keys-file api.keys",
-    "multiworld predict --api-key-file alice.key photo.jpg",
-)
-TOKEN_EPILOG = epilog(
-    "multiworld token token",
-    "multiworld serve --external-workers --join-host 0.0.0.0 --token-file token",
-)
 
 
 class KeyOptions(AsJson):
     """Options of `key`."""
 
-    name: str = value(positional=True)
+    name: str = setting(positional=True)
     """Name of the key's owner, for the log."""
-    add_to: Path | None = value(None, metavar="FILE")
+    add_to: Path | None = setting(None, metavar="FILE")
     """Append the line NAME:HASH to this file; created if it does not exist; by default the line is printed."""
-    out: Path | None = value(None, metavar="FILE")
+    out: Path | None = setting(None, metavar="FILE")
     """Write the key to this new file, with mode 0600; by default it is printed."""
 
 
 class TokenOptions(Options):
     """Options of `token`."""
 
-    file: Path = value(positional=True)
+    file: Path = setting(positional=True)
     """File of the token; created if it does not exist."""
 
 
@@ -42,6 +33,11 @@ def key(options: KeyOptions) -> int:
 
     The service reads lines NAME:HASH from the files of --api-keys-file and --admin-keys-file, and reloads them on SIGHUP.
     Without --add-to, the line is printed after the key.
+
+    Examples:
+        multiworld key alice --add-to api.keys --out alice.key
+        multiworld serve --api-keys-file api.keys
+        multiworld predict --api-key-file alice.key photo.jpg
     """
     name, out, add_to = options.name, options.out, options.add_to
     new = new_token().get_secret_value()
@@ -82,6 +78,10 @@ def token(options: TokenOptions) -> int:
 
     Start the leader and all workers with --token-file FILE. An existing file with a token is not changed: to replace the
     token, remove the file first.
+
+    Examples:
+        multiworld token token
+        multiworld serve --external-workers --join-host 0.0.0.0 --token-file token
     """
     file = options.file
     if write_secret(file, new_token().get_secret_value()):

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator
 
-from multiworld_serving.cli.options import Options, epilog, value
+from multiworld_serving.cli.options import Options
 from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.config.settings import setting
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -15,12 +16,6 @@ if TYPE_CHECKING:
     from multiworld_serving.models.export.exporter import ExportReport
     from multiworld_serving.models.preprocessing import Preprocessing
 
-EPILOG = epilog(
-    "multiworld export convnext_tiny --weights DEFAULT -o convnext.bundle",
-    "multiworld export model.py:make --input image:float32[batch,3,64,64] --stages auto -o model.bundle",
-    "multiworld export bert.py:make --example bert.py:example --dynamic ids:1,mask:1=1..512 --stages 3 -o bert.zip",
-    note="SOURCE is code of yours, which is executed. The bundle contains none of it.",
-)
 
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _CHANNELS = "three numbers R,G,B such as 0.485,0.456,0.406"
@@ -31,42 +26,44 @@ Channels = Annotated[tuple[float, float, float], BeforeValidator(lambda text: te
 class ExportOptions(Options):
     """Options of `export`."""
 
-    source: str = value(positional=True)
+    source: str = setting(positional=True)
     """package.module:function or file.py:function, which returns an nn.Module; or the name of a torchvision model."""
-    output: Path = value(names=("--output", "-o"), metavar="PATH")
+    output: Path = setting(names=("--output", "-o"), metavar="PATH")
     """Folder, or .zip file, to write. It must not exist."""
-    weights: str | None = value(None, metavar="NAME")
+    weights: str | None = setting(None, metavar="NAME")
     """A file with a state dict (.pth, .pt, .safetensors). For a model of torchvision also a published name such as DEFAULT, or random:SEED,
     which is random:0 by default. With this option it has labels."""
-    stages: str = value(
+    stages: str = setting(
         "auto", metavar="N", pattern=r"^(auto|[1-9][0-9]{0,3})$", allowed="a number from 1 to 1024, or auto"
     )
     """Number of stages, or auto: the most that take nearly equal time, up to 8."""
-    name: str | None = value(None)
+    name: str | None = setting(None)
     """Name of the model; by default that of the output, without .bundle or .zip."""
-    version: str = value("1")
+    version: str = setting("1")
     """Version of the model."""
-    max_batch_size: int = value(64, ge=2, le=1024)
+    max_batch_size: int = setting(64, ge=2, le=1024)
     """Largest batch."""
 
-    example: str | None = value(None, "Inputs of the model", metavar="FUNCTION")
+    example: str | None = setting(None, "Inputs of the model", metavar="FUNCTION")
     """file.py:function or package.module:function that returns example inputs: a tensor, a tuple, or a dict by parameter, with at least 2
     rows. A parameter may take a dict or list of tensors."""
-    input: tuple[str, ...] = value((), "Inputs of the model", metavar="SPEC")
+    input: tuple[str, ...] = setting((), "Inputs of the model", metavar="SPEC")
     """Instead of an example: NAME:DTYPE[batch,N,…] for each parameter of forward that takes a tensor, by its name. PARAMETER.KEY if it
     takes a dict."""
-    dynamic: tuple[str, ...] = value((), "Inputs of the model", metavar="SPEC")
+    dynamic: tuple[str, ...] = setting((), "Inputs of the model", metavar="SPEC")
     """Variable dimension: INPUT:DIM=LEAST..MOST; INPUT:DIM,INPUT:DIM=… for equal lengths. May be repeated."""
 
-    image_size: int | None = value(None, "Images and labels", names=("--image-size", "--crop"), metavar="PIXELS", ge=1)
+    image_size: int | None = setting(
+        None, "Images and labels", names=("--image-size", "--crop"), metavar="PIXELS", ge=1
+    )
     """The model takes images of this size. The bundle normalizes them itself. Default for torchvision: as published."""
-    resize: int | None = value(None, "Images and labels", metavar="PIXELS", ge=1)
+    resize: int | None = setting(None, "Images and labels", metavar="PIXELS", ge=1)
     """Shorter side of an image before the crop; by default 8/7 of the image size."""
-    mean: Channels | None = value(None, "Images and labels", metavar="R,G,B", allowed=_CHANNELS)
+    mean: Channels | None = setting(None, "Images and labels", metavar="R,G,B", allowed=_CHANNELS)
     """Mean of each channel; by default ImageNet's."""
-    std: Channels | None = value(None, "Images and labels", metavar="R,G,B", allowed=_CHANNELS)
+    std: Channels | None = setting(None, "Images and labels", metavar="R,G,B", allowed=_CHANNELS)
     """Standard deviation of each channel; by default ImageNet's."""
-    labels: Path | None = value(None, "Images and labels", metavar="FILE")
+    labels: Path | None = setting(None, "Images and labels", metavar="FILE")
     """Text with one label per line, in the order of the classes. The bundle returns probabilities. Default: those of --weights."""
 
 
@@ -74,6 +71,13 @@ def export(options: ExportOptions) -> int:
     """Write a PyTorch model as a bundle: a graph of known operators and its weights, cut into stages, without code.
 
     The model is captured with torch.export, and compared with the original at batch 1, 2 and the largest.
+
+    Examples:
+        multiworld export convnext_tiny --weights DEFAULT -o convnext.bundle
+        multiworld export model.py:make --input image:float32[batch,3,64,64] --stages auto -o model.bundle
+        multiworld export bert.py:make --example bert.py:example --dynamic ids:1,mask:1=1..512 --stages 3 -o bert.zip
+
+    SOURCE is code of yours, which is executed. The bundle contains none of it.
     """
     from multiworld_serving.cli.console import progress_console
     from multiworld_serving.models.export import exporter

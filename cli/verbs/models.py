@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Literal
 
-from multiworld_serving.cli.options import AsJson, assignments, epilog, value
+from multiworld_serving.cli.options import AsJson, assignments
 from multiworld_serving.cli.service import (
     ServiceError,
     ServiceOptions,
@@ -17,29 +17,24 @@ from multiworld_serving.cli.service import (
     send_to_any,
 )
 from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.config.settings import setting
 
 if TYPE_CHECKING:
     import httpx
 
-EPILOG = epilog(
-    "multiworld models list",
-    "multiworld models add detector=detector.bundle --set stages=1 --set queue_limit=64",
-    "multiworld models remove detector",
-    exit_status="0 done, 1 refused, and the models are as before, 2 invalid usage.",
-)
 _MAX_POLL_S = 2.0
 
 
 class ModelsOptions(AsJson, ServiceOptions):
     """Options of `models`."""
 
-    action: Literal["list", "add", "remove"] = value(positional=True)
+    action: Literal["list", "add", "remove"] = setting(positional=True)
     """list, add or remove."""
-    model: str | None = value(None, positional=True, metavar="NAME")
+    model: str | None = setting(None, positional=True, metavar="NAME")
     """For add, NAME=SOURCE with a model of torchvision or a bundle below --weights-dir of the service; for remove, NAME."""
-    sets: tuple[str, ...] = value((), names=("--set",), metavar="NAME=VALUE")
+    sets: tuple[str, ...] = setting((), names=("--set",), metavar="NAME=VALUE")
     """Setting of the added model as in a table [[models]], such as stages=1; may be repeated."""
-    timeout_s: float = value(600.0, gt=0, le=86_400)
+    timeout_s: float = setting(600.0, gt=0, le=86_400)
     """Longest time until an added model is ready, or a removed one has finished its requests."""
 
 
@@ -49,6 +44,13 @@ def models(options: ModelsOptions) -> int:
     `add` returns when the model is ready; if it does not become ready, nothing has changed. `remove` returns when its requests are
     answered. To keep a change after a restart of the service, write it into the settings file too. If the service has admin keys
     (--admin-keys-file), give one with --api-key-file.
+
+    Examples:
+        multiworld models list
+        multiworld models add detector=detector.bundle --set stages=1 --set queue_limit=64
+        multiworld models remove detector
+
+    Exit status: 0 done, 1 refused, and the models are as before, 2 invalid usage.
     """
     with open_clients(options) as clients:
         if options.action != "list":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from multiworld_serving.cli.options import AsJson, epilog, value
+from multiworld_serving.cli.options import AsJson
 from multiworld_serving.cli.service import (
     ServiceError,
     ServiceOptions,
@@ -18,25 +18,18 @@ from multiworld_serving.cli.service import (
     send_to_any,
 )
 from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.config.settings import setting
 
 if TYPE_CHECKING:
     import httpx
-
-EPILOG = epilog(
-    "multiworld predict photo.jpg",
-    "multiworld predict --top-k 1 --json *.jpg",
-    "multiworld predict question.txt",
-    "multiworld predict tokens.npz",
-    exit_status="0 all files were answered, 1 at least one failed, 2 invalid usage.",
-)
 
 
 class PredictOptions(AsJson, ServiceOptions):
     """Options of `predict`."""
 
-    files: tuple[Path, ...] = value(positional=True, metavar="FILE…")
+    files: tuple[Path, ...] = setting(positional=True, metavar="FILE…")
     """Images, bodies for the handler of the service, or .npz files of numpy with the inputs of the model by name."""
-    top_k: int | None = value(None, ge=1)
+    top_k: int | None = setting(None, ge=1)
     """Number of labels per image; by default that of the service."""
     model: str | None = model_option()
     """Model, if the service has several."""
@@ -46,6 +39,14 @@ def predict(options: PredictOptions) -> int:
     """Send files to a running service and show the answers: the labels of images, or what the model or its handler returns.
 
     With --json, prints one line per file: the response of the service with the file name added.
+
+    Examples:
+        multiworld predict photo.jpg
+        multiworld predict --top-k 1 --json *.jpg
+        multiworld predict question.txt
+        multiworld predict tokens.npz
+
+    Exit status: 0 all files were answered, 1 at least one failed, 2 invalid usage.
     """
     failed = False
     with open_clients(options) as clients:

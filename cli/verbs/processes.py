@@ -2,32 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from multiworld_serving.cli.options import Options, epilog, value
+from multiworld_serving.cli.options import Options
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.logs import configure_logging
+from multiworld_serving.common.config.settings import setting
 from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.common.settings.serve import FrontendSettings, ServeSettings
 from multiworld_serving.common.settings.worker import WorkerSettings
 
 if TYPE_CHECKING:
     from types import ModuleType
-
-SERVE_EPILOG = epilog(
-    "multiworld serve --weights auto",
-    "multiworld serve --model resnet18 --stages 3 --replicas 2 --leaders 2 --weights random:0",
-    "multiworld serve --external-workers --join-host 0.0.0.0 --token-file token",
-    "multiworld serve --launcher ray --stages 2 --replicas 2 --leaders 2 --frontends 2 --device cuda",
-    "curl -F image=@photo.jpg http://127.0.0.1:8000/predict",
-)
-FRONTEND_EPILOG = epilog(
-    "multiworld frontend --leader 10.0.0.1:8001 --leader 10.0.0.2:8001 --host 0.0.0.0 --token-file token"
-)
-DOWN_EPILOG = epilog("RAY_ADDRESS=10.0.0.1:6379 multiworld down")
-LEADER_EPILOG = epilog("multiworld leader --model resnet18 --weights random:0 --join-host 0.0.0.0 --token-file token")
-WORKER_EPILOG = epilog(
-    "multiworld worker --leader 10.0.0.1:8001 --token-file token",
-    "MULTIWORLD_TOKEN=… multiworld worker --leader leader:8001 --device cuda:0",
-)
 
 
 def serve(settings: ServeSettings) -> int:
@@ -38,6 +22,13 @@ def serve(settings: ServeSettings) -> int:
     Every option can also be set in the environment, as MULTIWORLD_STAGES for --stages, or in a TOML file. The command line takes
     precedence over the environment, and the environment over the file. Ctrl-C drains and stops the service, with exit status 0; a second
     Ctrl-C ends all processes immediately.
+
+    Examples:
+        multiworld serve --weights auto
+        multiworld serve --model resnet18 --stages 3 --replicas 2 --leaders 2 --weights random:0
+        multiworld serve --external-workers --join-host 0.0.0.0 --token-file token
+        multiworld serve --launcher ray --stages 2 --replicas 2 --leaders 2 --frontends 2 --device cuda
+        curl -F image=@photo.jpg http://127.0.0.1:8000/predict
     """
     if settings.launcher == "ray":
         return int(_ray_launcher().serve(settings))
@@ -63,9 +54,9 @@ def _ray_launcher() -> "ModuleType":
 class DownOptions(Options):
     """Options of `down`."""
 
-    ray_namespace: str = value("multiworld", variable="MULTIWORLD_RAY_NAMESPACE")
+    ray_namespace: str = setting("multiworld", has_variable=True)
     """Namespace that the service was started with."""
-    timeout_s: float = value(60.0, gt=0)
+    timeout_s: float = setting(60.0, gt=0)
     """Time for the processes of each role to stop; what still runs then is killed."""
 
 
@@ -73,6 +64,9 @@ def down(options: DownOptions) -> int:
     """Stop a service that `multiworld serve --launcher ray` has started, on the cluster of RAY_ADDRESS or of this machine.
 
     Frontends stop first and answer the requests that they have, then leaders and workers.
+
+    Examples:
+        RAY_ADDRESS=10.0.0.1:6379 multiworld down
     """
     launcher = _ray_launcher()
     configure_logging("info", process="down")
@@ -81,7 +75,11 @@ def down(options: DownOptions) -> int:
 
 
 def frontend(settings: FrontendSettings) -> int:
-    """Serve HTTP: read requests, decode images, and send them to a leader. If a leader is lost, its requests go to another one."""
+    """Serve HTTP: read requests, decode images, and send them to a leader. If a leader is lost, its requests go to another one.
+
+    Examples:
+        multiworld frontend --leader 10.0.0.1:8001 --leader 10.0.0.2:8001 --host 0.0.0.0 --token-file token
+    """
     from multiworld_serving.server.frontend.main import run
 
     return run(settings)
@@ -91,6 +89,9 @@ def leader(settings: LeaderSettings) -> int:
     """Schedule the requests of frontends over workers. Frontends and workers join at the same port.
 
     Several leaders of one model share nothing and use the same workers: name all of them to each frontend and worker.
+
+    Examples:
+        multiworld leader --model resnet18 --weights random:0 --join-host 0.0.0.0 --token-file token
     """
     from multiworld_serving.server.leader.main import run
 
@@ -102,6 +103,10 @@ def worker(settings: WorkerSettings) -> int:
 
     A worker needs the address of the leader and the join token, but no model files. If the leader fails, the worker rejoins
     as soon as a leader is available. On SIGTERM or Ctrl-C it finishes its batches and leaves.
+
+    Examples:
+        multiworld worker --leader 10.0.0.1:8001 --token-file token
+        MULTIWORLD_TOKEN=… multiworld worker --leader leader:8001 --device cuda:0
     """
     from multiworld_serving.workers.main import run
 

@@ -5,9 +5,10 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from multiworld_serving.cli.console import console, table
-from multiworld_serving.cli.options import AsJson, epilog, value
+from multiworld_serving.cli.options import AsJson
 from multiworld_serving.cli.service import ServiceError, ServiceOptions, model_option, open_clients, read_status
 from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.config.settings import setting
 
 if TYPE_CHECKING:
     import httpx
@@ -15,11 +16,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-EPILOG = epilog(
-    "multiworld status",
-    "multiworld status --watch",
-    "multiworld status --json --url http://10.0.0.1:8000",
-)
 
 _WATCH_S = 1.0
 _STYLES = {
@@ -36,14 +32,20 @@ class StatusOptions(AsJson, ServiceOptions):
     model: str | None = model_option()
     """Model, if the service has several; by default the first one."""
 
-    timeout_s: float = value(10.0, gt=0)
+    timeout_s: float = setting(10.0, gt=0)
     """Timeout of one request, in seconds."""
-    watch: bool = value(False, names=("--watch",))
+    watch: bool = setting(False)
     """Keep running and show the state every second, until Ctrl-C."""
 
 
 def status(options: StatusOptions) -> int:
-    """Show the stages of a running service, their replicas, and the last failure of each."""
+    """Show the stages of a running service, their replicas, and the last failure of each.
+
+    Examples:
+        multiworld status
+        multiworld status --watch
+        multiworld status --json --url http://10.0.0.1:8000
+    """
     if options.watch and options.as_json:
         raise UserError("--watch and --json are mutually exclusive: programs read GET /events")
     with open_clients(options) as clients:

@@ -23,24 +23,33 @@ _HEARTBEATS_PER_TIMEOUT = 5
 
 
 def setting(
-    default: Any,
-    panel: str,
+    default: Any = ...,
+    panel: str = "Options",
     *,
     allowed: str = "",
+    names: tuple[str, ...] = (),
+    metavar: str = "",
+    positional: bool = False,
+    has_variable: bool = False,
     default_factory: Callable[[], Any] | Callable[[dict[str, Any]], Any] | None = None,
     **bounds: Any,
 ) -> Any:
-    """Declare one setting. The docstring below the field is its description in `--help` and in the documentation.
+    """Declare one setting, or one option of a verb. The docstring below the field is its description in `--help` and in the documentation.
 
     Args:
-        default: ignored if there is a `default_factory`.
+        default: `...` = it is required; ignored if there is a `default_factory`.
         panel: heading under which `--help` lists it, or INTERNAL.
         allowed: description of allowed values; derived from the type and the bounds by default.
+        names: as on the command line; by default derived from the name of the field.
+        metavar: placeholder of the value in `--help`; by default derived from the name of the field.
+        positional: it is an argument and has no name on the command line.
+        has_variable: an option that may also be set in the environment, as every setting may.
         default_factory: returns the default; its argument, if it has one, is the settings that are declared before this one.
         bounds: ge, gt, le and pattern, as for pydantic's Field.
     """
+    facts: Any = {"panel": panel, "allowed": allowed, "names": names, "metavar": metavar, "positional": positional}
     given: dict[str, Any] = {"default_factory": default_factory} if default_factory else {"default": default}
-    return Field(json_schema_extra={"panel": panel, "allowed": allowed}, **given, **bounds)
+    return Field(json_schema_extra=facts | {"has_variable": has_variable}, **given, **bounds)
 
 
 class Settings(BaseModel):

@@ -7,10 +7,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import typer
 
-from multiworld_serving.cli.main import app
-from multiworld_serving.cli.options import PROGRAMS
+from multiworld_serving.cli.main import VERBS
+from multiworld_serving.cli.options import PROGRAMS, parser_of
 from multiworld_serving.common.config.sources import OTHER_VARIABLES, variable
 from multiworld_serving.common.settings.serve import ServeSettings
 from tests.dashboard_queries import recorded_names
@@ -86,11 +85,9 @@ def metrics() -> dict[str, set[str]]:
 @cache
 def options() -> frozenset[str]:
     """Options of all verbs, and those that benchmarks, examples and the simulation declare."""
-    group = typer.main.get_command(app)
-    assert isinstance(group, typer.core.TyperGroup)
-    items = [item for command in group.commands.values() for item in command.params]
+    named = {name for verb in VERBS.items() for name in parser_of(*verb)._option_string_actions}
     declared = re.findall(r"add_argument\(\s*\"(--[a-z0-9-]+)\"", sources())
-    return frozenset({name for item in items for name in (*item.opts, *item.secondary_opts)} | {*declared, "--help"})
+    return frozenset({*named, *declared})
 
 
 def test_environment_variables_are_settings_or_read_by_a_program(page: str) -> None:
