@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.ranks import run, start, table
 from multiworld import BrokenWorldException, WorldEvent, WorldManager
-from multiworld_serving.testing.load.statistics import quantile
+from multiworld_serving.testing.load.measurement import quantile
 
 STATES = ("idle", "in recv", "in all_reduce")
 FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

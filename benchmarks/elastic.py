@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 from benchmarks.ranks import context, run, start, started, table
 from multiworld.collectives.quantization import Quantization
 from multiworld.elastic import ElasticManager, ElasticRendezvous, ElasticWorld
-from multiworld_serving.testing.load.statistics import quantile
+from multiworld_serving.testing.load.measurement import quantile
 
 CASES = {"1 x 64 MB": (1, 64 << 20), "64 x 1 MB": (64, 1 << 20), "1000 x 16 KB": (1000, 16 << 10)}
 WAYS = ("one by one", "async_op", "elastic", "min_max")

@@ -25,7 +25,7 @@ from benchmarks import servers
 from benchmarks.servers import Running
 from multiworld_serving.testing.load.clients import Load, Sample, run_load
 from multiworld_serving.testing.load.images import photo
-from multiworld_serving.testing.load.statistics import quantile
+from multiworld_serving.testing.load.measurement import quantile
 
 HUNG_S = 30.0
 _SHARE = 0.5
@@ -113,7 +113,8 @@ def report(outcomes: Sequence[Outcome]) -> None:
     for each in outcomes:
         times = each.until_normal_s()
         normal = f"{quantile(times, 0.5):.0f} (max {max(times):.0f})"
-        latency = "  ".join(f"{each.load.quantile_s(share) * 1e3:7.0f}" for share in (0.5, 0.99, 1.0))
+        took_s = [sample.took_s for sample in each.load.samples]
+        latency = "  ".join(f"{quantile(took_s, share) * 1e3:7.0f}" for share in (0.5, 0.99, 1.0))
         print(
             f"{each.name:28} {len(each.kills):>5} {each.usual_hz:>9.1f} {len(each.load.samples):>8} {len(each.failed):>6} "
             f"{len(each.hung):>5} {each.workers:>7} {normal:>15}   {latency}"

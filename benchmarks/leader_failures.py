@@ -33,8 +33,8 @@ from safetensors.torch import save_file
 from multiworld_serving.models.export.torchvision_models import load_model
 from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.images import photos
+from multiworld_serving.testing.load.measurement import quantile
 from multiworld_serving.testing.load.requests import served_requests
-from multiworld_serving.testing.load.statistics import quantile
 from multiworld_serving.testing.local_service import LocalService
 
 _MODEL = "resnet18"
@@ -188,12 +188,12 @@ def _after_kills(load: Load, kills_s: list[float]) -> str:
 
 def _summary(load: Load) -> str:
     wrong = [sample for sample in load.samples if sample.status == 200 and sample.error]
-    longest_s = max(sample.took_s for sample in load.samples)
-    found = f"{len(load.samples)} requests, {len(load.failed)} failed, {len(wrong)} wrong, longest {longest_s:.3f} s"
+    took_s = [sample.took_s for sample in load.samples]
+    found = f"{len(load.samples)} requests, {len(load.failed)} failed, {len(wrong)} wrong, longest {max(took_s):.3f} s"
     kinds = {f"{sample.status} {sample.error[:160]}" for sample in load.failed}
     return (
         found
-        + f", p50 {1e3 * load.quantile_s(0.5):.0f} ms, p99 {1e3 * load.quantile_s(0.99):.0f} ms"
+        + f", p50 {1e3 * quantile(took_s, 0.5):.0f} ms, p99 {1e3 * quantile(took_s, 0.99):.0f} ms"
         + "".join(f"\n    {kind}" for kind in sorted(kinds)[:5])
     )
 

@@ -31,8 +31,8 @@ from benchmarks.connections import Connections, Outcome, request_bytes
 from benchmarks.ranks import table
 from benchmarks.servers import Running, ours, peer, stop_on_sigterm
 from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.load.measurement import quantile
 from multiworld_serving.testing.load.requests import body_file
-from multiworld_serving.testing.load.statistics import quantile
 
 THIS = "this"
 """Prefix of the names of this service's variants."""

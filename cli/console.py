@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 240
 
 
-def console() -> "Console":
-    """Return a rich console on standard output. In a pipe it is wide enough that no line is truncated."""
+def console(*, stderr: bool = False) -> "Console":
+    """Return a rich console. In a pipe it is wide enough that no line is truncated."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
-    return Console(width=width, highlight=False)
+    return Console(width=width, highlight=False, stderr=stderr)
 
 
 def table(*columns: str, numbers: Iterable[str] = (), **style: Any) -> "Table":
@@ -33,10 +33,3 @@ def table(*columns: str, numbers: Iterable[str] = (), **style: Any) -> "Table":
     for name in columns:
         made.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
     return made
-
-
-def progress_console() -> "Console":
-    """Return a rich console on standard error, for progress output."""
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multiworld_serving.cli.options import Options
-from multiworld_serving.common.config.client_credentials import ClientCredentials
+from multiworld_serving.common.config.client_options import client_options
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.settings import setting
 from multiworld_serving.common.config.tokens import read_token
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-_WITHOUT_PROXY = dict.fromkeys(("all://127.0.0.1", "all://[::1]", "all://localhost"))
-"""For httpx: connections to this machine use no proxy, also if `http_proxy` is set."""
 
 
 class Access(Options):
@@ -31,11 +29,11 @@ class Access(Options):
     client_cert_file: Path | None = setting(None, "Access", has_variable=True)
     """Client certificate and private key (PEM), for a service that requires one."""
 
-    def credentials(self) -> ClientCredentials:
-        """Return the credentials from these options and the environment. Raises UserError if a file is invalid."""
+    def credentials(self) -> dict[str, Any]:
+        """Return the arguments of httpx with these credentials. Raises UserError if a file is invalid."""
         file = self.api_key_file
         key = read_token(file, "key").get_secret_value() if file else os.environ.get("MULTIWORLD_API_KEY", "")
-        return ClientCredentials(key.strip(), self.ca_file, self.client_cert_file)
+        return client_options(key.strip(), self.ca_file, self.client_cert_file)
 
 
 class ServiceOptions(Access):
@@ -46,11 +44,6 @@ class ServiceOptions(Access):
     frontends: status and predict use the next if one fails, the other verbs the first. Admin verbs find the admin port there."""
     timeout_s: float = setting(60.0, gt=0)
     """Timeout of one request, in seconds."""
-
-
-def model_option() -> Any:
-    """Declare --model of a verb: the model that it is for."""
-    return setting(None, names=("--model",), metavar="MODEL")
 
 
 class ServiceError(Exception):
@@ -75,21 +68,24 @@ def open_clients(options: ServiceOptions) -> Iterator["deque[httpx.Client]"]:
     """
     import httpx
 
+    from multiworld_client.clients import WITHOUT_PROXY
+
     credentials = options.credentials()
     clients: deque[httpx.Client] = deque()
     urls = [url.strip() for url in options.url.split(",")]
-    with ExitStack() as stack, response_errors(urls[0]), http_errors(urls[0], options.timeout_s):
+    with ExitStack() as stack, http_errors(urls[0], options.timeout_s):
         for url in dict.fromkeys(urls):
             try:
-                client = httpx.Client(
-                    base_url=url, timeout=options.timeout_s, mounts=_WITHOUT_PROXY, **credentials.options
-                )
+                client = httpx.Client(base_url=url, timeout=options.timeout_s, mounts=WITHOUT_PROXY, **credentials)
             except httpx.InvalidURL as error:
                 raise UserError(f"--url {url}: {error}; expected a URL such as {DEFAULT_URL}") from error
             clients.append(stack.enter_context(client))
             if client.base_url.scheme not in ("http", "https") or not client.base_url.host:
                 raise UserError(f"--url {url}: expected a URL such as {DEFAULT_URL}")
-        yield clients
+        try:
+            yield clients
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ServiceError(f"{urls[0]} does not answer like a multiworld service of this version") from error
 
 
 def send_to_any(clients: "deque[httpx.Client]", method: str, path: str, **request: Any) -> "httpx.Response":
@@ -178,15 +174,6 @@ def http_errors(url: str, timeout_s: float | None) -> Iterator[None]:
         if isinstance(error, httpx.TimeoutException):
             raise ServiceError(f"{url} did not answer within {timeout_s:g} s; increase --timeout-s") from error
         raise ServiceUnavailableError(f"the connection to {url} failed: {error or type(error).__name__}") from error
-
-
-@contextmanager
-def response_errors(url: object) -> Iterator[None]:
-    """Translate exceptions in the block that a response of another form causes into ServiceError."""
-    try:
-        yield
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ServiceError(f"{url} does not answer like a multiworld service of this version") from error
 
 
 def error_message(response: "httpx.Response") -> str:

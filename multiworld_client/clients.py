@@ -17,20 +17,21 @@ from multiworld_client.codec import (
     PreparedRequest,
     body_request,
     file_request,
+    infer_request,
     input_and_output,
     metadata_request,
     only_model,
+    outputs,
     pixels_request,
     predictions,
 )
 from multiworld_client.inputs import TensorInput, encode_batch, encode_image
 from multiworld_client.results import Prediction
 from multiworld_client.retries import Call, Retries, Servers
-from multiworld_client.tensors import infer_request, outputs
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_WITHOUT_PROXY = dict.fromkeys(("all://127.0.0.1", "all://[::1]", "all://localhost"))
+WITHOUT_PROXY = dict.fromkeys(("all://127.0.0.1", "all://[::1]", "all://localhost"))
 """For httpx: connections to this machine use no proxy, also if `http_proxy` is set."""
 
 
@@ -50,7 +51,7 @@ class _Client:
         verify: ssl.SSLContext | bool = True,
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = self._connect(headers=headers, verify=verify, mounts=_WITHOUT_PROXY)
+        self._http = self._connect(headers=headers, verify=verify, mounts=WITHOUT_PROXY)
         self._servers = Servers(url, timeout_s, retries)
         self._found: dict[str, Any] = {}
 

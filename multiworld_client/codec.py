@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import uuid
 from collections.abc import Iterator, Mapping
@@ -14,11 +15,12 @@ from urllib.parse import quote, unquote
 import httpx
 
 from multiworld_client.errors import InputError, ProtocolError
-from multiworld_client.inputs import TensorInput, media_type
+from multiworld_client.inputs import DATATYPES, TensorInput, encode_tensor, media_type
 from multiworld_client.results import Label, Prediction
 from multiworld_client.retries import RemainingTime
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
+_DTYPES = {datatype: name for name, datatype in DATATYPES.items()}
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -70,6 +72,14 @@ def pixels_request(
     """
     output = {"name": names[1], "parameters": {"classification": top_k or 5}}
     return tensor_request(model, {names[0]: image}, request_id, outputs=[output])
+
+
+def infer_request(inputs: Mapping[str, object], model: str, request_id: str | None) -> PreparedRequest:
+    """The request for a batch of samples. Raises InputError if an input cannot be sent."""
+    if not inputs:
+        raise InputError("there are no inputs; pass a dict of arrays by name")
+    tensors = {name: encode_tensor(name, value) for name, value in inputs.items()}
+    return tensor_request(model, tensors, request_id, parameters={"binary_data_output": True})
 
 
 def body_request(body: bytes, model: str | None, content_type: str, request_id: str | None) -> PreparedRequest:
@@ -159,3 +169,23 @@ def _labels_of_infer(body: Mapping[str, Any]) -> list[tuple[Label, ...]]:
     parsed = (text.split(":", 2) for text in output["data"])  # "value:index:label"; the label may contain colons
     labels = [Label(label, int(index), float(value)) for value, index, label in parsed]
     return [tuple(labels[at : at + classes]) for at in range(0, len(labels), classes)]
+
+
+def outputs(response: httpx.Response) -> dict[str, Any]:
+    """Parse a successful answer: numpy arrays by name; BF16 becomes float32. Raises ProtocolError if it cannot be parsed."""
+    import numpy as np  # noqa: PLC0415 - only callers of `infer` need it
+
+    with parsing(response):
+        length = int(response.headers[HEADER_LENGTH])
+        data, at, found = response.content, length, {}
+        for output in json.loads(data[:length])["outputs"]:
+            start, at = at, at + int(output["parameters"]["binary_data_size"])
+            shape, datatype = [int(size) for size in output["shape"]], str(output["datatype"])
+            dtype = np.dtype("uint16" if datatype == "BF16" else _DTYPES[datatype])
+            if at > len(data) or at - start != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"{at - start} bytes for {datatype} {shape}")
+            array = np.frombuffer(data[start:at], dtype=dtype).reshape(shape).copy()
+            if datatype == "BF16":
+                array = (array.astype(np.uint32) << 16).view(np.float32)
+            found[str(output["name"])] = array
+        return found

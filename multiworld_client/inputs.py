@@ -17,7 +17,18 @@ from typing import Any
 from multiworld_client.errors import InputError
 
 _SIGNATURES = {b"\xff\xd8\xff": "image/jpeg", b"\x89PNG\r\n\x1a\n": "image/png", b"RIFF": "image/webp"}
-_DATATYPES = {"uint8": "UINT8", "float32": "FP32"}
+DATATYPES = {
+    "bool": "BOOL",
+    "uint8": "UINT8",
+    "int8": "INT8",
+    "int16": "INT16",
+    "int32": "INT32",
+    "int64": "INT64",
+    "float16": "FP16",
+    "float32": "FP32",
+    "float64": "FP64",
+}
+"""Names of the Open Inference Protocol for the types of numpy."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,11 @@ class TensorInput:
     datatype: str
     shape: tuple[int, ...]
     content: bytes
+
+    @classmethod
+    def of(cls, array: Any, datatype: str) -> TensorInput:
+        """The values of a numpy array."""
+        return cls(datatype, tuple(map(int, array.shape)), array.tobytes())
 
     def described(self, name: str) -> dict[str, object]:
         """The JSON part of an input with this name."""
@@ -51,7 +67,7 @@ def encode_image(image: object) -> bytes | TensorInput:
         InputError: it is none of these.
     """
     if (array := as_array(image)) is not None:
-        return _tensor(array[None] if array.ndim == 3 else array, given=array.shape, single=True)
+        return _pixels(array[None] if array.ndim == 3 else array, given=array.shape, single=True)
     return _content(image)
 
 
@@ -62,13 +78,26 @@ def encode_batch(images: object) -> TensorInput:
         InputError: it is neither, or it is empty.
     """
     if (array := as_array(images)) is not None:
-        return _tensor(array, given=array.shape)
+        return _pixels(array, given=array.shape)
     if not isinstance(images, Sequence) or isinstance(images, str | bytes) or not images:
         raise InputError(
             f"a batch must be an array [N, 3, S, S] or a non-empty list of images, not {type(images).__name__}"
         )
     files = [_content(image) for image in images]
     return TensorInput("BYTES", (len(files),), b"".join(struct.pack("<I", len(file)) + file for file in files))
+
+
+def encode_tensor(name: str, value: object) -> TensorInput:
+    """Encode the input `name` of a model, a numpy array or torch tensor. Raises InputError if it is neither."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:  # numpy has no bfloat16
+        bits = value.detach().cpu().contiguous().view(torch.int16).numpy()
+        return TensorInput.of(bits, "BF16")
+    array = as_array(value)
+    if array is None or str(array.dtype) not in DATATYPES:
+        found = type(value).__name__ if array is None else f"an array of {array.dtype}"
+        raise InputError(f"the input {name!r} is {found}; pass a numpy array or a torch tensor of numbers or booleans")
+    return TensorInput.of(array, DATATYPES[str(array.dtype)])
 
 
 def as_array(value: object) -> Any | None:
@@ -84,16 +113,16 @@ def as_array(value: object) -> Any | None:
     return value if numpy is not None and isinstance(value, numpy.ndarray) else None
 
 
-def _tensor(array: Any, *, given: tuple[int, ...], single: bool = False) -> TensorInput:
+def _pixels(array: Any, *, given: tuple[int, ...], single: bool = False) -> TensorInput:
     name = str(array.dtype)
-    if name not in _DATATYPES:
+    if name not in ("uint8", "float32"):
         raise InputError(f"an array of {name} cannot be sent; pass uint8 (0 to 255) or float32 (0 to 1)")
     if array.ndim != 4 or array.shape[1] != 3 or not array.shape[0] or (single and array.shape[0] != 1):
         expected = "[3, S, S] or [1, 3, S, S]" if single else "[N, 3, S, S]"
         raise InputError(
             f"an array of shape {list(given)} is not an image; expected {expected}: RGB, channels first, in the model's image size"
         )
-    return TensorInput(_DATATYPES[name], tuple(map(int, array.shape)), array.tobytes())
+    return TensorInput.of(array, DATATYPES[name])
 
 
 def _to_rgb(image: Any) -> Any:

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import httpx
 
-from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.common.config.client_options import NO_CREDENTIALS
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.server.supervisor.programs import PROGRAM
 from multiworld_serving.testing.chaos.system.system_under_test import RunningService
@@ -79,7 +79,7 @@ class LocalService(RunningService):
         *,
         start_timeout_s: float = 180.0,
         wait_until_ready: bool = True,
-        credentials: ClientCredentials = NO_CREDENTIALS,
+        credentials: Mapping[str, Any] = NO_CREDENTIALS,
         **settings: object,
     ) -> None:
         super().__init__("", credentials=credentials)
@@ -169,7 +169,7 @@ class LocalService(RunningService):
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric over all series with these labels; 0 if there are none."""
-        text = httpx.get(self.metrics_url, timeout=30.0, **self.credentials.options).text
+        text = httpx.get(self.metrics_url, timeout=30.0, **self.credentials).text
         return metric_sum(text, name, **labels)
 
     def worker_pids(self) -> dict[str, int]:

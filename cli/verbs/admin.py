@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import quote
 
 from multiworld_serving.cli.options import AsJson
-from multiworld_serving.cli.service import ServiceError, ServiceOptions, model_option, open_clients, send_request
+from multiworld_serving.cli.service import ServiceError, ServiceOptions, open_clients, send_request
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.settings import setting
 
@@ -16,7 +16,7 @@ class OperationOptions(ServiceOptions):
 
     timeout_s: float = setting(3600.0, ge=1)
     """Longest wait for a response or for one step."""
-    model: str | None = model_option()
+    model: str | None = setting(None)
     """Model, if the service has several; `rolling-restart` restarts the workers of all models without it."""
 
 

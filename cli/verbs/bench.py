@@ -5,7 +5,7 @@ import time
 from typing import TYPE_CHECKING
 
 from multiworld_serving.cli.options import AsJson, Duration, LoadOptions, duration
-from multiworld_serving.cli.service import ServiceOptions, model_option, open_clients, read_status
+from multiworld_serving.cli.service import ServiceOptions, open_clients, read_status
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.settings import setting
 
@@ -27,7 +27,7 @@ class BenchOptions(AsJson, LoadOptions, ServiceOptions):
     """Duration of the load before the measurement; not counted; by default 3s."""
     rows: int | None = setting(None, "Load", ge=1)
     """Send tensors with this many rows, with the Open Inference Protocol, instead of images."""
-    model: str | None = model_option()
+    model: str | None = setting(None)
     """Model, if the service has several."""
     seed: int = setting(0, "Load")
     """Seed of the generated requests and of the arrival times of an open loop."""
@@ -54,7 +54,7 @@ def bench(options: BenchOptions) -> int:
 
     Exit status: 0 requests were answered and none failed, 1 at least one failed or none was answered, 2 invalid usage, 130 interrupted.
     """
-    from multiworld_serving.cli.console import progress_console
+    from multiworld_serving.cli.console import console
     from multiworld_serving.testing.load.clients import run_load
     from multiworld_serving.testing.load.measurement import measure
     from multiworld_serving.testing.load.requests import body_file, served_requests
@@ -81,7 +81,7 @@ def bench(options: BenchOptions) -> int:
             seed=options.seed,
             credentials=credentials,
         ) as load,
-        progress_console().status(f"measuring {title} for {options.duration_s:g} s"),
+        console(stderr=True).status(f"measuring {title} for {options.duration_s:g} s"),
     ):
         since_s, busy_s = time.time() + options.warm_up_s, time.process_time()
         try:

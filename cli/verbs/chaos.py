@@ -3,9 +3,10 @@
 import json
 import os
 import signal
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from multiworld_serving.cli.options import Duration, LoadOptions, Options, assignments, duration
 from multiworld_serving.cli.service import Access, ServiceError
@@ -13,11 +14,10 @@ from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.settings import setting
 
 if TYPE_CHECKING:
-    from multiworld_serving.common.config.client_credentials import ClientCredentials
     from multiworld_serving.testing.chaos.campaign import CampaignResult
     from multiworld_serving.testing.chaos.report import Report, Row
     from multiworld_serving.testing.chaos.system.system_under_test import RunningService
-    from multiworld_serving.testing.load.statistics import Spread
+    from multiworld_serving.testing.load.measurement import Spread
 
 
 class TestedService(Options):
@@ -42,7 +42,7 @@ class TestedService(Options):
     sets: tuple[str, ...] = setting((), "The service", names=("--set",), metavar="NAME=VALUE")
     """Setting of the started service, as for `multiworld serve`; may be repeated."""
 
-    def open(self, credentials: "ClientCredentials") -> "AbstractContextManager[RunningService]":
+    def open(self, credentials: Mapping[str, Any]) -> "AbstractContextManager[RunningService]":
         """Return the service, for the duration of a block. Raises UserError for options that exclude each other."""
         from multiworld_serving.testing.chaos.system.system_under_test import RunningService
         from multiworld_serving.testing.local_service import LocalService
@@ -92,10 +92,9 @@ def chaos(options: ChaosOptions) -> int:
     """
     import httpx
 
-    from multiworld_serving.testing.chaos.campaign import Plan, run
+    from multiworld_serving.testing.chaos.campaign import Plan, chosen_faults, run
     from multiworld_serving.testing.chaos.observer import NotRecoveredError
     from multiworld_serving.testing.chaos.report import summarize, to_json
-    from multiworld_serving.testing.chaos.schedule import chosen_faults
     from multiworld_serving.testing.load.requests import body_file
     from multiworld_serving.testing.local_service import ServiceFailedError
 

@@ -79,13 +79,13 @@ def export(options: ExportOptions) -> int:
 
     SOURCE is code of yours, which is executed. The bundle contains none of it.
     """
-    from multiworld_serving.cli.console import progress_console
+    from multiworld_serving.cli.console import console
     from multiworld_serving.models.export import exporter
     from multiworld_serving.models.export.sources import load_module, num_classes, parse_dynamic
     from multiworld_serving.models.export.torchvision_models import INPUT, PROBABILITIES, load_model
     from multiworld_serving.models.weights.labels import read_labels
 
-    steps, source, weights = progress_console(), options.source, options.weights
+    steps, source, weights = console(stderr=True), options.source, options.weights
     dynamic = tuple(map(parse_dynamic, options.dynamic))
     exporter.check_path(options.output)
     steps.print("loading the model")

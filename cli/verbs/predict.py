@@ -13,7 +13,6 @@ from multiworld_serving.cli.service import (
     ServiceError,
     ServiceOptions,
     ServiceUnreachableError,
-    model_option,
     open_clients,
     send_to_any,
 )
@@ -31,7 +30,7 @@ class PredictOptions(AsJson, ServiceOptions):
     """Images, bodies for the handler of the service, or .npz files of numpy with the inputs of the model by name."""
     top_k: int | None = setting(None, ge=1)
     """Number of labels per image; by default that of the service."""
-    model: str | None = model_option()
+    model: str | None = setting(None)
     """Model, if the service has several."""
 
 
@@ -83,9 +82,8 @@ def _infer(clients: "deque[httpx.Client]", file: Path, model: str | None) -> dic
     """The outputs of the model for the inputs in an .npz file, as lists by name. Raises UserError if it cannot be read."""
     import numpy as np
 
-    from multiworld_client.codec import MODELS, only_model
+    from multiworld_client.codec import MODELS, infer_request, only_model, outputs
     from multiworld_client.errors import ClientError
-    from multiworld_client.tensors import infer_request, outputs
 
     try:
         with np.load(file) as arrays:

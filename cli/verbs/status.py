@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from multiworld_serving.cli.console import console, table
 from multiworld_serving.cli.options import AsJson
-from multiworld_serving.cli.service import ServiceError, ServiceOptions, model_option, open_clients, read_status
+from multiworld_serving.cli.service import ServiceError, ServiceOptions, open_clients, read_status
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.settings import setting
 
@@ -29,7 +29,7 @@ _STYLES = {
 class StatusOptions(AsJson, ServiceOptions):
     """Options of `status`."""
 
-    model: str | None = model_option()
+    model: str | None = setting(None)
     """Model, if the service has several; by default the first one."""
 
     timeout_s: float = setting(10.0, gt=0)

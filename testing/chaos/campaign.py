@@ -1,23 +1,24 @@
 """Runs a campaign: a load, and one fault after another. Each fault waits until the service has recovered from the last."""
 
+import itertools
 import random
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import httpx
 
+from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.testing.chaos.faults import FAULTS
 from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
-from multiworld_serving.testing.chaos.faults.fault import NEEDS, Fault
-from multiworld_serving.testing.chaos.injection import Injection
-from multiworld_serving.testing.chaos.journal import Journal
+from multiworld_serving.testing.chaos.faults.fault import NEEDS, Fault, Scope
+from multiworld_serving.testing.chaos.journal import Injection, Journal
 from multiworld_serving.testing.chaos.observer import NotRecoveredError, Observer, Replica, Snapshot
-from multiworld_serving.testing.chaos.schedule import choose_targets, missing_targets_reason, order
 from multiworld_serving.testing.chaos.system.processes import Resources, resources
 from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 from multiworld_serving.testing.load.clients import Load, run_load
@@ -34,7 +35,7 @@ class Plan:
         files: bodies and content types of requests to /predict, used in turn; empty generates requests for the served model.
         clients: number of clients of the closed loop; ignored with `rate_hz`.
         rate_hz: requests per second of an open loop; None for a closed loop.
-        rounds: injections of each fault; None continues until `duration_s` has passed.
+        rounds: injections of each fault; ignored with `duration_s`.
         settle_s: pause between recovery and the next fault.
         grace_s: how long the service keeps requests for a stage without replicas.
     """
@@ -43,13 +44,12 @@ class Plan:
     faults: Sequence[Fault]
     clients: int = 8
     rate_hz: float | None = None
-    rounds: int | None = 1
+    rounds: int = 1
     duration_s: float | None = None
     settle_s: float = 2.0
     seed: int = 0
     heartbeat_timeout_s: float = 1.0
     grace_s: float = 15.0
-    request_timeout_s: float = 60.0
 
 
 @dataclass(slots=True)
@@ -88,8 +88,8 @@ def run(
         NotRecoveredError: not all replicas are ready before the first fault.
         UserError: the journal cannot be used.
     """
-    found, written = CampaignResult(plan), Journal(journal, plan.seed)
-    found.injections = [entry.injection for entry in written.entries]
+    written = Journal(journal, plan.seed)
+    found = CampaignResult(plan, injections=[entry.injection for entry in written.entries])
     if found.injections:
         log(f"continues after {len(found.injections)} faults")
     with Observer(system.url, system.credentials, model=system.model) as observer:
@@ -97,24 +97,16 @@ def run(
         found.skipped = {fault.name: why for fault in plan.faults if (why := unavailable_reason(fault, system, start))}
         for name, why in found.skipped.items():
             log(f"left out: {name} ({why})")
-        requests = served_requests(
-            system.url, plan.files, model=system.model, seed=plan.seed, credentials=system.credentials
-        )
+        common: Any = {"seed": plan.seed, "credentials": system.credentials}
+        requests = served_requests(system.url, plan.files, model=system.model, **common)
         if pairs := count_indistinguishable(requests):
             found.warnings.append(
                 f"{pairs} pairs of requests have indistinguishable answers: swapping those would not be detected"
             )
         duplicates = observer.metric(_DUPLICATES)
-        found.started_s = time.time()
-        with run_load(
-            system.url,
-            requests,
-            clients=plan.clients,
-            rate_hz=plan.rate_hz,
-            timeout_s=plan.request_timeout_s,
-            seed=plan.seed,
-            credentials=system.credentials,
-        ) as found.load:
+        found.started_s = time.time() - written.elapsed_s  # the earlier runs count, and the time between them does not
+        load = run_load(system.url, requests, clients=plan.clients, rate_hz=plan.rate_hz, timeout_s=60.0, **common)
+        with load as found.load:
             time.sleep(plan.settle_s)
             before = _resources(system)
             try:
@@ -126,7 +118,6 @@ def run(
             found.resources = {name: (before[name], now) for name, now in _resources(system).items() if name in before}
         found.ended_s = time.time()
         found.load.samples[:0] = [sample for entry in written.entries for sample in entry.samples]
-        found.started_s -= written.elapsed_s  # the earlier runs count, and the time between them does not
         if not found.aborted:
             written.remove()
         found.duplicates = sum(injection.duplicates for injection in found.injections)
@@ -134,6 +125,47 @@ def run(
             late = round(_increase(duplicates, observer.metric(_DUPLICATES)))
             found.duplicates = max(found.duplicates, late)
     return found
+
+
+def chosen_faults(names: str | None) -> list[Fault]:
+    """Return the faults of a list such as "kill,freeze" (all if None), in the order of their declaration. Raises UserError."""
+    if names is None:
+        return list(FAULTS.values())
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if unknown := [name for name in wanted if name not in FAULTS]:
+        raise UserError(f"--faults {','.join(unknown)}: there is no such fault; expected {', '.join(FAULTS)}")
+    if not wanted:
+        raise UserError("--faults: expected at least one fault")
+    return [fault for name, fault in FAULTS.items() if name in wanted]
+
+
+def _order(faults: Sequence[Fault], generator: random.Random) -> Iterator[Fault]:
+    """Yield faults for ever, in rounds that contain each fault once in random order."""
+    while True:
+        yield from generator.sample(faults, len(faults))
+
+
+def _missing_targets_reason(fault: Fault, now: Snapshot) -> str:
+    """Return why the pipeline has no targets for the fault; empty if it has."""
+    return f"needs {NEEDS[fault.scope]}" if fault.scope in NEEDS and not _groups(fault.scope, now) else ""
+
+
+def _groups(scope: Scope, now: Snapshot) -> list[tuple[Replica, ...]]:
+    """Return all possible target sets of a fault of this scope."""
+    stages: dict[int, list[Replica]] = {}
+    for replica in now.replicas.values():
+        stages.setdefault(replica.stage, []).append(replica)
+    shared = [stage for stage in stages.values() if len(stage) > 1]
+    if scope == "one":
+        return [(replica,) for stage in shared for replica in stage]
+    if scope == "two":
+        return [pair for one, other in itertools.permutations(shared, 2) for pair in itertools.product(one, other)]
+    return [tuple(stage) for stage in stages.values()] if scope == "stage" else [tuple(now.replicas.values())]
+
+
+def choose_targets(fault: Fault, now: Snapshot, generator: random.Random) -> tuple[Replica, ...]:
+    """Return the targets of this fault; empty for a scope without workers. Requires an empty `missing_targets_reason`."""
+    return generator.choice(_groups(fault.scope, now)) if fault.scope in NEEDS else ()
 
 
 def _resources(system: RunningService) -> dict[str, Resources]:
@@ -152,7 +184,7 @@ def _resources(system: RunningService) -> dict[str, Resources]:
 
 def unavailable_reason(fault: Fault, system: RunningService, now: Snapshot) -> str:
     """Return why this fault is not possible on this machine and service now; empty if it is."""
-    if why := fault.unavailable_reason() or missing_targets_reason(fault, now):
+    if why := fault.unavailable_reason() or _missing_targets_reason(fault, now):
         return why
     if fault.scope in ("leader", "frontend") and not system.child_pids(fault.scope):
         return f"no {fault.scope} on this machine is a process of `multiworld serve`"
@@ -174,35 +206,27 @@ def _inject_all(
     plan, written = found.plan, 0
     faults = [fault for fault in plan.faults if fault.name not in found.skipped]
     generator = random.Random(plan.seed)
-    endless = islice(order(faults, generator), len(found.injections), None) if faults else ()
+    endless = itertools.islice(_order(faults, generator), len(found.injections), None) if faults else ()
     for number, fault in enumerate(endless, len(found.injections)):
-        if _is_finished(plan, number, len(faults), journal.elapsed_s + time.time() - found.started_s):
+        elapsed_s = time.time() - found.started_s
+        if number >= plan.rounds * len(faults) if plan.duration_s is None else elapsed_s >= plan.duration_s:
             return
         before = observer.wait(lambda now: now.complete, WAIT_S, "complete")
         times = sum(injection.fault == fault.name for injection in found.injections)
         targets = choose_targets(fault, before, generator)
         context = FaultContext(system, observer, targets, plan.heartbeat_timeout_s, request, times)
         injection, used = inject(fault, context), _resources(system).values()
-        injection = replace(
-            injection,
-            resident_mib=sum(each.resident_mib for each in used),
-            descriptors=sum(each.descriptors for each in used),
-        )
+        memory_mib, descriptors = sum(each.resident_mib for each in used), sum(each.descriptors for each in used)
+        injection = replace(injection, resident_mib=memory_mib, descriptors=descriptors)
         found.injections.append(injection)
         ended = found.load.samples[written:]
         written += len(ended)
-        journal.append(journal.elapsed_s + time.time() - found.started_s, injection, ended)
+        journal.append(time.time() - found.started_s, injection, ended)
         failed = f"  {len(found.load.failed)} failed so far, excused ones included" if found.load.failed else ""
         log(f"{injection.at_s - found.started_s:7.1f} s  {_describe(injection)}{failed}")
         if not injection.recovered:
             raise NotRecoveredError(f"the service has not recovered from {injection.fault}")
         time.sleep(plan.settle_s)
-
-
-def _is_finished(plan: Plan, made: int, kinds: int, elapsed_s: float) -> bool:
-    if plan.duration_s is not None:
-        return elapsed_s >= plan.duration_s
-    return plan.rounds is not None and made >= plan.rounds * kinds
 
 
 def inject(fault: Fault, context: FaultContext) -> Injection:

@@ -3,13 +3,13 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import httpx
 
-from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.common.config.client_options import NO_CREDENTIALS
 from multiworld_serving.testing.local_service import metric_sum
 
 _POLL_S = 0.05
@@ -123,9 +123,9 @@ class Observer:
         snapshots: every snapshot that differs from the previous one.
     """
 
-    def __init__(self, url: str, credentials: ClientCredentials = NO_CREDENTIALS, *, model: str | None = None) -> None:
+    def __init__(self, url: str, credentials: Mapping[str, Any] = NO_CREDENTIALS, *, model: str | None = None) -> None:
         params = {} if model is None else {"model": model}
-        self._client = httpx.Client(base_url=url, params=params, timeout=30.0, **credentials.options)
+        self._client = httpx.Client(base_url=url, params=params, timeout=30.0, **credentials)
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos-observer", daemon=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 from multiworld_serving.testing.chaos.campaign import CampaignResult
 from multiworld_serving.testing.chaos.faults import FAULTS
-from multiworld_serving.testing.chaos.injection import Injection
+from multiworld_serving.testing.chaos.journal import Injection
 from multiworld_serving.testing.load.clients import Sample
-from multiworld_serving.testing.load.statistics import Spread
+from multiworld_serving.testing.load.measurement import Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +106,16 @@ def interrupted(sample: Sample, statuses: Collection[int], since_s: float, until
 
 def to_json(result: CampaignResult, report: Report) -> dict[str, Any]:
     """Return the full result as JSON values."""
+    found = asdict(report)
     return {
         "seed": result.plan.seed,
         "started_unix_s": result.started_s,
         "duration_s": result.ended_s - result.started_s,
-        "requests": report.requests,
-        "refused": report.refused,
-        "failed": report.total.failed,
-        "excused": report.total.excused,
-        "wrong": report.wrong,
-        "duplicates": report.total.duplicates,
-        "longest_s": report.longest_s,
-        "latency_without_faults": None if report.without_faults is None else asdict(report.without_faults),
-        "latency_during_faults": None if report.total.latency is None else asdict(report.total.latency),
-        "faults": [asdict(row) for row in report.rows],
+        **{name: found[name] for name in ("requests", "refused", "wrong", "longest_s")},
+        **{name: found["total"][name] for name in ("failed", "excused", "duplicates")},
+        "latency_without_faults": found["without_faults"],
+        "latency_during_faults": found["total"]["latency"],
+        "faults": found["rows"],
         "injections": [asdict(injection) for injection in result.injections],
         "failures": [asdict(sample) for sample in result.load.failed[:1000]],
         "resources": {name: [asdict(each) for each in pair] for name, pair in result.resources.items()},
@@ -164,7 +160,7 @@ def _count_following(samples: Sequence[Sample], result: CampaignResult, kind: st
 
 def _verdict(result: CampaignResult, failed: Sequence[Sample]) -> list[str]:
     wanted = {fault.name for fault in result.plan.faults} - result.skipped.keys()
-    missing = sorted(wanted - {injection.fault for injection in result.injections} if result.plan.rounds else ())
+    missing = sorted(wanted - {injection.fault for injection in result.injections})
     checks = [
         (result.aborted, f"ended early: {result.aborted}"),
         (not result.load.samples, "no request was sent"),

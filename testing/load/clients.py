@@ -5,16 +5,15 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import httpx
 
-from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.common.config.client_options import NO_CREDENTIALS
 from multiworld_serving.testing.load.requests import ReferenceRequest
-from multiworld_serving.testing.load.statistics import quantile
 
 Ended: TypeAlias = Callable[[], bool]
 """Whether no further request is sent."""
@@ -62,10 +61,6 @@ class Load:
     @property
     def failed(self) -> list[Sample]:
         return [sample for sample in self.samples if sample.failed]
-
-    def quantile_s(self, share: float) -> float:
-        """Return a quantile of the latency of all requests; NaN if there were none."""
-        return quantile([sample.took_s for sample in self.samples], share)
 
 
 async def send(client: httpx.AsyncClient, url: str, request: ReferenceRequest, request_id: str) -> Sample:
@@ -129,7 +124,7 @@ def run_load(
     rate_hz: float | None = None,
     timeout_s: float = 120.0,
     seed: int = 0,
-    credentials: ClientCredentials = NO_CREDENTIALS,
+    credentials: Mapping[str, Any] = NO_CREDENTIALS,
 ) -> Iterator[Load]:
     """Run a load in a background thread while the block runs; at its end, waits for all requests in flight.
 
@@ -140,7 +135,7 @@ def run_load(
 
     async def send_all(ended: Ended) -> None:
         limits = httpx.Limits(max_connections=None if rate_hz else clients, max_keepalive_connections=max(clients, 64))
-        async with httpx.AsyncClient(limits=limits, timeout=timeout_s, **credentials.options) as http:
+        async with httpx.AsyncClient(limits=limits, timeout=timeout_s, **credentials) as http:
 
             def send_next(number: int) -> Awaitable[Sample]:
                 return send(http, url, requests[number % len(requests)], f"chaos-{number}")

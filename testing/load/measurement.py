@@ -1,12 +1,12 @@
 """Computes throughput and latency from the samples of a load. Pure."""
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from multiworld_serving.testing.load.clients import Sample
-from multiworld_serving.testing.load.statistics import quantile
 
 SHARES = (0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
 _MAX_ERRORS = 5
@@ -66,6 +66,31 @@ def measure(
         statuses=dict(Counter(str(sample.status or "none") for sample in counted)),
         errors=dict(Counter(sample.error for sample in failed).most_common(_MAX_ERRORS)),
     )
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """Return the smallest value that at least a fraction `share` of the values does not exceed; NaN if there are none."""
+    ordered = sorted(values)
+    if not ordered:
+        return math.nan
+    return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Summary of a distribution."""
+
+    count: int
+    median: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread | None":
+        """Return the summary; None if there are no values."""
+        if not values:
+            return None
+        return cls(len(values), quantile(values, 0.5), quantile(values, 0.99), quantile(values, 1.0))
 
 
 def _latency_ms(times_s: Sequence[float]) -> dict[str, float]:

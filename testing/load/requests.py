@@ -5,7 +5,7 @@ import math
 import mimetypes
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,9 +13,9 @@ from urllib.parse import quote
 import httpx
 import numpy as np
 
+from multiworld_client.codec import infer_request, outputs
 from multiworld_client.errors import ProtocolError
-from multiworld_client.tensors import infer_request, outputs
-from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.common.config.client_options import NO_CREDENTIALS
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.testing.load.images import photos
 
@@ -112,7 +112,7 @@ def served_requests(
     model: str | None = None,
     rows: int | None = None,
     seed: int = 0,
-    credentials: ClientCredentials = NO_CREDENTIALS,
+    credentials: Mapping[str, Any] = NO_CREDENTIALS,
 ) -> list[ReferenceRequest]:
     """Return requests for the model that the service serves. Each was sent alone, and its answer is the expected one.
 
@@ -125,7 +125,7 @@ def served_requests(
         httpx.HTTPError: a request failed.
         UserError: `rows` exceeds the limit of the service, or the model has inputs that cannot be generated.
     """
-    with httpx.Client(base_url=url, timeout=60.0, **credentials.options) as client:
+    with httpx.Client(base_url=url, timeout=60.0, **credentials) as client:
         path = "/predict" if model is None else f"/predict/{quote(model)}"
         requests = [ReferenceRequest(*body, path=path) for body in files] or _generated(client, model, rows, seed)
         return [_recorded(client, request) for request in requests]
@@ -193,9 +193,7 @@ def _random(datatype: str, shape: tuple[int, ...], generator: np.random.Generato
 
 def _recorded(client: httpx.Client, request: ReferenceRequest) -> ReferenceRequest:
     answer = client.post(request.path, content=request.body, headers=request.headers).raise_for_status()
-    return ReferenceRequest(
-        request.body, request.content_type, answer_values(answer), request.path, request.more_headers
-    )
+    return replace(request, expected=answer_values(answer))
 
 
 def count_indistinguishable(requests: Sequence[ReferenceRequest]) -> int:

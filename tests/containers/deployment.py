@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from multiworld_serving.testing.chaos.campaign import inject
+from multiworld_serving.testing.chaos.campaign import choose_targets, inject
 from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
-from multiworld_serving.testing.chaos.injection import Injection
+from multiworld_serving.testing.chaos.journal import Injection
 from multiworld_serving.testing.chaos.observer import Observer
-from multiworld_serving.testing.chaos.schedule import choose_targets
 from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.load.requests import ReferenceRequest, served_requests

@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from multiworld_serving.testing.chaos.injection import Injection
+from multiworld_serving.testing.chaos.journal import Injection
 from tests.containers.deployment import CLIENTS, Deployment
 from tests.containers.faults import WORKERS_UP
 from tests.e2e.prometheus_server import wait_until_answers

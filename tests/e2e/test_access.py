@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from multiworld_serving.cli.main import main
-from multiworld_serving.common.config.client_credentials import ClientCredentials
+from multiworld_serving.common.config.client_options import client_options
 from multiworld_serving.common.config.keys import hash_key
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
@@ -35,8 +35,8 @@ class Guarded:
     folder: Path
 
     def client(self, key: str = "", *, certificate: bool = False) -> httpx.Client:
-        credentials = ClientCredentials(key, self.authority.file, self.folder / "client.pem" if certificate else None)
-        return httpx.Client(timeout=60.0, **credentials.options)
+        client_cert_file = self.folder / "client.pem" if certificate else None
+        return httpx.Client(timeout=60.0, **client_options(key, self.authority.file, client_cert_file))
 
     @property
     def operators_url(self) -> str:
@@ -68,7 +68,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     (folder / "ops.key").write_text(KEYS["ops"] + "\n")
     (folder / "photo.jpg").write_bytes(photo())
     with small_service(
-        credentials=ClientCredentials(KEYS["alice"], authority.file, folder / "client.pem"),
+        credentials=client_options(KEYS["alice"], authority.file, folder / "client.pem"),
         frontends=2,
         api_keys_file=folder / "api.keys",
         admin_keys_file=folder / "admin.keys",
@@ -130,7 +130,7 @@ def test_admin_port_requires_a_client_certificate_of_the_authority(guarded: Guar
     with guarded.client() as client, pytest.raises(httpx.HTTPError):
         client.get(guarded.service.metrics_url)
     stranger = Authority(guarded.folder, "stranger").sign("strange-client")
-    options = ClientCredentials("", guarded.authority.file, stranger).options
+    options = client_options("", guarded.authority.file, stranger)
     with httpx.Client(timeout=60.0, **options) as client, pytest.raises(httpx.HTTPError):
         client.get(guarded.service.metrics_url)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from multiworld_serving.common.config.client_credentials import ClientCredentials
+from multiworld_serving.common.config.client_options import client_options
 from multiworld_serving.common.config.keys import hash_key
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
@@ -31,7 +31,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
     tmp_path = tmp_path_factory.mktemp("keys")
     (tmp_path / "api.keys").write_text(f"fuzzer:{hash_key(KEY)}\n")
     with small_service(
-        credentials=ClientCredentials(KEY), api_keys_file=tmp_path / "api.keys", max_body_bytes=100_000, timeout_s=30
+        credentials=client_options(KEY), api_keys_file=tmp_path / "api.keys", max_body_bytes=100_000, timeout_s=30
     ) as running:
         yield running
         assert running.stop() == 0
@@ -50,7 +50,7 @@ def test_generated_requests_find_no_fault(guarded: LocalService, tmp_path: Path)
     assert selected is not None
     assert int(selected[1]) >= 21
     assert not [line.message for line in guarded.lines if "exception" in line.fields]
-    headers = {"content-type": "image/jpeg"} | guarded.credentials.headers
+    headers = {"content-type": "image/jpeg"} | guarded.credentials["headers"]
     assert httpx.post(f"{guarded.url}/predict", content=photo(), headers=headers, timeout=60).status_code == 200
 
 

@@ -18,7 +18,7 @@ def _disconnect(context: FaultContext) -> None:
     """Clients disconnect while their image is decoded, queued or computed."""
 
     async def disconnect() -> None:
-        async with httpx.AsyncClient(**context.system.credentials.options) as client:
+        async with httpx.AsyncClient(**context.system.credentials) as client:
             for after_s in DISCONNECT_AFTER_S:
                 requests = [asyncio.create_task(_post(client, context, {})) for _ in range(CLIENTS // 4)]
                 await asyncio.sleep(after_s)
@@ -34,7 +34,7 @@ def _deadline(context: FaultContext) -> None:
     """The deadline of requests passes while their image is received, decoded, queued or computed."""
 
     async def ask() -> list[int]:
-        async with httpx.AsyncClient(timeout=30.0, **context.system.credentials.options) as client:
+        async with httpx.AsyncClient(timeout=30.0, **context.system.credentials) as client:
             headers = ({"x-request-timeout-s": str(DEADLINES_S[n % len(DEADLINES_S)])} for n in range(CLIENTS))
             return await asyncio.gather(*(_post(client, context, header) for header in headers))
 

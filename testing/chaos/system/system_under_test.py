@@ -3,13 +3,13 @@
 import contextlib
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.common.config.client_options import NO_CREDENTIALS
 from multiworld_serving.testing.chaos.system.processes import parent
 
 _PARTS = ("frontends", "leaders")
@@ -19,11 +19,11 @@ class RunningService:
     """A service that was started elsewhere. Its processes are those of its status that run on this machine.
 
     Args:
-        credentials: of requests to it.
+        credentials: keyword arguments of httpx, see `client_options`.
         model: which model is tested, if it serves several.
     """
 
-    def __init__(self, url: str, *, credentials: ClientCredentials = NO_CREDENTIALS, model: str | None = None) -> None:
+    def __init__(self, url: str, *, credentials: Mapping[str, Any] = NO_CREDENTIALS, model: str | None = None) -> None:
         self.url = url.rstrip("/")
         self.credentials = credentials
         self.model = model
@@ -54,7 +54,7 @@ class RunningService:
     def status(self) -> dict[str, Any]:
         """Return the document of GET /status."""
         params = {} if self.model is None else {"model": self.model}
-        answer = httpx.get(f"{self.url}/status", params=params, timeout=30.0, **self.credentials.options)
+        answer = httpx.get(f"{self.url}/status", params=params, timeout=30.0, **self.credentials)
         found: dict[str, Any] = answer.json()
         return found
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.testing.chaos.injection import Injection
-from multiworld_serving.testing.chaos.journal import Journal
+from multiworld_serving.testing.chaos.journal import Injection, Journal
 from multiworld_serving.testing.chaos.observer import Observer, Replica
 from multiworld_serving.testing.load.clients import Sample
 from multiworld_serving.testing.load.requests import ReferenceRequest

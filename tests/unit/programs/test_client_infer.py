@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from multiworld_client import AsyncClient, InputError, InvalidRequestError, ProtocolError
-from multiworld_client.tensors import infer_request, outputs
+from multiworld_client.codec import infer_request, outputs
 from tests.unit.server.frontend_app import MODEL, image_bytes, running_frontend
 from tests.unit.server.test_groups import frontend
 from tests.unit.server.text_model import TEXT, text_predictor
