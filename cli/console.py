@@ -1,35 +1,16 @@
-"""Terminal output of the verbs."""
+"""Text output of the verbs."""
 
-import os
-import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-PIPE_WIDTH = 240
+from collections.abc import Container, Iterable, Sequence
 
 
-def console(*, stderr: bool = False) -> "Console":
-    """Return a rich console. In a pipe it is wide enough that no line is truncated."""
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
-    return Console(width=width, highlight=False, stderr=stderr)
-
-
-def table(*columns: str, numbers: Iterable[str] = (), **style: Any) -> "Table":
-    """Return an empty table.
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Container[str] = ()) -> str:
+    """Return a table of text.
 
     Args:
         numbers: the columns that are aligned to the right.
     """
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    made = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, **style)
-    for name in columns:
-        made.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
-    return made
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = [">" if name in numbers else "<" for name in header]
+    cells = ([f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True)] for line in lines)
+    return "\n".join("  ".join(line).rstrip() for line in cells)

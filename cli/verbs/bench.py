@@ -1,9 +1,11 @@
 """`multiworld bench`: measure throughput and latency of a running service under load."""
 
 import json
+import sys
 import time
 from typing import TYPE_CHECKING
 
+from multiworld_serving.cli.console import table
 from multiworld_serving.cli.options import AsJson, Duration, LoadOptions, duration
 from multiworld_serving.cli.service import ServiceOptions, open_clients, read_status
 from multiworld_serving.common.config.errors import UserError
@@ -54,7 +56,6 @@ def bench(options: BenchOptions) -> int:
 
     Exit status: 0 requests were answered and none failed, 1 at least one failed or none was answered, 2 invalid usage, 130 interrupted.
     """
-    from multiworld_serving.cli.console import console
     from multiworld_serving.testing.load.clients import run_load
     from multiworld_serving.testing.load.measurement import measure
     from multiworld_serving.testing.load.requests import body_file, served_requests
@@ -71,18 +72,16 @@ def bench(options: BenchOptions) -> int:
         )
         title = f"{status['model']} {status['version']}"
     interrupted = False
-    with (
-        run_load(
-            url,
-            requests,
-            clients=options.clients,
-            rate_hz=options.rate,
-            timeout_s=options.timeout_s,
-            seed=options.seed,
-            credentials=credentials,
-        ) as load,
-        console(stderr=True).status(f"measuring {title} for {options.duration_s:g} s"),
-    ):
+    print(f"measuring {title} for {options.duration_s:g} s", file=sys.stderr)
+    with run_load(
+        url,
+        requests,
+        clients=options.clients,
+        rate_hz=options.rate,
+        timeout_s=options.timeout_s,
+        seed=options.seed,
+        credentials=credentials,
+    ) as load:
         since_s, busy_s = time.time() + options.warm_up_s, time.process_time()
         try:
             time.sleep(options.warm_up_s + options.duration_s)
@@ -105,23 +104,14 @@ def bench(options: BenchOptions) -> int:
 
 
 def _show(found: "Measurement", title: str, busy: float) -> None:
-    from rich.text import Text
-
-    from multiworld_serving.cli.console import console, table
-
-    out = console()
-    out.print(Text(title, style="bold"))
     columns = ("answers/s", "rows/s", *found.latency_ms)
-    rows = table(*columns, numbers=columns, caption="latency in ms", caption_justify="right")
     numbers = (found.answered_per_s, found.rows_per_s, *found.latency_ms.values())
-    rows.add_row(*(f"{number:.1f}" for number in numbers))
-    out.print(rows)
-    counts = f"{found.answered} answered, {found.refused} refused with 429, "
-    failed = (f"{found.failed} failed", "red" if found.failed else "green")
-    out.print(Text.assemble(f"{found.requests} requests in {found.seconds:.1f} s: {counts}", failed))
+    print(title, table(columns, [[f"{number:.1f}" for number in numbers]], numbers=columns), "latency in ms", sep="\n")
+    counts = f"{found.answered} answered, {found.refused} refused with 429, {found.failed} failed"
+    print(f"{found.requests} requests in {found.seconds:.1f} s: {counts}")
     for error, times in found.errors.items():
-        out.print(Text(f"{times} times: {error}", style="red"))
+        print(f"{times} times: {error}")
     if found.unsent:
-        out.print(Text(f"{found.unsent} requests were not sent: too many requests were in flight", style="red"))
+        print(f"{found.unsent} requests were not sent: too many requests were in flight")
     if busy > _CLIENT_BOUND:
-        out.print(Text(f"the clients used {busy:.2f} cores and may have limited the throughput", style="yellow"))
+        print(f"the clients used {busy:.2f} cores and may have limited the throughput")

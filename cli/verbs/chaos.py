@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from multiworld_serving.cli.console import table
 from multiworld_serving.cli.options import Duration, LoadOptions, Options, assignments, duration
 from multiworld_serving.cli.service import Access, ServiceError
 from multiworld_serving.common.config.errors import UserError
@@ -15,7 +16,7 @@ from multiworld_serving.common.config.settings import setting
 
 if TYPE_CHECKING:
     from multiworld_serving.testing.chaos.campaign import CampaignResult
-    from multiworld_serving.testing.chaos.report import Report, Row
+    from multiworld_serving.testing.chaos.report import Report
     from multiworld_serving.testing.chaos.system.system_under_test import RunningService
     from multiworld_serving.testing.load.measurement import Spread
 
@@ -131,38 +132,30 @@ def chaos(options: ChaosOptions) -> int:
 
 
 def _list() -> None:
-    from multiworld_serving.cli.console import console, table
     from multiworld_serving.testing.chaos.faults import FAULTS
 
-    rows = table("fault", "scope", "description", "expected world failures", "available")
+    rows = []
     for fault in FAULTS.values():
         causes = "any" if fault.causes is None else ", ".join(sorted(fault.causes)) or "none"
-        rows.add_row(fault.name, fault.scope, fault.description, causes, fault.unavailable_reason() or "yes")
-    console().print(rows)
+        rows.append((fault.name, fault.scope, causes, fault.unavailable_reason() or "yes", fault.description))
+    print(table(("fault", "scope", "expected world failures", "available", "description"), rows))
 
 
 def _show(result: "CampaignResult", report: "Report") -> None:
-    from multiworld_serving.cli.console import console, table
-
     counts, times = ("times", "failed", "excused", "duplicate"), ("detect ms", "recover s", "latency ms")
-    caption = "median / p99 / max; latency of requests between fault and recovery"
-    rows = table("fault", *counts, *times, numbers=(*counts, *times), caption=caption)
-    for row in [*report.rows, report.total]:
-        rows.add_row(*_cells(row), end_section=row in report.rows[-1:])
-    out = console()
-    out.print(rows)
-    for line in _lines(result, report):
-        out.print(line, markup=False)
-
-
-def _cells(row: "Row") -> list[str]:
-    return [
-        row.fault,
-        *(str(count) for count in (row.times, row.failed, row.excused, row.duplicates)),
-        _spread(row.detect, 1e3, ".0f"),
-        _spread(row.recover, 1, ".2f"),
-        _spread(row.latency, 1e3, ".0f"),
+    rows = [
+        (
+            row.fault,
+            *(str(count) for count in (row.times, row.failed, row.excused, row.duplicates)),
+            _spread(row.detect, 1e3, ".0f"),
+            _spread(row.recover, 1, ".2f"),
+            _spread(row.latency, 1e3, ".0f"),
+        )
+        for row in [*report.rows, report.total]
     ]
+    print(table(("fault", *counts, *times), rows, numbers=(*counts, *times)))
+    print("median / p99 / max; latency of requests between fault and recovery")
+    print(*_lines(result, report), sep="\n")
 
 
 def _spread(spread: "Spread | None", factor: float, form: str) -> str:

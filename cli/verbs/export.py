@@ -1,11 +1,13 @@
 """`multiworld export`: write a PyTorch model as a bundle."""
 
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator
 
+from multiworld_serving.cli.console import table
 from multiworld_serving.cli.options import Options
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.settings import setting
@@ -79,16 +81,15 @@ def export(options: ExportOptions) -> int:
 
     SOURCE is code of yours, which is executed. The bundle contains none of it.
     """
-    from multiworld_serving.cli.console import console
     from multiworld_serving.models.export import exporter
     from multiworld_serving.models.export.sources import load_module, num_classes, parse_dynamic
     from multiworld_serving.models.export.torchvision_models import INPUT, PROBABILITIES, load_model
     from multiworld_serving.models.weights.labels import read_labels
 
-    steps, source, weights = console(stderr=True), options.source, options.weights
+    source, weights = options.source, options.weights
     dynamic = tuple(map(parse_dynamic, options.dynamic))
     exporter.check_path(options.output)
-    steps.print("loading the model")
+    _progress("loading the model")
     published: Preprocessing | None = None
     labels: tuple[str, ...] = ()
     if ":" not in source:
@@ -113,9 +114,13 @@ def export(options: ExportOptions) -> int:
         labels=labels,
         output=PROBABILITIES if published is not None and labels else None,
     )
-    report = exporter.export_model(module, list(example.values()), options.output, details, steps.print)
+    report = exporter.export_model(module, list(example.values()), options.output, details, _progress)
     _show(report, options.output)
     return 0
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _name_of(output: Path) -> str:
@@ -163,27 +168,24 @@ def _preprocessing(options: ExportOptions, published: "Preprocessing | None") ->
 
 
 def _show(report: "ExportReport", path: Path) -> None:
-    from multiworld_serving.cli.console import console, table
     from multiworld_serving.server.frontend.api.oip.tensors import DATATYPES
 
-    out, cut = console(), report.cut
+    cut = report.cut
     columns = ("stage", "ms", "share", "weights MB", "output KiB")
-    rows = table(*columns, numbers=columns)
+    rows = []
     for number, stage_s in enumerate(cut.stage_s):
         sent = f"{cut.boundary_bytes[number] / 1024:.0f}" if number < len(cut.boundary_bytes) else ""
-        share = stage_s / (sum(cut.stage_s) or 1.0)
-        rows.add_row(
-            str(number), f"{stage_s * 1e3:.2f}", f"{share:.0%}", f"{report.weights_bytes[number] / 1e6:.1f}", sent
-        )
-    out.print(f"{report.manifest.name} {report.manifest.version}, times and bytes per row", style="bold")
-    out.print(rows)
+        share, megabytes = stage_s / (sum(cut.stage_s) or 1.0), report.weights_bytes[number] / 1e6
+        rows.append((str(number), f"{stage_s * 1e3:.2f}", f"{share:.0%}", f"{megabytes:.1f}", sent))
+    print(f"{report.manifest.name} {report.manifest.version}, times and bytes per row")
+    print(table(columns, rows, numbers=columns))
     batches = ", ".join(map(str, report.checked))
-    out.print(
+    print(
         f"{report.nodes} nodes of {report.operators} operators, balance {cut.balance:.2f}; "
         f"largest difference from the model at batch {batches}: {report.deviation:.2g}"
     )
     for kind, tensors in (("input", report.manifest.inputs), ("output", report.manifest.outputs)):
         for each in tensors:
             shape = ",".join("?" if dim is None else str(dim) for dim in each.shape)
-            out.print(f"{kind} {each.name} {DATATYPES[each.dtype]} [{shape}]", markup=False)
-    out.print(f"{path} is complete; serve it: multiworld serve --model {path} --stages {len(cut.stage_s)}")
+            print(f"{kind} {each.name} {DATATYPES[each.dtype]} [{shape}]")
+    print(f"{path} is complete; serve it: multiworld serve --model {path} --stages {len(cut.stage_s)}")

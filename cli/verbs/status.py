@@ -1,29 +1,18 @@
 """`multiworld status`: show the state of a running service, once or every second."""
 
+import sys
 import time
-from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from multiworld_serving.cli.console import console, table
+from multiworld_serving.cli.console import table
 from multiworld_serving.cli.options import AsJson
 from multiworld_serving.cli.service import ServiceError, ServiceOptions, open_clients, read_status
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.settings import setting
 
-if TYPE_CHECKING:
-    import httpx
-    from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
-
-
 _WATCH_S = 1.0
-_STYLES = {
-    "ready": "green",
-    **dict.fromkeys(("degraded", "unloaded", "draining", "left"), "yellow"),
-    **dict.fromkeys(("broken", "absent", "not_ready"), "red"),
-}
-"""Color of a state of the service or of a replica."""
+_CLEAR = "\x1b[H\x1b[J"
+"""Control sequence of terminals that clears the screen."""
 
 
 class StatusOptions(AsJson, ServiceOptions):
@@ -50,87 +39,61 @@ def status(options: StatusOptions) -> int:
         raise UserError("--watch and --json are mutually exclusive: programs read GET /events")
     with open_clients(options) as clients:
         response = read_status(clients, options.model)
-        if options.as_json:
-            print(response.text)
-        elif options.watch:
-            _watch(clients, render_status(response.json()), options.model)
-        else:
-            console().print(render_status(response.json()))
+        shown = response.text if options.as_json else render_status(response.json())
+        print(shown, flush=True)
+        while options.watch:
+            time.sleep(_WATCH_S)
+            try:
+                shown = render_status(read_status(clients, options.model).json())
+            except ServiceError as error:
+                shown = f"{error}; retrying …"
+            print(_CLEAR + shown if sys.stdout.isatty() else shown, flush=True)
     return 0
 
 
-def _watch(clients: "deque[httpx.Client]", shown: "RenderableType", model: str | None) -> None:
-    """Show the state until Ctrl-C: in place on a terminal, else one state below the other."""
-    from rich.live import Live
-    from rich.text import Text
-
-    out = console()
-    with Live(shown, console=out, auto_refresh=False) as live:
-        while True:
-            if out.is_terminal:
-                live.update(shown, refresh=True)
-            else:
-                out.print(shown)
-                out.file.flush()
-            time.sleep(_WATCH_S)
-            try:
-                shown = render_status(read_status(clients, model).json())
-            except ServiceError as error:
-                shown = Text(f"{error}; retrying …", style="red")
-
-
-def render_status(snapshot: dict[str, Any]) -> "RenderableType":
+def render_status(snapshot: dict[str, Any]) -> str:
     """Render a document of GET /status. Raises KeyError or TypeError if it has another form."""
-    from rich.console import Group
-    from rich.text import Text
-
     lists = {
         "spares": [f"{each['worker']} ({each['state']})" for each in snapshot["spares"]],
         "leaders": [f"{each['name'] or each['address']} ({_state(each)})" for each in snapshot["leaders"]],
         "frontends": [f"{each['name']} ({_state(each)})" for each in snapshot["frontends"]],
         "models": [f"{name} ({state})" for name, state in snapshot.get("models", {}).items()],
     }
-    lines = (Text(f"{kind}: {', '.join(names)}") for kind, names in lists.items() if names)
-    return Group(_headline(snapshot), _table(snapshot["stages"]), *lines)
+    lines = (f"{kind}: {', '.join(names)}" for kind, names in lists.items() if names)
+    return "\n".join([_headline(snapshot), "", _table(snapshot["stages"]), "", *lines])
 
 
-def _headline(snapshot: dict[str, Any]) -> "Text":
-    from rich.text import Text
-
+def _headline(snapshot: dict[str, Any]) -> str:
     reasons = f" ({'; '.join(snapshot['reasons'])})" if snapshot["reasons"] else ""
     ready = [sum(replica["state"] == "ready" for replica in stage["replicas"]) for stage in snapshot["stages"]]
     tolerated = min(ready, default=0) - 1
-    return Text.assemble(
-        f"{snapshot['model']} {snapshot['version']}: ",
-        (snapshot["state"].replace("_", " "), _STYLES.get(snapshot["state"], "")),
-        f"{reasons}, leader up {duration(snapshot['uptime_s'])}, "
-        f"{snapshot['queue_depth']} waiting, {snapshot['requests_in_flight']} requests in flight",
-        f"\nfailures tolerated per stage: {tolerated}" if tolerated > 0 else "",
+    return (
+        f"{snapshot['model']} {snapshot['version']}: {snapshot['state'].replace('_', ' ')}{reasons}, "
+        f"leader up {duration(snapshot['uptime_s'])}, "
+        f"{snapshot['queue_depth']} waiting, {snapshot['requests_in_flight']} requests in flight"
+        + (f"\nfailures tolerated per stage: {tolerated}" if tolerated > 0 else "")
     )
 
 
-def _table(stages: list[dict[str, Any]]) -> "Table":
-    from rich.text import Text
-
+def _table(stages: list[dict[str, Any]]) -> str:
     hosts = {replica.get("host") for stage in stages for replica in stage["replicas"]} - {None}
     host = ("host",) if len(hosts) > 1 else ()
     columns = ("replica", "state", "worker", *host, "pid", "device", "in flight", "done", "last failure")
-    rows = table(*columns, numbers=("pid", "in flight", "done"), collapse_padding=True)  # fits into 80 columns
-    for stage in stages:
-        for replica in stage["replicas"]:
-            generation = f"@{replica['generation']}" if replica["world"] else ""
-            rows.add_row(
-                f"s{stage['index']}.r{replica['slot']}{generation}",
-                Text(replica["state"], style=_STYLES.get(replica["state"], "")),
-                Text(replica["worker"] or "-"),
-                *(Text(replica.get("host") or "-") for _ in host),
-                str(replica.get("pid") or "-"),
-                Text(replica["device"] or "-"),
-                str(replica["in_flight"]),
-                str(replica["batches_done"]),
-                Text(_failure(replica["last_failure"])),
-            )
-    return rows
+    rows = [
+        (
+            f"s{stage['index']}.r{replica['slot']}" + (f"@{replica['generation']}" if replica["world"] else ""),
+            replica["state"],
+            *(replica.get(name) or "-" for name in ("worker", *host)),
+            str(replica.get("pid") or "-"),
+            replica["device"] or "-",
+            str(replica["in_flight"]),
+            str(replica["batches_done"]),
+            _failure(replica["last_failure"]),
+        )
+        for stage in stages
+        for replica in stage["replicas"]
+    ]
+    return table(columns, rows, numbers=("pid", "in flight", "done"))
 
 
 def _state(process: dict[str, Any]) -> str:

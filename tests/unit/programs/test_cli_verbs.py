@@ -254,8 +254,7 @@ def test_https_url_of_a_service_without_a_certificate_is_named(url: str, capsys:
     assert "nothing answers" not in line
 
 
-def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--url", url]) == 0
     out = capsys.readouterr().out
     reasons = "stage 0 has 1 of 2 replicas; leader 127.0.0.1:8101 is unreachable"
@@ -264,10 +263,9 @@ def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], mon
         assert part in out
 
 
-def test_status_fits_into_80_columns_and_says_how_many_workers_can_be_lost(
+def test_table_of_status_fits_into_80_columns_and_says_how_many_workers_can_be_lost(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
     broken = FailureSnapshot("exit", "", time.time() - 3599)
     replicas = tuple(
         replace(REPLICA, slot=slot, world=f"spare{slot}", pid=4194304 - slot, last_failure=broken) for slot in range(3)
@@ -275,7 +273,8 @@ def test_status_fits_into_80_columns_and_says_how_many_workers_can_be_lost(
     monkeypatch.setattr(FakeService, "status", replace(SNAPSHOT, stages=(StageSnapshot(1, (), replicas),)))
     assert main(["status", "--url", url]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^ s1\.r2@3 +ready +local-0 +4194302 +cpu +1 +42 +exit, 59 min ago *$", out, re.MULTILINE)
+    assert all(len(line) <= 80 for line in out.splitlines() if line.startswith(("replica", "s1.")))
+    assert re.search(r"^s1\.r2@3 +ready +local-0 +4194302 +cpu +1 +42 +exit, 59 min ago$", out, re.MULTILINE)
     assert "failures tolerated per stage: 2" in out
 
 
