@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, SecretStr
+from pydantic import BeforeValidator, SecretStr
 from pydantic.fields import FieldInfo
 
 from multiworld_serving.common.config.errors import UserError
@@ -17,6 +17,7 @@ from multiworld_serving.common.config.logs import configure_logging
 from multiworld_serving.common.config.process import exit_with_parent
 from multiworld_serving.common.config.settings import (
     INTERNAL,
+    Options,
     Settings,
     bounds,
     extra,
@@ -44,12 +45,6 @@ HELP = frozenset({"-h", "--help", "--help-all"})
 _REPEATED = ("leader", "model", "url")
 """Options that may be repeated: their values are joined by commas."""
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
-
-
-class Options(BaseModel):
-    """The options of a verb. The docstring below a field is its description in `--help`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 OptionsType = TypeVar("OptionsType", bound=Options)

@@ -7,10 +7,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multiworld_serving.cli.options import Options
 from multiworld_serving.common.config.client_options import client_options
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.common.config.settings import setting
+from multiworld_serving.common.config.settings import Options, setting
 from multiworld_serving.common.config.tokens import read_token
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,7 +59,6 @@ class Servers:
         self.timeout_s = timeout_s
         self.retries = retries or Retries()
         self._current = 0
-        self._lock = threading.Lock()
 
     def __str__(self) -> str:
         return ", ".join(self.urls)
@@ -72,9 +70,8 @@ class Servers:
 
     def on_failure(self, url: str) -> None:
         """Make the next URL the current one, unless a concurrent call has done so already."""
-        with self._lock:
-            if self.urls[self._current] == url:
-                self._current = (self._current + 1) % len(self.urls)
+        if self.urls[self._current] == url:
+            self._current = (self.urls.index(url) + 1) % len(self.urls)
 
 
 class RemainingTime(dict[str, float]):

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multiworld_serving.cli.console import table
-from multiworld_serving.cli.options import Duration, LoadOptions, Options, assignments, duration
+from multiworld_serving.cli.options import Duration, LoadOptions, assignments, duration
 from multiworld_serving.cli.service import Access, ServiceError
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.common.config.settings import setting
+from multiworld_serving.common.config.settings import Options, setting
 
 if TYPE_CHECKING:
     from multiworld_serving.testing.chaos.campaign import CampaignResult

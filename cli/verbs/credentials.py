@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-from multiworld_serving.cli.options import AsJson, Options
+from multiworld_serving.cli.options import AsJson
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.keys import hash_key, parse_keys, read_keys
-from multiworld_serving.common.config.settings import setting
+from multiworld_serving.common.config.settings import Options, setting
 from multiworld_serving.common.config.tokens import new_token, read_token, write_secret
 
 

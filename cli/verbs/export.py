@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import BeforeValidator
 
 from multiworld_serving.cli.console import table
-from multiworld_serving.cli.options import Options
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.common.config.settings import setting
+from multiworld_serving.common.config.settings import Options, setting
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from multiworld_serving.cli.options import Options
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.logs import configure_logging
-from multiworld_serving.common.config.settings import setting
+from multiworld_serving.common.config.settings import Options, setting
 from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.common.settings.serve import FrontendSettings, ServeSettings
 from multiworld_serving.common.settings.worker import WorkerSettings

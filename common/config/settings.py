@@ -52,12 +52,16 @@ def setting(
     return Field(json_schema_extra=facts | {"has_variable": has_variable}, **given, **bounds)
 
 
-class Settings(BaseModel):
+class Options(BaseModel):
+    """The options of a verb, or the settings of a program."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class Settings(Options):
     """Settings of all programs. `config.load` reads them from the command line, the environment and a file."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(validate_default=True)
 
     section: ClassVar[str] = ""
     """Name of the program and of its table in a TOML file."""
