@@ -100,7 +100,9 @@ def _run(name: str = "--help", *arguments: str) -> int:
         print(", ".join(f"{name} {installed(package)}" for name, package in versions.items()))
     elif name in HELP:
         parser = Parser("multiworld", "VERB [options]", _DESCRIPTION)
-        parser.add_argument("--version", help="print the versions of multiworld, torch and torchvision, and exit")
+        parser.add_argument(
+            "--version", action="store_true", help="print the versions of multiworld, torch and torchvision, and exit"
+        )
         verbs = parser.add_argument_group("verbs; `multiworld VERB --help` describes one")
         for verb in VERBS:
             verbs.add_argument(verb, help=(VERBS[verb].__doc__ or "").partition("\n\n")[0])

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.cli.main import main
 from multiworld_serving.server.supervisor.programs import PROGRAM
 from tests.bundles import classifier_bundle
+from tests.refusals import refusal
 
 RESNET = ["--model", "resnet18", "--weights", "random:0", "--image-size", "32"]
 FREE_PORTS = ["--http-port", "0", "--join-port", "0", "--metrics-port", "0"]
@@ -23,13 +23,6 @@ def _logging_restored() -> Iterator[None]:
     yield
     logging.captureWarnings(capture=False)
     root.handlers[:], root.level = handlers, level
-
-
-def rejection(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The error line for these arguments."""
-    assert main(arguments) == 2
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("multiworld: error:")]
-    return line
 
 
 def test_serve_starts_no_process_when_the_bundle_has_fewer_stages(tmp_path: Path) -> None:
@@ -49,7 +42,7 @@ def test_serve_is_refused_when_a_port_is_busy(capfd: pytest.CaptureFixture[str],
         port = str(taken.getsockname()[1])
         arguments = [*FREE_PORTS]
         arguments[arguments.index(option) + 1] = port
-        line = rejection(capfd, "serve", *RESNET, *arguments)
+        *_, line = refusal(capfd, "serve", *RESNET, *arguments)
     assert port in line
     assert f"another {option} " in line
     assert ("--join-host" in line) is (option == "--join-port")
@@ -61,4 +54,4 @@ def test_missing_device_is_refused(
 ) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", "t")
     arguments = {"serve": [*RESNET, *FREE_PORTS], "worker": ["--leader", "127.0.0.1:1"]}[verb]
-    assert "cuda:99" in rejection(capfd, verb, "--device", "cuda:99", *arguments)
+    assert "cuda:99" in refusal(capfd, verb, "--device", "cuda:99", *arguments)[-1]

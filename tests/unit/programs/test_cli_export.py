@@ -1,58 +1,47 @@
-"""`multiworld export` writes a bundle of the user's model, and says in one line what is wrong."""
+"""`multiworld export` writes a bundle of the user's model, binds its inputs by name, and says in one line what is wrong."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from multiworld_serving.cli.main import main
 from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.models.errors import ExportError
 from multiworld_serving.models.export.sources import parse_dynamic, parse_input
+from tests.refusals import refusal
+from tests.unit.programs import exported_models
 
-MODEL = """
-import torch
-from torch import nn
-
-def make():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
-
-def example():
-    return torch.randn(2, 3, 9, 9)
-
-def text():
-    return "no module"
-
-def broken():
-    return 1 // 0
-
-class Branching(nn.Module):
-    def forward(self, x):
-        return x if x.sum() > 0 else -x
-
-def branching():
-    return Branching()
-
-class Two(nn.Module):
-    def forward(self, x, y):
-        return x + y
-"""
+SPEC = "float32[batch,4]"
 
 
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(autouse=True)
+def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("model.py").write_text(MODEL)
-    return "model.py"
+    shutil.copy(exported_models.__file__, "m.py")
 
 
-def test_export_writes_a_bundle_with_labels_when_images_are_described(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def command(source: str, *options: str) -> list[str]:
+    return ["export", source, "-o", "out", "--max-batch-size", "3", *options]
+
+
+def inputs(*names: str) -> list[str]:
+    return [part for name in names for part in ("--input", f"{name}:{SPEC}")]
+
+
+def computed(*tensors: Tensor) -> Tensor:
+    """What the exported bundle computes."""
+    bundle = read_bundle(Path("out"))
+    found: tuple[Tensor] = bundle.build(bundle.graph)(*tensors)
+    return found[0]
+
+
+def test_export_writes_a_bundle_with_labels_when_images_are_described(capsys: pytest.CaptureFixture[str]) -> None:
     Path("labels.txt").write_text("a\nb\nc\n")
     options = ["--image-size", "8", "--labels", "labels.txt", "--stages", "2", "--version", "7"]
-    assert main(["export", f"{model}:make", "-o", "my flowers.zip", "--max-batch-size", "4", *options]) == 0
+    assert main(["export", "m.py:convolutions", "-o", "my flowers.zip", "--max-batch-size", "4", *options]) == 0
     assert "at batch 1, 2, 4" in capsys.readouterr().out
     manifest = read_bundle(Path("my flowers.zip")).manifest
     assert (manifest.name, manifest.version, manifest.labels) == ("my_flowers", "7", ("a", "b", "c"))
@@ -61,9 +50,11 @@ def test_export_writes_a_bundle_with_labels_when_images_are_described(
     assert len(manifest.cuts) == 1
 
 
-@pytest.mark.parametrize("inputs", [["--example", "model.py:example"], ["--input", "x:float32[batch,3,9,9]"]])
-def test_export_shows_a_table_of_stages(model: str, inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", f"{model}:make", "-o", "v1.2.bundle", "--name", "x", "--max-batch-size", "2", *inputs]) == 0
+@pytest.mark.parametrize("inputs", [["--example", "m.py:images"], ["--input", "x:float32[batch,3,9,9]"]])
+def test_export_shows_a_table_of_stages(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["export", "m.py:convolutions", "-o", "v1.2.bundle", "--name", "x", "--max-batch-size", "2", *inputs]) == 0
+    )
     printed = capsys.readouterr()
     assert "output KiB" in printed.out
     assert " FP32 [batch,3,9,9]\noutput output FP32 [batch,3]\n" in printed.out
@@ -72,43 +63,144 @@ def test_export_shows_a_table_of_stages(model: str, inputs: list[str], capsys: p
     assert (manifest.name, manifest.inputs[0].shape) == ("x", ("batch", 3, 9, 9))
 
 
+@pytest.mark.parametrize("model", ["compiled", "parallel", "distributed", "partly_compiled"])
+def test_wrapper_is_removed(model: str) -> None:
+    plain = exported_models.plain().eval()
+    torch.save(plain.state_dict(), "plain.pt")
+    assert main(command(f"m.py:{model}", "--weights", "plain.pt", *inputs("x"))) == 0
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(computed(x), plain(x))
+
+
+def test_elements_are_marked_as_the_message_says() -> None:
+    assert main(command("m.py:Marking", *inputs("x"))) == 0
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(computed(x), (2 * x).clamp_min(0))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "names"),
+    [
+        ("Optional", inputs("x", "bias"), ["x", "bias"]),
+        ("Optional", inputs("bias", "x"), ["bias", "x"]),
+        ("Optional", inputs("x", "mask"), ["x", "mask"]),
+        ("Optional", ["--example", "m.py:skipped"], ["x", "bias"]),
+        ("Optional", ["--example", "m.py:by_parameter"], ["bias", "x"]),
+        ("Difference", inputs("after", "before"), ["after", "before"]),
+        ("KeywordOnly", inputs("x", "scale"), ["x", "scale"]),
+        ("KeywordOnly", ["--example", "m.py:keywords"], ["x", "scale"]),
+        ("PositionOnly", inputs("z", "x"), ["z", "x"]),
+        ("PositionOnly", inputs("y", "x"), ["y", "x"]),
+        ("Entries", inputs("batch.text", "batch.mask"), ["batch.text", "batch.mask"]),
+        ("Entries", inputs("batch.text", "batch.mask", "scale"), ["batch.text", "batch.mask", "scale"]),
+        ("Entries", ["--example", "m.py:entries"], ["batch.mask", "batch.text"]),
+        ("Entries", ["--example", "m.py:entries_by_parameter"], ["scale", "batch.text", "batch.mask"]),
+        ("Listed", ["--example", "m.py:listed"], ["pair.0", "pair.1"]),
+        ("One", inputs("image"), ["image"]),
+    ],
+)
+def test_bundle_computes_like_the_model_with_its_inputs_by_name(
+    model: str, options: list[str], names: list[str]
+) -> None:
+    assert main(command(f"m.py:{model}", "--stages", "1", *options)) == 0
+    bundle = read_bundle(Path("out"))
+    assert [each.name for each in bundle.manifest.inputs] == names
+    tensors = {name: torch.randn(3, 4) for name in names}
+    torch.testing.assert_close(
+        computed(*tensors.values()),
+        _expected(model, bundle.weights(each.key for each in bundle.graph.weights), tensors),
+    )
+
+
+def _expected(model: str, weights: dict[str, Tensor], tensors: dict[str, Tensor]) -> Tensor:
+    """What the model computes in eager mode. Written out here, so that nothing binds the inputs."""
+    t = tensors
+    match model:
+        case "Optional":
+            weight, bias = (next(w for key, w in weights.items() if key.endswith(end)) for end in ("weight", "bias"))
+            return nn.functional.linear(t["x"], weight, bias) * t.get("mask", 1) + 10 * t.get("bias", torch.zeros(1))
+        case "Difference":
+            return t["after"] - 2 * t["before"]
+        case "KeywordOnly":
+            return t["x"] * t["scale"]
+        case "PositionOnly":
+            return t["x"] - 2 * t.get("y", torch.zeros(1)) - 3 * t.get("z", torch.zeros(1))
+        case "Entries":
+            return (t["batch.text"] - 3 * t["batch.mask"]) * t.get("scale", torch.ones(1))
+        case "Listed":
+            return t["pair.0"] - 2 * t["pair.1"]
+    return t["image"] + 1
+
+
+def test_dimension_of_an_entry_is_variable() -> None:
+    options = ["--example", "m.py:entries", "--dynamic", "batch.text:1,batch.mask:1=2..6"]
+    assert main(command("m.py:Entries", *options)) == 0
+    text, mask = torch.randn(3, 5), torch.randn(3, 5)
+    torch.testing.assert_close(computed(mask, text), exported_models.Entries()({"text": text, "mask": mask}))
+
+
 IMAGE = ["--image-size", "8"]
+OPTIONAL = "forward has no parameter 'maks'; it takes x, mask (optional), bias (optional)"
 STEPS = {"loading the model", "capturing the model"}
 
 
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("model.py:make", [], "give --input"),
-        ("model.py:missing", IMAGE, "has no function 'missing'"),
-        ("model.py:text", IMAGE, "returned str; expected a torch.nn.Module"),
-        ("model.py:broken", IMAGE, "ZeroDivisionError"),
+        ("m.py:convolutions", [], "give --input"),
+        ("m.py:missing", IMAGE, "has no function 'missing'"),
+        ("m.py:text", IMAGE, "returned str; expected a torch.nn.Module"),
+        ("m.py:broken", IMAGE, "ZeroDivisionError"),
         ("other.py:make", IMAGE, "does not exist"),
         ("no.such.module:make", IMAGE, "ModuleNotFoundError"),
-        ("model.py:make", ["--input", "x:float32[3,9]"], "expected NAME:DTYPE"),
-        ("model.py:make", ["--input", "x:float32[batch,3,9,9]", "--dynamic", "x=1"], "INPUT:DIMENSION=LEAST..MOST"),
-        ("model.py:make", ["--input", "x:float32[batch,7]"], "fails for x float32[2, 7]: RuntimeError"),
-        ("model.py:make", ["--input", "x:int64[batch,3,9,9]"], "check --input"),
-        ("model.py:make", ["--input", "x:int64[batch,3,9,9]", "--labels", "model.py"], "check --input"),
-        ("model.py:Two", ["--input", "x:int8[batch]", "--input", "y:int8[batch]", "--labels", "x"], "one input"),
-        ("model.py:branching", ["--input", "x:float32[batch,7]"], "torch.where"),
-        ("model.py", [], "give model.py:FUNCTION"),
-        ("model.py:make", ["--input", "x:int64[batch,3,9,9]", "--example", "model.py:example"], "exclude each other"),
-        ("model.py:make", [*IMAGE, "--example", "model.py:example"], "exclude each other"),
-        ("model.py:make", ["--mean", "1,2,3"], "give --image-size"),
-        ("model.py:make", [*IMAGE, "--weights", "none.pth"], "there is no file"),
-        ("model.py:make", [*IMAGE, "--labels", "model.py"], "labels"),
-        ("model.py:make", [*IMAGE, "--stages", "1000"], "at most"),
-        ("model.py:make", [*IMAGE, "-o", "model.py"], "exists"),
+        ("m.py:convolutions", ["--input", "x:float32[3,9]"], "expected NAME:DTYPE"),
+        ("m.py:convolutions", ["--input", "x:float32[batch,3,9,9]", "--dynamic", "x=1"], "INPUT:DIMENSION=LEAST..MOST"),
+        ("m.py:convolutions", ["--input", "x:float32[batch,7]"], "fails for x float32[2, 7]: RuntimeError"),
+        ("m.py:convolutions", ["--input", "x:int64[batch,3,9,9]"], "check --input"),
+        ("m.py:convolutions", ["--input", "x:int64[batch,3,9,9]", "--labels", "m.py"], "check --input"),
+        (
+            "m.py:Difference",
+            ["--input", "before:int8[batch]", "--input", "after:int8[batch]", "--labels", "x"],
+            "one input",
+        ),
+        ("m.py:Branching", ["--input", "x:float32[batch,7]"], "torch.where"),
+        ("m.py", [], "give m.py:FUNCTION"),
+        ("m.py:convolutions", ["--input", "x:int64[batch,3,9,9]", "--example", "m.py:images"], "exclude each other"),
+        ("m.py:convolutions", [*IMAGE, "--example", "m.py:images"], "exclude each other"),
+        ("m.py:convolutions", ["--mean", "1,2,3"], "give --image-size"),
+        ("m.py:convolutions", [*IMAGE, "--weights", "none.pth"], "there is no file"),
+        ("m.py:convolutions", [*IMAGE, "--labels", "m.py"], "labels"),
+        ("m.py:convolutions", [*IMAGE, "--stages", "1000"], "at most"),
+        ("m.py:convolutions", [*IMAGE, "-o", "m.py"], "exists"),
+        (
+            "m.py:scripted",
+            inputs("x"),
+            "the model is a TorchScript module, which torch.export cannot capture; export the nn.Module",
+        ),
+        ("m.py:partly_scripted", inputs("x"), "the model.2 is a TorchScript module"),
+        ("m.py:Selecting", inputs("x"), ", in forward return y[y > 0]); keep all elements and mark some"),
+        ("m.py:Optional", inputs("x", "maks"), OPTIONAL),
+        ("m.py:Optional", ["--example", "m.py:unknown"], OPTIONAL),
+        ("m.py:Optional", inputs("image"), "forward has no parameter 'image'; it takes x, mask (optional)"),
+        ("m.py:Optional", inputs("bias"), "missing a required argument: 'x'; it takes x, mask (optional)"),
+        ("m.py:Optional", ["--example", "m.py:numbers"], "the example of 'bias' is int; expected a tensor"),
+        ("m.py:Optional", ["--example", "m.py:too_many"], "the example is tuple of 4; expected a tensor, a tuple"),
+        ("m.py:PositionOnly", inputs("y"), "forward takes x by position: give these, too"),
+        (
+            "m.py:Variadic",
+            inputs("x"),
+            " names no parameter; write a module whose forward names",
+        ),
+        ("m.py:Entries", inputs("batch", "batch.mask"), "'batch' is either one tensor or a dict of tensors"),
+        ("m.py:Entries", inputs("batch.mask", "batch"), "'batch' is either one tensor or a dict of tensors"),
+        ("m.py:Difference", ["--example", "m.py:entries"], "no parameter 'mask'; it takes before, after"),
     ],
 )
 def test_export_is_refused_with_one_line_when_an_option_is_wrong(
-    model: str, source: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    source: str, options: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", source.replace("model.py", model), "-o", "out", "--max-batch-size", "2", *options]) == 2
-    *steps, error = capsys.readouterr().err.splitlines()
+    *steps, error = refusal(capfd, *command(source, *options))
     assert set(steps) <= STEPS
-    assert error.startswith("multiworld: error:")
     assert message in error
     assert not Path("out").exists()
 

@@ -10,6 +10,7 @@ from multiworld_serving.cli.main import main
 from multiworld_serving.common.config.errors import SettingsError
 from multiworld_serving.common.config.keys import hash_key, parse_keys, read_keys
 from multiworld_serving.common.config.tokens import new_token, read_token, write_secret
+from tests.refusals import refusal
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +25,7 @@ def test_key_matches_its_stored_line(capsys: pytest.CaptureFixture[str]) -> None
         assert read_keys(Path("api.keys")).name_of(key.encode()) == name
         assert key not in Path("api.keys").read_text()
     assert len(list(read_keys(Path("api.keys")))) == 2
-    assert main(["key", "alice", "--add-to", "api.keys"]) == 2
-    assert "already has a key named alice" in capsys.readouterr().err
+    assert "already has a key named alice" in refusal(capsys, "key", "alice", "--add-to", "api.keys")[-1]
 
 
 def test_key_is_written_to_a_new_file_that_only_the_owner_can_read(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,8 +34,7 @@ def test_key_is_written_to_a_new_file_that_only_the_owner_can_read(capsys: pytes
     assert Path("alice.key").stat().st_mode & 0o777 == 0o600
     assert read_keys(Path("api.keys")).name_of(key.encode()) == "alice"
     assert capsys.readouterr().out == "alice.key: the key of alice\n"
-    assert main(["key", "bob", "--add-to", "api.keys", "--out", "alice.key"]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "exists already" in refusal(capsys, "key", "bob", "--add-to", "api.keys", "--out", "alice.key")[-1]
     assert main(["key", "alice", "--add-to", "api.keys", "--out", "other.key"]) == 2
     assert not Path("other.key").exists(), "a key that was not added would be useless"
 

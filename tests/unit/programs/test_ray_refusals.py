@@ -5,15 +5,9 @@ import sys
 
 import pytest
 
-from multiworld_serving.cli.main import main
+from tests.refusals import refusal
 
 SERVE = ["serve", "--launcher", "ray", "--weights", "random:0"]
-
-
-def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(arguments) == 2
-    [line] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("multiworld: error:")]
-    return line
 
 
 @pytest.mark.parametrize("verb", [SERVE, ["down"]])
@@ -21,7 +15,7 @@ def test_extra_is_named_when_ray_is_not_installed(
     verb: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert "pip install 'multiworld-serving[ray]'" in refusal(capfd, *verb)
+    assert "pip install 'multiworld-serving[ray]'" in refusal(capfd, *verb)[-1]
 
 
 class TestWithRay:
@@ -34,7 +28,7 @@ class TestWithRay:
         self, address: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("RAY_ADDRESS", address)
-        assert "RAY_ADDRESS must be HOST:PORT" in refusal(capfd, "down")
+        assert "RAY_ADDRESS must be HOST:PORT" in refusal(capfd, "down")[-1]
 
     @pytest.mark.parametrize("verb", [SERVE, ["down"]])
     def test_address_is_named_when_nobody_answers(
@@ -44,7 +38,7 @@ class TestWithRay:
             unused.bind(("127.0.0.2", 0))
             address = f"127.0.0.2:{unused.getsockname()[1]}"
             monkeypatch.setenv("RAY_ADDRESS", address)
-            assert f"nothing answers at {address}" in refusal(capfd, *verb)
+            assert f"nothing answers at {address}" in refusal(capfd, *verb)[-1]
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -58,4 +52,4 @@ class TestWithRay:
         self, options: list[str], message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("MULTIWORLD_TOKEN", "of-this-test")
-        assert message in refusal(capfd, *SERVE, *options)
+        assert message in refusal(capfd, *SERVE, *options)[-1]
