@@ -1,15 +1,17 @@
-"""Runs a real service as a child process and collects its log, for benchmarks, fault injection and tests."""
+"""A service that runs on this machine, and one that is a child process with its log, for benchmarks, fault injection and tests."""
 
 import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import httpx
@@ -17,9 +19,10 @@ import httpx
 from multiworld_serving.common.config.client_options import NO_CREDENTIALS
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.server.supervisor.programs import PROGRAM
-from multiworld_serving.testing.chaos.system.system_under_test import RunningService
+from multiworld_serving.testing.chaos.system.processes import parent
 
 _STOP_S = 120.0
+_PARTS = ("frontends", "leaders")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,56 @@ def start_program(arguments: Sequence[str]) -> "subprocess.Popen[str]":
         env={name: value for name, value in os.environ.items() if not name.startswith("MULTIWORLD_")},
         process_group=0,
     )
+
+
+class RunningService:
+    """A service that was started elsewhere. Its processes are those of its status that run on this machine.
+
+    Args:
+        credentials: keyword arguments of httpx, see `client_options`.
+        model: which model is tested, if it serves several.
+    """
+
+    def __init__(self, url: str, *, credentials: Mapping[str, Any] = NO_CREDENTIALS, model: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.credentials = credentials
+        self.model = model
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the supervisor, `multiworld serve`, if it is the parent of a frontend or leader."""
+        status = self._status_again()
+        parents = (_supervisor(pid) for kind in _PARTS for pid in _named_pids(status[kind]).values())
+        return next((pid for pid in parents if pid is not None), None)
+
+    def worker_pids(self) -> dict[str, int]:
+        """Process ids of its workers, by worker name. Raises httpx.HTTPError."""
+        status = self._status_again()
+        replicas = [replica for stage in status["stages"] for replica in stage["replicas"]]
+        return _named_pids([{**each, "name": each["worker"]} for each in (*replicas, *status["spares"])])
+
+    def child_pids(self, kind: str) -> dict[int, int]:
+        """Process ids of the leaders ("leader") or frontends ("frontend") of its supervisor, by slot. Raises httpx.HTTPError."""
+        named = _named_pids(self._status_again()[f"{kind}s"])
+        slots = {
+            re.fullmatch(rf"(?:.+-)?{kind}-(\d+)", name): pid
+            for name, pid in named.items()
+            if _supervisor(pid) is not None
+        }
+        return {int(match[1]): pid for match, pid in slots.items() if match is not None}
+
+    def status(self) -> dict[str, Any]:
+        """Return the document of GET /status."""
+        params = {} if self.model is None else {"model": self.model}
+        answer = httpx.get(f"{self.url}/status", params=params, timeout=30.0, **self.credentials)
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def _status_again(self) -> dict[str, Any]:
+        """`status`, once more if the frontend that had the connection was lost."""
+        with contextlib.suppress(httpx.TransportError):
+            return self.status()
+        return self.status()
 
 
 class LocalService(RunningService):
@@ -223,3 +276,19 @@ def metric_sum(text: str, name: str, **labels: str) -> float:
     pattern = re.compile(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)", re.MULTILINE)
     wanted = [f'{label}="{value}"' for label, value in labels.items()]
     return sum(float(value) for series, value in pattern.findall(text) if all(each in series for each in wanted))
+
+
+def _named_pids(parts: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Process ids by name, of the parts of a status that run on this machine."""
+    here = socket.gethostname()
+    return {str(part["name"]): int(part["pid"]) for part in parts if part["pid"] is not None and part["host"] == here}
+
+
+def _supervisor(pid: int) -> int | None:
+    """The parent process if it is `multiworld serve`, as its arguments or its title say."""
+    try:
+        found = parent(pid)
+        arguments = Path(f"/proc/{found}/cmdline").read_bytes().replace(b"\0", b" ").split()
+    except OSError:  # it has ended
+        return None
+    return found if b"serve" in arguments else None

@@ -17,8 +17,8 @@ from multiworld_serving.common.config.settings import Options, setting
 if TYPE_CHECKING:
     from multiworld_serving.testing.chaos.campaign import CampaignResult
     from multiworld_serving.testing.chaos.report import Report
-    from multiworld_serving.testing.chaos.system.system_under_test import RunningService
     from multiworld_serving.testing.load.measurement import Spread
+    from multiworld_serving.testing.local_service import RunningService
 
 
 class TestedService(Options):
@@ -45,8 +45,7 @@ class TestedService(Options):
 
     def open(self, credentials: Mapping[str, Any]) -> "AbstractContextManager[RunningService]":
         """Return the service, for the duration of a block. Raises UserError for options that exclude each other."""
-        from multiworld_serving.testing.chaos.system.system_under_test import RunningService
-        from multiworld_serving.testing.local_service import LocalService
+        from multiworld_serving.testing.local_service import LocalService, RunningService
 
         if self.url is None:
             named = {name: getattr(self, name) for name in TestedService.model_fields.keys() - {"sets", "url"}}

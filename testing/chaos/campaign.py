@@ -15,14 +15,13 @@ import httpx
 
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.testing.chaos.faults import FAULTS
-from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
-from multiworld_serving.testing.chaos.faults.fault import NEEDS, Fault, Scope
+from multiworld_serving.testing.chaos.faults.fault import NEEDS, WAIT_S, Fault, FaultContext, Scope
 from multiworld_serving.testing.chaos.journal import Injection, Journal
 from multiworld_serving.testing.chaos.observer import NotRecoveredError, Observer, Replica, Snapshot
 from multiworld_serving.testing.chaos.system.processes import Resources, resources
-from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.requests import ReferenceRequest, count_indistinguishable, served_requests
+from multiworld_serving.testing.local_service import RunningService
 
 _DUPLICATES = "multiworld_duplicate_answers_total"
 
@@ -305,7 +304,7 @@ def _broken(targets: Sequence[Replica], snapshots: Sequence[Snapshot], at_s: flo
 def _unexpected_causes(fault: Fault, causes: Sequence[str]) -> list[str]:
     if fault.causes is None:
         return []
-    wrong = sorted(set(causes) - fault.causes)
+    wrong = sorted(set(causes).difference(fault.causes))
     expected = " or ".join(sorted(fault.causes)) or "no break"
     return [f"broke with cause {', '.join(wrong)}, expected {expected}"] if wrong else []
 

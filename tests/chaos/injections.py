@@ -2,7 +2,7 @@
 
 from multiworld_serving.testing.chaos.campaign import inject
 from multiworld_serving.testing.chaos.faults import FAULTS
-from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
+from multiworld_serving.testing.chaos.faults.fault import WAIT_S, FaultContext
 from multiworld_serving.testing.chaos.journal import Injection
 from multiworld_serving.testing.chaos.observer import Observer, ReplicaKey
 from multiworld_serving.testing.load.images import photo

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from multiworld_serving.testing.chaos.campaign import choose_targets, inject
-from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
+from multiworld_serving.testing.chaos.faults.fault import WAIT_S, FaultContext
 from multiworld_serving.testing.chaos.journal import Injection
 from multiworld_serving.testing.chaos.observer import Observer
 from multiworld_serving.testing.load.clients import Load, run_load

@@ -4,15 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
-from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
-from multiworld_serving.testing.chaos.faults.fault import (
-    EXIT_CAUSES,
-    HANG_CAUSES,
-    LEFT_CAUSES,
-    NO_CAUSES,
-    PARTITION_CAUSES,
-    Fault,
-)
+from multiworld_serving.testing.chaos.faults.fault import PARTITION_CAUSES, WAIT_S, Fault, FaultContext
 from tests.containers.project import ComposeProject, Container
 
 MORE_WORKERS = 2
@@ -73,17 +65,17 @@ def _take_leaders_down(context: FaultContext, down: Down) -> None:
 
 
 def _of_leaders(name: str, down: Down) -> Fault:
-    return Fault(name, "", "leader", partial(_take_leaders_down, down=down), NO_CAUSES)
+    return Fault(name, "", "leader", partial(_take_leaders_down, down=down))
 
 
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("container-kill", "", "one", partial(_take_down, down=Container.killed), EXIT_CAUSES),
-        Fault("container-pause", "", "one", partial(_take_down, down=Container.paused), HANG_CAUSES),
+        Fault("container-kill", "", "one", partial(_take_down, down=Container.killed), {"exit"}),
+        Fault("container-pause", "", "one", partial(_take_down, down=Container.paused), {"hang"}),
         Fault("unplug", "", "one", partial(_take_down, down=Container.unplugged), PARTITION_CAUSES),
-        Fault("restart-workers", "", "all", _restart_workers, LEFT_CAUSES),
-        Fault("scale", "", "none", _scale, NO_CAUSES),
+        Fault("restart-workers", "", "all", _restart_workers, {"left"}),
+        Fault("scale", "", "none", _scale),
         _of_leaders("leader-kill", Container.killed),
         _of_leaders("leader-unplug", Container.unplugged),
     )

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from multiworld_serving.testing.chaos.system.system_under_test import RunningService
+from multiworld_serving.testing.local_service import RunningService
 from tests.e2e.prometheus_server import PrometheusServer
 
 HTTP_PORT = "8000/tcp"

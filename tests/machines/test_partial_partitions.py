@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from multiworld_serving.server.supervisor.programs import PROGRAM
-from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.load.requests import served_requests
+from multiworld_serving.testing.local_service import RunningService
 from tests.chaos.clients import TOKEN
 from tests.machines.network import Host, Network, need_namespaces
 from tests.waiting import wait_for_more, wait_until

@@ -1,6 +1,6 @@
 """The catalogue of faults. To add one, decorate a function with `@fault` in one of the modules `on_*`, and describe it in docs/chaos.md.
 
-`fault.py` has the decorator, `context.py` what a fault may use: its targets, the service, and waiting for effects.
+`fault.py` has the decorator, and what a fault may use: its targets, the service, and waiting for effects.
 """
 
 from multiworld_serving.testing.chaos.faults import (  # noqa: F401 - they declare faults
@@ -9,7 +9,6 @@ from multiworld_serving.testing.chaos.faults import (  # noqa: F401 - they decla
     on_leaders,
     on_workers,
 )
-from multiworld_serving.testing.chaos.faults.fault import REGISTRY
+from multiworld_serving.testing.chaos.faults.fault import FAULTS
 
-FAULTS = {fault.name: fault for fault in REGISTRY}
-"""All faults by name."""
+__all__ = ["FAULTS"]

@@ -5,8 +5,7 @@ from collections import Counter
 
 import httpx
 
-from multiworld_serving.testing.chaos.faults.context import FaultContext
-from multiworld_serving.testing.chaos.faults.fault import fault
+from multiworld_serving.testing.chaos.faults.fault import FaultContext, fault
 
 CLIENTS = 32
 DISCONNECT_AFTER_S = (0.005, 0.02, 0.05, 0.1)

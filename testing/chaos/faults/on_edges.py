@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-from multiworld_serving.testing.chaos.faults.context import FaultContext
-from multiworld_serving.testing.chaos.faults.fault import HOLD_S, fault
+from multiworld_serving.testing.chaos.faults.fault import HOLD_S, FaultContext, fault
 from multiworld_serving.testing.chaos.observer import Replica
 from multiworld_serving.testing.chaos.system import network
 from multiworld_serving.testing.chaos.system.processes import Connection, Process

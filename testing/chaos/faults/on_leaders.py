@@ -5,8 +5,7 @@ No request fails when a leader is lost: frontends send it to another leader, or 
 
 import signal
 
-from multiworld_serving.testing.chaos.faults.context import FaultContext
-from multiworld_serving.testing.chaos.faults.fault import CONNECTION_LOST, HOLD_S, fault
+from multiworld_serving.testing.chaos.faults.fault import CONNECTION_LOST, HOLD_S, FaultContext, fault
 from multiworld_serving.testing.chaos.system import network
 
 _HELD = f"until the frontends detect it and {HOLD_S:g} s more"

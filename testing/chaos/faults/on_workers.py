@@ -3,15 +3,7 @@
 import signal
 from functools import partial
 
-from multiworld_serving.testing.chaos.faults.context import FaultContext
-from multiworld_serving.testing.chaos.faults.fault import (
-    EXIT_CAUSES,
-    HANG_CAUSES,
-    HOLD_S,
-    LEFT_CAUSES,
-    PARTITION_CAUSES,
-    fault,
-)
+from multiworld_serving.testing.chaos.faults.fault import HOLD_S, PARTITION_CAUSES, FaultContext, fault
 from multiworld_serving.testing.chaos.system import network
 
 STAGE_STOPPED_S = 5.0
@@ -20,14 +12,14 @@ SLOW_SHARE = 0.1
 MEMORY_S = 3.0
 
 
-@fault("all", "SIGKILL of every worker", "all", causes=EXIT_CAUSES)
-@fault("stage", "SIGKILL of all replicas of a stage", "stage", causes=EXIT_CAUSES)
-@fault("kill", "SIGKILL", causes=EXIT_CAUSES)
+@fault("all", "SIGKILL of every worker", "all", causes={"exit"})
+@fault("stage", "SIGKILL of all replicas of a stage", "stage", causes={"exit"})
+@fault("kill", "SIGKILL", causes={"exit"})
 def _kill(context: FaultContext) -> None:
     context.signal(signal.SIGKILL)
 
 
-@fault("freeze", f"SIGSTOP until the leader detects it and {HOLD_S:g} s more, then SIGCONT", causes=HANG_CAUSES)
+@fault("freeze", f"SIGSTOP until the leader detects it and {HOLD_S:g} s more, then SIGCONT", causes={"hang"})
 def _freeze(context: FaultContext) -> None:
     with context.stopped():
         context.wait_broken()
@@ -40,7 +32,7 @@ def _pause(context: FaultContext) -> None:
         context.hold(context.heartbeat_timeout_s / 2)
 
 
-@fault("leave", "SIGTERM: the worker leaves", causes=LEFT_CAUSES)
+@fault("leave", "SIGTERM: the worker leaves", causes={"left"})
 def _leave(context: FaultContext) -> None:
     context.signal(signal.SIGTERM)
 
@@ -63,11 +55,7 @@ def _reset(context: FaultContext) -> None:
             network.destroy_connections(process.connections())
 
 
-_cut_fault = partial(fault, causes=PARTITION_CAUSES, unavailable_reason=network.packet_loss_unavailable_reason)
-
-
-@_cut_fault("cut", "packets to and from it are dropped, then restored")
-def _cut(context: FaultContext, direction: network.Direction = "both") -> None:
+def _cut(context: FaultContext, direction: network.Direction) -> None:
     with context.processes() as processes:
         connections = [connection for process in processes for connection in process.connections()]
     with network.drop_packets(connections, direction):
@@ -75,11 +63,13 @@ def _cut(context: FaultContext, direction: network.Direction = "both") -> None:
         context.hold(HOLD_S)
 
 
+_cut_fault = partial(fault, causes=PARTITION_CAUSES, unavailable_reason=network.packet_loss_unavailable_reason)
+_cut_fault("cut", "packets to and from it are dropped, then restored")(partial(_cut, direction="both"))
 _cut_fault("cut-from", "packets from it are dropped, then restored")(partial(_cut, direction="from"))
 _cut_fault("cut-to", "packets to it are dropped, then restored")(partial(_cut, direction="to"))
 
 
-@fault("memory", f"SIGSTOP until detected, then no memory allocation for {MEMORY_S:g} s", causes=HANG_CAUSES)
+@fault("memory", f"SIGSTOP until detected, then no memory allocation for {MEMORY_S:g} s", causes={"hang"})
 def _memory(context: FaultContext) -> None:
     """A serving worker allocates no memory: it warmed up with the largest batch. One that joins again may need some, and waits for it."""
     with context.processes() as processes, processes[0].without_memory():
@@ -88,7 +78,7 @@ def _memory(context: FaultContext) -> None:
         context.hold(MEMORY_S)
 
 
-@fault("flap", "SIGKILL three times, each as soon as the slot is ready", causes=EXIT_CAUSES)
+@fault("flap", "SIGKILL three times, each as soon as the slot is ready", causes={"exit"})
 def _flap(context: FaultContext) -> None:
     """Kill the worker three times, each time as soon as its slot is ready again."""
     targets = list(context.targets)
@@ -100,7 +90,7 @@ def _flap(context: FaultContext) -> None:
             targets = [now.replicas[target.key] for target in targets]
 
 
-@fault("kill-joining", "SIGKILL, and SIGKILL of its successor while it joins", causes=EXIT_CAUSES | {"aborted"})
+@fault("kill-joining", "SIGKILL, and SIGKILL of its successor while it joins", causes={"exit", "aborted"})
 def _kill_joining(context: FaultContext) -> None:
     """Kill the worker, and its successor while it joins, receives weights or warms up."""
     (target,) = context.targets
@@ -115,7 +105,7 @@ def _kill_joining(context: FaultContext) -> None:
     context.wait_broken([successor])
 
 
-@fault("two", "one worker in each of two stages: one killed, one stopped", "two", causes=EXIT_CAUSES | HANG_CAUSES)
+@fault("two", "one worker in each of two stages: one killed, one stopped", "two", causes={"exit", "hang"})
 def _two(context: FaultContext) -> None:
     """Kill one target and stop the other at the same time."""
     killed, frozen = context.targets
@@ -124,7 +114,7 @@ def _two(context: FaultContext) -> None:
         context.wait_broken()
 
 
-@fault("stage-stopped", f"SIGSTOP of all replicas of a stage for {STAGE_STOPPED_S:g} s", "stage", causes=HANG_CAUSES)
+@fault("stage-stopped", f"SIGSTOP of all replicas of a stage for {STAGE_STOPPED_S:g} s", "stage", causes={"hang"})
 def _stage_stopped(context: FaultContext) -> None:
     with context.stopped():
         context.hold(STAGE_STOPPED_S)
