@@ -22,7 +22,6 @@ from multiworld_serving.cli.verbs import (
     chaos,
     credentials,
     export,
-    models,
     predict,
     processes,
     status,
@@ -43,7 +42,7 @@ VERBS: dict[str, Callable[[Any], int]] = {
     for verb in (
         *(processes.serve, processes.down, processes.frontend, processes.leader, processes.worker),
         *(predict.predict, export.export, status.status, bench.bench, chaos.chaos),
-        *(admin.rolling_restart, admin.load_version, admin.unload, models.models),
+        *(admin.rolling_restart, admin.load_version, admin.unload, admin.models),
         *(credentials.key, credentials.token),
     )
 }

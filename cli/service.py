@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from multiworld_serving.common.config.client_options import client_options
 from multiworld_serving.common.config.errors import UserError
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+Clients: TypeAlias = "deque[httpx.Client]"
+"""One client for each URL of a service; the first one is in use."""
 
 
 class Access(Options):
@@ -58,7 +62,7 @@ class ServiceUnavailableError(ServiceError):
 
 
 @contextmanager
-def open_clients(options: ServiceOptions) -> Iterator["deque[httpx.Client]"]:
+def open_clients(options: ServiceOptions) -> Iterator[Clients]:
     """Open one HTTP client per URL, for `send_to_any`. Translates errors of HTTP in the block, and those of unexpected responses.
 
     Raises:
@@ -87,7 +91,7 @@ def open_clients(options: ServiceOptions) -> Iterator["deque[httpx.Client]"]:
             raise ServiceError(f"{urls[0]} does not answer like a multiworld service of this version") from error
 
 
-def send_to_any(clients: "deque[httpx.Client]", method: str, path: str, **request: Any) -> "httpx.Response":
+def send_to_any(clients: Clients, method: str, path: str, **request: Any) -> "httpx.Response":
     """As `send_request`, with the first client; if that fails, with the next one, which becomes the first.
 
     For requests without side effects only. Raises the error of the last client.
@@ -143,7 +147,7 @@ def _use_other_port(client: "httpx.Client", response: "httpx.Response") -> bool:
     return True
 
 
-def read_status(clients: "deque[httpx.Client]", model: str | None = None) -> "httpx.Response":
+def read_status(clients: Clients, model: str | None = None) -> "httpx.Response":
     """Return the response to GET /status as JSON, of this model or the first one, from any of the clients. Raises ServiceError."""
     params = {} if model is None else {"model": model}
     return send_to_any(clients, "GET", "/status", params=params, headers={"Accept": "application/json"})

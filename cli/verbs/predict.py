@@ -3,13 +3,13 @@
 import json
 import mimetypes
 import sys
-from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from multiworld_serving.cli.options import AsJson
 from multiworld_serving.cli.service import (
+    Clients,
     ServiceError,
     ServiceOptions,
     ServiceUnreachableError,
@@ -18,9 +18,6 @@ from multiworld_serving.cli.service import (
 )
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.settings import setting
-
-if TYPE_CHECKING:
-    import httpx
 
 
 class PredictOptions(AsJson, ServiceOptions):
@@ -65,7 +62,7 @@ def predict(options: PredictOptions) -> int:
     return int(failed)
 
 
-def _predict(clients: "deque[httpx.Client]", file: Path, options: PredictOptions) -> dict[str, Any]:
+def _predict(clients: Clients, file: Path, options: PredictOptions) -> dict[str, Any]:
     """The answer of /predict: its JSON object, or {"response": …} if it is something else."""
     headers = {"Content-Type": mimetypes.guess_type(file.name, strict=False)[0] or "application/octet-stream"}
     params = {} if options.top_k is None else {"top_k": options.top_k}
@@ -78,7 +75,7 @@ def _predict(clients: "deque[httpx.Client]", file: Path, options: PredictOptions
     return answer if isinstance(answer, dict) else {"response": answer}
 
 
-def _infer(clients: "deque[httpx.Client]", file: Path, model: str | None) -> dict[str, Any]:
+def _infer(clients: Clients, file: Path, model: str | None) -> dict[str, Any]:
     """The outputs of the model for the inputs in an .npz file, as lists by name. Raises UserError if it cannot be read."""
     import numpy as np
 
