@@ -9,6 +9,7 @@ Each takes two to three minutes. Needs matplotlib, which the extra `bench` insta
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib import pyplot as plt
@@ -16,7 +17,7 @@ from matplotlib import pyplot as plt
 from multiworld_serving.testing.chaos.observer import Observer
 from multiworld_serving.testing.load.clients import Sample, run_load
 from multiworld_serving.testing.load.images import photo
-from multiworld_serving.testing.load.measurement import Measurement, measure
+from multiworld_serving.testing.load.measurement import measure
 from multiworld_serving.testing.load.requests import ReferenceRequest
 from multiworld_serving.testing.local_service import LocalService
 
@@ -29,24 +30,26 @@ BIN_S = 2
 BLUE, RED, GRAY = "#4878a8", "#c44e52", "#808080"
 
 
-def loaded(url: str, rate_hz: float | None) -> Measurement:
+def loaded(url: str, rate_hz: float | None) -> dict[str, Any]:
     """Measure a load of single images; without a rate that of 16 clients, each of which waits for its response."""
     with run_load(url, [ReferenceRequest(photo())], clients=16, rate_hz=rate_hz) as load:
         time.sleep(WARM_UP_S + MEASURED_S)
         until_s = time.time()
-    return measure(load.samples, until_s - MEASURED_S, until_s)
+    return measure(load, until_s - MEASURED_S, until_s)
 
 
 def draw_goodput(picture: Path) -> None:
     """Correct responses and refusals for each rate of requests with a deadline of 2 s."""
     with LocalService(model="resnet18", weights="random:0", stages=1, replicas=2, timeout_s=2) as service:
-        capacity_hz = loaded(service.url, None).answered_per_s
+        capacity_hz = loaded(service.url, None)["answered_per_s"]
         found = [loaded(service.url, share * capacity_hz) for share in SHARES]
     sent = [share * capacity_hz for share in SHARES]
     figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
-    axes.plot(sent, [each.answered_per_s for each in found], "o-", color=BLUE, label="answered in time")
-    axes.plot(sent, [each.refused / each.seconds for each in found], "o-", color=GRAY, label="refused with 429")
-    axes.plot(sent, [each.failed / each.seconds for each in found], "o-", color=RED, label="deadline missed, or failed")
+    axes.plot(sent, [each["answered_per_s"] for each in found], "o-", color=BLUE, label="answered in time")
+    axes.plot(sent, [each["refused"] / each["seconds"] for each in found], "o-", color=GRAY, label="refused with 429")
+    axes.plot(
+        sent, [each["failed"] / each["seconds"] for each in found], "o-", color=RED, label="deadline missed, or failed"
+    )
     axes.set(xlabel="requests sent per second", ylabel="per second")
     axes.legend()
     figure.savefig(picture, metadata={"Date": None})
@@ -55,7 +58,7 @@ def draw_goodput(picture: Path) -> None:
 def draw_autoscaling(picture: Path) -> None:
     """Requests sent and answered per second, and replicas, while the load is low, higher than one replica serves, and low again."""
     with LocalService(model="resnet18", weights="random:0", stages=1, replicas=1, threads=1) as alone:
-        capacity_hz = loaded(alone.url, None).answered_per_s
+        capacity_hz = loaded(alone.url, None)["answered_per_s"]
     samples: list[Sample] = []
     times_s: list[float] = []
     replicas: list[int] = []

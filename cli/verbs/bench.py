@@ -3,17 +3,13 @@
 import json
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 from multiworld_serving.cli.console import table
 from multiworld_serving.cli.options import AsJson, Duration, LoadOptions, duration
 from multiworld_serving.cli.service import ServiceOptions, open_clients, read_status
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.settings import setting
-
-if TYPE_CHECKING:
-    from multiworld_serving.testing.load.measurement import Measurement
-
 
 _CLIENT_BOUND = 0.8
 """Fraction of a core above which the clients themselves may limit the throughput."""
@@ -93,25 +89,26 @@ def bench(options: BenchOptions) -> int:
         until_s, busy_s = time.time(), time.process_time() - busy_s
     since_s = min(since_s, until_s)
     cores = busy_s / max(1e-9, until_s - since_s + options.warm_up_s)
-    rows = options.rows or 1
-    found = measure(load.samples, since_s, until_s, unsent=load.unsent, rows_per_request=rows)
+    found = measure(load, since_s, until_s, rows_per_request=options.rows or 1)
     if options.as_json:
-        facts = {"service": title, "load": options.load, "client_cores": round(cores, 2), **found.as_json()}
+        facts = {"service": title, "load": options.load, "client_cores": round(cores, 2), **found}
         print(json.dumps(facts, indent=1))
     else:
         _show(found, f"{title}, {options.load}, {requests[0].path}", cores)
-    return 130 if interrupted else 1 if found.failed or not found.answered else 0
+    return 130 if interrupted else 1 if found["failed"] or not found["answered"] else 0
 
 
-def _show(found: "Measurement", title: str, busy: float) -> None:
-    columns = ("answers/s", "rows/s", *found.latency_ms)
-    numbers = (found.answered_per_s, found.rows_per_s, *found.latency_ms.values())
-    print(title, table(columns, [[f"{number:.1f}" for number in numbers]], numbers=columns), "latency in ms", sep="\n")
-    counts = f"{found.answered} answered, {found.refused} refused with 429, {found.failed} failed"
-    print(f"{found.requests} requests in {found.seconds:.1f} s: {counts}")
-    for error, times in found.errors.items():
+def _show(found: dict[str, Any], title: str, busy: float) -> None:
+    columns = {"answers/s": found["answered_per_s"], "rows/s": found["rows_per_s"], **found["latency_ms"]}
+    print(title, table([*columns], [[f"{number:.1f}" for number in columns.values()]], numbers=columns), sep="\n")
+    print("latency in ms")
+    print(
+        f"{found['requests']} requests in {found['seconds']:.1f} s: {found['answered']} answered, "
+        f"{found['refused']} refused with 429, {found['failed']} failed"
+    )
+    for error, times in found["errors"].items():
         print(f"{times} times: {error}")
-    if found.unsent:
-        print(f"{found.unsent} requests were not sent: too many requests were in flight")
+    if found["unsent"]:
+        print(f"{found['unsent']} requests were not sent: too many requests were in flight")
     if busy > _CLIENT_BOUND:
         print(f"the clients used {busy:.2f} cores and may have limited the throughput")

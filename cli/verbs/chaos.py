@@ -15,9 +15,6 @@ from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.settings import Options, setting
 
 if TYPE_CHECKING:
-    from multiworld_serving.testing.chaos.campaign import CampaignResult
-    from multiworld_serving.testing.chaos.report import Report
-    from multiworld_serving.testing.load.measurement import Spread
     from multiworld_serving.testing.local_service import RunningService
 
 
@@ -94,7 +91,7 @@ def chaos(options: ChaosOptions) -> int:
 
     from multiworld_serving.testing.chaos.campaign import Plan, chosen_faults, run
     from multiworld_serving.testing.chaos.observer import NotRecoveredError
-    from multiworld_serving.testing.chaos.report import summarize, to_json
+    from multiworld_serving.testing.chaos.report import summarize
     from multiworld_serving.testing.load.requests import body_file
     from multiworld_serving.testing.local_service import ServiceFailedError
 
@@ -124,10 +121,10 @@ def chaos(options: ChaosOptions) -> int:
     except (ServiceFailedError, NotRecoveredError, httpx.HTTPError) as error:
         raise ServiceError(str(error) or type(error).__name__) from error
     report = summarize(result)
-    _show(result, report)
+    _show(report)
     if json_file is not None:
-        json_file.write_text(json.dumps(to_json(result, report), indent=1))
-    return 1 if report.verdict else 0
+        json_file.write_text(json.dumps(report, indent=1))
+    return int(report["verdict"] != "ok")
 
 
 def _list() -> None:
@@ -140,42 +137,40 @@ def _list() -> None:
     print(table(("fault", "scope", "expected world failures", "available", "description"), rows))
 
 
-def _show(result: "CampaignResult", report: "Report") -> None:
-    counts, times = ("times", "failed", "excused", "duplicate"), ("detect ms", "recover s", "latency ms")
+def _show(report: dict[str, Any]) -> None:
+    counts, times = ("times", "failed", "excused", "duplicates"), ("detect ms", "recover s", "latency ms")
     rows = [
         (
-            row.fault,
-            *(str(count) for count in (row.times, row.failed, row.excused, row.duplicates)),
-            _spread(row.detect, 1e3, ".0f"),
-            _spread(row.recover, 1, ".2f"),
-            _spread(row.latency, 1e3, ".0f"),
+            row["fault"],
+            *(str(row[name]) for name in counts),
+            _spread(row["detect"], 1e3, ".0f"),
+            _spread(row["recover"], 1, ".2f"),
+            _spread(row["latency"], 1e3, ".0f"),
         )
-        for row in [*report.rows, report.total]
+        for row in [*report["faults"], report["total"]]
     ]
     print(table(("fault", *counts, *times), rows, numbers=(*counts, *times)))
     print("median / p99 / max; latency of requests between fault and recovery")
-    print(*_lines(result, report), sep="\n")
+    print(
+        f"{len(report['injections'])} faults in {report['duration_s']:.0f} s, {report['requests']} requests: {report['failed']} failed, "
+        f"{report['excused']} excused, {report['refused']} refused with 429, {report['duplicates']} answered twice, {report['wrong']} wrong"
+    )
+    print(
+        f"longest request {report['longest_s']:.2f} s; median / p99 / max ms: "
+        f"{_spread(report['latency_without_faults'], 1e3, '.0f')} without faults, "
+        f"{_spread(report['latency_during_faults'], 1e3, '.0f')} during faults"
+    )
+    for name, (before, after) in sorted(report["resources"].items()):
+        print(f"{name}:", *(f"{what} {before[what]:.0f} -> {after[what]:.0f}" for what in before))
+    for warning in report["warnings"]:
+        print(f"warning: {warning}")
+    if report["verdict"] == "ok":
+        print("ok: no request lost, none answered twice, no unexpected effect")
+    else:
+        print(*(f"FAILED: {failure}" for failure in report["verdict"]), sep="\n")
 
 
-def _spread(spread: "Spread | None", factor: float, form: str) -> str:
+def _spread(spread: dict[str, float] | None, factor: float, form: str) -> str:
     if spread is None:
         return "-"
-    return " / ".join(format(value * factor, form) for value in (spread.median, spread.p99, spread.max))
-
-
-def _lines(result: "CampaignResult", report: "Report") -> list[str]:
-    total = report.total
-    return [
-        f"{total.times} faults in {result.ended_s - result.started_s:.0f} s, {report.requests} requests: {total.failed} failed, "
-        f"{total.excused} excused, {report.refused} refused with 429, {total.duplicates} answered twice, {report.wrong} wrong",
-        f"longest request {report.longest_s:.2f} s; median / p99 / max ms: {_spread(report.without_faults, 1e3, '.0f')} without "
-        f"faults, {_spread(total.latency, 1e3, '.0f')} during faults",
-        *(
-            f"{name}: threads {before.threads} -> {after.threads}, descriptors {before.descriptors} -> {after.descriptors}, "
-            f"memory {before.resident_mib:.0f} -> {after.resident_mib:.0f} MiB"
-            for name, (before, after) in sorted(result.resources.items())
-        ),
-        *(f"warning: {warning}" for warning in result.warnings),
-        *(f"FAILED: {failure}" for failure in report.verdict),
-        *([] if report.verdict else ["ok: no request lost, none answered twice, no unexpected effect"]),
-    ]
+    return " / ".join(format(spread[name] * factor, form) for name in ("median", "p99", "max"))

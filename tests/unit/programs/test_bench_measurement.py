@@ -2,7 +2,7 @@
 
 import pytest
 
-from multiworld_serving.testing.load.clients import Sample
+from multiworld_serving.testing.load.clients import Load, Sample
 from multiworld_serving.testing.load.measurement import measure
 
 SAMPLES = [
@@ -20,13 +20,13 @@ SAMPLES = [
 
 
 def test_only_requests_of_the_measured_period_count_and_only_correct_answers_for_throughput_and_latency() -> None:
-    found = measure(SAMPLES, 1.0, 3.0, rows_per_request=8)
-    assert (found.requests, found.answered, found.refused, found.failed) == (8, 4, 1, 3)
-    assert found.statuses == {"200": 5, "429": 1, "503": 1, "none": 1}
-    assert found.errors == {"no replica": 1, "wrong answer": 1, "ReadTimeout": 1}
-    assert found.answered_per_s == pytest.approx(1.5)
-    assert found.rows_per_s == found.as_json()["rows_per_s"] == pytest.approx(12)
-    latency = found.latency_ms
+    found = measure(Load(SAMPLES), 1.0, 3.0, rows_per_request=8)
+    assert [found[name] for name in ("requests", "answered", "refused", "failed")] == [8, 4, 1, 3]
+    assert found["statuses"] == {"200": 5, "429": 1, "503": 1, "none": 1}
+    assert found["errors"] == {"no replica": 1, "wrong answer": 1, "ReadTimeout": 1}
+    assert found["answered_per_s"] == pytest.approx(1.5)
+    assert found["rows_per_s"] == pytest.approx(12)
+    latency = found["latency_ms"]
     assert list(latency) == ["p50", "p90", "p95", "p99", "p99.9", "max", "mean"]
     assert latency["p50"] == pytest.approx(200)
     assert latency["mean"] == pytest.approx(250)
