@@ -4,12 +4,11 @@ import argparse
 import inspect
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
-from pydantic import BeforeValidator, SecretStr
+from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from multiworld_serving.common.config.errors import UserError
@@ -44,27 +43,9 @@ _IN_SHORT_HELP = {
 HELP = frozenset({"-h", "--help", "--help-all"})
 _REPEATED = ("leader", "model", "url")
 """Options that may be repeated: their values are joined by commas."""
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 OptionsType = TypeVar("OptionsType", bound=Options)
-
-
-def seconds(text: str | float) -> float:
-    """Parse a duration such as "25ms", "9s" or "1.5h" into seconds; a number without unit is in seconds. Raises ValueError."""
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", str(text).strip())
-    if match is None or (match[2] or "s") not in _UNITS:
-        raise ValueError("not a duration")
-    return float(match[1]) * _UNITS[match[2] or "s"]
-
-
-Duration = Annotated[float, BeforeValidator(seconds)]
-
-
-def duration(default: float | None, panel: str, name: str) -> Any:
-    """Declare an option of type `Duration`."""
-    allowed = f"a number with a unit of {', '.join(_UNITS)}, such as 25ms or 1.5h"
-    return setting(default, panel, names=(name,), metavar="TIME", allowed=allowed)
 
 
 class AsJson(Options):
@@ -72,17 +53,6 @@ class AsJson(Options):
 
     as_json: bool = setting(False, names=("--json",))
     """Print JSON instead of text."""
-
-
-class LoadOptions(Options):
-    """Options for the load."""
-
-    clients: int = setting(8, "Load", ge=1)
-    """Closed loop: number of clients, each with one request at a time."""
-    rate: float | None = setting(None, "Load", metavar="HZ", ge=0.01)
-    """Open loop instead of --clients: requests per second at random times (Poisson), independent of the responses."""
-    files: tuple[Path, ...] = setting((), "Load", names=("--file",), metavar="FILE")
-    """Body of a request to /predict, may be repeated; by default requests are generated for the model."""
 
 
 class _ProgramOptions(Options):

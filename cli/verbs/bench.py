@@ -6,10 +6,11 @@ import time
 from typing import Any
 
 from multiworld_serving.cli.console import table
-from multiworld_serving.cli.options import AsJson, Duration, LoadOptions, duration
+from multiworld_serving.cli.options import AsJson
 from multiworld_serving.cli.service import ServiceOptions, open_clients, read_status
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.settings import setting
+from multiworld_serving.testing.options import Duration, LoadOptions, duration
 
 _CLIENT_BOUND = 0.8
 """Fraction of a core above which the clients themselves may limit the throughput."""
@@ -27,8 +28,6 @@ class BenchOptions(AsJson, LoadOptions, ServiceOptions):
     """Send tensors with this many rows, with the Open Inference Protocol, instead of images."""
     model: str | None = setting(None)
     """Model, if the service has several."""
-    seed: int = setting(0, "Load")
-    """Seed of the generated requests and of the arrival times of an open loop."""
 
     @property
     def load(self) -> str:

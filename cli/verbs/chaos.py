@@ -3,23 +3,23 @@
 import json
 import os
 import signal
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multiworld_serving.cli.console import table
-from multiworld_serving.cli.options import Duration, LoadOptions, assignments, duration
+from multiworld_serving.cli.options import assignments
 from multiworld_serving.cli.service import Access, ServiceError
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.common.config.settings import Options, setting
+from multiworld_serving.common.config.settings import setting
+from multiworld_serving.testing.options import Plan
 
 if TYPE_CHECKING:
     from multiworld_serving.testing.local_service import RunningService
 
 
-class TestedService(Options):
-    """The service under test: the URL of a running service, or the settings with which the campaign starts one."""
+class ChaosOptions(Access, Plan):
+    """Options of `chaos`."""
 
     url: str | None = setting(None, "The service")
     """URL of a running service on this machine; by default one is started."""
@@ -33,44 +33,27 @@ class TestedService(Options):
     """Replicas per stage of the started service."""
     leaders: int = setting(2, "The service", ge=1)
     """Leaders of the started service."""
-    heartbeat_timeout_s: float = setting(1.0, "The service", ge=0.01)
-    """Heartbeat timeout of the service."""
-    recovery_grace_s: float = setting(15.0, "The service", ge=0)
-    """How long the service keeps requests for a stage without replicas, in seconds."""
     sets: tuple[str, ...] = setting((), "The service", names=("--set",), metavar="NAME=VALUE")
     """Setting of the started service, as for `multiworld serve`; may be repeated."""
-
-    def open(self, credentials: Mapping[str, Any]) -> "AbstractContextManager[RunningService]":
-        """Return the service, for the duration of a block. Raises UserError for options that exclude each other."""
-        from multiworld_serving.testing.local_service import LocalService, RunningService
-
-        if self.url is None:
-            named = {name: getattr(self, name) for name in TestedService.model_fields.keys() - {"sets", "url"}}
-            named["model"] = self.model or "resnet18"
-            # All tensors travel over edges, also small ones, so that faults of edges have an effect.
-            return LocalService(credentials=credentials, **{"edge_min_bytes": 0} | named | assignments(self.sets))
-        if self.sets:
-            raise UserError("--set applies to a service that this command starts: omit --url")
-        return nullcontext(RunningService(self.url, credentials=credentials, model=self.model))
-
-
-class ChaosOptions(Access, LoadOptions, TestedService):
-    """Options of a campaign."""
-
     faults: str | None = setting(None, "Faults", metavar="NAME,…")
     """Faults to inject; by default all that are possible on this machine. See --list."""
     list_faults: bool = setting(False, "Faults", names=("--list",))
     """List the faults with their expected effect, and exit."""
-    rounds: int = setting(1, "Faults", ge=1)
-    """Number of injections of each fault."""
-    duration_s: Duration | None = duration(None, "Faults", "--duration")
-    """Duration of the campaign, such as 30m, instead of --rounds."""
-    settle_s: Duration = duration(2.0, "Faults", "--settle")
-    """Pause between recovery and the next fault. Faults never overlap. By default 2s."""
-    seed: int = setting(0, "Faults")
-    """Seed of the order of faults, of their targets and of the requests."""
     json_file: Path | None = setting(None, names=("--json",), metavar="FILE")
     """Write the full result as JSON. A campaign that was interrupted continues when it is started with this file again."""
+
+    def service(self) -> "AbstractContextManager[RunningService]":
+        """Return the service under test, for the duration of a block. Raises UserError for options that exclude each other."""
+        from multiworld_serving.testing.local_service import LocalService, RunningService
+
+        if self.url is None:
+            shared = {"weights", "stages", "replicas", "leaders", "heartbeat_timeout_s", "recovery_grace_s"}
+            # All tensors travel over edges, also small ones, so that faults of edges have an effect.
+            named = self.model_dump(include=shared) | {"edge_min_bytes": 0, "model": self.model or "resnet18"}
+            return LocalService(credentials=self.credentials(), **named | assignments(self.sets))
+        if self.sets:
+            raise UserError("--set applies to a service that this command starts: omit --url")
+        return nullcontext(RunningService(self.url, credentials=self.credentials(), model=self.model))
 
 
 def chaos(options: ChaosOptions) -> int:
@@ -89,7 +72,7 @@ def chaos(options: ChaosOptions) -> int:
     """
     import httpx
 
-    from multiworld_serving.testing.chaos.campaign import Plan, chosen_faults, run
+    from multiworld_serving.testing.chaos.campaign import chosen_faults, run
     from multiworld_serving.testing.chaos.observer import NotRecoveredError
     from multiworld_serving.testing.chaos.report import summarize
     from multiworld_serving.testing.load.requests import body_file
@@ -100,24 +83,13 @@ def chaos(options: ChaosOptions) -> int:
         return 0
     if (json_file := options.json_file) is not None and not os.access(json_file.parent, os.W_OK):
         raise UserError(f"{json_file} cannot be written: {json_file.parent} is not a writable directory")
-    plan = Plan(
-        files=[body_file(path) for path in options.files],
-        faults=chosen_faults(options.faults),
-        clients=options.clients,
-        rate_hz=options.rate,
-        rounds=options.rounds,
-        duration_s=options.duration_s,
-        settle_s=options.settle_s,
-        seed=options.seed,
-        heartbeat_timeout_s=options.heartbeat_timeout_s,
-        grace_s=options.recovery_grace_s,
-    )
+    faults, files = chosen_faults(options.faults), [body_file(path) for path in options.files]
     # Handle SIGTERM like Ctrl-C: print the results so far and stop the started service.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with options.open(options.credentials()) as system:
+        with options.service() as system:
             journal = None if json_file is None else json_file.with_name(f"{json_file.name}.part")
-            result = run(system, plan, journal=journal, log=lambda line: print(line, flush=True))
+            result = run(system, options, faults, files, journal=journal, log=lambda line: print(line, flush=True))
     except (ServiceFailedError, NotRecoveredError, httpx.HTTPError) as error:
         raise ServiceError(str(error) or type(error).__name__) from error
     report = summarize(result)

@@ -22,33 +22,9 @@ from multiworld_serving.testing.chaos.system.processes import Resources, resourc
 from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.requests import ReferenceRequest, count_indistinguishable, served_requests
 from multiworld_serving.testing.local_service import RunningService
+from multiworld_serving.testing.options import Plan
 
 _DUPLICATES = "multiworld_duplicate_answers_total"
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The parameters of a campaign.
-
-    Attributes:
-        files: bodies and content types of requests to /predict, used in turn; empty generates requests for the served model.
-        clients: number of clients of the closed loop; ignored with `rate_hz`.
-        rate_hz: requests per second of an open loop; None for a closed loop.
-        rounds: injections of each fault; ignored with `duration_s`.
-        settle_s: pause between recovery and the next fault.
-        grace_s: how long the service keeps requests for a stage without replicas.
-    """
-
-    files: Sequence[tuple[bytes, str]]
-    faults: Sequence[Fault]
-    clients: int = 8
-    rate_hz: float | None = None
-    rounds: int = 1
-    duration_s: float | None = None
-    settle_s: float = 2.0
-    seed: int = 0
-    heartbeat_timeout_s: float = 1.0
-    grace_s: float = 15.0
 
 
 @dataclass(slots=True)
@@ -56,6 +32,7 @@ class CampaignResult:
     """All data of a campaign."""
 
     plan: Plan
+    faults: Sequence[Fault]
     started_s: float = 0.0
     ended_s: float = 0.0
     injections: list[Injection] = field(default_factory=list)
@@ -73,6 +50,8 @@ class CampaignResult:
 def run(
     system: RunningService,
     plan: Plan,
+    faults: Sequence[Fault],
+    files: Sequence[tuple[bytes, str]] = (),
     *,
     journal: Path | None = None,
     log: Callable[[str], None] = lambda _line: None,
@@ -80,6 +59,7 @@ def run(
     """Inject the planned faults into a service under load.
 
     Args:
+        files: bodies and content types of requests to /predict, used in turn; empty generates requests for the served model.
         journal: a file from which an interrupted campaign continues. It is removed when the campaign is complete.
         log: called with one line of text per event.
     Raises:
@@ -88,23 +68,23 @@ def run(
         UserError: the journal cannot be used.
     """
     written = Journal(journal, plan.seed)
-    found = CampaignResult(plan, injections=[entry.injection for entry in written.entries])
+    found = CampaignResult(plan, faults, injections=[entry.injection for entry in written.entries])
     if found.injections:
         log(f"continues after {len(found.injections)} faults")
     with Observer(system.url, system.credentials, model=system.model) as observer:
         start = observer.wait(lambda now: now.complete, WAIT_S, "complete at the start")
-        found.skipped = {fault.name: why for fault in plan.faults if (why := unavailable_reason(fault, system, start))}
+        found.skipped = {fault.name: why for fault in faults if (why := unavailable_reason(fault, system, start))}
         for name, why in found.skipped.items():
             log(f"left out: {name} ({why})")
         common: Any = {"seed": plan.seed, "credentials": system.credentials}
-        requests = served_requests(system.url, plan.files, model=system.model, **common)
+        requests = served_requests(system.url, files, model=system.model, **common)
         if pairs := count_indistinguishable(requests):
             found.warnings.append(
                 f"{pairs} pairs of requests have indistinguishable answers: swapping those would not be detected"
             )
         duplicates = observer.metric(_DUPLICATES)
         found.started_s = time.time() - written.elapsed_s  # the earlier runs count, and the time between them does not
-        load = run_load(system.url, requests, clients=plan.clients, rate_hz=plan.rate_hz, timeout_s=60.0, **common)
+        load = run_load(system.url, requests, clients=plan.clients, rate_hz=plan.rate, timeout_s=60.0, **common)
         with load as found.load:
             time.sleep(plan.settle_s)
             before = _resources(system)
@@ -203,7 +183,7 @@ def _inject_all(
     log: Callable[[str], None],
 ) -> None:
     plan, written = found.plan, 0
-    faults = [fault for fault in plan.faults if fault.name not in found.skipped]
+    faults = [fault for fault in found.faults if fault.name not in found.skipped]
     generator = random.Random(plan.seed)
     endless = itertools.islice(_order(faults, generator), len(found.injections), None) if faults else ()
     for number, fault in enumerate(endless, len(found.injections)):

@@ -66,7 +66,7 @@ def _affected(result: CampaignResult) -> list[list[Sample]]:
 
 
 def _is_excused(sample: Sample, result: CampaignResult) -> bool:
-    return any(_excuses(injection, result.plan.grace_s, sample) for injection in result.injections)
+    return any(_excuses(injection, result.plan.recovery_grace_s, sample) for injection in result.injections)
 
 
 def _excuses(injection: Injection, grace_s: float, sample: Sample) -> bool:
@@ -110,7 +110,7 @@ def _count_following(samples: Sequence[Sample], result: CampaignResult, kind: st
 
 
 def _verdict(result: CampaignResult, failed: Sequence[Sample]) -> list[str]:
-    wanted = {fault.name for fault in result.plan.faults} - result.skipped.keys()
+    wanted = {fault.name for fault in result.faults} - result.skipped.keys()
     missing = sorted(wanted - {injection.fault for injection in result.injections})
     checks = [
         (result.aborted, f"ended early: {result.aborted}"),

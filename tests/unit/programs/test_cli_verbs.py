@@ -17,7 +17,6 @@ import pytest
 
 from multiworld_client import Client
 from multiworld_serving.cli.main import main
-from multiworld_serving.cli.options import seconds
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.settings import Settings, public_fields
 from multiworld_serving.common.service.snapshots import (
@@ -32,6 +31,7 @@ from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.common.settings.serve import FrontendSettings, ServeSettings
 from multiworld_serving.common.settings.worker import WorkerSettings
 from multiworld_serving.models.errors import ModelError
+from multiworld_serving.testing.options import seconds
 from tests.http_server import QuietHandler, serving
 
 ANSWER = {
