@@ -103,7 +103,6 @@ class WorldManager:
         self._bind_host = bind_host
         self._control_loop: ControlLoop | None = None
         self._worlds: dict[str, World] = {}
-        self._announced: set[str] = set()
         self._created: weakref.WeakSet[World] = weakref.WeakSet()
         self._generations: dict[str, int] = {}
         """The latest generation of each name that this process hosted as rank 0; the oldest first."""
@@ -139,8 +138,6 @@ class WorldManager:
 
     def is_broken(self, world_name: str) -> bool:
         """Whether the world cannot be used: it broke, was closed or removed, or was never opened here."""
-        if world_name in self._announced:
-            return False
         world = self._worlds.get(world_name)
         return world is None or world.state.ended
 
@@ -230,7 +227,6 @@ class WorldManager:
             config = replace(config, generation=self._next_generation(config))
         if config.size > 1:
             config = replace(config, local_acceptor=self._open_local())
-        self._announced.discard(config.name)
         control_loop = self._running_loop()
         world = self._worlds[config.name] = World(config, control_loop, acceptor, self._on_world_changed)
         self._created.add(world)
@@ -252,17 +248,6 @@ class WorldManager:
         if len(self._generations) > _MAX_GENERATIONS:
             del self._generations[next(iter(self._generations))]  # the oldest
         return generation
-
-    def add_world(self, world_name: str, backend: str) -> None:
-        """Announce a world that `initialize_world` will open; until then `is_broken` is False for it. For compatibility with pymultiworld.
-
-        Raises WorldExistsError, and ValueError for an unknown backend.
-        """
-        uses_nccl(backend)
-        with self._lock:
-            if not self.is_broken(world_name):
-                raise WorldExistsError(world_name, "it is already open or announced here")
-            self._announced.add(world_name)
 
     def set_accepted_secrets(self, *secrets: bytes) -> None:
         """Accept new members and queries only from processes that know one of `secrets`. Existing connections stay open.
@@ -371,12 +356,7 @@ class WorldManager:
 
         A world that another thread opens under the same name in the meantime is not affected. Raises WorldNotFoundError.
         """
-        with self._lock:
-            if world_name in self._announced:
-                self._announced.discard(world_name)
-                return
-            world = self.world(world_name)
-        self._drop(world)
+        self._drop(self.world(world_name))
 
     async def close_world(self, world_name: str) -> None:
         """Like `remove_world`, but wait at most 10 s until all its resources are freed. Raises WorldNotFoundError."""
