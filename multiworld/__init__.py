@@ -11,8 +11,8 @@ manager.py (the public entry), then world.py (the life of one world) and errors.
 """
 
 from multiworld.communicator import WorldCommunicator
+from multiworld.control.dial import ask
 from multiworld.control.loop import ControlLoop
-from multiworld.control.query import ask
 from multiworld.errors import (
     AskError,
     BrokenWorldException,

@@ -6,7 +6,12 @@
     │   │   └── WorldNotFoundError  this process opened no world of that name, or removed it: a bug of the caller; also a ValueError
     │   ├── WorldClosedError        this process closed the world and used it afterwards: a bug of the caller
     │   ├── WorldExistsError        a world of that name is open here: close it, or choose another name; also a ValueError
-    │   └── JoinError               the world did not form (rank 0 not reachable, refused, wrong secret); a retry may succeed
+    │   ├── JoinError               the world did not form (rank 0 not reachable, refused, wrong secret); a retry may succeed
+    │   └── ElasticError            this process left its elastic world; unfinished tensors have their original values; it may join again
+    │       ├── EvictedError        the world continues without this process
+    │       ├── RendezvousError     the rendezvous server cannot be reached or does not know the world
+    │       ├── ViewChangeError     no view formed in time, or a call exceeded its time limit
+    │       └── DesyncError         the members call different operations: a bug of the application
     └── AskError                    a query to another process got no answer; a retry may succeed
 
 As in anyio, `broken` means that the world failed or another member left, and `closed` that this process closed it.
@@ -105,6 +110,26 @@ class WorldExistsError(WorldError, ValueError):
 
 class JoinError(WorldError):
     """The world did not form in time, or rank 0 refused this member. Everything is freed; a retry is safe."""
+
+
+class ElasticError(WorldError):
+    """This process is no longer a member of the elastic world. It may join again."""
+
+
+class EvictedError(ElasticError):
+    """The world continues without this process, which was frozen or disconnected, or did not ask for the next view in time."""
+
+
+class RendezvousError(ElasticError):
+    """The rendezvous server cannot be reached or does not know this world. A working view continues, but no other follows."""
+
+
+class ViewChangeError(ElasticError):
+    """No view formed in time, or a call exceeded its time limit."""
+
+
+class DesyncError(ElasticError):
+    """The members call different operations, pass different tensors, or some are one call ahead. A bug of the application."""
 
 
 class AskError(MultiWorldError):

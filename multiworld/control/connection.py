@@ -9,7 +9,6 @@ from typing import Protocol
 
 from multiworld.control.frames import MAX_FRAME_BYTES, Frame, FrameError, FrameReader
 from multiworld.control.loop import ControlLoop
-from multiworld.control.progress import StallClock
 
 _RECEIVE_BYTES = 1 << 16
 _MAX_OUTBOX_BYTES = 4 * MAX_FRAME_BYTES
@@ -17,6 +16,32 @@ _MAX_OUTBOX_BYTES = 4 * MAX_FRAME_BYTES
 _MAX_CREDIT_S = 1.0
 _FLUSH_S = 1.0
 """How long a closing connection tries to send buffered data."""
+
+
+class StallClock:
+    """Measures from a peer's heartbeats how long its event loop has not run.
+
+    Attributes:
+        stalled_s: seconds in which heartbeats arrived with an unchanged count.
+    """
+
+    def __init__(self) -> None:
+        self.stalled_s = 0.0
+        self._count: int | None = None
+        self._received_s = 0.0
+
+    def on_heartbeat(self, count: int, now_s: float, max_gap_s: float) -> None:
+        """Record a received heartbeat.
+
+        Args:
+            max_gap_s: at most this much of the time since the previous heartbeat counts. In a longer gap the whole peer process, or this
+                one, did not run; the heartbeat timeout covers that.
+        """
+        if count == self._count:
+            self.stalled_s += min(now_s - self._received_s, max_gap_s)
+        else:
+            self.stalled_s = 0.0
+        self._count, self._received_s = count, now_s
 
 
 class ControlConnectionOwner(Protocol):

@@ -1,16 +1,52 @@
-"""Connects to another process and authenticates, and reads the frames of a handshake."""
+"""Connects to another process and authenticates, asks it a question, and reads the frames of a handshake.
+
+A question gets one answer over a listening port, without joining a world. A new process uses it to learn which world to join. The handshake
+authenticates both sides (see handshake.py), and the answer carries a proof of the secret.
+"""
 
 import asyncio
 import contextlib
 import ipaddress
+import math
 import os
 import socket
-from collections.abc import Callable
+import weakref
+from collections.abc import Awaitable, Callable
 
-from multiworld.control.frames import MAX_HANDSHAKE_BYTES, Frame, Heartbeat, Refuse, decode_frame, decode_length
+from multiworld.control.frames import (
+    MAX_HANDSHAKE_BYTES,
+    Frame,
+    FrameError,
+    Heartbeat,
+    Refuse,
+    decode_frame,
+    decode_length,
+)
 from multiworld.control.handshake import ClientHandshake, Hello, RefusedError
-from multiworld.control.sockets import close_in_child
+from multiworld.errors import AskError
 from multiworld.texts import one_line
+
+_CONNECT_S = 5.0
+"""Timeout of the connection of `ask`. It is short, because the kernel doubles the pause between its attempts."""
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_in_child(sock: socket.socket) -> socket.socket:
+    """Close the copy of `sock` in every forked child. Returns `sock`.
+
+    A connection closes only when every process that holds it has closed it. If a child kept copies and its parent died, the other members
+    would see missed heartbeats instead of a closed connection.
+    """
+    _open.add(sock)
+    return sock
+
+
+def _close_copies() -> None:
+    for sock in list(_open):
+        sock.close()  # no shutdown: the parent still uses the connection
+
+
+os.register_at_fork(after_in_child=_close_copies)
 
 
 async def dial(
@@ -39,6 +75,51 @@ async def dial(
         sock.close()
         raise
     return sock
+
+
+async def ask(
+    addr: str,
+    port: int,
+    question: str | Callable[[], Awaitable[str]],
+    *,
+    secret: bytes = b"",
+    timeout_s: float = 10.0,
+    bind_host: str = "",
+) -> bytes:
+    """Send `question` to the process that listens on `addr`:`port` and return its answer.
+
+    Args:
+        question: the text; or a function that returns it, called when the server has accepted the connection. It must return within
+            a few seconds, because the server waits for the question.
+        bind_host: the local address of the connection; empty lets the kernel choose.
+        timeout_s: seconds for the whole query.
+    Raises:
+        PermissionError: the server refused our secret, or does not know it.
+        AskError: no connection, no query handler on that port, the question was refused, or no answer within `timeout_s`.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            sock, challenge = await _connect_to_any(addr, port, bind_host)
+            with sock:
+                text = question if isinstance(question, str) else await question()
+                return await request(sock, challenge, secret, Hello(question=text), math.inf)
+    except RefusedError as refusal:
+        raise PermissionError(f"{addr}:{port} refused us: {refusal}") from None
+    except TimeoutError:
+        raise AskError(
+            f"{addr}:{port} did not answer within {timeout_s:g} s; is it the port for joining (8001 of a leader), not one for HTTP?"
+        ) from None
+    except (OSError, FrameError) as error:
+        raise AskError(f"{addr}:{port} cannot be queried: {reason_of(error)}") from error
+
+
+async def _connect_to_any(addr: str, port: int, bind_host: str) -> tuple[socket.socket, Frame]:
+    """Connect to the first address of a name that can be reached. Errors as in `dial`."""
+    *others, last = await resolve(addr)
+    for host in others:
+        with contextlib.suppress(OSError):
+            return await connect((host, port), _CONNECT_S, bind_host)
+    return await connect((last, port), _CONNECT_S, bind_host)
 
 
 async def request(sock: socket.socket, challenge: Frame, secret: bytes, hello: Hello, timeout_s: float) -> bytes:

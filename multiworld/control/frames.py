@@ -94,7 +94,7 @@ class StoreSet(Frame, frozen=True):
 
 
 class Heartbeat(Frame, frozen=True):
-    """Both ways. `count` is that of the sender's event loop, if it has one (see progress.py)."""
+    """Both ways. `count` is that of the sender's event loop, if it has one (see loop.py)."""
 
     count: int | None = None
 

@@ -1,8 +1,9 @@
 """The control loop: one thread that serves all control connections of a process, with an asyncio event loop of its own. It never blocks.
 
 Sockets are non-blocking and callbacks are short, so the loop never waits for a peer, a world or the application. An event loop of the
-application that is blocked for seconds breaks no world, unless it is registered for monitoring (see progress.py). Time in which this
-process itself did not run (SIGSTOP, no CPU time) does not count towards the heartbeat timeouts of its peers, up to a limit.
+application that is blocked for seconds breaks no world, unless it is registered for monitoring. Then the heartbeats carry a count that this
+event loop increments, and a peer whose count does not change for too long is `stalled`. Time in which this process itself did not run
+(SIGSTOP, no CPU time) does not count towards the heartbeat timeouts of its peers, up to a limit.
 """
 
 import asyncio
@@ -13,18 +14,52 @@ import selectors
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from multiworld.control.progress import LoopCounter
+from multiworld.control.frames import HEARTBEAT_BYTES, Heartbeat
 from multiworld.execution.threads import DaemonThread
-
-if TYPE_CHECKING:
-    from multiworld.control.connection import ControlConnection
 
 logger = logging.getLogger(__name__)
 
 _STALL_S = 0.25
 """A longer delay of one iteration counts as a stall of this process. Shorter ones need no correction: data is read before timers run."""
+
+
+class LoopCounter:
+    """Increments a count while the registered event loop runs."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def register(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
+        """Increment the count on `loop` every `interval_s` seconds. Call it on that loop. Does nothing while a registered loop is open."""
+        if self._loop is None or self._loop.is_closed():
+            self._loop = loop
+            self._tick(loop, interval_s)
+
+    def stop(self) -> None:
+        """Stop counting. Callable from any thread."""
+        self._loop = None
+
+    def heartbeat(self) -> bytes:
+        """Return the encoded heartbeat to send now. Callable from any thread."""
+        if self._loop is None or self._loop.is_closed():
+            return HEARTBEAT_BYTES
+        return Heartbeat(self._count).encode()
+
+    def _tick(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
+        if self._loop is loop:
+            self._count += 1
+            loop.call_later(interval_s, self._tick, loop, interval_s)
+
+
+class ServedConnection(Protocol):
+    """A connection that the loop serves. See `ControlConnection`."""
+
+    def credit_stall(self, stalled_s: float) -> None: ...
+
+    def close(self, flush_s: float) -> None: ...
 
 
 class _StallDetector(selectors.EpollSelector):
@@ -61,7 +96,7 @@ class ControlLoop:
     """
 
     def __init__(self) -> None:
-        self.connections: set[ControlConnection] = set()
+        self.connections: set[ServedConnection] = set()
         self.loop_counter = LoopCounter()
         self._selector = _StallDetector(self._credit_stall)
         self._runner = asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(self._selector))

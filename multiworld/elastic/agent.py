@@ -13,9 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from multiworld.collectives.movement import all_gather_into_tensor
-from multiworld.control.dial import local_host
-from multiworld.control.query import ask
-from multiworld.elastic.errors import ElasticError, EvictedError, RendezvousError, ViewChangeError
+from multiworld.control.dial import ask, local_host
 from multiworld.elastic.protocol.member_state import Action, CloseView, EndMembership, FormView, MemberState, Send
 from multiworld.elastic.protocol.messages import (
     Evicted,
@@ -28,7 +26,17 @@ from multiworld.elastic.protocol.messages import (
     encode,
 )
 from multiworld.elastic.rendezvous_link import RendezvousLink
-from multiworld.errors import AskError, BrokenWorldException, Cause, WorldClosedError, WorldError
+from multiworld.errors import (
+    AskError,
+    BrokenWorldException,
+    Cause,
+    ElasticError,
+    EvictedError,
+    RendezvousError,
+    ViewChangeError,
+    WorldClosedError,
+    WorldError,
+)
 from multiworld.events import WorldEvent
 from multiworld.manager import WorldManager
 from multiworld.ops.buffers import byte_view

@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from multiworld.control.dial import read_frame, readable, reason_of
+from multiworld.control.dial import close_in_child, read_frame, readable, reason_of
 from multiworld.control.frames import HEARTBEAT_BYTES, FrameError, Refuse
 from multiworld.control.handshake import Hello, ServerHandshake
 from multiworld.control.loop import ControlLoop
-from multiworld.control.sockets import close_in_child
 from multiworld.errors import AskError
 from multiworld.texts import one_line
 

@@ -16,14 +16,13 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from multiworld.elastic.errors import ElasticError, ViewChangeError
 from multiworld.elastic.protocol import coordinator, member_state
 from multiworld.elastic.protocol.commit_protocol import pass_boundary, run_round
 from multiworld.elastic.protocol.coordinator import Coordinator, Persist, SendTo
 from multiworld.elastic.protocol.member_state import CloseView, EndMembership, FormView, MemberState, Send
 from multiworld.elastic.protocol.messages import Evicted, MemberInfo, Message, View, decode, encode
 from multiworld.elastic.protocol.rounds import Round
-from multiworld.errors import BrokenWorldException
+from multiworld.errors import BrokenWorldException, ElasticError, ViewChangeError
 
 SILENCE_S = 1.2
 """When a silent member counts as lost: heartbeat_timeout_s plus one interval."""

@@ -11,7 +11,6 @@ messages have no effect, even after this process was frozen.
 from dataclasses import dataclass
 from typing import Literal
 
-from multiworld.elastic.errors import ElasticError, EvictedError, RendezvousError
 from multiworld.elastic.protocol.messages import (
     Evicted,
     Message,
@@ -20,6 +19,7 @@ from multiworld.elastic.protocol.messages import (
     View,
     ViewInvalidated,
 )
+from multiworld.errors import ElasticError, EvictedError, RendezvousError
 from multiworld.texts import one_line
 
 Phase = Literal["waiting", "forming", "ready", "requested", "ended"]

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from multiworld.control.connection import ControlConnection
+from multiworld.control.connection import ControlConnection, StallClock
 from multiworld.control.frames import MAX_FRAME_BYTES, Frame, FrameError, Heartbeat, Left, MemberFailed, StoreSet
 from multiworld.control.loop import ControlLoop
-from multiworld.control.progress import StallClock
 from multiworld.errors import Cause
 
 PATIENCE_S = 30.0
