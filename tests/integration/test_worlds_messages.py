@@ -237,7 +237,7 @@ async def test_peer_is_named_when_a_collective_starts_on_a_lost_connection() -> 
         with data_sockets() as socks:
             for sock in socks:
                 sock.shutdown(socket.SHUT_RDWR)
-        await until(lambda: host.world("w")._connections[1].end_reason is not None)
+        await until(lambda: host.world("w")._operations._connections[1].end_reason is not None)
         with pytest.raises(BrokenWorldException) as caught:
             await host.communicator.all_reduce(torch.zeros(4), world_name="w")
         assert (caught.value.cause, caught.value.rank) == (Cause.TRANSPORT, 1)

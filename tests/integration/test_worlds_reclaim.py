@@ -208,7 +208,7 @@ async def test_connection_is_freed_when_its_ended_world_is_kept_by_name() -> Non
     async with managers(2) as (host, guest):
         await form("w", host.listen(), host, guest)
         world = host.world("w")
-        connection = weakref.ref(world._connections[1])
+        connection = weakref.ref(world._operations._connections[1])
         guest.world("w").fail(Cause.ABORTED, 1, "for the test")
         assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
 

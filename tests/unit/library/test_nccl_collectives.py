@@ -175,9 +175,14 @@ async def test_collectives_of_one_world_start_on_two_event_loops(groups: list[Pr
         await form("w", pair[0].listen(), *pair)
         worlds = [manager.world("w") for manager in pair]
         for world, group in zip(worlds, groups, strict=True):
-            failed, store = world._fail_operations, ControlStore(lambda _key, _value: None)
+            failed, store = world._operations.fail, ControlStore(lambda _key, _value: None)
             world.nccl = NcclCollectives(
-                "w", store, partial(lambda each: each, group), world._check, world.on_transferred, failed
+                "w",
+                store,
+                partial(lambda each: each, group),
+                world._operations.check,
+                world._operations.on_transferred,
+                failed,
             )
             await asyncio.wrap_future(world.nccl.connect())
 
@@ -187,8 +192,8 @@ async def test_collectives_of_one_world_start_on_two_event_loops(groups: list[Pr
             return tensor.item()
 
         here = asyncio.create_task(reduce(worlds[0]))
-        await until(lambda: len(worlds[0]._pending) == 1)
+        await until(lambda: len(worlds[0]._operations._pending) == 1)
         there = asyncio.create_task(asyncio.to_thread(asyncio.run, reduce(worlds[0])))
-        await until(lambda: len(worlds[0]._pending) == 2)
+        await until(lambda: len(worlds[0]._operations._pending) == 2)
         sums = await asyncio.gather(here, there, reduce(worlds[1]), reduce(worlds[1]))
         assert list(sums) == [2.0] * 4
