@@ -110,6 +110,8 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         "multiworld/transport/connection.py": (
             # A frame is written between a partly written head and its message.
             ("if at and self.outbox[0].joined:", "if at and not self.outbox:"),
+        ),
+        "multiworld/transport/queues.py": (
             # A peer may grant receive credits without a limit.
             ("if self._total_credits > MAX_CREDITS:", "if self._total_credits < 0:"),
         ),

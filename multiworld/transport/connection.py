@@ -13,36 +13,26 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
 
-from torch import Tensor
-
 from multiworld.errors import Cause
 from multiworld.execution.failures import ConnectionLostError, described
-from multiworld.ops.operation import Message, Receive, View
+from multiworld.ops.operation import Message
 from multiworld.transport.poller import Poller
-from multiworld.transport.wire import HEAD, MESSAGE, RECV_READY, Output, credit_head, decode_signature
+from multiworld.transport.queues import MessageQueues
+from multiworld.transport.tcp import is_unacknowledged, keep_alive
+from multiworld.transport.wire import HEAD, MESSAGE, RECV_READY, Output, credit_head
 
 logger = logging.getLogger(__name__)
 
 Announced = tuple[int, int, bytes]
 """Tag, size in bytes, and signature of a message that a frame announces."""
-MAX_CREDITS = 1 << 18
-"""Maximum number of receive credits that a peer may have granted and that are not used yet, over all tags."""
 
 _SCRATCH_BYTES = 1 << 13
 """Size of the buffer for heads, in bytes. A short message is read together with its head."""
 _EVENT_BYTES = 1 << 20
 """Bytes that a connection reads or writes before the event loop serves the next connection."""
-MAX_RETRANSMISSIONS = 5
-"""After so many retransmissions without an acknowledgement, about 7 s in a local network, the network or the host of the peer counts as
-lost."""
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-"""Seconds without traffic until the kernel probes the peer, seconds between probes, and probes until the connection is lost."""
-_RETRANSMISSIONS_AT = 2
-"""Offset in `tcp_info` of the kernel: how often in a row the kernel has sent data again without an acknowledgement."""
 SENDMSG_BUFFERS = 16
 """Maximum number of buffers for one call of `sendmsg`."""
 
@@ -102,7 +92,7 @@ class PeerConnection:
 
     Attributes:
         end_reason: why the connection ended; None while it is usable.
-        sock, owner, outbox: for `payloads`.
+        sock, owner, queues, outbox: for `payloads`.
 
     Args:
         payloads: how the bytes of messages travel.
@@ -126,10 +116,7 @@ class PeerConnection:
         self._lock = lock
         self._poller = poller
         self._mask = select.EPOLLIN
-        self._receives: dict[int, deque[Message]] = {}
-        self._sends: dict[int, deque[Message]] = {}
-        self._credits: dict[int, int] = {}  # tag → unused receive credits from the peer
-        self._total_credits = 0
+        self.queues = MessageQueues()
         self._queued: deque[bytes] = deque()  # frames of `queue_frame`
         # Part of the first output, or its head, is already written: nothing may be inserted before it.
         self._partly_written = False
@@ -140,10 +127,7 @@ class PeerConnection:
         self._incoming: Message | None = None
         self._filled = 0
         sock.setblocking(False)
-        if sock.family != socket.AF_UNIX:  # a firewall may forget a connection without traffic
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEPALIVE.items():
-                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        keep_alive(sock)
         poller.register(sock.fileno(), self.on_event, self._mask)
 
     # -- messages ------------------------------------------------------------------------------------------------------------
@@ -151,7 +135,7 @@ class PeerConnection:
     def receive(self, message: Message) -> None:
         """Receive the next message with this tag. Raises ConnectionLostError when the connection has ended."""
         self._raise_if_ended()
-        self._receives.setdefault(message.tag, deque()).append(message)
+        self.queues.add_receive(message)
         self.write_first(credit_head(message.tag))
 
     def send(self, message: Message) -> None:
@@ -160,21 +144,15 @@ class PeerConnection:
         Raises ConnectionLostError when the connection has ended.
         """
         self._raise_if_ended()
-        tag = message.tag
-        self._sends.setdefault(tag, deque()).append(message)
-        if message.data is not None and tag not in self._credits:
+        self.queues.add_send(message)
+        if message.data is not None and not self.queues.has_credit(message.tag):
             self._read()  # a credit may have arrived already
-        self.send_ready(tag)
+        self.send_ready(message.tag)
 
     def send_ready(self, tag: int) -> None:
         """Write the queued messages with this tag that have a credit and their data."""
-        messages = self._sends.get(tag)
-        while messages and tag in self._credits and messages[0].data is not None:
-            message = messages.popleft()
-            self._add_credits(tag, -1)
+        while (message := self.queues.pop_ready(tag)) is not None:
             self._payloads.enqueue(self, message)
-        if messages is not None and not messages:
-            del self._sends[tag]
         self.flush()
 
     def move(self, poller: Poller) -> None:
@@ -216,17 +194,8 @@ class PeerConnection:
                     return
 
     def is_unacknowledged(self) -> bool:
-        """Whether the host of the peer has not acknowledged `MAX_RETRANSMISSIONS` of sent data. Takes no lock.
-
-        Not TCP_USER_TIMEOUT, which would also end the connection to a healthy peer that reads slowly.
-        """
-        if self.sock.family == socket.AF_UNIX or self.end_reason is not None:
-            return False
-        try:
-            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RETRANSMISSIONS_AT + 1)
-        except OSError:  # the connection was closed meanwhile
-            return False
-        return info[_RETRANSMISSIONS_AT] >= MAX_RETRANSMISSIONS
+        """Whether the host of the peer does not acknowledge what was sent to it. Takes no lock."""
+        return self.end_reason is None and is_unacknowledged(self.sock)
 
     def close(self) -> None:
         """Close the connection. The owner is not called."""
@@ -302,8 +271,7 @@ class PeerConnection:
             kind, tag, size, signature, lease, offset = HEAD.unpack_from(self._scratch, at)
             at += HEAD.size
             if kind == RECV_READY:
-                self._add_credits(tag, 1)
-                if tag in self._sends:
+                if self.queues.grant(tag):
                     self.send_ready(tag)
             elif kind == MESSAGE:
                 at += self._start_message(tag, size, signature, self._scratch_view[at:end])
@@ -315,7 +283,7 @@ class PeerConnection:
 
     def _start_message(self, tag: int, size: int, signature: bytes, following: memoryview) -> int:
         """Start to receive a message. `following` has the bytes read after its head. Returns how many of them belong to the message."""
-        message = self.match(tag, size, signature)
+        message = self.queues.match(tag, size, signature)
         taken = min(size, len(following))
         if taken:
             message.memory[:taken] = following[:taken]
@@ -324,38 +292,6 @@ class PeerConnection:
         else:
             self._incoming, self._filled = message, taken
         return taken
-
-    def match(self, tag: int, size: int, signature: bytes, place: Callable[[View], Tensor] = View.allocate) -> Message:
-        """Take the receive of an announced message, with its memory. Raises ValueError when it does not expect this message.
-
-        Args:
-            place: returns the memory of a receive that takes a view.
-        """
-        messages = self._receives.get(tag)
-        if not messages:
-            raise ValueError(f"it sent a message with tag {tag}, for which no receive is pending")
-        message = messages[0]
-        if isinstance(message, Receive) and message.view is not None:
-            message.view.accept(signature, size)
-            message.set_data(place(message.view))
-            message.head = signature
-        if size != len(message.memory) or signature != message.head:
-            raise ValueError(
-                f"it sent {decode_signature(signature)} where {decode_signature(message.head)} was expected; "
-                f"{size} bytes instead of {len(message.memory)}"
-            )
-        messages.popleft()
-        if not messages:
-            del self._receives[tag]
-        return message
-
-    def _add_credits(self, tag: int, more: int) -> None:
-        count = self._credits.pop(tag, 0) + more
-        if count:
-            self._credits[tag] = count
-        self._total_credits += more
-        if self._total_credits > MAX_CREDITS:
-            raise ValueError(f"it granted more than {MAX_CREDITS} receive credits at once")
 
     # -- writing -----------------------------------------------------------------------------------------------------------------
 
@@ -430,11 +366,9 @@ class PeerConnection:
         """Stop polling and drop all messages, but keep the socket open. Returns the pending messages."""
         self._poller.unregister(self.sock.fileno())
         pending = [self._incoming] if self._incoming is not None else []
-        for queue in (*self._receives.values(), *self._sends.values()):
-            pending += queue
+        pending += self.queues.clear()
         pending += [output.message for output in self.outbox if output.message is not None]
         pending += self._payloads.stop()
         self._incoming = None
-        for dropped in (self._receives, self._sends, self._credits, self.outbox):
-            dropped.clear()
+        self.outbox.clear()
         return pending

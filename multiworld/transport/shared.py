@@ -199,7 +199,7 @@ class SharedPayloads(SocketPayloads):
     def _on_ring_message(self, connection: PeerConnection, tag: int, size: int, signature: bytes) -> None:
         if self._slotted is not None or self._peer_ring is None or not size:
             raise ValueError("it sent a message through a ring that is not ready for it")
-        self._slotted, self._slotted_bytes = connection.match(tag, size, signature), 0
+        self._slotted, self._slotted_bytes = connection.queues.match(tag, size, signature), 0
 
     def _on_piece(self, connection: PeerConnection) -> None:
         message, ring = self._slotted, self._peer_ring
@@ -229,7 +229,7 @@ class SharedPayloads(SocketPayloads):
         fd, size = self._take_fd(), announced[1]
         try:
             check_segment(fd, offset, size)
-            message = connection.match(*announced, lambda view: _map(connection, view, fd, lease, offset))
+            message = connection.queues.match(*announced, lambda view: _map(connection, view, fd, lease, offset))
             if not isinstance(message, Receive) or message.view is None or not message.view.shared:
                 if os.preadv(fd, [message.memory], offset) != size:
                     raise ValueError(f"it sent a segment that cannot be read at {offset}")

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from multiworld.process_group import _ADDRESS_KEY, WorldProcessGroup
+from multiworld.group_forming import ADDRESS_KEY
+from multiworld.process_group import WorldProcessGroup
 from tests.nursery import NURSERY, ForkedProcess
 from tests.programs import free_port
 
@@ -45,7 +46,7 @@ def test_group_forms_again_on_one_tcp_store() -> None:
 def test_group_forms_when_another_group_has_the_port_of_the_stale_address() -> None:
     with WorldProcessGroup.from_store(store := HashStore(), 0, 1) as other:
         assert other.world.acceptor is not None
-        store.set(_ADDRESS_KEY, f"another-secret 127.0.0.1 {other.world.acceptor.port}")
+        store.set(ADDRESS_KEY, f"another-secret 127.0.0.1 {other.world.acceptor.port}")
         assert sums(lambda _: store) == [2.0, 2.0]
 
 
@@ -78,7 +79,7 @@ def test_default_group_forms_again_after_rank_0_was_killed_while_it_formed(tmp_p
     with (tmp_path / "log").open("wb") as log:
         killed, _ = start(log.fileno(), f"file://{path}", 0)
         until_s = time.monotonic() + PATIENCE_S
-        while not (path.exists() and _ADDRESS_KEY.encode() in path.read_bytes()) and time.monotonic() < until_s:
+        while not (path.exists() and ADDRESS_KEY.encode() in path.read_bytes()) and time.monotonic() < until_s:
             time.sleep(0.01)
         killed.send_signal(signal.SIGKILL)
         assert killed.wait(PATIENCE_S) == -signal.SIGKILL

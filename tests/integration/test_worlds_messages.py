@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from multiworld import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldManager
-from multiworld.transport import connection
+from multiworld.transport import tcp
 from tests.integration.members import PATIENCE_S, Member, Spawn, form, managers
 from tests.waiting import until
 
@@ -160,7 +160,7 @@ def drop_incoming(sock: socket.socket) -> None:
 async def test_world_breaks_when_the_network_drops_data_while_heartbeats_arrive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "MAX_RETRANSMISSIONS", 2)
+    monkeypatch.setattr(tcp, "MAX_RETRANSMISSIONS", 2)
     async with managers(2, shared_memory_bytes=0) as (host, guest):
         await form("w", host.listen(), host, guest)
         with data_sockets() as socks:

@@ -14,8 +14,9 @@ from multiworld.errors import Cause
 from multiworld.ops.operation import Message, Operation, Send
 from multiworld.ops.p2p import recv, send
 from multiworld.ops.validation import WorldFacts
-from multiworld.transport.connection import MAX_CREDITS, PeerConnection, SocketPayloads
+from multiworld.transport.connection import PeerConnection, SocketPayloads
 from multiworld.transport.poller import poller_of
+from multiworld.transport.queues import MAX_CREDITS
 from multiworld.transport.wire import HEAD, MESSAGE, RECV_READY, encode_signature, message_head, pack_head
 from tests.waiting import until
 

@@ -147,7 +147,7 @@ async def test_receiver_gets_the_bytes_of_the_call_when_the_sender_overwrites_a_
     tensor, target = allocated(one, MIB), torch.zeros(MIB, dtype=torch.uint8)
     expected = tensor.clone()
     received = other.receive(target)
-    await until(lambda: one.connection._credits.get(0) == 1)
+    await until(lambda: one.connection.queues._credits.get(0) == 1)
     sent = one.send(tensor)
     await one.until_completed(sent)
     assert received not in other.owner.completed, "the receiver has not run yet"
@@ -156,7 +156,7 @@ async def test_receiver_gets_the_bytes_of_the_call_when_the_sender_overwrites_a_
     await other.until_completed(received)
     assert torch.equal(target, expected)
     view, received = other.view()
-    await until(lambda: one.connection._credits.get(0) == 1)
+    await until(lambda: one.connection.queues._credits.get(0) == 1)
     assert one.send_message(tensor) in one.owner.completed
     await other.until_completed(received)
     assert view.shared
@@ -192,7 +192,7 @@ async def test_message_is_copied_when_too_many_descriptors_are_in_flight(
     refusing = RefusingSocket(one.connection.sock)
     one.connection.sock = refusing  # type: ignore[assignment]
     tensors, views = [allocated(one, MIB) for _ in range(3)], [other.view() for _ in range(3)]
-    await until(lambda: one.connection._credits.get(0) == 3)
+    await until(lambda: one.connection.queues._credits.get(0) == 3)
     sends = [one.send_message(tensor) for tensor in tensors]
     await one.until_completed(*sends)
     await other.until_completed(*(received for _, received in views))
