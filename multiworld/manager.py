@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,12 +20,12 @@ from torch import Tensor
 from multiworld.collectives.nccl import check_nccl_device, uses_nccl
 from multiworld.communicator import WorldCommunicator
 from multiworld.config import HEARTBEAT_TIMEOUT_S, HeartbeatConfig, WorldConfig
-from multiworld.control.dial import resolve
 from multiworld.control.loop import ControlLoop
-from multiworld.errors import JoinError, WorldExistsError, WorldNotFoundError
+from multiworld.errors import WorldExistsError, WorldNotFoundError
 from multiworld.events import EventStream, WorldEvent
-from multiworld.membership.acceptor import Acceptor, Answerer, listen_on
-from multiworld.membership.local_socket import bind_local, default_runtime_dir
+from multiworld.membership.acceptor import Answerer
+from multiworld.membership.listeners import Listeners, listening_address, listening_host
+from multiworld.membership.local_socket import default_runtime_dir
 from multiworld.transport.segments import Register, SegmentPool
 from multiworld.world import World, WorldState
 
@@ -92,9 +91,7 @@ class WorldManager:
         if shared_memory_bytes is None:
             shared_memory_bytes = int(os.environ.get("MULTIWORLD_SHARED_MEMORY_BYTES", _SHARED_MEMORY_BYTES))
         self._segments = SegmentPool(shared_memory_bytes, on_shared_memory_missing, register_shared_memory)
-        self._runtime_dir = runtime_dir if runtime_dir is not None else default_runtime_dir()
-        if not shared_memory_bytes:
-            self._runtime_dir = ""  # no Unix socket
+        folder = default_runtime_dir() if runtime_dir is None else runtime_dir
         self._secret = secret.encode() if isinstance(secret, str) else secret
         self._heartbeat = HeartbeatConfig(
             heartbeat_interval_s, heartbeat_timeout_s if enable_monitor else float("inf"), loop_stall_timeout_s
@@ -106,9 +103,7 @@ class WorldManager:
         self._created: weakref.WeakSet[World] = weakref.WeakSet()
         self._generations: dict[str, int] = {}
         """The latest generation of each name that this process hosted as rank 0; the oldest first."""
-        self._secrets = [self._secret]  # shared with all acceptors
-        # By IP address and port. That of the Unix socket by its folder and 0.
-        self._acceptors: dict[tuple[str, int], Acceptor] = {}
+        self._listeners = Listeners(self._secret, folder if shared_memory_bytes else "")
         self._events = EventStream()
         self._lock = threading.Lock()
         self.communicator = WorldCommunicator(self)
@@ -205,7 +200,7 @@ class WorldManager:
             bind_host=self._bind_host,
             segments=self._segments,
         )
-        host = await _listening_address(config) if rank == 0 else ""
+        host = await listening_address(config) if rank == 0 else ""
         with self._lock:
             world = self._create_world(config, host)
         try:
@@ -223,10 +218,10 @@ class WorldManager:
             raise WorldExistsError(config.name, f"already {known.state} here; remove it first or choose another name")
         acceptor = None
         if config.rank == 0:
-            acceptor = self._acceptor(host, config.port)
+            acceptor = self._listeners.open(self._running_loop(), host, config.port)
             config = replace(config, generation=self._next_generation(config))
         if config.size > 1:
-            config = replace(config, local_acceptor=self._open_local())
+            config = replace(config, local_acceptor=self._listeners.open_local(self._running_loop()))
         control_loop = self._running_loop()
         world = self._worlds[config.name] = World(config, control_loop, acceptor, self._on_world_changed)
         self._created.add(world)
@@ -257,7 +252,7 @@ class WorldManager:
         """
         if not secrets:
             raise ValueError("set_accepted_secrets needs at least one secret")
-        self._secrets[:] = secrets
+        self._listeners.secrets[:] = secrets
 
     def listen(self, addr: str = "127.0.0.1", port: int = 0, sock: socket.socket | None = None) -> int:
         """Open a port for worlds and queries, and keep it open until the cleanup. Port 0 lets the kernel choose.
@@ -266,43 +261,15 @@ class WorldManager:
             sock: a TCP socket that listens on `addr`:`port` already; closed at the cleanup.
         Returns the port. Raises OSError.
         """
-        host = _listening_host(addr)
+        host = listening_host(addr)
         with self._lock:
-            acceptor = self._acceptor(host, port, sock)
+            acceptor = self._listeners.open(self._running_loop(), host, port, sock)
             acceptor.keep_open = True
             return acceptor.port
 
     def answer(self, addr: str, port: int, answerer: Answerer) -> None:
         """Answer the queries of `ask` on an open port with `answerer`, on the running event loop. Raises KeyError if it is not open."""
-        self._acceptors[_listening_host(addr), port].answerer = answerer, asyncio.get_running_loop()
-
-    def _acceptor(self, host: str, port: int, sock: socket.socket | None = None) -> Acceptor:
-        """Return the acceptor on an IP address and port; open it if necessary. Call it under the lock. Raises OSError, RuntimeError."""
-        acceptor = self._acceptors.get((host, port))
-        if acceptor is None:
-            acceptor = self._accept_on(lambda: sock or listen_on((host, port)))
-            self._acceptors[host, acceptor.port] = acceptor
-        return acceptor
-
-    def _open_local(self) -> Acceptor | None:
-        """Return the acceptor of members on this host, on a Unix socket; open it if necessary. None if that failed once."""
-        acceptor = self._acceptors.get((self._runtime_dir, 0))
-        if acceptor is None and self._runtime_dir:
-            try:
-                acceptor = self._acceptors[self._runtime_dir, 0] = self._accept_on(
-                    partial(bind_local, self._runtime_dir)
-                )
-                acceptor.keep_open = True
-            except OSError as error:
-                logger.warning("members on this host use TCP: no Unix socket in %s: %s", self._runtime_dir, error)
-                self._runtime_dir = ""
-        return acceptor
-
-    def _accept_on(self, listening: Callable[[], socket.socket]) -> Acceptor:
-        control_loop = self._running_loop()  # first, so that an error leaves no socket open
-        acceptor = Acceptor(control_loop, listening(), self._secrets)
-        control_loop.call_soon(acceptor.open)
-        return acceptor
+        self._listeners.acceptors[listening_host(addr), port].answerer = answerer, asyncio.get_running_loop()
 
     def _running_loop(self) -> ControlLoop:
         if self._control_loop is None:
@@ -344,10 +311,7 @@ class WorldManager:
         try:
             if self._control_loop is not control_loop:
                 return
-            used = {world.acceptor for world in self._worlds.values() if not world.state.ended}
-            for key, acceptor in list(self._acceptors.items()):
-                if acceptor not in used and not acceptor.keep_open:
-                    self._acceptors.pop(key).close()
+            self._listeners.close_unused({world.acceptor for world in self._worlds.values() if not world.state.ended})
         finally:
             self._lock.release()
 
@@ -390,7 +354,7 @@ class WorldManager:
         with self._lock:
             worlds, self._worlds = {*self._created}, {}
             control_loop, self._control_loop = self._control_loop, None
-            acceptors, self._acceptors = [*self._acceptors.values()], {}
+            acceptors = self._listeners.clear()
         for world in worlds:
             world.close()
         yield from _pauses(lambda: all(world.reclaimed.is_set() for world in worlds), _CLEANUP_S)
@@ -405,20 +369,6 @@ class WorldManager:
         self._segments.close()
         self._events.publish(None)
         _open_managers.discard(self)
-
-
-async def _listening_address(config: WorldConfig) -> str:
-    """Return the IP address on which rank 0 listens. Raises JoinError after the time that forming the world may take, and OSError."""
-    try:
-        async with asyncio.timeout(config.timeout_s):
-            return (await resolve(config.addr))[0]
-    except TimeoutError:
-        raise JoinError(config.name, f"{config.addr} was not resolved within {config.timeout_s:g} s") from None
-
-
-def _listening_host(addr: str) -> str:
-    """Return the address to bind for `addr`. An IP address is returned as it is; a name is resolved, which may block. Raises OSError."""
-    return str(socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def _pauses(done: Callable[[], bool], timeout_s: float) -> Iterator[float]:

@@ -104,7 +104,7 @@ class TorturePart:
         lasting = {f"multiworld-{planned.name}" for planned in self._mine() if planned.lasting}
         held["threads"] -= sum(thread.name in lasting for thread in threading.enumerate())
         # The first world that needs the local acceptor opens it, and it is kept. So are unused segments, with two descriptors each.
-        held["fds"] -= (self.manager._runtime_dir, 0) in self.manager._acceptors
+        held["fds"] -= any(not acceptor.port for acceptor in self.manager._listeners.acceptors.values())
         if (pool := self.manager._segments) is not None:
             held["fds"] -= 2 * sum(map(len, pool._kept.values()))
         return held

@@ -1,0 +1,85 @@
+"""The listening sockets of a process, each shared by many worlds."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Set
+from functools import partial
+
+from multiworld.config import WorldConfig
+from multiworld.control.dial import resolve
+from multiworld.control.loop import ControlLoop
+from multiworld.errors import JoinError
+from multiworld.membership.acceptor import Acceptor, listen_on
+from multiworld.membership.local_socket import bind_local
+
+logger = logging.getLogger(__name__)
+
+
+class Listeners:
+    """Opens acceptors on first use. The caller serialises the calls.
+
+    Attributes:
+        secrets: new clients must know one of these. Shared with all acceptors.
+        acceptors: by IP address and port. That of the Unix socket by its folder and 0.
+
+    Args:
+        runtime_dir: the folder of the Unix socket; empty for none.
+    """
+
+    def __init__(self, secret: bytes, runtime_dir: str) -> None:
+        self.secrets = [secret]
+        self.acceptors: dict[tuple[str, int], Acceptor] = {}
+        self._runtime_dir = runtime_dir
+
+    def open(self, control_loop: ControlLoop, host: str, port: int, sock: socket.socket | None = None) -> Acceptor:
+        """Return the acceptor on an IP address and port; open it if necessary, on `sock` if not None. Raises OSError."""
+        acceptor = self.acceptors.get((host, port))
+        if acceptor is None:
+            acceptor = self._accept_on(control_loop, lambda: sock or listen_on((host, port)))
+            self.acceptors[host, acceptor.port] = acceptor
+        return acceptor
+
+    def open_local(self, control_loop: ControlLoop) -> Acceptor | None:
+        """Return the acceptor of members on this host, on a Unix socket; open it if necessary. None if that failed once."""
+        acceptor = self.acceptors.get((self._runtime_dir, 0))
+        if acceptor is None and self._runtime_dir:
+            try:
+                acceptor = self._accept_on(control_loop, partial(bind_local, self._runtime_dir))
+            except OSError as error:
+                logger.warning("members on this host use TCP: no Unix socket in %s: %s", self._runtime_dir, error)
+                self._runtime_dir = ""
+            else:
+                self.acceptors[self._runtime_dir, 0] = acceptor
+                acceptor.keep_open = True
+        return acceptor
+
+    def _accept_on(self, control_loop: ControlLoop, listening: Callable[[], socket.socket]) -> Acceptor:
+        acceptor = Acceptor(control_loop, listening(), self.secrets)
+        control_loop.call_soon(acceptor.open)
+        return acceptor
+
+    def close_unused(self, used: Set[Acceptor | None]) -> None:
+        """Close the acceptors that no world uses, on the thread of the control loop."""
+        for key, acceptor in list(self.acceptors.items()):
+            if acceptor not in used and not acceptor.keep_open:
+                self.acceptors.pop(key).close()
+
+    def clear(self) -> list[Acceptor]:
+        """Forget all acceptors. Returns them; the caller closes them."""
+        acceptors, self.acceptors = [*self.acceptors.values()], {}
+        return acceptors
+
+
+async def listening_address(config: WorldConfig) -> str:
+    """Return the IP address on which rank 0 listens. Raises JoinError after the time that forming the world may take, and OSError."""
+    try:
+        async with asyncio.timeout(config.timeout_s):
+            return (await resolve(config.addr))[0]
+    except TimeoutError:
+        raise JoinError(config.name, f"{config.addr} was not resolved within {config.timeout_s:g} s") from None
+
+
+def listening_host(addr: str) -> str:
+    """Return the address to bind for `addr`. An IP address is returned as it is; a name is resolved, which may block. Raises OSError."""
+    return str(socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)[0][4][0])
