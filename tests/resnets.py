@@ -6,11 +6,10 @@ from functools import cache
 
 import torch
 
-from multiworld_serving.models.bundle.files import Bundle, read_bundle
+from multiworld_serving.models.bundle.files import Bundle, TensorFile, read_bundle
 from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
-from multiworld_serving.models.weights.tensor_file import TensorFile
 from multiworld_serving.server.leader.versions.stage_plan import StagePlan, StageWeights, make_bundle_plan
 
 

@@ -81,9 +81,8 @@ def export(options: ExportOptions) -> int:
     SOURCE is code of yours, which is executed. The bundle contains none of it.
     """
     from multiworld_serving.models.export import exporter
-    from multiworld_serving.models.export.sources import load_module, num_classes, parse_dynamic
+    from multiworld_serving.models.export.sources import load_module, num_classes, parse_dynamic, read_labels
     from multiworld_serving.models.export.torchvision_models import INPUT, PROBABILITIES, load_model
-    from multiworld_serving.models.weights.labels import read_labels
 
     source, weights = options.source, options.weights
     dynamic = tuple(map(parse_dynamic, options.dynamic))

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.models.errors import BundleError, WeightsError
-from multiworld_serving.models.export.bundle_cache import exported, trained_weights
-from multiworld_serving.models.weights import SUFFIXES
+from multiworld_serving.models.export.bundle_cache import SUFFIXES, exported, trained_weights
 
 MANIFEST = "manifest.json"
 _PATH_CHARACTERS = 1024

@@ -10,10 +10,10 @@ from itertools import accumulate, pairwise
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from multiworld_serving.models.bundle.checking import values_of
 from multiworld_serving.models.bundle.graph import Graph
 from multiworld_serving.models.bundle.manifest import Manifest
 from multiworld_serving.models.bundle.nodes import Call, Input, Item
-from multiworld_serving.models.bundle.values import values_of
 from multiworld_serving.models.errors import StageError
 
 _MAX_POSITIONS = 128

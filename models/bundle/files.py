@@ -6,16 +6,20 @@ Reading evaluates nothing, bounds everything, and checks every digest before a t
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import struct
 import tempfile
+import weakref
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -23,20 +27,65 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, fx
 
-from multiworld_serving.models.bundle.checking import check_graph
+from multiworld_serving.models.bundle.checking import check_graph, check_in_child
 from multiworld_serving.models.bundle.graph import MAX_GRAPH_BYTES, Graph
-from multiworld_serving.models.bundle.isolation import check_in_child
 from multiworld_serving.models.bundle.manifest import MAX_MANIFEST_BYTES, Manifest, spec_of
 from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError
-from multiworld_serving.models.weights.tensor_file import TensorFile
 
 MANIFEST, GRAPH, WEIGHTS, SELF_TEST = "manifest.json", "graph.json", "weights.safetensors", "self_test.safetensors"
 _MAX_SELF_TEST_BYTES = 1 << 30
 _MAX_HEADER_BYTES = 100 << 20
 _CHUNK = 2 << 20
 """Elements that are handled at a time."""
+_LENGTH = struct.Struct("<Q")
+_METADATA = "__metadata__"
+
+
+class TensorEntry(NamedTuple):
+    """Where a tensor is in a file.
+
+    Attributes:
+        offset, size: in bytes.
+    """
+
+    offset: int
+    size: int
+
+
+class TensorFile:
+    """Owns a descriptor, which is closed with the last reference to this object.
+
+    `entries` and `tensors` raise SafetensorError for a file of another format, and OSError.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+
+    def fileno(self) -> int:
+        """The descriptor, open as long as this object exists."""
+        return self._descriptor
+
+    def tensors(self) -> Any:
+        """A context manager. Its `get_tensor` maps a tensor by key."""
+        return safe_open(f"/proc/self/fd/{self._descriptor}", framework="pt")
+
+    @cached_property
+    def entries(self) -> dict[str, TensorEntry]:
+        """Where each tensor is, by key."""
+        with self.tensors():
+            pass  # checks the header
+        (length,) = _LENGTH.unpack(os.pread(self._descriptor, _LENGTH.size, 0))
+        header = json.loads(os.pread(self._descriptor, length, _LENGTH.size))
+        start = _LENGTH.size + length
+        return {
+            key: TensorEntry(start + begin, end - begin)
+            for key, entry in header.items()
+            if key != _METADATA
+            for begin, end in (entry["data_offsets"],)
+        }
 
 
 @dataclass(frozen=True)

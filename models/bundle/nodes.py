@@ -187,20 +187,12 @@ def literal(argument: Any, values: Mapping[str, Any], device: torch.device) -> A
             return tuple(literal(item, values, device) for item in argument)
         case dict() if len(argument) == 1:
             ((kind, name),) = argument.items()
+            known: dict[str, Mapping[Any, Any]] = {**_LITERALS, "value": values, "device": {None: device}}
             try:
-                return values[name] if kind == "value" else _literal(kind, name, device)
+                return float(name) if kind == "float" and isinstance(name, str) else known[kind][name]
             except (KeyError, TypeError, ValueError):
                 pass
     raise BundleError(f"invalid graph: {str(argument)[:60]!r} is not an argument")
-
-
-def _literal(kind: str, name: Any, device: torch.device) -> Any:
-    match kind, name:
-        case "device", None:
-            return device
-        case "float", str():
-            return float(name)
-    return _LITERALS[kind][name]
 
 
 @contextmanager

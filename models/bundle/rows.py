@@ -48,7 +48,7 @@ class RowFormat:
             known = all(dim is None or isinstance(dim, int) or dim in self.dimensions for dim in dims[1:])
             if dims[:1] != (BATCH,) or not known:
                 raise BundleError(f"rows of {tensor.name!r:.60} cannot have the shape {list(dims)!s:.100}")
-        if not self.tensors or self._bytes(self._lengths_at(1)) > MAX_ROW_BYTES:
+        if not self.tensors or self._bytes(self._largest) > MAX_ROW_BYTES:
             raise BundleError(f"a row has no tensor, or more than {MAX_ROW_BYTES >> 20} MiB")
 
     @cached_property
@@ -89,7 +89,7 @@ class RowFormat:
     @cached_property
     def max_row_bytes(self) -> int:
         """Bytes of the longest row. With a computed dimension it is `MAX_COMPUTED_BYTES`, which `check_graph` ensures."""
-        return MAX_COMPUTED_BYTES if None in self._variable else self._bytes(self._lengths_at(1))
+        return MAX_COMPUTED_BYTES if None in self._variable else self._bytes(self._largest)
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """The rows of these tensors, which have one row for each row of the batch.
@@ -157,9 +157,10 @@ class RowFormat:
         """Names of the dimensions that are not fixed, in the order of the tensors."""
         return tuple(dim for tensor in self.tensors for dim in tensor.shape[1:] if not isinstance(dim, int))
 
-    def _lengths_at(self, computed: int) -> tuple[int, ...]:
-        """The largest lengths."""
-        return tuple(computed if dim is None else self.dimensions[dim][1] for dim in self._variable)
+    @property
+    def _largest(self) -> tuple[int, ...]:
+        """The largest lengths; 1 for computed dimensions."""
+        return tuple(1 if dim is None else self.dimensions[dim][1] for dim in self._variable)
 
     def _lengths_to_check(self, lengths: Sequence[int]) -> None:
         known: dict[str, int] = {}

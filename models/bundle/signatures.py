@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from multiworld_serving.models.bundle.nodes import Call, Calls, Integer, Node, Shape, TensorNode, Weight, names_in
+from multiworld_serving.models.bundle.operators import find_operator
 from multiworld_serving.models.errors import BundleError
 
 _BATCH_NORMS = ("aten._native_batch_norm_legit_no_training.default", "aten._native_batch_norm_legit.no_stats")
@@ -82,15 +83,13 @@ def dividing(target: str, function: Callable[..., Any], integers: bool) -> Calla
 
 def _enumerations_are_valid(node: Call | Calls) -> bool:
     """Whether no number stands for an element type, layout or memory format: torch does not check whether it is one of them."""
-    names = [each.name for each in _schema(node.target)]
-    given = {name: _argument(node, name) for name in _ENUMERATIONS if name in names}
+    given = {name: _argument(node, name) for name in _ENUMERATIONS}
     return all(value is None or (isinstance(value, dict) and name in value) for name, value in given.items())
 
 
 def _windows_are_fixed(node: Call | Calls, nodes: Mapping[str, Node]) -> bool:
     """Whether no window of a pooling or convolution is computed from sizes: kernels loop over windows of any size, also for years."""
-    names = [each.name for each in _schema(node.target)]
-    given = [_argument(node, name) for name in _WINDOWS if name in names]
+    given = [_argument(node, name) for name in _WINDOWS]
     return not any(isinstance(nodes[each], Integer) for each in names_in(given))
 
 
@@ -101,8 +100,9 @@ def _is_valid(node: Call | Calls, nodes: Mapping[str, Node]) -> bool:
     if target in _GATES:
         return _recurrent_is_valid(node, nodes)
     if target in _SAMPLERS:
-        modes = (_argument(node, "interpolation_mode"), _argument(node, "padding_mode"))
-        return _is_below(modes[0], _SAMPLERS[target]) and _is_below(modes[1], _PADDING_MODES)
+        limits = {"interpolation_mode": _SAMPLERS[target], "padding_mode": _PADDING_MODES}
+        modes = [(_argument(node, name), limit) for name, limit in limits.items()]
+        return all(type(mode) is int and 0 <= mode < limit for mode, limit in modes)
     if target == _ATTENTION:
         return _attention_is_valid(node, nodes)
     # In training mode, these operators overwrite the running statistics, which are weights.
@@ -185,15 +185,7 @@ def _shape(node: Node) -> Shape:
 
 def _argument(node: Call | Calls, name: str, default: Any = None) -> Any:
     """An argument by its name, wherever it is."""
-    names = [each.name for each in _schema(node.target)]
-    position = names.index(name)
-    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
-
-
-def _schema(target: str) -> Sequence[Any]:
-    _, packet, overload = target.split(".")
-    return list(getattr(getattr(torch.ops.aten, packet), overload)._schema.arguments)
-
-
-def _is_below(value: Any, limit: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
+    names = [each.name for each in find_operator(node.target)._schema.arguments]
+    if name in names[: len(node.args)]:
+        return node.args[names.index(name)]
+    return node.kwargs.get(name, default)

@@ -21,10 +21,12 @@ from pathlib import Path
 
 from multiworld_serving.models.cache_folder import cache_folder
 from multiworld_serving.models.errors import ExportError, WeightsError
-from multiworld_serving.models.weights import SUFFIXES, parse_seed
 
 logger = logging.getLogger(__name__)
 
+SUFFIXES = (".pth", ".pt", ".ckpt", ".safetensors")
+"""Endings of the names of files with weights."""
+_MAX_SEED = 2**63 - 1
 _TIMEOUT_S = 1800.0
 _HOST = "https://download.pytorch.org"
 _PROBE_TIMEOUT_S = 3.0
@@ -176,3 +178,15 @@ def _export_in_child(model: CachedModel, path: Path) -> None:
         found = lines[-1] if lines else f"the export of {model.name} was killed (status {status})"
         raise (WeightsError if status == WEIGHTS_STATUS else ExportError)(found)
     logger.info("exported %s after_s=%.1f", model.name, time.monotonic() - began_s)
+
+
+def parse_seed(text: str) -> int:
+    """The seed in "random:SEED".
+
+    Raises:
+        WeightsError: the seed is not a whole number from 0 to 2**63 - 1.
+    """
+    digits = text.removeprefix("random").removeprefix(":")
+    if not (digits.isascii() and digits.isdecimal()) or int(digits[:20]) > _MAX_SEED:
+        raise WeightsError(f"weights {text!r} have no valid seed; expected random:SEED with a number, such as random:0")
+    return int(digits)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from multiworld_serving.models.bundle.checking import values_of
 from multiworld_serving.models.bundle.files import Bundle
 from multiworld_serving.models.bundle.graph import Graph
 from multiworld_serving.models.bundle.nodes import BATCH, Call, Calls, Item, Node, TensorNode
-from multiworld_serving.models.bundle.values import values_of
 from multiworld_serving.models.errors import ExportError
 
 _TOLERANCE = 1e-5

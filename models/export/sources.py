@@ -6,8 +6,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from multiworld_serving.models.bundle.nodes import DTYPES, MAX_DIMS
-from multiworld_serving.models.errors import ExportError
+from multiworld_serving.models.errors import ExportError, LabelsError
+from multiworld_serving.models.export.checkpoints import load_state, read_checkpoint
 from multiworld_serving.models.export.parameters import bind_example
 from multiworld_serving.models.export.refusals import advice_for, line_of
 from multiworld_serving.models.export.trace import Dynamic, without_fast_path
 from multiworld_serving.models.preprocessing import Preprocessing
-from multiworld_serving.models.weights.checkpoints import load_state, read_checkpoint
 
 EXAMPLE_ROWS = 2
 """Rows of an example. torch.export fixes dimensions of length 1."""
@@ -31,6 +30,7 @@ _PLACE = re.compile(_NAME + r":(?P<dim>[1-7])")
 _FILE_MODULE = "exported_model"
 _RANDOM_INTEGERS = 2
 """Integers in examples are 0 or 1: valid token ids, masks and classes of any model."""
+_MAX_LABELS_BYTES = 16 << 20
 
 
 def parse_input(text: str) -> tuple[str, Tensor]:
@@ -115,11 +115,15 @@ def call_function(place: str) -> Any:
     where, _, name = place.rpartition(":")
     if not where or not name.isidentifier():
         raise ExportError(f"{place!r} is not a function: expected package.module:function or file.py:function")
-    with _running(place):
+    try:
         function = getattr(_import(where), name, None)
         if not callable(function):
             raise ExportError(f"{where} has no function {name!r}")
         return function()
+    except ExportError:
+        raise
+    except Exception as error:
+        raise ExportError(f"{place} raised {type(error).__name__}: {_one_line(error)}{line_of(error)}") from error
 
 
 def _import(where: str) -> Any:
@@ -143,17 +147,6 @@ def _import(where: str) -> Any:
         return module
     finally:
         sys.path.remove(folder)
-
-
-@contextmanager
-def _running(place: str) -> Iterator[None]:
-    """Translate errors of the user's code, with the line that raised."""
-    try:
-        yield
-    except ExportError:
-        raise
-    except Exception as error:
-        raise ExportError(f"{place} raised {type(error).__name__}: {_one_line(error)}{line_of(error)}") from error
 
 
 @without_fast_path()
@@ -184,6 +177,37 @@ def num_classes(module: nn.Module, example: Mapping[str, Tensor], image: Preproc
     if not isinstance(output, Tensor) or output.ndim != 2:
         raise ExportError("labels need one input and one output [batch, classes]; leave --labels out")
     return int(output.shape[1])
+
+
+def read_labels(path: str, num_classes: int) -> tuple[str, ...]:
+    """Labels from a file, one per class, in the order of the class ids.
+
+    The file is UTF-8 text with one label per line. Empty lines at the end are ignored.
+
+    Raises:
+        LabelsError: the file is missing or malformed, or does not contain exactly `num_classes` labels.
+    """
+    expected = "expected UTF-8 text with one label per line"
+    if path.lower().endswith(".json"):
+        raise LabelsError(f"{path} is JSON; {expected}")
+    try:
+        if Path(path).stat().st_size > _MAX_LABELS_BYTES:
+            raise LabelsError(
+                f"{path} is larger than {_MAX_LABELS_BYTES} bytes, so it is not a file of labels; {expected}"
+            )
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise LabelsError(f"cannot read labels from {path}: {error.strerror or error}; check the path") from error
+    except UnicodeDecodeError as error:
+        raise LabelsError(f"{path} is not UTF-8 text; {expected}") from error
+    labels = tuple(line.strip() for line in text.rstrip().split("\n"))
+    if "" in labels:
+        raise LabelsError(f"{path} is empty, or has an empty line {labels.index('') + 1} among its labels; {expected}")
+    if len(labels) != num_classes:
+        raise LabelsError(
+            f"{path} has {len(labels)} labels, but the model has {num_classes} classes; expected one label per class"
+        )
+    return labels
 
 
 def examples_from(value: Any, module: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:

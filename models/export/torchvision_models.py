@@ -24,13 +24,11 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from multiworld_serving.models.errors import ExportError, ModelError, WeightsError
-from multiworld_serving.models.export.bundle_cache import WEIGHTS_STATUS, CachedModel
+from multiworld_serving.models.export.bundle_cache import SUFFIXES, WEIGHTS_STATUS, CachedModel, parse_seed
+from multiworld_serving.models.export.checkpoints import load_state, read_checkpoint
 from multiworld_serving.models.export.exporter import ExportOptions, ExportReport, export_model
 from multiworld_serving.models.export.sources import num_classes
 from multiworld_serving.models.preprocessing import ImageModel, Preprocessing
-from multiworld_serving.models.weights import SUFFIXES, parse_seed
-from multiworld_serving.models.weights.checkpoints import load_state, read_checkpoint
-from multiworld_serving.models.weights.labels import placeholder_labels
 
 _STALL_TIMEOUT_S = 30.0
 """A download without progress for this long is aborted."""
@@ -96,7 +94,7 @@ def load_model(name: str, weights: str = "random:0", *, image_size: int | None =
     if image is not None and image_size is not None:
         image = Preprocessing(image_size, image_size, image.mean, image.std)
     if is_file and labels:  # of its own classes
-        labels = placeholder_labels(num_classes(module, {}, image))
+        labels = tuple(f"class_{index}" for index in range(num_classes(module, {}, image)))
     return LoadedModel(name, version, module, image, labels)
 
 

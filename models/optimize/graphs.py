@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from multiworld_serving.models.bundle.checking import values_of
 from multiworld_serving.models.bundle.signatures import expect_shapes
-from multiworld_serving.models.bundle.values import values_of
 
 aten = torch.ops.aten
 CONV = aten.conv2d.default

@@ -1,17 +1,39 @@
-"""Rewrites a stage for a device, if its output stays accurate."""
+"""Rewrites a stage for a device, if its output stays accurate.
 
+Folds batch normalisation into weights, uses channels-last layout and a lower precision, and fuses convolutions.
+"""
+
+from __future__ import annotations
+
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation_of_rows
-from multiworld_serving.models.optimize.folding import folded
-from multiworld_serving.models.optimize.fusing import Workload, fusable
-from multiworld_serving.models.optimize.graphs import place
+from multiworld_serving.models.optimize.fusing import Workload, fusable, fuse
+from multiworld_serving.models.optimize.graphs import (
+    CONV,
+    add_constant,
+    aten,
+    constant,
+    copy_of,
+    only_user,
+    place,
+    propagate,
+    value_of,
+)
+from multiworld_serving.models.optimize.precision import lower
 from multiworld_serving.models.optimize.tuning import ExecutionMode, Tuning
 
+_LINEAR = aten.linear.default
+_BATCH_NORM = aten._native_batch_norm_legit_no_training.default
+_SHAPE_ROWS = 2
+"""Batch size for computing shapes. With 1, a weight that is the same for all rows would have the shape of an activation."""
 _CHECKED_ROWS = 2
 
 
@@ -65,3 +87,83 @@ def optimize(
             why = f"{mode} is {off:.2g} off where {TOLERANCE[mode.precision]:g} is allowed"
     place(stage.module, device)
     return OptimizedStage(stage.to(device), ExecutionMode("eager"), why)
+
+
+def folded(
+    stage: BundleStage, workload: Workload, dtype: torch.dtype = torch.float32, *, fused: bool = False
+) -> BundleStage:
+    """A stage with folded weights, in channels-last layout and any precision inside.
+
+    Args:
+        stage: not changed, and no weight is shared with it.
+        dtype: of weights and activations inside.
+        fused: also fuse convolutions for this workload (see `fusing`; check `fusable` first).
+    """
+    with torch.inference_mode(mode=False), torch.no_grad():
+        module = copy_of(stage.module)
+        example = stage.spec.example(_SHAPE_ROWS)
+        propagate(module, stage.spec.input_rows.unpack(example))
+        fold_batch_norm(module)
+        _use_channels_last(module)
+        if dtype != torch.float32:
+            lower(module, dtype)
+        _lay_out_weights(module)
+        if fused:
+            fuse(module, workload, _SHAPE_ROWS)
+        module.graph.eliminate_dead_code()
+        body = fx.GraphModule(module, module.graph)  # without the weights that are no longer used
+        for each in body.modules():
+            # The received weights are parts of one file, and one of them keeps all of it in memory.
+            for name, weight in list(each.named_buffers(recurse=False)):
+                setattr(each, name, weight.clone())
+    return BundleStage(stage.spec, body)
+
+
+def fold_batch_norm(module: fx.GraphModule) -> None:
+    """Fold every batch normalisation that follows a convolution or linear layer into its weights."""
+    for norm in list(module.graph.nodes):
+        picked = only_user(norm) if norm.target == _BATCH_NORM else None
+        if picked is None or picked.target is not operator.getitem or picked.args[1] != 0:
+            continue
+        layer, eps = norm.args[0], norm.args[6]
+        gamma, beta, mean, variance = (constant(module, each) for each in norm.args[1:5])
+        if mean is None or variance is None or not _is_foldable(module, layer):
+            continue
+        weight, bias = (constant(module, each) for each in (*layer.args[1:3], None)[:2])
+        assert weight is not None
+        folded = fuse_conv_bn_weights(weight, bias, mean, variance, eps, gamma, beta)  # fits linear layers, too
+        layer.args = (layer.args[0], *(add_constant(module, layer, each.detach()) for each in folded), *layer.args[3:])
+        picked.replace_all_uses_with(layer)
+        module.graph.erase_node(picked)
+        module.graph.erase_node(norm)
+
+
+def _is_foldable(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether the node is a convolution or linear layer with fixed weights, used once."""
+    if node.target not in (CONV, _LINEAR) or only_user(node) is None or node.kwargs:
+        return False
+    value = value_of(node)
+    fixed = all(each is None or constant(module, each) is not None for each in node.args[1:3])
+    return fixed and value is not None and (node.target == CONV or value.dim() == 2)
+
+
+def _use_channels_last(module: fx.GraphModule) -> None:
+    """Convert image inputs to channels-last if there are convolutions. Operators keep the layout of their input."""
+    if not any(node.target == CONV for node in module.graph.nodes):
+        return
+    for node in list(module.graph.nodes):
+        value = value_of(node)
+        if node.op == "placeholder" and value is not None and value.dim() == 4:
+            with module.graph.inserting_after(node):
+                kwargs: dict[str, Any] = {"memory_format": torch.channels_last}
+                converted = module.graph.call_function(aten.contiguous.default, (node,), kwargs)
+            converted.meta = dict(node.meta)
+            node.replace_all_uses_with(converted, delete_user_cb=lambda user, made=converted: user is not made)
+
+
+def _lay_out_weights(module: fx.GraphModule) -> None:
+    for conv in [node for node in module.graph.nodes if node.target == CONV]:
+        weight = constant(module, conv.args[1])
+        if weight is not None:
+            laid_out = weight.contiguous(memory_format=torch.channels_last)
+            conv.update_arg(1, add_constant(module, conv, laid_out))

@@ -20,9 +20,9 @@ from multiworld_serving.common.service.predictor import ImageSizes, ModelVersion
 from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.errors import BundleError, WeightsError
+from multiworld_serving.models.export.bundle_cache import SUFFIXES
 from multiworld_serving.models.export.independence import prove_independent_rows
 from multiworld_serving.models.optimize.tuning import Tuning
-from multiworld_serving.models.weights import SUFFIXES
 from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 from multiworld_serving.server.leader.versions.version_table import VersionPlan, VersionTable
 

@@ -12,13 +12,12 @@ from torch import Tensor
 from multiworld_serving.common.wire.join import EDGE_DTYPES
 from multiworld_serving.common.wire.work import StageAssignment
 from multiworld_serving.models.bundle.cutting import cuts_of
-from multiworld_serving.models.bundle.files import Bundle
+from multiworld_serving.models.bundle.files import Bundle, TensorEntry, TensorFile
 from multiworld_serving.models.bundle.graph import Graph
 from multiworld_serving.models.bundle.stage import BundleStageSpec, stage_head, stage_specs, weights_in_order
 from multiworld_serving.models.errors import BundleError, WeightsError
 from multiworld_serving.models.optimize.deviation import deviation_of_rows
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
-from multiworld_serving.models.weights.tensor_file import TensorEntry, TensorFile
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from multiworld_serving.models.bundle.isolation import check_in_child
+from multiworld_serving.models.bundle.checking import check_in_child
 from multiworld_serving.models.errors import BundleError
 
 

@@ -16,9 +16,8 @@ from multiworld_serving.models.errors import StageError
 from multiworld_serving.models.export.trace import capture
 from multiworld_serving.models.optimize import optimizing, tuning
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
-from multiworld_serving.models.optimize.folding import folded
 from multiworld_serving.models.optimize.fusing import FusedConv, Workload, fusable
-from multiworld_serving.models.optimize.optimizing import optimize
+from multiworld_serving.models.optimize.optimizing import folded, optimize
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 from multiworld_serving.workers.compute.transfers import Transfers

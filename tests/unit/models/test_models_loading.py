@@ -14,6 +14,7 @@ from torch import Tensor
 from torchvision.models import get_model, resnet18
 
 from multiworld_serving.models.errors import ModelError, WeightsError
+from multiworld_serving.models.export.sources import read_labels
 from multiworld_serving.models.export.torchvision_models import (
     load_model,
     published_labels,
@@ -21,7 +22,6 @@ from multiworld_serving.models.export.torchvision_models import (
     published_weights,
 )
 from multiworld_serving.models.preprocessing import Preprocessing
-from multiworld_serving.models.weights.labels import read_labels
 
 IMAGENET = Preprocessing(256, 224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
